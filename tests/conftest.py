@@ -1,0 +1,12 @@
+"""Shared by all tests: the folder itself is importable, and properties run without a deadline."""
+
+import os
+import sys
+from pathlib import Path
+
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("moeflux", deadline=None, print_blob=True)
+settings.load_profile("moeflux")
