@@ -1,0 +1,122 @@
+"""What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
+
+`KVCache` and `LatentCache` grow in steps and can be trimmed to an earlier position; `RecurrentCache`
+holds a state that has absorbed every token and cannot.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+
+class _Growing:
+    """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
+
+    step = 256
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends [B, heads, L, width] to each array and returns all positions so far."""
+        start, self.offset = self.offset, self.offset + keys.shape[2]
+        self.keys = _grown(self.keys, keys, start, self.step)
+        self.values = _grown(self.values, values, start, self.step)
+        self.keys[..., start : self.offset, :] = keys
+        self.values[..., start : self.offset, :] = values
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+        return self.keys, self.values, self.offset
+
+    @state.setter
+    def state(self, value: tuple[mx.array | None, mx.array | None, int]) -> None:
+        self.keys, self.values, self.offset = value
+
+    @classmethod
+    def from_state(cls, state: Any) -> "_Growing":
+        cache = cls()
+        cache.state = state
+        return cache
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forgets the last n positions; returns how many there were to forget."""
+        n = min(self.offset, n)
+        self.offset -= n
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.keys, self.values) if array is not None)
+
+
+def _grown(array: mx.array | None, new: mx.array, used: int, step: int) -> mx.array:
+    """`array` with room for `new` after its first `used` positions."""
+    B, heads, L, width = new.shape
+    if array is not None and used + L <= array.shape[2]:
+        return array
+    room = mx.zeros((B, heads, (L + step - 1) // step * step, width), new.dtype)
+    return room if array is None else mx.concatenate([array[..., :used, :], room], axis=2)
+
+
+class KVCache(_Growing):
+    """Keys (after norm and rotation) and values of grouped-query attention."""
+
+
+class LatentCache(_Growing):
+    """MLA: the normed latent [B, 1, N, kv_lora_rank] and the rotated shared key [B, 1, N, rope]."""
+
+
+class RecurrentCache:
+    """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, kernel - 1, channels], and
+    `state`, float32 [B, value_heads, value_dim, key_dim]."""
+
+    def __init__(self) -> None:
+        self.conv: mx.array | None = None
+        self.recurrent: mx.array | None = None
+        self.offset = 0
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+        return self.conv, self.recurrent, self.offset
+
+    @state.setter
+    def state(self, value: tuple[mx.array | None, mx.array | None, int]) -> None:
+        self.conv, self.recurrent, self.offset = value
+
+    @classmethod
+    def from_state(cls, state: Any) -> "RecurrentCache":
+        cache = cls()
+        cache.state = state
+        return cache
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.recurrent is None
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def trim(self, n: int) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (self.conv, self.recurrent) if array is not None)
+
+
+Cache = KVCache | LatentCache | RecurrentCache

@@ -1,0 +1,96 @@
+"""The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .attention import Attention
+from .cache import Cache, KVCache, LatentCache, RecurrentCache
+from .config import LINEAR, ModelArgs
+from .gated_delta import GatedDeltaNet
+from .linear import MLP, Embedding, Linear, RMSNorm
+from .mla import MLA
+from .moe import MoE, RoutedExpertsCall
+
+
+class DecoderLayer(nn.Module):
+    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). The MLP adds h itself: the MoE combine includes it."""
+
+    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall, split_latent: bool):
+        super().__init__()
+        self.is_linear = args.layer_types[layer] == LINEAR
+        self.is_latent = bool(args.kv_lora_rank)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(args)
+        else:
+            self.self_attn = MLA(args, split_latent) if self.is_latent else Attention(args)
+        is_moe = layer in args.moe_layers
+        self.mlp = MoE(args, layer, experts) if is_moe else DenseMLP(args.hidden_size, args.intermediate_size)
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+
+    def __call__(self, x: mx.array, cache: Cache) -> mx.array:
+        mixer: nn.Module = self.linear_attn if self.is_linear else self.self_attn
+        h = x + mixer(self.input_layernorm(x), cache)
+        normed = self.post_attention_layernorm(h)
+        return self.mlp(normed, h)
+
+    def make_cache(self) -> Cache:
+        if self.is_linear:
+            return RecurrentCache()
+        return LatentCache() if self.is_latent else KVCache()
+
+
+class DenseMLP(MLP):
+    """The first layers of DeepSeek-V3: every token, one wide MLP."""
+
+    def __call__(self, x: mx.array, h_mid: mx.array) -> mx.array:  # type: ignore[override]
+        return h_mid + super().__call__(x)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: the part that checkpoints call `model`."""
+
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall, split_latent: bool):
+        super().__init__()
+        self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
+        self.layers = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """A language model: `model(tokens [B, L], cache) -> logits [B, L, vocab_size]`.
+
+    Args:
+        args: the hyper-parameters.
+        experts: the call behind which routed experts are read and computed.
+        split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
+    """
+
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall, split_latent: bool = False):
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        self.model = Decoder(args, experts, split_latent)
+        self.lm_head = Linear(args.hidden_size, args.vocab_size)
+
+    def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+        """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
+
+        Without a cache the tokens stand alone.
+        """
+        return self.lm_head(self.hidden(tokens, cache))
+
+    def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+        """The normed hidden states [B, L, hidden_size] that `lm_head` turns into logits."""
+        cache = self.make_cache() if cache is None else cache
+        h = self.model.embed_tokens(tokens)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            h = layer(h, layer_cache)
+        return self.model.norm(h)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return self.model.layers
+
+    def make_cache(self) -> list[Cache]:
+        return [layer.make_cache() for layer in self.layers]
