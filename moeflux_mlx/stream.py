@@ -1,0 +1,222 @@
+"""The generation loop: tokens in, text out. It knows a model only by its call and its cache."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+
+from .cache import Cache
+from .errors import ModelFileError, RequestError
+from .sampling import LogitsProcessor, Sampler, make_sampler
+
+if TYPE_CHECKING:
+    from .model import Model
+    from .tokenizer import TokenizerWrapper
+
+PREFILL_STEP_SIZE = 512
+
+
+@dataclass
+class GenerationResponse:
+    """One step of `stream_generate`.
+
+    `text` is what this step adds; `logprobs` [vocab_size]; rates in tokens per second; `peak_memory` in
+    GB (1e9 bytes) of MLX's allocations. The last response has `finish_reason` "stop" or "length".
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+
+
+def make_prompt_cache(model: "Model") -> list[Cache]:
+    """An empty cache for `model`, to be given to several calls in turn."""
+    return model.make_cache()
+
+
+def generate_step(
+    prompt: Sequence[int] | mx.array,
+    model: "Model",
+    *,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    prompt_cache: list[Cache] | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prompt_progress_callback: Callable[[int, int], Any] | None = None,
+) -> Iterator[tuple[int, mx.array]]:
+    """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
+
+    Args:
+        prompt: token ids.
+        sampler: logprobs [1, V] -> token [1]; None takes the most likely.
+        logits_processors: (tokens so far, logits [1, V]) -> logits.
+        prompt_cache: continues after what it has seen, and is updated.
+        prefill_step_size: tokens of the prompt that run at once.
+        prompt_progress_callback: called with (tokens done, tokens in all).
+
+    Raises:
+        RequestError: an empty prompt, or a token count out of range.
+        ModelFileError: the logits are NaN, which damaged weights cause.
+    """
+    tokens = _checked_prompt(prompt, model.args.vocab_size)
+    if max_tokens == 0 or max_tokens < -1:
+        raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
+    if prefill_step_size < 1:
+        raise RequestError(f"prefill_step_size is {prefill_step_size}; it must be positive")
+    cache = model.make_cache() if prompt_cache is None else prompt_cache
+    step = _Step(model, cache, sampler or make_sampler(), logits_processors)
+    report = prompt_progress_callback or (lambda done, total: None)
+    done = prefill(model, tokens[:-1], cache, prefill_step_size, lambda n: report(n, len(tokens)))
+    step.seen = tokens[:done]
+    chunk, produced = tokens[done:], 0
+    while produced != max_tokens:
+        token, logprobs = step(chunk)
+        mx.eval(token, logprobs)
+        if produced == 0:
+            report(len(tokens), len(tokens))
+        if math.isnan(cast(float, logprobs[0].item())):
+            raise ModelFileError(
+                "the model's logits are NaN: a weight is damaged; run convert again with --verify"
+            )
+        yield cast(int, token.item()), logprobs
+        chunk, produced = token.astype(mx.uint32), produced + 1
+
+
+class _Step:
+    """One call of the model: chunk [L] in, the next token [1] and its logprobs [vocab_size] out."""
+
+    def __init__(
+        self, model: "Model", cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]
+    ):
+        self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
+        self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
+
+    def __call__(self, chunk: mx.array) -> tuple[mx.array, mx.array]:
+        logits = self.model(chunk[None], self.cache)[:, -1].astype(mx.float32)
+        if self.processors:
+            self.seen = mx.concatenate([self.seen, chunk])
+            for process in self.processors:
+                logits = process(self.seen, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return self.sampler(logprobs), logprobs[0]
+
+
+def prefill(
+    model: "Model",
+    tokens: mx.array,
+    cache: list[Cache],
+    step_size: int,
+    report: Callable[[int], Any] = lambda n: None,
+) -> int:
+    """Runs `tokens` [N] through the model into `cache`, `step_size` at a time; returns N."""
+    done = 0
+    report(done)
+    while done < len(tokens):
+        chunk = tokens[done : done + step_size]
+        model.hidden(chunk[None], cache)
+        mx.eval([c.state for c in cache])
+        done += len(chunk)
+        report(done)
+        mx.clear_cache()
+    return done
+
+
+def stream_generate(
+    model: "Model",
+    tokenizer: "TokenizerWrapper",
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    max_tokens: int = 256,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]:
+    """Generates text piece by piece until an end-of-text token or `max_tokens`.
+
+    Args:
+        prompt: text (encoded as it is, with the tokenizer's special tokens unless it begins with them)
+            or token ids.
+        kwargs: as `generate_step`.
+
+    Raises:
+        RequestError, ModelFileError: as `generate_step`.
+    """
+    if isinstance(prompt, str):
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+    detokenizer = tokenizer.detokenizer
+    clock = _Clock(len(prompt))
+    finish_reason = None
+    for n, (token, logprobs) in enumerate(
+        generate_step(prompt, model, max_tokens=max_tokens, **kwargs), start=1
+    ):
+        clock.tick()
+        if token in tokenizer.eos_token_ids:
+            finish_reason = "stop"
+        else:
+            detokenizer.add_token(token)
+            finish_reason = "length" if n == max_tokens else None
+        if finish_reason:
+            detokenizer.finalize()
+        yield GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=False,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            **clock.rates(),
+        )
+        if finish_reason:
+            return
+
+
+def generate(
+    model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], **kwargs: Any
+) -> str:
+    """The whole text of `stream_generate`."""
+    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **kwargs))
+
+
+def _checked_prompt(prompt: Sequence[int] | mx.array, vocab_size: int) -> mx.array:
+    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), mx.int64)
+    if tokens.size == 0:
+        raise RequestError("the prompt is empty; give at least one token")
+    low, high = cast(int, tokens.min().item()), cast(int, tokens.max().item())
+    if low < 0 or high >= vocab_size:
+        raise RequestError(
+            f"prompt token {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+        )
+    return tokens.astype(mx.uint32)
+
+
+class _Clock:
+    """Prompt and generation rates: the prompt's time ends with the first token."""
+
+    def __init__(self, prompt_tokens: int):
+        self.prompt_tokens, self.tokens = prompt_tokens, 0
+        self.start = self.first = self.last = time.perf_counter()
+
+    def tick(self) -> None:
+        self.tokens += 1
+        self.last = time.perf_counter()
+        if self.tokens == 1:
+            self.first = self.last
+
+    def rates(self) -> dict[str, Any]:
+        generating = self.last - self.first
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tps": self.prompt_tokens / max(self.first - self.start, 1e-9),
+            "generation_tokens": self.tokens,
+            "generation_tps": (self.tokens - 1) / generating if self.tokens > 1 else 0.0,
+        }

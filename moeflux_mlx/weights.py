@@ -1,0 +1,125 @@
+"""Fills a model with its resident tensors: everything that is not a routed expert.
+
+Tensors carry the model's own module paths as names. A matrix is stored dense, or as 4-bit or 8-bit
+codes with scales and biases; which, its shapes tell, and the configuration must agree.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from .config import Quantization
+from .errors import ModelFileError
+from .linear import Weight
+from .model import Model
+
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+KEPT_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
+ROUTER = ".mlp.gate"
+
+
+def read_resident(path: Path) -> dict[str, mx.array]:
+    """All tensors of `resident*.safetensors`, lazily.
+
+    Raises:
+        ModelFileError: there is no such file, or one cannot be read.
+    """
+    files = sorted(path.glob("resident*.safetensors"))
+    if not files:
+        raise ModelFileError(f"{path} has no resident*.safetensors; convert the checkpoint again")
+    tensors: dict[str, mx.array] = {}
+    for file in files:
+        try:
+            tensors.update(cast(dict[str, mx.array], mx.load(str(file))))
+        except (RuntimeError, ValueError) as error:
+            raise ModelFileError(f"{file} cannot be read: {error}") from None
+    return tensors
+
+
+def fill(
+    model: Model, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
+) -> None:
+    """Gives every parameter of `model` its tensor, converted once to what the arithmetic needs.
+
+    Scales, biases, norms and dense matrices become `dtype`; the router and the decay parameters float32.
+
+    Raises:
+        ModelFileError: a tensor is missing, unknown, misshapen, of the wrong type, or not finite.
+    """
+    left = dict(tensors)
+    matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
+    for path, module in matrices.items():
+        _fill_weight(path, module, left, quantization, mx.float32 if path.endswith(ROUTER) else dtype)
+    for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
+        path, _, leaf = name.rpartition(".")
+        if path not in matrices:
+            kept = mx.float32 if leaf in KEPT_FLOAT32 else dtype
+            setattr(_module(model, path), leaf, _take_float(left, name, parameter.shape).astype(kept))
+    if left:
+        raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
+    mx.eval(model.parameters())
+
+
+def _module(model: Model, path: str) -> Any:
+    found: Any = model
+    for part in path.split("."):
+        found = found[int(part)] if isinstance(found, list) else getattr(found, part)
+    return found
+
+
+def _fill_weight(
+    path: str, module: Weight, left: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
+) -> None:
+    if f"{path}.scales" not in left:
+        module.weight = _take_float(left, f"{path}.weight", module.shape).astype(dtype)
+        mx.eval(module.weight)
+        return
+    weight = _take(left, f"{path}.weight")
+    module.group_size, module.bits = _geometry(
+        path, module.shape, weight, left[f"{path}.scales"], quantization
+    )
+    module.weight = weight
+    grouped = (*module.shape[:-1], module.shape[-1] // module.group_size)
+    module.scales = _take_float(left, f"{path}.scales", grouped).astype(dtype)
+    module.biases = _take_float(left, f"{path}.biases", grouped).astype(dtype)
+    mx.eval(module.weight, module.scales, module.biases)
+
+
+def _geometry(
+    path: str, shape: tuple[int, ...], weight: mx.array, scales: mx.array, quantization: Quantization | None
+) -> tuple[int, int]:
+    """(group_size, bits) from the shapes, checked against the configuration."""
+    if weight.dtype != mx.uint32:
+        raise ModelFileError(f"tensor {path}.weight is {weight.dtype}; a quantised weight is uint32")
+    cols = shape[-1]
+    group_size, bits = cols // max(scales.shape[-1], 1), 32 * weight.shape[-1] // cols
+    stated = (quantization or Quantization()).of(path)
+    if stated != (group_size, bits):
+        raise ModelFileError(
+            f"{path} has group_size {group_size} and {bits} bits by its shapes; config.json says {stated}"
+        )
+    _check_shape(f"{path}.weight", weight, (*shape[:-1], cols * bits // 32))
+    return group_size, bits
+
+
+def _take(left: dict[str, mx.array], name: str) -> mx.array:
+    if name not in left:
+        raise ModelFileError(f"tensor {name} is missing")
+    return left.pop(name)
+
+
+def _check_shape(name: str, tensor: mx.array, wanted: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != tuple(wanted):
+        raise ModelFileError(f"tensor {name} has shape {list(tensor.shape)}; the model needs {list(wanted)}")
+
+
+def _take_float(left: dict[str, mx.array], name: str, shape: tuple[int, ...]) -> mx.array:
+    tensor = _take(left, name)
+    _check_shape(name, tensor, shape)
+    if tensor.dtype not in FLOATS:
+        raise ModelFileError(f"tensor {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
+    if not mx.isfinite(tensor).all().item():
+        raise ModelFileError(f"tensor {name} holds NaN or infinite values; convert the checkpoint again")
+    return tensor

@@ -1,0 +1,35 @@
+# Sourced by the other scripts: enters a virtual environment that has the package and what it needs.
+# An active environment is used as it is found; otherwise .venv is made in the repository.
+# MOEFLUX_BACKEND chooses MLX's Linux build: cpu (default) or cuda13. macOS uses Metal and needs neither.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+find_python() {
+  local name
+  for name in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10; do
+    if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  echo "error: Python 3.10 or newer is needed; set PYTHON to one" >&2
+  return 1
+}
+
+# enter_environment EXTRA...: installs the package, editable, with these extras, unless nothing has changed.
+enter_environment() {
+  local extras="$*" stamp wanted
+  if [ -z "${VIRTUAL_ENV:-}" ]; then
+    [ -d .venv ] || "$(find_python)" -m venv .venv
+    # shellcheck disable=SC1091
+    source .venv/bin/activate
+  fi
+  if [ "$(uname)" = Linux ]; then extras="$extras ${MOEFLUX_BACKEND:-cpu}"; fi
+  stamp="$VIRTUAL_ENV/.moeflux-$(echo "$extras" | tr ' ' '-')"
+  wanted="$(pwd) $(cat pyproject.toml setup.py moeflux_mlx/_native* | cksum)"
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "installing into $VIRTUAL_ENV ..." >&2
+    python -m pip install --quiet --disable-pip-version-check -e ".[$(echo $extras | tr ' ' ',')]"
+    echo "$wanted" >"$stamp"
+  fi
+}

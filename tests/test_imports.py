@@ -1,0 +1,75 @@
+"""Imports point down the layers and never sideways; the public names are the listed ones."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
+
+# From the bottom up. A module may import from any lower line, and not from its own.
+LAYERS = [
+    {"errors", "resources"},
+    {"config", "io_mode", "sampling", "chat_template", "kernels", "native"},
+    {"layout", "cache", "rope", "router", "linear", "tokenizer", "checkpoint"},
+    {"packed", "attention", "gated_delta", "mla", "moe", "sanitize"},
+    {"loader", "hub", "model"},
+    {"experts", "weights", "stream"},
+    {"load"},
+    {"generate", "convert", "__init__"},
+]
+HEIGHT = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+FORBIDDEN = {"model": {"packed", "loader"}, "moe": {"packed", "loader"}, "loader": {"model"}}
+MODULES = sorted(file.stem for file in PACKAGE.glob("*.py"))
+
+
+def imports_of(source):
+    """Names of this package's modules that `source` imports, those for type checkers only included."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            inside = node.level == 1 or (node.module or "").startswith("moeflux_mlx")
+            name = (node.module or "").removeprefix("moeflux_mlx").lstrip(".")
+            if inside:
+                found |= {name.split(".")[0]} if name else {alias.name for alias in node.names}
+    return found & set(HEIGHT)
+
+
+def test_every_module_has_a_layer():
+    assert set(MODULES) == set(HEIGHT)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module):
+    used = imports_of((PACKAGE / f"{module}.py").read_text())
+    assert not {name for name in used if HEIGHT[name] >= HEIGHT[module]}
+    assert not used & FORBIDDEN.get(module, set())
+
+
+def test_an_upward_import_is_seen():
+    assert imports_of("from .model import Model\nfrom . import kernels") == {"model", "kernels"}
+
+
+def test_public_names_exist():
+    package = importlib.import_module("moeflux_mlx")
+    assert package.__all__ == sorted(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_importing_the_package_leaves_heavy_libraries_alone():
+    heavy = (
+        "mlx_lm",
+        "transformers",
+        "torch",
+        "huggingface_hub",
+        "sentencepiece",
+        "tokenizers",
+        "jinja2",
+        "tqdm",
+    )
+    code = f"import sys, moeflux_mlx; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
