@@ -1,0 +1,649 @@
+"""Tiny random checkpoints of the four families in every layout that is read, and their golden logits.
+
+Promises: `checkpoint_dir` and `write_variant` make the same bytes on every machine. Weights are not stored:
+each tensor is drawn from PCG64 (whose raw stream numpy guarantees) seeded by its name, with exact integer
+and correctly rounded arithmetic only, and `fixtures/models/checksums.json` pins the result. The configs and
+the logits are stored; `scripts/make_goldens.py` made the logits with transformers, float32, eager.
+Does not know: the package under test, mlx or torch.
+
+Golden logits are those of the weights after 4-bit quantisation (group 64, from bf16; routers of the Qwen
+families 8-bit; DeepSeek's router, norms, convolutions and per-head vectors not quantised) and exact
+dequantisation.
+
+Variants, each a checkpoint of the same tiny model:
+  hub             bf16 safetensors in the published layout, with tensors that a text model must skip
+  hub_sharded     the same in three shards with an index
+  transformers5   config and tensor names as transformers 5 saves them
+  mlx4            an MLX 4-bit conversion: stacked experts, MLX names, quantisation overrides
+  moeflux         mlx/, artifacts/model_weights.bin and manifest, root/packed_experts/ (deepseek_v3,
+                  qwen3_5_moe)
+  fp8             128x128 block float8 (deepseek_v3, qwen3_5_moe): to float32, then bf16, then 4 bits
+  negbias         hub, with a router bias that makes every biased score negative (deepseek_v3)
+  mlx4_embed_q    mlx4 with kv_b_proj split into embed_q and unembed_out, each quantised alone (deepseek_v3)
+`dense` is a golden without a checkpoint of its own: the hub weights before quantisation.
+"""
+
+import copy
+import functools
+import hashlib
+import json
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import oracle
+
+FIXTURES = Path(__file__).parent / "fixtures" / "models"
+FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+EXTRA_VARIANTS = {
+    "qwen3_5_moe": ("moeflux", "fp8"),
+    "deepseek_v3": ("moeflux", "fp8", "negbias", "mlx4_embed_q"),
+}
+OWN_GOLDEN = ("dense", "fp8", "negbias", "mlx4_embed_q")
+QUANTISATION = {"group_size": 64, "bits": 4, "mode": "affine"}
+FP8_BLOCK = 128
+DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "F8_E4M3": "u1"}
+
+# A tensor is (safetensors dtype name, array); BF16 and F8_E4M3 arrays hold bit patterns.
+Tensor = tuple[str, np.ndarray]
+
+
+# ---- what a test asks for ----
+
+
+def families():
+    return FAMILIES
+
+
+def variants(family):
+    """Names that `write_variant` accepts for this family."""
+    return ("hub", "hub_sharded", "transformers5", "mlx4", *EXTRA_VARIANTS.get(family, ()))
+
+
+def config(family):
+    """The hub's config.json as a dict, the caller's to change."""
+    return _read_json(family, "config.json")
+
+
+def text_config(family):
+    whole = config(family)
+    return whole.get("text_config", whole)
+
+
+def golden(family, variant="hub"):
+    """(tokens int32 [T], logits float32 [T, V]) of transformers on this variant's dequantised weights."""
+    with np.load(golden_path(family, variant)) as stored:
+        return stored["tokens"], stored["logits"]
+
+
+def golden_hidden(family):
+    """float32 [layers, T, D]: the residual stream after each layer in the `hub` golden, to find a fault."""
+    with np.load(golden_path(family, "hub")) as stored:
+        return stored["hidden"]
+
+
+def golden_path(family, variant):
+    return FIXTURES / family / (f"golden_{variant}.npz" if variant in OWN_GOLDEN else "golden.npz")
+
+
+@functools.cache
+def _kept():
+    return tempfile.TemporaryDirectory(prefix="moeflux-goldens-")
+
+
+def checkpoint_dir(family):
+    """The `hub` checkpoint, written once per process and shared by its tests: do not write into it."""
+    path = Path(_kept().name) / family
+    return path if path.exists() else write_variant(path, family, "hub")
+
+
+def write_variant(path, family, variant):
+    """Write one checkpoint into `path` (made if missing) and return it. ValueError for an unknown variant."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if variant not in variants(family):
+        raise ValueError(f"{family} has no variant {variant!r}, only {variants(family)}")
+    if variant == "moeflux":
+        return _write_moeflux(path, family)
+    _write_json(path / "config.json", variant_config(family, variant))
+    _write_json(path / "generation_config.json", _read_json(family, "generation_config.json"))
+    tensors = variant_tensors(family, variant)
+    if variant == "hub_sharded":
+        _write_shards(path, tensors, 3)
+    else:
+        write_safetensors(path / "model.safetensors", tensors)
+    return path
+
+
+def variant_config(family, variant):
+    """config.json of a variant, as a dict."""
+    if variant == "transformers5":
+        return _read_json(family, "config_transformers5.json")
+    result = config(family)
+    if variant.startswith("mlx4"):
+        result["quantization"] = result["quantization_config"] = _quantisation(family)
+    if variant == "fp8":
+        result["quantization_config"] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        }
+    return result
+
+
+def variant_tensors(family, variant):
+    """{name: Tensor} of a safetensors variant."""
+    if variant.startswith("mlx4"):
+        return mlx_tensors(family, variant)
+    if variant == "transformers5":
+        return split_experts(source(family))
+    if variant == "fp8":
+        return {**fp8_tensors(family), **skipped_tensors(family)}
+    return {**source(family, variant), **skipped_tensors(family)}
+
+
+# ---- weights ----
+
+
+@functools.cache
+def hub_tensors(family):
+    """{hub name: Tensor} of the text model, bf16 except what the hub keeps in float32. Read only."""
+    c = text_config(family)
+    tree = _tree(c)
+    if family == "qwen3_5_moe":
+        tree = {n.replace("model.", "model.language_model.", 1): s for n, s in _fuse(tree, c).items()}
+    return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
+
+
+@functools.cache
+def skipped_tensors(family):
+    """{hub name: Tensor} that published checkpoints hold and a text model does not read."""
+    names = {
+        "qwen3_moe": {},
+        "qwen3_next": {"mtp.fc.weight": (128, 256), "mtp.layers.0.mlp.experts.0.up_proj.weight": (64, 128)},
+        "qwen3_5_moe": {
+            "mtp.fc.weight": (128, 256),
+            "mtp.layers.0.mlp.experts.down_proj": (16, 128, 64),
+            "model.visual.patch_embed.proj.bias": (32,),
+            "model.visual.blocks.0.mlp.linear_fc1.weight": (64, 32),
+        },
+        "deepseek_v3": {
+            "model.layers.4.embed_tokens.weight": (256, 128),
+            "model.layers.4.eh_proj.weight": (128, 256),
+            "model.layers.4.enorm.weight": (128,),
+            "model.layers.4.mlp.gate.weight": (16, 128),
+            "model.layers.4.mlp.experts.0.up_proj.weight": (64, 128),
+        },
+    }[family]
+    return {name: _draw(f"{family}/{name}", family, shape, "linear") for name, shape in names.items()}
+
+
+def source(family, variant="hub"):
+    """{hub name: Tensor}: the tensors that are then quantised to 4 bits."""
+    if variant == "fp8":
+        return _from_fp8(fp8_tensors(family))
+    tensors = dict(hub_tensors(family))
+    if variant == "negbias":
+        biases = {n: t for n, t in tensors.items() if n.endswith("correction_bias")}
+        tensors |= {n: (kind, -np.abs(array) - np.float32(1.1)) for n, (kind, array) in biases.items()}
+    return tensors
+
+
+def dequantised(family, variant="hub"):
+    """{hub name: float64 array}: what the golden's model computed with."""
+    tensors = source(family, variant)
+    if variant == "dense":
+        return {n: as_float(t).astype(np.float64) for n, t in tensors.items()}
+    result = {n: _dequantised(t, quantised_bits(family, n)) for n, t in tensors.items()}
+    if variant == "mlx4_embed_q":
+        names = [n for n in tensors if n.endswith("kv_b_proj.weight")]
+        result |= {n: _join_kv_b(family, _split_kv_b(family, tensors[n])) for n in names}
+    return result
+
+
+def packed_layers(family, variant="mlx4"):
+    """{layer: bytes}: each MoE layer's expert blocks back to back, without padding."""
+    tensors, c = mlx_tensors(family, variant), text_config(family)
+    return {
+        layer: b"".join(_block(tensors, stem, e) for e in range(_count(c)))
+        for layer in range(c["num_hidden_layers"])
+        if (stem := f"{_mlx_root(family)}model.layers.{layer}.mlp.switch_mlp.") + "up_proj.weight" in tensors
+    }
+
+
+def _block(tensors, stem, expert):
+    return oracle.pack_expert_block({n: tensors[stem + n][1][expert] for n in oracle.BLOCK_PARTS})
+
+
+def quantised_bits(family, name):
+    """4 or 8 for a hub tensor that an MLX conversion quantises, 0 for one that it leaves alone."""
+    if name.endswith(("norm.weight", "conv1d.weight", "A_log", "dt_bias", "correction_bias")):
+        return 0
+    if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+        return 0 if family == "deepseek_v3" else 8
+    return 4
+
+
+def _dequantised(tensor, bits):
+    w = as_float(tensor)
+    return oracle.dequantize(*oracle.quantize(w, bits=bits), bits=bits) if bits else w.astype(np.float64)
+
+
+def as_float(tensor):
+    """float32 values of a BF16 or F32 tensor."""
+    kind, array = tensor
+    return oracle.bf16_to_f32(array) if kind == "BF16" else array
+
+
+def _bf16(values):
+    return "BF16", oracle.f32_to_bf16(values)
+
+
+# mean and standard deviation; a linear's deviation is divided by sqrt(fan in) so that logits come out near 1
+KINDS = {
+    "embed": (0, 1),
+    "linear": (0, 1),
+    "router": (0, 3),
+    "norm": (1, 0.2),
+    "centred_norm": (0, 0.2),
+    "conv": (0, 0.5),
+    "A_log": (0.7, 0.7),
+    "dt_bias": (0, 0.5),
+    "correction_bias": (0.15, 0.1),
+}
+
+
+def _draw(seed, family, shape, kind):
+    mean, deviation = KINDS[kind]
+    if kind in ("linear", "router"):
+        deviation = deviation / np.sqrt(shape[-1])
+    values = (mean + deviation * _normal(seed, shape)).astype(np.float32)
+    if kind == "centred_norm":  # multiples of 1/128, so that 1 + w is exact in bf16 too
+        values = np.rint(values * 128) / np.float32(128)
+    bits = oracle.f32_to_bf16(values)
+    if kind == "correction_bias":
+        return "F32", values
+    if kind == "A_log" and family == "qwen3_5_moe":
+        return "F32", oracle.bf16_to_f32(bits)
+    return "BF16", bits
+
+
+def _normal(seed, shape):
+    """Sums of four 16-bit integers, centred and scaled to deviation 1: nearly normal, the same everywhere."""
+    raw = np.random.PCG64(zlib.crc32(seed.encode())).random_raw(int(np.prod(shape)))
+    return (raw.view(np.uint16).reshape(*shape, 4).sum(-1, dtype=np.int64) - 131070) / 37837.0
+
+
+# ---- names and shapes ----
+
+
+def _tree(c):
+    """{hub name: (shape, kind)} with `model.` prefix and per-expert tensors."""
+    D, V = c["hidden_size"], c["vocab_size"]
+    norm = "centred_norm" if oracle.norm_offset(c) else "norm"
+    tree = {"model.embed_tokens.weight": ((V, D), "embed")}
+    for i in range(c["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": ((D,), norm),
+            **_mixer(c, i, norm),
+            "post_attention_layernorm.weight": ((D,), norm),
+            **_under("mlp.", _mlp(c, i)),
+        }
+        tree |= _under(f"model.layers.{i}.", layer)
+    return tree | {"model.norm.weight": ((D,), norm), "lm_head.weight": ((V, D), "linear")}
+
+
+def _under(prefix, tree):
+    return {prefix + name: spec for name, spec in tree.items()}
+
+
+def _linears(shapes):
+    return {f"{name}.weight": (shape, "linear") for name, shape in shapes.items()}
+
+
+def _mixer(c, i, norm):
+    if "kv_lora_rank" in c:
+        return _under("self_attn.", _mla(c))
+    if "linear_num_key_heads" in c and (i + 1) % c["full_attention_interval"]:
+        return _under("linear_attn.", _gated_delta(c))
+    return _under("self_attn.", _attention(c, norm))
+
+
+def _attention(c, norm):
+    D, d, heads = c["hidden_size"], c["head_dim"], c["num_attention_heads"]
+    kv = c["num_key_value_heads"] * d
+    gate = 1 if c["model_type"] == "qwen3_moe" else 2
+    shapes = {"q_proj": (gate * heads * d, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, heads * d)}
+    return _linears(shapes) | {"q_norm.weight": ((d,), norm), "k_norm.weight": ((d,), norm)}
+
+
+def _gated_delta(c):
+    D, nk, nv = c["hidden_size"], c["linear_num_key_heads"], c["linear_num_value_heads"]
+    keys, values = nk * c["linear_key_head_dim"], nv * c["linear_value_head_dim"]
+    mixed = 2 * keys + values
+    if c["model_type"] == "qwen3_next":
+        shapes = {"in_proj_qkvz": (mixed + values, D), "in_proj_ba": (2 * nv, D)}
+    else:
+        shapes = {
+            "in_proj_qkv": (mixed, D),
+            "in_proj_z": (values, D),
+            "in_proj_b": (nv, D),
+            "in_proj_a": (nv, D),
+        }
+    return {
+        "A_log": ((nv,), "A_log"),
+        "dt_bias": ((nv,), "dt_bias"),
+        "conv1d.weight": ((mixed, 1, c["linear_conv_kernel_dim"]), "conv"),
+        **_linears({**shapes, "out_proj": (D, values)}),
+        "norm.weight": ((c["linear_value_head_dim"],), "norm"),
+    }
+
+
+def _mla(c):
+    D, heads, q_rank, kv_rank = (
+        c[k] for k in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
+    )
+    nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    shapes = {
+        "q_a_proj": (q_rank, D),
+        "q_b_proj": (heads * (nope + rope), q_rank),
+        "kv_a_proj_with_mqa": (kv_rank + rope, D),
+        "kv_b_proj": (heads * (nope + v), kv_rank),
+        "o_proj": (D, heads * v),
+    }
+    norms = {"q_a_layernorm.weight": ((q_rank,), "norm"), "kv_a_layernorm.weight": ((kv_rank,), "norm")}
+    return _linears(shapes) | norms
+
+
+def _mlp(c, i):
+    D, inter = c["hidden_size"], c["moe_intermediate_size"]
+    if i < c.get("first_k_dense_replace", 0):
+        return _swiglu("", D, c["intermediate_size"])
+    tree = {"gate.weight": ((_count(c), D), "router")}
+    if "n_routed_experts" in c:
+        tree["gate.e_score_correction_bias"] = ((_count(c),), "correction_bias")
+        tree |= _swiglu("shared_experts.", D, inter * c["n_shared_experts"])
+    if "shared_expert_intermediate_size" in c:
+        tree["shared_expert_gate.weight"] = ((1, D), "linear")
+        tree |= _swiglu("shared_expert.", D, c["shared_expert_intermediate_size"])
+    for e in range(_count(c)):
+        tree |= _swiglu(f"experts.{e}.", D, inter)
+    return tree
+
+
+def _swiglu(prefix, D, inter):
+    shapes = {"gate_proj": (inter, D), "up_proj": (inter, D), "down_proj": (D, inter)}
+    return _under(prefix, _linears(shapes))
+
+
+def _count(c):
+    return c["n_routed_experts"] if "n_routed_experts" in c else c["num_experts"]
+
+
+def _fuse(tree, c):
+    """Per-expert entries replaced by the two fused ones of the Qwen3.5 hub layout."""
+    D, inter, E = c["hidden_size"], c["moe_intermediate_size"], _count(c)
+    result = {}
+    for name, spec in tree.items():
+        stem, found, rest = name.partition(".experts.")
+        if not found:
+            result[name] = spec
+        elif rest == "0.gate_proj.weight":
+            result[f"{stem}.experts.gate_up_proj"] = ((E, 2 * inter, D), "linear")
+            result[f"{stem}.experts.down_proj"] = ((E, D, inter), "linear")
+    return result
+
+
+def split_experts(tensors):
+    """Fused expert tensors replaced by one tensor per expert and projection."""
+    result = {}
+    for name, (kind, array) in tensors.items():
+        stem, _, part = name.rpartition("experts.")
+        if part not in ("gate_up_proj", "down_proj"):
+            result[name] = kind, array
+            continue
+        for e, matrix in enumerate(array):
+            halves = np.split(matrix, 2) if part == "gate_up_proj" else [matrix]
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            result |= {f"{stem}experts.{e}.{n}.weight": (kind, h) for n, h in zip(names, halves, strict=True)}
+    return result
+
+
+# ---- block float8 ----
+
+
+def _fp8_keeps(family, name):
+    """True where an fp8 checkpoint leaves the tensor in bf16."""
+    kept = ("embed_tokens.weight", "lm_head.weight", "in_proj_a.weight", "in_proj_b.weight", "gate.weight")
+    return quantised_bits(family, name) != 4 or name.endswith(kept)
+
+
+@functools.cache
+def fp8_tensors(family):
+    """{hub name: Tensor}, experts one by one, each linear as codes and a `_scale_inv` that multiplies."""
+    result = {}
+    for name, tensor in split_experts(hub_tensors(family)).items():
+        if _fp8_keeps(family, name):
+            result[name] = tensor
+            continue
+        w = as_float(tensor)
+        scale = _block_max(w) / np.float32(448)
+        kept = ("F32", scale) if family == "deepseek_v3" else _bf16(scale)
+        spread = oracle.dequantize_fp8(np.full(w.shape, 0x38, np.uint8), as_float(kept))  # code 0x38 is 1.0
+        result[name] = "F8_E4M3", oracle.f32_to_e4m3(w / spread)
+        result[f"{name}_scale_inv"] = kept
+    return result
+
+
+def _block_max(w):
+    starts = [np.arange(0, n, FP8_BLOCK) for n in w.shape]
+    return np.maximum.reduceat(np.maximum.reduceat(np.abs(w), starts[0], 0), starts[1], 1)
+
+
+def _from_fp8(tensors):
+    result = {}
+    for name, (kind, array) in tensors.items():
+        if kind == "F8_E4M3":
+            result[name] = _bf16(oracle.dequantize_fp8(array, as_float(tensors[f"{name}_scale_inv"])))
+        elif not name.endswith("_scale_inv"):
+            result[name] = kind, array
+    return result
+
+
+# ---- MLX 4-bit ----
+
+
+def _mlx_root(family):
+    return "language_model." if family == "qwen3_5_moe" else ""
+
+
+def _mlx_name(family, name):
+    return _mlx_root(family) + name.replace("model.language_model.", "model.", 1)
+
+
+def mlx_tensors(family, variant="mlx4"):
+    """{MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
+    result = {}
+    for name, tensor in _stack_experts(split_experts(source(family, variant))).items():
+        mlx_name, bits = _mlx_name(family, name), quantised_bits(family, name)
+        if variant == "mlx4_embed_q" and name.endswith("kv_b_proj.weight"):
+            halves = zip(("embed_q", "unembed_out"), _split_kv_b(family, tensor), strict=True)
+            for part, half in halves:
+                result |= _triplet(mlx_name.replace("kv_b_proj", part), half, 4)
+        elif bits:
+            result |= _triplet(mlx_name, as_float(tensor), bits)
+        else:
+            result[mlx_name] = _mlx_plain(family, name, tensor)
+    return result
+
+
+def _mlx_plain(family, name, tensor):
+    """Norms no longer zero-centred, convolutions [C, taps, 1], A_log in bf16."""
+    if name.endswith("conv1d.weight"):
+        return tensor[0], np.ascontiguousarray(np.swapaxes(tensor[1], 1, 2))
+    if name.endswith("A_log"):
+        return _bf16(as_float(tensor))
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return _bf16(as_float(tensor) + np.float32(oracle.norm_offset(text_config(family))))
+    return tensor
+
+
+def _triplet(name, w, bits):
+    weight, scales, biases = oracle.quantize(w, bits=bits)
+    stem = name.removesuffix("weight")
+    return {name: ("U32", weight), f"{stem}scales": ("BF16", scales), f"{stem}biases": ("BF16", biases)}
+
+
+def _stack_experts(tensors):
+    """Per-expert tensors replaced by `switch_mlp` stacks [E, out, in]."""
+    stacks, result = {}, {}
+    for name, tensor in tensors.items():
+        stem, found, rest = name.partition(".experts.")
+        if not found:
+            result[name] = tensor
+            continue
+        stacked = f"{stem}.switch_mlp.{rest.partition('.')[2]}"
+        stacks.setdefault(stacked, []).append(tensor[1])
+        result[stacked] = None
+    return {n: t or ("BF16", np.stack(stacks[n])) for n, t in result.items()}
+
+
+def _split_kv_b(family, tensor):
+    """bf16 [H*(nope+v), rank] -> float32 embed_q [H, rank, nope], unembed_out [H, v, rank]."""
+    c = text_config(family)
+    w = as_float(tensor).reshape(c["num_attention_heads"], -1, c["kv_lora_rank"])
+    keys, values = np.split(w, [c["qk_nope_head_dim"]], 1)
+    return np.ascontiguousarray(np.swapaxes(keys, 1, 2)), values
+
+
+def _join_kv_b(family, halves):
+    """Both halves through 4 bits, each along its own last axis, and back into kv_b_proj's float64 rows."""
+    embed_q, unembed_out = (oracle.dequantize(*oracle.quantize(h)) for h in halves)
+    joined = np.concatenate([np.swapaxes(embed_q, 1, 2), unembed_out], 1)
+    return joined.reshape(-1, text_config(family)["kv_lora_rank"])
+
+
+def _quantisation(family):
+    eight = [n.removesuffix(".weight") for n in hub_tensors(family) if quantised_bits(family, n) == 8]
+    return QUANTISATION | {_mlx_name(family, n): {"group_size": 64, "bits": 8} for n in eight}
+
+
+# ---- moeflux and flash-moe directories ----
+
+
+def _write_moeflux(path, family):
+    """mlx/ (config), artifacts/ (resident tensors), root/packed_experts/ (one headerless file a layer)."""
+    for part in ("mlx", "artifacts", "root/packed_experts"):
+        (path / part).mkdir(parents=True, exist_ok=True)
+    whole = variant_config(family, "mlx4")
+    _write_json(path / "mlx" / "config.json", whole)
+    _write_json(path / "mlx" / "generation_config.json", _read_json(family, "generation_config.json"))
+    _write_resident(path / "artifacts", family)
+    layers, c = packed_layers(family), text_config(family)
+    for layer, blocks in layers.items():
+        (path / "root" / "packed_experts" / f"layer_{layer:02d}.bin").write_bytes(blocks)
+    size = len(next(iter(layers.values()))) // _count(c)
+    layout = {
+        "expert_size": size,
+        "num_layers": c["num_hidden_layers"],
+        "num_experts": _count(c),
+        "components": _components(c),
+    }
+    if family == "deepseek_v3":
+        layout["moe_layers"] = list(layers)
+    _write_json(path / "root" / "packed_experts" / "layout.json", layout)
+    return path
+
+
+def _components(c):
+    D, inter, offset, result = c["hidden_size"], c["moe_intermediate_size"], 0, []
+    for name in oracle.BLOCK_PARTS:
+        out, inn = (D, inter) if name.startswith("down") else (inter, D)
+        dtype, shape = ("U32", [out, inn // 8]) if name.endswith("weight") else ("BF16", [out, inn // 64])
+        size = int(np.prod(shape)) * (4 if dtype == "U32" else 2)
+        result.append({"name": name, "offset": offset, "size": size, "dtype": dtype, "shape": shape})
+        offset += size
+    return result
+
+
+def _write_resident(path, family):
+    """Write model_weights.bin and .json.
+
+    qwen3_5_moe as flash-moe extracts it: sorted, no `language_model.`, A_log in float32, `bits` given;
+    deepseek_v3 as moeflux does: checkpoint order, nothing changed, `bits` left out.
+    """
+    tensors = {n: t for n, t in mlx_tensors(family).items() if ".switch_mlp." not in n}
+    if family == "qwen3_5_moe":
+        tensors = {n.removeprefix("language_model."): _promote(n, tensors[n]) for n in sorted(tensors)}
+    entries, blob = {}, bytearray()
+    for name, (dtype, array) in tensors.items():
+        blob += bytes(-len(blob) % 64)
+        data = array.astype(DTYPES[dtype]).tobytes()
+        entries[name] = {"offset": len(blob), "size": len(data), "shape": list(array.shape), "dtype": dtype}
+        if dtype == "U32" and family == "qwen3_5_moe":
+            entries[name]["bits"] = quantised_bits(family, name)
+        blob += data
+    (path / "model_weights.bin").write_bytes(blob)
+    manifest = {
+        "model": family,
+        "num_tensors": len(entries),
+        "config": text_config(family),
+        "tensors": entries,
+    }
+    _write_json(path / "model_weights.json", manifest)
+
+
+def _promote(name, tensor):
+    return ("F32", as_float(tensor)) if name.endswith("A_log") else tensor
+
+
+# ---- files ----
+
+
+def write_safetensors(path, tensors):
+    """Write {name: Tensor} to one safetensors file."""
+    header, offset, chunks = {"__metadata__": {"format": "pt"}}, 0, []
+    for name, (dtype, array) in tensors.items():
+        chunks.append(array.astype(DTYPES[dtype]).tobytes())
+        end = offset + len(chunks[-1])
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    Path(path).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
+
+
+def _write_shards(path, tensors, count):
+    """Round robin, so that a layer's experts are spread over all shards."""
+    weight_map, total = {}, sum(array.nbytes for _, array in tensors.values())
+    for i in range(count):
+        names = list(tensors)[i::count]
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        write_safetensors(path / file, {n: tensors[n] for n in names})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(path / "model.safetensors.index.json", index)
+
+
+def checksum(family):
+    """sha256 over the hub tensors, names and shapes included."""
+    digest = hashlib.sha256()
+    for name, (dtype, array) in sorted(hub_tensors(family).items()):
+        digest.update(f"{name} {dtype} {array.shape}\n".encode())
+        digest.update(array.astype(DTYPES[dtype]).tobytes())
+    return digest.hexdigest()
+
+
+def _read_json(family, name):
+    return copy.deepcopy(_stored_json(FIXTURES / family / name))
+
+
+@functools.cache
+def _stored_json(path):
+    return json.loads(path.read_text())
+
+
+def _write_json(path, value):
+    path.write_text(json.dumps(value, indent=2) + "\n")
