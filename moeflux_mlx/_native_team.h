@@ -1,0 +1,141 @@
+/* A persistent team of threads for the native kernels.
+ *
+ * team_run(job, ctx, chunks) calls job(ctx, chunk, member) once per chunk; chunks are handed out one
+ * by one, so a worker that is still asleep or descheduled costs nothing: the caller does its share.
+ * Callers on several threads take turns. Workers spin briefly after a job, then sleep, so that BLAS
+ * and MLX find the cores free. After fork() the child starts a fresh team.
+ */
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <time.h>
+
+#define MAX_TEAM 64
+/* Long enough to bridge the gap between two kernels of a decode step (tens of microseconds),
+ * short beside the milliseconds of a BLAS call that wants the core. */
+#define SPIN_NS 100000
+
+typedef void Job(void *ctx, ptrdiff_t chunk, int member);
+
+static struct {
+    pthread_mutex_t turn, door;
+    pthread_cond_t bell;
+    Job *job;
+    void *ctx;
+    ptrdiff_t chunks;
+    atomic_ptrdiff_t next;
+    atomic_uint generation;
+    atomic_int open, active, sleepers, size;
+    int started;
+} team = {.turn = PTHREAD_MUTEX_INITIALIZER, .door = PTHREAD_MUTEX_INITIALIZER, .bell = PTHREAD_COND_INITIALIZER,
+          .size = 1};
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void team_work(int member) {
+    for (;;) {
+        ptrdiff_t chunk = atomic_fetch_add(&team.next, 1);
+        if (chunk >= team.chunks) return;
+        team.job(team.ctx, chunk, member);
+    }
+}
+
+/* Wait until the generation differs from `seen`: spin, then sleep. */
+static unsigned team_wait(unsigned seen, int member) {
+    int64_t end = nanoseconds() + (member < atomic_load(&team.size) ? SPIN_NS : 0);
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (atomic_load(&team.generation) != seen) return atomic_load(&team.generation);
+            relax();
+        }
+    } while (nanoseconds() < end);
+    pthread_mutex_lock(&team.door);
+    atomic_fetch_add(&team.sleepers, 1);
+    while (atomic_load(&team.generation) == seen) pthread_cond_wait(&team.bell, &team.door);
+    atomic_fetch_sub(&team.sleepers, 1);
+    pthread_mutex_unlock(&team.door);
+    return atomic_load(&team.generation);
+}
+
+static void *team_worker(void *arg) {
+    int member = (int)(intptr_t)arg;
+    unsigned seen = 0;
+    for (;;) {
+        seen = team_wait(seen, member);
+        /* `active` is raised before `open` is read and the caller lowers `open` before it reads
+         * `active`: either this worker sees the door closed or the caller waits for it. */
+        atomic_fetch_add(&team.active, 1);
+        if (atomic_load(&team.open) && member < atomic_load(&team.size)) team_work(member);
+        atomic_fetch_sub(&team.active, 1);
+    }
+    return NULL;
+}
+
+/* Start missing workers; a system that refuses threads leaves the team smaller. */
+static void team_start(int size) {
+    pthread_attr_t detached;
+    if (pthread_attr_init(&detached)) return;
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for Python's threads */
+    for (; team.started < size - 1; team.started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, &detached, team_worker, (void *)(intptr_t)(team.started + 1))) break;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+}
+
+static void team_share(Job *job, void *ctx, ptrdiff_t chunks) {
+    team.job = job, team.ctx = ctx, team.chunks = chunks;
+    atomic_store(&team.next, 0);
+    atomic_store(&team.open, 1);
+    atomic_fetch_add(&team.generation, 1);
+    if (atomic_load(&team.sleepers)) {
+        pthread_mutex_lock(&team.door);
+        pthread_cond_broadcast(&team.bell);
+        pthread_mutex_unlock(&team.door);
+    }
+    team_work(0);
+    atomic_store(&team.open, 0);
+    for (int spins = 0; atomic_load(&team.active); spins++) spins < 4000 ? relax() : (void)sched_yield();
+}
+
+static void team_run(Job *job, void *ctx, ptrdiff_t chunks) {
+    int size = atomic_load(&team.size);
+    if (size == 1 || chunks < 2) {
+        for (ptrdiff_t chunk = 0; chunk < chunks; chunk++) job(ctx, chunk, 0);
+        return;
+    }
+    pthread_mutex_lock(&team.turn);
+    team_start(size);
+    team_share(job, ctx, chunks);
+    pthread_mutex_unlock(&team.turn);
+}
+
+/* The child has no workers and may have inherited locks held by threads that do not exist there. */
+static void team_after_fork(void) {
+    pthread_mutex_init(&team.turn, NULL);
+    pthread_mutex_init(&team.door, NULL);
+    pthread_cond_init(&team.bell, NULL);
+    team.started = 0;
+    atomic_store(&team.generation, 0);
+    atomic_store(&team.open, 0);
+    atomic_store(&team.active, 0);
+    atomic_store(&team.sleepers, 0);
+}

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Weight bytes per second of the native CPU kernels beside the read bandwidth of the same threads.
+
+Shapes are those of Qwen3-30B-A3B (hidden 2048, expert width 768, 8 of 128 experts, vocabulary 151936)
+with random weights, larger together than any cache. Each round times the plain read and every kernel
+once, so a disturbance hits neighbours alike; reported are medians over the rounds, and the median of
+each round's ratio to the read just before. Small operations are in microseconds. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+
+from moeflux_mlx import native
+
+HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
+
+
+def matrix(rng, rows, columns):
+    w = rng.integers(0, 2**32, (rows, columns // 8), dtype=np.uint32)
+    s = rng.integers(0x3C00, 0x3D00, (rows, columns // 64), dtype=np.uint16)
+    return w, s, s | np.uint16(0x8000)
+
+
+def layers_of(matrix, rows, columns):
+    """The same bytes as a stack of [rows, columns] layers."""
+    count = matrix[0].size * 8 // (rows * columns)
+    parts = [
+        a.reshape(-1)[: count * rows * columns // per] for a, per in zip(matrix, (8, 64, 64), strict=True)
+    ]
+    shapes = [(count, rows, -1)] * 3
+    return list(zip(*(a.reshape(s) for a, s in zip(parts, shapes, strict=True)), strict=True))
+
+
+def product(layers, tokens, rng):
+    x = rng.standard_normal((tokens, layers[0][0].shape[1] * 8), dtype=np.float32)
+    out = np.empty((tokens, layers[0][0].shape[0]), np.float32)
+
+    def call():
+        for w, s, b in layers:
+            native.qmv4(x, w, s, b, out)
+
+    return call, sum(a.nbytes for layer in layers for a in layer)
+
+
+def experts(blob, tokens, rng, calls=24):
+    """gate/up and down/combine over random experts, as (call, bytes) pairs."""
+    slots = [
+        np.stack([rng.permutation(len(blob))[:TOP_K] for _ in range(tokens)]).astype(np.int32)
+        for _ in range(calls)
+    ]
+    x = rng.standard_normal((tokens, HIDDEN), dtype=np.float32)
+    weights = np.full((tokens, TOP_K), 1 / TOP_K, np.float32)
+    act, out = np.empty((tokens, TOP_K, WIDTH), np.float32), np.empty_like(x)
+
+    def gate_up():
+        for s in slots:
+            native.expert_gate_up(x, blob, s, WIDTH, act)
+
+    def down():
+        for s in slots:
+            native.expert_down_combine(act, blob, s, weights, x, None, out)
+
+    distinct = sum(len(np.unique(s)) for s in slots) * blob[0].nbytes
+    return {"expert_gate_up": (gate_up, distinct * 2 // 3), "expert_down_combine": (down, distinct // 3)}
+
+
+def weight_cases(tokens, rng):
+    head = matrix(rng, VOCABULARY, HIDDEN)
+    words = 3 * 9 * HIDDEN * WIDTH // 64
+    blob = rng.integers(0, 2**32, (512, words), dtype=np.uint32) & np.uint32(0x3DFF3DFF)
+    return head[0].reshape(-1), {
+        "qmv4 lm_head 151936x2048": product([head], tokens, rng),
+        "qmv4 qkv 5120x2048": product(layers_of(head, 5120, 2048), tokens, rng),
+        "qmv4 o 2048x4096": product(layers_of(head, 2048, 4096), tokens, rng),
+        **experts(blob, tokens, rng),
+    }
+
+
+def small_cases(rng):
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    w, s, b = matrix(rng, 2048, 2048)
+    x, dense = normal(1, HIDDEN), np.empty((2048, 2048), np.float32)
+    q, cache, out = normal(1, 32, 128), normal(2, 4, 1024, 128), np.empty((1, 32, 128), np.float32)
+    state, wide, keys = normal(32, 128, 128), normal(1, 32, 128), normal(1, 16, 128) / 16
+    half = np.full((1, 32), 0.5, np.float32)
+    conv, mixed, taps = normal(3, 8192), normal(1, 8192), normal(4, 8192)
+    return {
+        "rms_norm 2048": lambda: native.rms_norm(x, x[0], 1e-6),
+        "silu_mul 8x768": lambda: native.silu_mul(x[:, :768], x[:, 768:1536]),
+        "attend 32/4 heads, 1024 tokens": lambda: native.attend(q, cache[0], cache[1], 1024, 0.1, out),
+        "gated_delta 32 heads 128x128": lambda: native.gated_delta(
+            state, keys, keys, wide, half, half, wide * 1
+        ),
+        "conv_silu 8192": lambda: native.conv_silu(conv, mixed, taps),
+        "dequantize 2048x2048": lambda: native.dequantize(w, s, b, dense),
+    }
+
+
+def seconds(call):
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure_weights(words, cases, rounds):
+    """{name: (GB/s, fraction of the read bandwidth)}, the read itself included."""
+    rates = {name: [] for name in ("read", *cases)}
+    ratios = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, (call, size) in cases.items():
+            read = words.nbytes / seconds(lambda: native.checksum(words)) / 1e9
+            rate = size / seconds(call) / 1e9
+            rates["read"].append(read)
+            rates[name].append(rate)
+            ratios[name].append(rate / read)
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    return {name: (rate, statistics.median(ratios.get(name, [1.0]))) for name, rate in middle.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1, help="rows per call (default 1)")
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions (default 7)")
+    parser.add_argument("--threads", type=int, default=native.cores(), help="team size (default: the cores)")
+    args = parser.parse_args()
+    native.set_threads(args.threads)
+    rng = np.random.default_rng(0)
+    words, cases = weight_cases(args.tokens, rng)
+    for call, _ in cases.values():
+        call()
+    report = {"path": native.instruction_paths()[0], "threads": native.threads(), "tokens": args.tokens}
+    print(f"{report['path']}, {report['threads']} threads, {args.tokens} tokens per call")
+    report["GB/s"] = measure_weights(words, cases, args.rounds)
+    for name, (rate, ratio) in report["GB/s"].items():
+        print(f"{name:32} {rate:7.1f} GB/s {ratio:6.2f} of read")
+    report["us"] = {}
+    for name, call in small_cases(rng).items():
+        report["us"][name] = min(seconds(call) for _ in range(20 * args.rounds)) * 1e6
+        print(f"{name:32} {report['us'][name]:7.1f} us")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
