@@ -116,9 +116,7 @@ class ModelArgs:
         return 2 * self.linear_key_dim + self.linear_value_dim
 
     @classmethod
-    def from_dict(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> "ModelArgs":
+    def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelArgs":
         """Args:
             config: a parsed `config.json`.
             generation_config: a parsed `generation_config.json`; its `eos_token_id` wins.
@@ -129,9 +127,7 @@ class ModelArgs:
         read = _Reader(config)
         model_type = read.required("model_type", str).removesuffix("_text")
         if model_type not in MODEL_TYPES:
-            raise ConfigError(
-                f"model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}"
-            )
+            raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
         text = read.optional("text_config", Mapping, None)
         body = _Reader(text) if text is not None else read
         values = {**_common(body), **_FAMILY[model_type](body)}
@@ -149,9 +145,7 @@ class ModelArgs:
         """Reads `config.json` (and `generation_config.json`, when there is one) of a model directory."""
         path = Path(path)
         generation = path / "generation_config.json"
-        return cls.from_dict(
-            read_json(path / "config.json"), read_json(generation) if generation.exists() else None
-        )
+        return cls.from_dict(read_json(path / "config.json"), read_json(generation) if generation.exists() else None)
 
     @classmethod
     def from_variant(cls, name: str) -> "ModelArgs":
@@ -308,9 +302,7 @@ def _layer_types(read: _Reader) -> tuple[str, ...]:
         raise ConfigError(f"config field 'layer_types' has {len(types)} entries for {layers} layers")
     unknown = set(types) - {FULL, LINEAR}
     if unknown:
-        raise ConfigError(
-            f"config field 'layer_types' has {sorted(map(str, unknown))}; only {FULL!r} and {LINEAR!r}"
-        )
+        raise ConfigError(f"config field 'layer_types' has {sorted(map(str, unknown))}; only {FULL!r} and {LINEAR!r}")
     return tuple(types)
 
 
@@ -434,16 +426,13 @@ def _check(args: ModelArgs) -> None:
             f"num_key_value_heads {args.num_key_value_heads}"
         )
     if args.num_experts_per_tok > args.num_experts:
-        raise ConfigError(
-            f"num_experts_per_tok {args.num_experts_per_tok} exceeds num_experts {args.num_experts}"
-        )
+        raise ConfigError(f"num_experts_per_tok {args.num_experts_per_tok} exceeds num_experts {args.num_experts}")
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(args, name) % 64:
             raise ConfigError(f"{name} {getattr(args, name)} is not a multiple of the quantisation group, 64")
     if args.num_experts % args.n_group or not 1 <= args.topk_group <= args.n_group:
-        raise ConfigError(
-            f"num_experts {args.num_experts}, n_group {args.n_group}, topk_group {args.topk_group} do not divide"
-        )
+        groups = f"n_group {args.n_group}, topk_group {args.topk_group}"
+        raise ConfigError(f"num_experts {args.num_experts}, {groups} do not divide")
     if LINEAR in args.layer_types and args.linear_num_value_heads % args.linear_num_key_heads:
         raise ConfigError(
             f"linear_num_value_heads {args.linear_num_value_heads} is not a multiple of "

@@ -14,11 +14,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 LAYERS = [
     {"errors", "resources"},
     {"config", "io_mode", "sampling", "chat_template", "kernels", "native"},
-    {"layout", "cache", "rope", "router", "linear", "tokenizer", "checkpoint"},
-    {"packed", "attention", "gated_delta", "mla", "moe", "sanitize"},
-    {"loader", "hub", "model"},
-    {"experts", "weights", "stream"},
-    {"load"},
+    {"layout", "cache", "rope", "router", "tokenizer", "checkpoint", "prefetch", "output"},
+    {"packed", "cpu", "sanitize"},
+    {"linear", "reader", "hub"},
+    {"attention", "gated_delta", "mla", "moe", "loader"},
+    {"model", "matrix"},
+    {"experts", "weights", "resident_file", "stream"},
+    {"load", "expert_file"},
     {"generate", "convert", "__init__"},
 ]
 HEIGHT = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -1,11 +1,18 @@
 """The RAM gate and the expert loader: both modes give the file's bytes, and failures are typed."""
 
+import errno
 import os
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 
 from moeflux_mlx.errors import ExpertIOError, RequestError
@@ -13,6 +20,7 @@ from moeflux_mlx.io_mode import IoMode, from_environment, select_io_mode
 from moeflux_mlx.layout import ExpertLayout
 from moeflux_mlx.loader import ExpertLoader
 from moeflux_mlx.packed import PackedExperts
+from moeflux_mlx.reader import ExpertReader
 
 EXPERTS = 6
 
@@ -44,66 +52,264 @@ def test_environment_is_the_fallback(monkeypatch, capsys):
     assert "MOEFLUX_EXPERT_IO='quick'" in capsys.readouterr().err
 
 
-@pytest.fixture
-def packed(tmp_path):
+def write_packed(folder):
     layout = ExpertLayout.from_args(tiny_args(experts=EXPERTS))
     rng = np.random.default_rng(1)
     paths = {}
     for layer in layout.moe_layers:
-        paths[layer] = tmp_path / layout.file_name(layer)
+        paths[layer] = folder / layout.file_name(layer)
         paths[layer].write_bytes(rng.integers(0, 256, layout.layer_bytes, dtype=np.uint8).tobytes())
     return PackedExperts(layout, paths)
+
+
+@pytest.fixture
+def packed(tmp_path):
+    return write_packed(tmp_path)
 
 
 def records(packed, layer):
     return np.fromfile(packed.paths[layer], np.uint32).reshape(EXPERTS, -1)
 
 
+def blocks(batch):
+    """What the batch's ids point at, in their order."""
+    batch.wait()
+    blob, slots = batch.weights()
+    return np.asarray(blob)[slots.reshape(-1)]
+
+
 @pytest.mark.parametrize("mode", IoMode)
 def test_acquired_blocks_are_the_files_bytes(packed, mode):
     loader = ExpertLoader(packed, mode=mode, cache_bytes=1)
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(layer=st.sampled_from([0, 1]), ids=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=8))
     def check(layer, ids):
         batch = loader.acquire(layer, np.array(ids, np.uint32)[None])
-        assert batch.slots.shape == (1, len(ids))
-        assert np.array_equal(np.array(batch.blob)[batch.slots[0]], records(packed, layer)[ids])
+        assert batch.inverse.shape == (1, len(ids))
+        assert np.array_equal(blocks(batch), records(packed, layer)[ids])
+        batch.release()
 
     check()
     loader.close()
 
 
 def test_pool_counts_hits_and_evicts_the_oldest(packed):
-    stride = packed.layout.expert_stride
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=EXPERTS * stride)
-    loader.acquire(0, np.arange(EXPERTS))
-    loader.acquire(0, np.array([0]))  # expert 0 becomes the latest used, expert 1 the oldest
-    loader.acquire(1, np.array([0]))
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1)
+    blocks(loader.acquire(0, np.arange(EXPERTS)))
+    blocks(loader.acquire(0, np.array([0])))  # expert 0 becomes the latest used, expert 1 the oldest
+    blocks(loader.acquire(1, np.array([0])))
     assert (loader.stats.hits, loader.stats.misses) == (1, EXPERTS + 1)
-    assert loader.stats.bytes_read == (EXPERTS + 1) * stride
-    loader.acquire(0, np.array([0]))
-    assert loader.stats.hits == 2
-    loader.acquire(0, np.array([1]))
-    assert loader.stats.misses == EXPERTS + 2
+    assert loader.stats.bytes_read == (EXPERTS + 1) * loader.record_bytes
+    assert loader.acquire(0, np.array([0])).ready.all()
+    assert not loader.acquire(0, np.array([1])).ready.any()
+    assert (loader.stats.hits, loader.stats.misses) == (2, EXPERTS + 2)
     loader.reset_stats()
     assert loader.stats.hits == loader.stats.misses == loader.stats.bytes_read == 0
+    loader.close()
+
+
+def test_nothing_is_read_when_everything_fits(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=packed.layout.total_bytes)
+    for _ in range(3):
+        for layer in (0, 1):
+            blocks(loader.acquire(layer, np.arange(EXPERTS)))
+    assert loader.stats.misses == 2 * EXPERTS and loader.stats.hits == 4 * EXPERTS
+    assert loader.stats.bytes_read == 2 * EXPERTS * loader.record_bytes
+    loader.close()
+
+
+def test_direct_reads_take_the_stride_and_buffered_ones_the_expert(packed):
+    for direct, size in ((True, packed.layout.expert_stride), (False, packed.layout.expert_size)):
+        reader = ExpertReader(packed, direct=direct)
+        assert reader.direct == direct  # the test machine's file system takes O_DIRECT
+        loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=reader)
+        got = blocks(loader.acquire(1, np.array([3])))[0]
+        assert loader.stats.bytes_read == size
+        assert np.array_equal(got[: size // 4], records(packed, 1)[3][: size // 4])
+        loader.close()
 
 
 def test_a_file_cut_short_while_open(packed):
     loader = ExpertLoader(packed, mode=IoMode.PREAD)
-    os.truncate(packed.paths[0], packed.layout.expert_stride + 8)
-    loader.acquire(0, np.array([0]))
-    with pytest.raises(ExpertIOError, match="layer 0"):
-        loader.acquire(0, np.array([1]))
-    loader.acquire(1, np.array([1]))  # the loader still serves other experts
-    with pytest.raises(ExpertIOError):
-        loader.acquire(0, np.array([1]))  # and nothing half-read was kept
+    os.truncate(packed.paths[0], packed.layout.expert_stride)
+    assert np.array_equal(blocks(loader.acquire(0, np.array([0])))[0], np.fromfile(packed.paths[0], np.uint32))
+    for _ in range(2):  # nothing half-read is kept
+        with pytest.raises(ExpertIOError, match="expert 1 of layer 0"):
+            loader.acquire(0, np.array([0, 1])).wait()
+    blocks(loader.acquire(1, np.array([1])))  # the loader still serves other experts
+    loader.close()
 
 
 @pytest.mark.parametrize("mode", IoMode)
 def test_a_closed_loader(packed, mode):
     loader = ExpertLoader(packed, mode=mode)
+    batch = loader.acquire(0, np.array([0]))
     loader.close()
     with pytest.raises(ExpertIOError, match="closed"):
         loader.acquire(0, np.array([0]))
+    with pytest.raises(ExpertIOError, match="closed"):
+        batch.weights()
+    assert loader.prefetch(0, [1]) == 0
+
+
+def test_more_experts_than_slots(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2)
+    with pytest.raises(ValueError, match="3 experts .* 2 slots"):
+        loader.acquire(0, np.arange(3))
+    loader.close()
+
+
+class Faults:
+    """A `preadv` whose next calls misbehave as told: "short", "eintr", "eio", "einval", "slow" or None."""
+
+    def __init__(self):
+        self.plan = []
+
+    def __call__(self, fd, buffers, offset):
+        kind = self.plan.pop(0) if self.plan else None
+        if kind == "eintr":
+            raise InterruptedError
+        if kind in ("eio", "einval"):
+            number = errno.EIO if kind == "eio" else errno.EINVAL
+            raise OSError(number, os.strerror(number))
+        if kind == "slow":
+            time.sleep(0.002)
+        got = os.preadv(fd, buffers, offset)
+        if kind == "short" and got > 4097:
+            got = 4097
+            buffers[0][got:] = bytes(len(buffers[0]) - got)
+        return got
+
+
+@pytest.mark.parametrize("kind", ["short", "eintr", "slow"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_survivable_faults_do_not_change_bytes(packed, kind, direct):
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=direct, preadv=faults))
+    faults.plan = [kind, kind]
+    size = packed.layout.expert_size // 4
+    assert np.array_equal(blocks(loader.acquire(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
+    loader.close()
+
+
+def test_refused_direct_io_falls_back_and_says_so(packed):
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=True, preadv=faults))
+    faults.plan = ["einval"]
+    size = packed.layout.expert_size // 4
+    assert np.array_equal(blocks(loader.acquire(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
+    assert "page cache" in loader.note
+    assert loader.record_bytes == packed.layout.expert_size
+    loader.close()
+
+
+def test_einval_from_buffered_reads_is_an_error(packed):
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=False, preadv=faults))
+    faults.plan = ["einval"]
+    with pytest.raises(ExpertIOError, match="Invalid argument"):
+        loader.acquire(0, np.array([2])).wait()
+    loader.close()
+
+
+def test_a_guarded_block_is_not_overwritten_before_its_reader_is_evaluated(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=1)
+    batch = loader.acquire(0, np.array([0]))
+    batch.wait()
+    blob, slots = batch.weights()
+    evaluated = []
+    out = Evaluated(evaluated)
+    batch.release(out.array)
+    loader.acquire(0, np.array([1])).wait()
+    assert out.was_evaluated()
+    loader.close()
+
+
+class Evaluated:
+    """A lazy array and a way to tell whether it was evaluated: unevaluated arrays have not raised the count."""
+
+    def __init__(self, calls):
+        self.array = mx.ones((4,)) + 1
+        self._before = mx.get_active_memory()
+
+    def was_evaluated(self):
+        return mx.get_active_memory() > self._before
+
+
+@cache
+def shared_files():
+    """Files that every run of the state machine reads, and their contents."""
+    packed = write_packed(Path(tempfile.mkdtemp()))
+    return packed, {layer: records(packed, layer) for layer in (0, 1)}
+
+
+class LoaderMachine(RuleBasedStateMachine):
+    """The loader against the files themselves, with faults injected between any two calls."""
+
+    def __init__(self):
+        super().__init__()
+        packed, self.truth = shared_files()
+        self.faults = Faults()
+        reader = ExpertReader(packed, workers=2, preadv=self.faults)
+        self.loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4, reader=reader)
+
+    layers = st.sampled_from([0, 1])
+    some_ids = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4)
+
+    @rule(plan=st.lists(st.sampled_from([None, "short", "eintr", "eio", "slow"]), max_size=4))
+    def misbehave(self, plan):
+        self.faults.plan = plan
+
+    @rule(layer=layers, ids=some_ids)
+    def acquire(self, layer, ids):
+        batch = self.loader.acquire(layer, np.array(ids))
+        try:
+            got = blocks(batch)
+        except ExpertIOError:
+            return
+        assert np.array_equal(got, self.truth[layer][ids])
+        batch.release()
+
+    @rule(layer=layers, ids=some_ids)
+    def prefetch(self, layer, ids):
+        self.loader.prefetch(layer, ids)
+
+    @rule(layer=layers, ids=some_ids, guess=some_ids)
+    def prefetch_while_in_use(self, layer, ids, guess):
+        """A guess between a request and its use leaves the request's blocks alone."""
+        batch = self.loader.acquire(layer, np.array(ids))
+        self.loader.prefetch(1 - layer, guess)
+        try:
+            got = blocks(batch)
+        except ExpertIOError:
+            return
+        assert np.array_equal(got, self.truth[layer][ids])
+
+    @rule(layer=layers)
+    def wait_for(self, layer):
+        self.loader.wait_for(layer)
+
+    @rule()
+    def drain(self):
+        self.loader.drain()
+        assert not self.loader.in_flight
+
+    @rule()
+    def invalidate(self):
+        self.loader.invalidate()
+        assert not self.loader.acquire(0, np.array([0])).ready.any()
+        self.loader.drain()
+
+    @invariant()
+    def memory_is_bounded(self):
+        assert self.loader.slots == 4
+        assert self.loader.resident_blocks <= 4
+
+    def teardown(self):
+        self.faults.plan = []
+        self.loader.close()
+
+
+TestLoaderMachine = LoaderMachine.TestCase
+TestLoaderMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

@@ -1,0 +1,186 @@
+"""Reads expert records from files into caller's memory, on a few threads, past the page cache if asked.
+
+Reads that somebody waits for overtake speculative ones in the queue. It knows files and offsets; what is
+worth keeping is `loader`'s business.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from .errors import ExpertIOError
+from .packed import PackedExperts
+
+ALIGNMENT = 4096  # what O_DIRECT wants of offsets, lengths and addresses on every common device
+F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
+DEFAULT_WORKERS = 4  # two to four readers reach a drive's ceiling with records of a megabyte and more
+
+Preadv = Callable[[int, list[memoryview], int], int]
+
+
+@dataclass
+class _Read:
+    layer: int
+    expert: int
+    target: memoryview
+    future: "Future[int]"
+
+
+class ExpertReader:
+    """Worker threads over the open layer files of one model.
+
+    Args:
+        packed: the opened files.
+        direct: bypass the page cache (O_DIRECT, F_NOCACHE), which is right when the caller keeps a cache
+            of its own. Refused by some file systems; then `direct` becomes False and `note` says why.
+        workers: threads.
+        preadv: the system call, replaceable in tests.
+    """
+
+    def __init__(
+        self,
+        packed: PackedExperts,
+        *,
+        direct: bool = True,
+        workers: int = DEFAULT_WORKERS,
+        preadv: Preadv = os.preadv,
+    ):
+        self.layout = packed.layout
+        self.note = ""
+        self._paths, self._preadv = packed.paths, preadv
+        self.direct = direct and self.layout.expert_stride % ALIGNMENT == 0
+        self._opening = threading.Lock()
+        self._descriptors: list[int] = []
+        self._files = self._open()
+        self._queue: tuple[deque[_Read], deque[_Read]] = (deque(), deque())  # wanted now, speculative
+        self._wake = threading.Condition()
+        self._closed = False
+        names = [f"expert-reader-{i}" for i in range(workers)]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one read: the whole stride past the page cache, only the expert through it."""
+        return self.layout.expert_stride if self.direct else self.layout.expert_size
+
+    def submit(self, layer: int, expert: int, target: memoryview, speculative: bool = False) -> "Future[int]":
+        """Queues one record; the future gives the bytes read, or an ExpertIOError.
+
+        Args:
+            target: writable bytes, `expert_stride` long, page-aligned when `direct`.
+        """
+        read = _Read(layer, expert, target, Future())
+        with self._wake:
+            if self._closed:
+                raise ExpertIOError("the expert loader is closed; load the model again")
+            self._queue[speculative].append(read)
+            self._wake.notify()
+        return read.future
+
+    def promote(self, future: "Future[int]") -> None:
+        """Moves a queued speculative read to the front: somebody waits for it."""
+        with self._wake:
+            for read in self._queue[True]:
+                if read.future is future:
+                    self._queue[True].remove(read)
+                    self._queue[False].append(read)
+                    return
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what is running, closes the files."""
+        with self._wake:
+            self._closed = True
+            for queue in self._queue:
+                for read in queue:
+                    read.future.cancel()
+                queue.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closed or self._queue[False] or self._queue[True]):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                read = (self._queue[False] or self._queue[True]).popleft()
+            if read.future.set_running_or_notify_cancel():
+                try:
+                    read.future.set_result(self._read(read))
+                except OSError as error:
+                    read.future.set_exception(_typed(read, error))
+
+    def _read(self, read: _Read) -> int:
+        """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
+        files, direct, size = self._files, self.direct, self.record_bytes
+        start, done = read.expert * self.layout.expert_stride, 0
+        while done < size:
+            try:
+                got = self._preadv(files[read.layer], [read.target[done:size]], start + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._give_up_direct(error)
+                return self._read(read)
+            reached = done + got
+            if direct and reached < size:
+                reached -= reached % ALIGNMENT
+            if reached <= done:
+                raise ExpertIOError(f"the file ended {size - done} bytes early; was it replaced while open?")
+            done = reached
+        return size
+
+    def _open(self) -> dict[int, int]:
+        files: dict[int, int] = {}
+        try:
+            for layer, path in self._paths.items():
+                files[layer] = _open_file(path, self.direct)
+                self._descriptors.append(files[layer])
+        except OSError as error:
+            if not self.direct or error.errno != errno.EINVAL:
+                raise ExpertIOError(f"cannot open expert files: {error}") from error
+            self._fall_back(error)
+            return self._open()
+        return files
+
+    def _give_up_direct(self, error: OSError) -> None:
+        """Opens the files again, through the page cache. Others may still read the old descriptors."""
+        with self._opening:
+            if self.direct:
+                self._fall_back(error)
+                self._files = self._open()
+
+    def _fall_back(self, error: OSError) -> None:
+        self.direct = False
+        self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
+
+
+def _open_file(path: os.PathLike[str], direct: bool) -> int:
+    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
+    fd = os.open(path, flags)
+    if direct and sys.platform == "darwin":
+        fcntl.fcntl(fd, F_NOCACHE, 1)
+        fcntl.fcntl(fd, F_RDAHEAD, 0)
+    elif hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return fd
+
+
+def _typed(read: _Read, error: OSError) -> ExpertIOError:
+    return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
