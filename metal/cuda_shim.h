@@ -1,0 +1,68 @@
+// Metal's names for CUDA: put before the bodies when mx.fast.cuda_kernel builds them. A pointer's address space means
+// nothing here; `threadgroup` declares shared memory. MLX passes no attributes on CUDA, so they are macros.
+#define device
+#define constant
+#define thread
+#define threadgroup __shared__
+#define MLX_MTL_PRAGMA_UNROLL _Pragma("unroll")
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef __nv_bfloat16 bfloat16_t;
+typedef __half float16_t;
+typedef __half2 half2;
+
+#define threadgroup_position_in_grid blockIdx
+#define thread_position_in_grid \
+  (uint3{blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, 0u})
+#define thread_index_in_threadgroup threadIdx.x
+#define thread_index_in_simdgroup (threadIdx.x & 31u)
+#define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
+
+namespace mem_flags {
+enum { mem_threadgroup };
+}
+
+inline void threadgroup_barrier(int) {
+  __syncthreads();
+}
+
+inline float simd_shuffle_xor(float v, ushort mask) {
+  return __shfl_xor_sync(0xFFFFFFFFu, v, mask);
+}
+
+template <typename A, typename B>
+inline A as_type(B b) {
+  static_assert(sizeof(A) == sizeof(B), "as_type keeps the size");
+  A a;
+  memcpy(&a, &b, sizeof a);
+  return a;
+}
+
+namespace metal {
+inline float exp(float v) {
+  return expf(v);
+}
+inline float log(float v) {
+  return logf(v);
+}
+inline float rsqrt(float v) {
+  return rsqrtf(v);
+}
+inline float fma(float a, float b, float c) {
+  return fmaf(a, b, c);
+}
+inline uint min(uint a, uint b) {
+  return a < b ? a : b;
+}
+}  // namespace metal
+
+// One LOP3 instruction; left to itself the compiler takes two.
+inline uint q4_pair(uint word) {
+  uint pair;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(0x000F000Fu), "r"(0x43004300u));
+  return pair;
+}
+#define Q4_PAIR(word) q4_pair(word)
+#define Q4_PRAGMA(text) _Pragma(#text)
+#define Q4_UNROLL(count) Q4_PRAGMA(unroll count)

@@ -1,0 +1,53 @@
+// out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
+// act[T, K, I] X; blob[S, WORDS] u32: records whose down matrix, [H, I / 8] codes then [H, I / 64] bfloat16 scales
+// and biases, begins OFFSET words in; slots[T, K]; weights[T, K] float; h_mid[T, H] Y; shared[T, H] Z, read when
+// SHARED is 1.
+//
+// grid: (32 * K * blocks, T, 1), threadgroup (32 * K, 1, 1): simdgroup k works for slot k, so K experts are read at
+// once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in turn.
+  constexpr uint CODES = H * (I / 8), PARAMS = H * (I / 64) / 2;
+  constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST;
+  threadgroup float part[K * ROWS];
+  const uint lane = thread_index_in_simdgroup % L;
+  const uint token = threadgroup_position_in_grid.y;
+  const uint k = simdgroup_index_in_threadgroup;
+  const uint top = threadgroup_position_in_grid.x * ROWS;
+  const uint first = top + thread_index_in_simdgroup / L;
+
+  const device uint32_t* down = blob + q4_record(uint(slots[token * K + k]), WORDS) + OFFSET;
+  const device bfloat16_t* scales = (const device bfloat16_t*)(down + CODES);
+  const device bfloat16_t* biases = (const device bfloat16_t*)(down + CODES + PARAMS);
+  const device X* a = act + (token * K + k) * I;
+
+  uint row[R];
+  float acc[R];
+  for (int r = 0; r < R; r++) {
+    row[r] = metal::min(first + r * ABREAST, uint(H - 1));
+    acc[r] = 0;
+  }
+  Q4_UNROLL(AHEAD)
+  for (uint chunk = lane; chunk < I / 32; chunk += L) {
+    uint4 code[R];
+    float scale[R], bias[R];
+    q4_load<R, I>(down, scales, biases, row, chunk, code, scale, bias);
+    q4_dot<R>(code, scale, bias, a + 32 * chunk, acc);
+  }
+  for (int r = 0; r < R; r++) {
+    const float total = q4_lane_sum<L>(acc[r]);
+    if (lane == 0) {
+      part[k * ROWS + first - top + r * ABREAST] = total;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint i = thread_index_in_threadgroup; i < ROWS && top + i < H; i += 32 * K) {
+    const uint at = token * H + top + i;
+    float sum = float(h_mid[at]);
+    for (uint j = 0; j < K; j++) {
+      sum = metal::fma(weights[token * K + j], part[j * ROWS + i], sum);
+    }
+    if (SHARED) {
+      sum += float(shared[at]);
+    }
+    out[at] = Y(sum);
+  }

@@ -1,0 +1,43 @@
+// act[P, I] = silu(gate x) * (up x) for P = T * K pairs of token and slot, read from packed expert records.
+// x[T, H] X; blob[S, WORDS] u32: gate, up, down as (codes, scales, biases); slots[P].
+// gate and up: codes [I, H / 8] u32, scales and biases [I, H / 64] bfloat16.
+//
+// grid: (32 * SG * blocks, P, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, so a simdgroup holds 32 / L
+// rows at a time and R rows of each matrix in turn.
+  constexpr uint CODES = I * (H / 8), PARAMS = I * (H / 64) / 2;  // words of one matrix, of its scales
+  constexpr uint ABREAST = 32 / L;
+  const uint lane = thread_index_in_simdgroup % L;
+  const uint pair = threadgroup_position_in_grid.y;
+  const uint block = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
+  const uint first = block * (R * ABREAST) + thread_index_in_simdgroup / L;
+
+  const device uint32_t* gate = blob + q4_record(uint(slots[pair]), WORDS);
+  const device uint32_t* up = gate + CODES + 2 * PARAMS;
+  const device bfloat16_t* gate_scales = (const device bfloat16_t*)(gate + CODES);
+  const device bfloat16_t* gate_biases = (const device bfloat16_t*)(gate + CODES + PARAMS);
+  const device bfloat16_t* up_scales = (const device bfloat16_t*)(up + CODES);
+  const device bfloat16_t* up_biases = (const device bfloat16_t*)(up + CODES + PARAMS);
+  const device X* xt = x + (pair / K) * H;
+
+  uint row[R];
+  float acc[2 * R];
+  for (int r = 0; r < R; r++) {
+    row[r] = metal::min(first + r * ABREAST, uint(I - 1));
+    acc[r] = 0;
+    acc[R + r] = 0;
+  }
+  Q4_UNROLL(AHEAD)
+  for (uint chunk = lane; chunk < H / 32; chunk += L) {
+    uint4 code[2 * R];
+    float scale[2 * R], bias[2 * R];
+    q4_load<R, H>(gate, gate_scales, gate_biases, row, chunk, code, scale, bias);
+    q4_load<R, H>(up, up_scales, up_biases, row, chunk, code + R, scale + R, bias + R);
+    q4_dot<2 * R>(code, scale, bias, xt + 32 * chunk, acc);
+  }
+  for (int r = 0; r < R; r++) {
+    const float gx = q4_lane_sum<L>(acc[r]);
+    const float ux = q4_lane_sum<L>(acc[R + r]);
+    if (lane == 0 && first + r * ABREAST < I) {
+      act[pair * I + row[r]] = X(gx / (1.0f + metal::exp(-gx)) * ux);
+    }
+  }

@@ -1,0 +1,18 @@
+// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), row by row. x, z, out[N, D] X; weight[D] W.
+//
+// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per row.
+  const uint lane = thread_index_in_simdgroup;
+  const uint row = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
+  if (row < N) {
+    const device X* xr = x + size_t(row) * D;
+    float squares = 0;
+    for (uint i = lane; i < D; i += 32) {
+      squares = metal::fma(float(xr[i]), float(xr[i]), squares);
+    }
+    const float scale = metal::rsqrt(q4_lane_sum<32>(squares) / float(D) + eps[0]);
+    for (uint i = lane; i < D; i += 32) {
+      const float gate = float(z[size_t(row) * D + i]);
+      const float value = float(xr[i]) * scale * float(weight[i]);
+      out[size_t(row) * D + i] = X(value * gate / (1.0f + metal::exp(-gate)));
+    }
+  }

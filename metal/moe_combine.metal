@@ -1,0 +1,17 @@
+// out[T, H] = h_mid + sum_k weights[t, k] * expert_out[t, k] (+ shared), float32 sums, k ascending.
+// expert_out[T, K, H] X; weights[T, K] float; h_mid[T, H] Y; shared[T, H] Z, read when SHARED is 1.
+//
+// grid: (H, T, 1) rounded up to whole threadgroups; one thread per element.
+  const uint column = thread_position_in_grid.x;
+  const uint token = thread_position_in_grid.y;
+  if (column < H) {
+    const uint at = token * H + column;
+    float sum = float(h_mid[at]);
+    for (uint k = 0; k < K; k++) {
+      sum = metal::fma(weights[token * K + k], float(expert_out[(token * K + k) * H + column]), sum);
+    }
+    if (SHARED) {
+      sum += float(shared[at]);
+    }
+    out[at] = Y(sum);
+  }

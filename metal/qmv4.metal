@@ -1,0 +1,40 @@
+// y[1, O] = x[1, I] times dequantised w, transposed. x X; w[O, I / 8] u32; scales and biases[O, I / 64] S.
+//
+// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, SPLIT simdgroups share its
+// columns; a simdgroup holds 32 / L rows at a time and R in turn.
+  constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, TEAMS = SG / SPLIT;
+  threadgroup float part[SG * ROWS];
+  const uint lane = thread_index_in_simdgroup % L;
+  const uint team = simdgroup_index_in_threadgroup / SPLIT;
+  const uint member = simdgroup_index_in_threadgroup % SPLIT;
+  const uint top = (threadgroup_position_in_grid.x * TEAMS + team) * ROWS;
+  const uint first = top + thread_index_in_simdgroup / L;
+
+  uint row[R];
+  float acc[R];
+  for (int r = 0; r < R; r++) {
+    row[r] = metal::min(first + r * ABREAST, uint(O - 1));
+    acc[r] = 0;
+  }
+  Q4_UNROLL(AHEAD)
+  for (uint chunk = member * L + lane; chunk < I / 32; chunk += SPLIT * L) {
+    uint4 code[R];
+    float scale[R], bias[R];
+    q4_load<R, I>(w, scales, biases, row, chunk, code, scale, bias);
+    q4_dot<R>(code, scale, bias, x + 32 * chunk, acc);
+  }
+  for (int r = 0; r < R; r++) {
+    const float total = q4_lane_sum<L>(acc[r]);
+    if (lane == 0) {
+      part[simdgroup_index_in_threadgroup * ROWS + first - top + r * ABREAST] = total;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint i = member * 32 + thread_index_in_simdgroup; i < ROWS && top + i < O; i += 32 * SPLIT) {
+    float sum = 0;
+    for (uint m = 0; m < SPLIT; m++) {
+      sum += part[(team * SPLIT + m) * ROWS + i];
+    }
+    y[top + i] = X(sum);
+  }

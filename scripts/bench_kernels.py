@@ -1,0 +1,394 @@
+"""Check and time the kernels on this machine's GPU (Metal or CUDA), beside MLX's own operations.
+
+    python scripts/bench_kernels.py [--gib 1.5] [--layers 96] [--skip-check]
+
+Checks every operation against float64 numpy at the three target shapes in three dtypes, with fresh random inputs and
+poisoned outputs, and shows that each bound catches planted faults. Then times one layer of experts and single
+products at one token and a few, in chains (each launch reads the one before it) over more data than the caches hold.
+Prints tables and ends with one line of JSON. Times are medians. "wall" is mx.eval of a graph built before; "gpu" is
+the same while the GPU is kept busy until all launches are encoded, so that the host's share does not show; "build" is
+Python's part. TB/s counts the weights only, against "gpu".
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from moeflux_mlx import kernels
+
+SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
+PRODUCTS = [
+    (12288, 2048),
+    (8192, 4096),
+    (16384, 7168),
+    (248320, 2048),
+    (9216, 2048),
+    (4096, 2048),
+    (2048, 2048),
+]
+PAIRS = [(4096, 2048), (512, 2048), (8192, 4096)]  # O, I: a product and one back, at several token counts
+TOKENS = (1, 2, 4, 8)
+BOUNDS = {mx.float32: 1e-3, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # largest error over largest value, per row
+SHIFTS = np.arange(8, dtype=np.uint32) * 4
+Matrix = tuple[mx.array, mx.array, mx.array]
+
+
+# ---- random weights
+
+
+def random_words(*shape: int) -> mx.array:
+    """uint32 of any value; mx.random.randint is exact up to 16 bits."""
+    return mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), dtype=mx.uint16).view(mx.uint32)
+
+
+def random_matrix(count: int, rows: int, columns: int) -> Matrix:
+    """`count` stacked 4-bit matrices whose product keeps the size of its input."""
+    codes = random_words(count, rows, columns // 8)
+    scales = mx.random.uniform(0.5, 1.5, (count, rows, columns // 64)) / (4.6 * columns**0.5)
+    biases = -7.5 * scales * mx.random.uniform(0.9, 1.1, scales.shape)
+    parts = codes, scales.astype(mx.bfloat16), biases.astype(mx.bfloat16)
+    mx.eval(parts)
+    return parts
+
+
+def random_experts(count: int, hidden: int, inner: int) -> tuple[mx.array, list[Matrix]]:
+    """The same experts packed, [count, words] uint32, and as the three stacks that gather_qmm takes."""
+    stacks = [random_matrix(count, *shape) for shape in ((inner, hidden), (inner, hidden), (hidden, inner))]
+    words = [a.reshape(count, -1).view(mx.uint32) for matrix in stacks for a in matrix]
+    blob = mx.concatenate(words, axis=1)
+    mx.eval(blob)
+    return blob, stacks
+
+
+# ---- reference in float64
+
+
+def wide(a: mx.array) -> np.ndarray:
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def dequantised(w: mx.array, scales: mx.array, biases: mx.array, fault: str = "") -> np.ndarray:
+    codes, s, b = np.array(w), wide(scales), wide(biases)
+    if fault == "nibble order":
+        codes = (codes >> 4 & 0x0F0F0F0F) | (codes & 0x0F0F0F0F) << 4
+    if fault == "scale and bias swapped":
+        s, b = b, s
+    if fault == "off by one group":
+        s, b = np.roll(s, 1, axis=-1), np.roll(b, 1, axis=-1)
+    values = (codes[..., None] >> SHIFTS & 15).reshape(*s.shape, 64)
+    return (values * s[..., None] + b[..., None]).reshape(codes.shape[0], -1)
+
+
+FAULTS = ("nibble order", "scale and bias swapped", "off by one group")
+
+
+def expert(stacks: list[Matrix], slot: int, fault: str = "") -> list[np.ndarray]:
+    return [dequantised(*(a[slot : slot + 1].reshape(a.shape[1:]) for a in m), fault=fault) for m in stacks]
+
+
+def swiglu(matrices: list[np.ndarray], x: np.ndarray) -> np.ndarray:
+    gate, up = matrices[0] @ x, matrices[1] @ x
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def error(got: mx.array, want: np.ndarray) -> float:
+    """max |got - want| / max |want| of each row; the largest over rows. NaN and unwritten outputs stay NaN."""
+    difference = np.abs(wide(got) - want).max(axis=-1)
+    return float(np.max(difference / np.abs(want).max(axis=-1)))
+
+
+# ---- checks
+
+
+def poisoned(build: Callable) -> Callable:
+    """Kernels whose outputs hold NaN before they start."""
+    return lambda target, family: functools.partial(build(target, family), init_value=float("nan"))
+
+
+def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[str, float]]:
+    """By dtype: errors of gate_up and of down + combine, and the smallest error that a planted fault makes."""
+    blob, stacks = random_experts(count + 3, hidden, inner)
+    slots = np.random.default_rng().permutation(count + 3)[:count]
+    index = mx.array(slots[None].astype(np.int32))
+    matrices = [expert(stacks, int(s)) for s in slots]
+    faulty = [expert(stacks, int(slots[0]), fault) for fault in FAULTS]
+    errors = {}
+    for dtype in BOUNDS:
+        x, h_mid, shared = (mx.random.normal((1, hidden)).astype(dtype) for _ in range(3))
+        weights = mx.random.uniform(0, 1, (1, count))
+        act = kernels.expert_gate_up(x, blob, index, moe_intermediate_size=inner)
+        out = kernels.expert_down_combine(act, blob, index, weights, h_mid, shared)
+        w, a = wide(weights)[0], wide(act)[0]  # down is judged on the activations it was given
+        downs = np.stack([m[2] @ a[k] for k, m in enumerate(matrices)])
+        errors[dtype] = {
+            "gate_up": error(act[0], np.stack([swiglu(m, wide(x)[0]) for m in matrices])),
+            "down": error(out, wide(h_mid) + w @ downs + wide(shared)),
+            "fault": min(error(act[0, :1], swiglu(m, wide(x)[0])[None]) for m in faulty),
+        }
+    return errors
+
+
+def check_product(rows: int, columns: int, tokens: int, dtype: mx.Dtype) -> dict[str, float]:
+    w, s, b = (a[0:1].reshape(a.shape[1:]) for a in random_matrix(1, rows, columns))
+    x = mx.random.normal((tokens, columns)).astype(dtype)
+    y = kernels.qmv4(x, w, s, b)
+    wrong = [error(y, wide(x) @ dequantised(w, s, b, fault).T) for fault in FAULTS]
+    return {"qmv4": error(y, wide(x) @ dequantised(w, s, b).T), "fault": min(wrong)}
+
+
+def check_combine(hidden: int, count: int, dtype: mx.Dtype) -> dict[str, float]:
+    out = mx.random.normal((2, count, hidden)).astype(dtype)
+    h_mid, shared = (mx.random.normal((2, hidden)).astype(dtype) for _ in range(2))
+    weights = mx.random.uniform(0, 1, (2, count))
+    got = kernels.moe_combine(out, weights, h_mid, shared)
+    parts = np.einsum("tk,tkh->th", wide(weights), wide(out))
+    want = wide(h_mid) + parts + wide(shared)
+    return {"combine": error(got, want), "fault": error(got, wide(h_mid) + parts)}
+
+
+def check() -> list[dict]:
+    rows = []
+    for name, (hidden, inner, count) in SHAPES.items():
+        for dtype, experts in check_experts(hidden, inner, count).items():
+            results = [experts, check_combine(hidden, count, dtype)]
+            results += [check_product(1032, hidden, tokens, dtype) for tokens in (1, 3, 8)]
+            rows.append(verdict(name, dtype, results))
+    large = check_product(16384, 7168, 1, mx.bfloat16)
+    return [*rows, verdict("16384x7168", mx.bfloat16, [large])]
+
+
+def verdict(name: str, dtype: mx.Dtype, results: list[dict[str, float]]) -> dict:
+    """Print and return the largest error of each operation beside its bound and the smallest planted fault."""
+    bound = BOUNDS[dtype]
+    errors = {k: max(r[k] for r in results if k in r) for r in results for k in r if k != "fault"}
+    fault = min(r["fault"] for r in results)
+    good = all(e <= bound for e in errors.values()) and fault > bound
+    kind = str(dtype).split(".")[-1]
+    text = "  ".join(f"{k} {e:.1e}" for k, e in errors.items())
+    mark = "ok" if good else "WRONG"
+    print(f"{name:12s} {kind:9s} {text}  bound {bound:g}, planted faults >= {fault:.1e}  {mark}")
+    return {"shape": name, "dtype": kind, **errors, "fault": fault, "ok": good}
+
+
+# ---- timing
+
+
+@dataclass
+class Times:
+    """Microseconds per layer or product. `wall` is what mx.eval takes, `gpu` what is left of it when MLX's encoding
+    of the launches hides behind other work, `build` what Python takes before."""
+
+    wall: float
+    gpu: float
+    build: float
+
+    def __str__(self) -> str:
+        return f"{self.gpu:7.2f} us gpu {self.wall:7.2f} wall {self.build:5.1f} build"
+
+
+def seconds(build: Callable[[], mx.array]) -> tuple[float, float]:
+    """(evaluation, building) of one graph."""
+    start = time.perf_counter()
+    out = build()
+    built = time.perf_counter()
+    mx.eval(out)
+    return time.perf_counter() - built, built - start
+
+
+@functools.cache
+def long_row() -> tuple[mx.array, float]:
+    """A vector and the seconds its running sum takes."""
+    row = mx.random.uniform(-1, 1, (1, 1 << 25))
+    mx.eval(row)
+    return row, statistics.median(seconds(lambda: mx.cumsum(row, axis=1))[0] for _ in range(5))
+
+
+def busy(least: float) -> mx.array:
+    """A zero that takes the GPU at least so many seconds: running sums of one row, which occupy a corner of it and
+    leave its clocks alone (products of large matrices would lower them)."""
+    row, took = long_row()
+    for _ in range(1 + int(least / took)):
+        row = mx.cumsum(row, axis=1) * 1e-3
+    return (row[0, :1] * 0).astype(mx.bfloat16)
+
+
+def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int, repeats: int = 7) -> Times:
+    mx.eval(chain(x))
+    runs = [seconds(lambda: chain(x)) for _ in range(repeats)]
+    wall, build = (statistics.median(r) for r in zip(*runs, strict=True))
+    cover = 1.5 * wall + 0.005
+    mx.eval(chain(x + busy(cover)))
+    spare = []
+    for _ in range(repeats):
+        alone = seconds(lambda: x + busy(cover))[0]
+        spare.append(seconds(lambda: chain(x + busy(cover)))[0] - alone)
+    return Times(*(1e6 * t / launches for t in (wall, statistics.median(spare), build)))
+
+
+def copy_bandwidth() -> float:
+    """GB/s of an elementwise pass, bytes read plus bytes written."""
+    a = random_words(1 << 14, 1 << 14)
+    mx.eval(a)
+
+    def chain(x: mx.array) -> mx.array:
+        for _ in range(8):
+            x = x + 1
+        return x
+
+    mx.eval(chain(a))
+    return 8 * 2 * a.nbytes / statistics.median(seconds(lambda: chain(a))[0] for _ in range(7)) / 1e9
+
+
+@functools.partial(mx.compile, shapeless=True)
+def glu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+def gather_layer(x: mx.array, stacks: list[Matrix], slots: mx.array, weights: mx.array) -> mx.array:
+    """One layer of experts as mlx-lm runs it: three gather_qmm, SwiGLU, weighted sum, residual."""
+    each = mx.expand_dims(x, (-2, -3))
+
+    def product(v: mx.array, matrix: Matrix) -> mx.array:
+        return mx.gather_qmm(v, *matrix, rhs_indices=slots, transpose=True, group_size=64, bits=4)
+
+    act = glu(product(each, stacks[0]), product(each, stacks[1]))
+    down = product(act, stacks[2]).squeeze(-2)
+    return x + (down * weights[..., None].astype(x.dtype)).sum(axis=-2)
+
+
+def kernel_layer(x: mx.array, blob: mx.array, slots: mx.array, weights: mx.array, inner: int) -> mx.array:
+    act = kernels.expert_gate_up(x, blob, slots, moe_intermediate_size=inner)
+    return kernels.expert_down_combine(act, blob, slots, weights, x)
+
+
+def time_experts(name: str, tokens: int, gib: float, layers: int) -> dict:
+    """A chain of layers. Each has its own experts, as many as its tokens choose, in random order."""
+    hidden, inner, count = SHAPES[name]
+    each = tokens * count
+    size = 3 * hidden * inner * 9 // 16
+    groups = max(2, int(gib * 2**30 / (size * each)))
+    blob, stacks = random_experts(groups * each, hidden, inner)
+    cuts = [slice(g * each, (g + 1) * each) for g in range(groups)]
+    blobs = [blob[cut] for cut in cuts]
+    dense = [[tuple(a[cut] for a in matrix) for matrix in stacks] for cut in cuts]
+    shuffled = [np.random.permutation(each).astype(np.uint32) for _ in range(layers)]
+    slots = [mx.array(s.reshape(tokens, count)) + mx.array(0, mx.uint32) for s in shuffled]  # on the device
+    weights = mx.random.uniform(0, 2e-2, (tokens, count))
+    x = mx.random.normal((tokens, hidden)).astype(mx.bfloat16)
+    mx.eval(blobs, dense, slots, weights, x)
+
+    def ours(h: mx.array) -> mx.array:
+        for i in range(layers):
+            h = kernel_layer(h, blobs[i % groups], slots[i], weights, inner)
+        return h
+
+    def theirs(h: mx.array) -> mx.array:
+        for i in range(layers):
+            h = gather_layer(h, dense[i % groups], slots[i], weights)
+        return h
+
+    row = {"shape": name, "T": tokens}
+    return report(row, f"{name:12s}", timed(ours, x, layers), timed(theirs, x, layers), each * size, "gather_qmm")
+
+
+def report(row: dict, name: str, ours: Times, theirs: Times, size: float, other: str) -> dict:
+    """Print one comparison; `size` is the bytes of weights read. Returns the row with its figures."""
+    row |= {"us": asdict(ours), f"{other}_us": asdict(theirs), "TB/s": size / ours.gpu / 1e6}
+    row |= {"x": theirs.gpu / ours.gpu, "x_wall": theirs.wall / ours.wall}
+    print(
+        f"{name} T={row['T']} {ours}  {row['TB/s']:5.2f} TB/s | {other} {theirs} | "
+        f"{row['x']:5.2f} x, wall {row['x_wall']:5.2f} x"
+    )
+    return row
+
+
+def time_product(rows: int, columns: int, gib: float) -> dict:
+    """y = W x, whose first values are the next x."""
+    count = max(4, min(400, int(gib * 2**30 / (rows * columns * 9 // 16))))
+    w, s, b = random_matrix(count, rows, columns)
+    matrices = [tuple(a[i : i + 1].reshape(a.shape[1:]) for a in (w, s, b)) for i in range(count)]
+    x = mx.random.normal((1, columns)).astype(mx.bfloat16)
+    mx.eval(matrices, x)
+    order = [matrices[i % count] for i in range(max(256, count))]
+
+    def chain(product: Callable, y: mx.array) -> mx.array:
+        for m in order:
+            y = product(y, *m).reshape(-1)[:columns][None]  # a view; slicing two axes would copy
+        return y
+
+    return compare(chain, x, len(order), f"{rows}x{columns}", rows * columns * 9 / 16)
+
+
+def time_pair(rows: int, columns: int, tokens: int, gib: float) -> dict:
+    """y = W x, x = V y: two products per step."""
+    count = max(4, min(100, int(gib * 2**30 / (rows * columns * 9 // 8))))
+    stacks = random_matrix(count, rows, columns), random_matrix(count, columns, rows)
+    pool = [[a[i : i + 1].reshape(a.shape[1:]) for a in m] for i in range(count) for m in stacks]
+    order = [pool[i % len(pool)] for i in range(256)]
+    x = mx.random.normal((tokens, columns)).astype(mx.bfloat16)
+    mx.eval(pool, x)
+
+    def chain(product: Callable, y: mx.array) -> mx.array:
+        for m in order:
+            y = product(y, *m)
+        return y
+
+    return compare(chain, x, len(order), f"{rows}x{columns} and back", rows * columns * 9 / 16)
+
+
+def mlx_product(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    return mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=64, bits=4)
+
+
+def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float) -> dict:
+    ours = timed(functools.partial(chain, kernels.qmv4), x, launches)
+    theirs = timed(functools.partial(chain, mlx_product), x, launches)
+    row = {"product": name, "T": x.shape[0]}
+    return report(row, f"{name:20s}", ours, theirs, size, "quantized_matmul")
+
+
+# ---- command
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1.5, help="GiB of weights that one timing rotates over")
+    parser.add_argument("--layers", type=int, default=96, help="layers of experts in one evaluation")
+    parser.add_argument("--skip-check", action="store_true", help="time only")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if not kernels.has_kernels():
+        raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
+    device = mx.device_info()
+    result: dict = {
+        "mlx": mx.__version__,
+        "backend": kernels.backend(),
+        "device": device.get("device_name", ""),
+    }
+    print(f"mlx {mx.__version__}, {result['backend']}, {result['device']}")
+    if not args.skip_check:
+        build, kernels._kernel = kernels._kernel, poisoned(kernels._kernel)
+        result["check"] = check()
+        kernels._kernel = build
+    result["copy_GB/s"] = copy_bandwidth()
+    print(f"copy {result['copy_GB/s']:.0f} GB/s")
+    result["experts"] = [time_experts(name, t, args.gib, args.layers) for name in SHAPES for t in TOKENS]
+    result["products"] = [time_product(*shape, args.gib) for shape in PRODUCTS]
+    result["products"] += [time_pair(*shape, tokens, args.gib) for shape in PAIRS for tokens in TOKENS]
+    print(json.dumps(result))
+    if not all(row["ok"] for row in result.get("check", [])):
+        raise SystemExit("a check failed")
+
+
+if __name__ == "__main__":
+    main()

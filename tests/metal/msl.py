@@ -1,0 +1,348 @@
+"""Compiles and runs on the host the Metal source that MLX generates for a `mx.fast.metal_kernel`.
+
+Needs clang++ 14 or newer on Linux x86-64. `run` raises Failure for whatever the compiler or a check finds. What this
+proves and what it cannot is in README.md.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent
+BUILD = pathlib.Path(os.environ.get("MSL_BUILD", pathlib.Path(tempfile.gettempdir()) / f"msl-{os.getuid()}"))
+COMPILER = os.environ.get("MSL_CLANG", "clang++")
+ORDERS = (0, 1, 7)  # first come, last come, shuffled with this seed
+FLAGS = [
+    *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"),
+    *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-O1", "-g1", "-fPIC"),
+    *(
+        "-ftrivial-auto-var-init=pattern",
+        "-fno-vectorize",
+        "-fno-slp-vectorize",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ),
+    *("-Wno-unknown-attributes", "-Wno-sign-compare", "-Wno-unused-function", "-Wno-unused-parameter"),
+    "-fsanitize=thread,shift,array-bounds,integer-divide-by-zero,float-cast-overflow",
+]
+RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-c"]
+SPACES = {  # the roles msl_host.h gives to OpenCL's spaces, for messages
+    "__local": "device",
+    "__constant": "constant",
+    "__global": "threadgroup",
+    " __private": "",
+    "__private ": "thread ",
+}
+
+
+class Failure(Exception):
+    """The compiler refused the text, or a check failed while it ran."""
+
+
+# ---- the text
+
+
+@contextlib.contextmanager
+def _captured_stdout() -> Iterator[Any]:
+    """A file that takes what C++ writes to stdout, which sys.stdout never sees."""
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryFile("w+") as file:
+        saved = os.dup(1)
+        libc.fflush(None)
+        os.dup2(file.fileno(), 1)
+        try:
+            yield file
+        finally:
+            libc.fflush(None)
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+def generate(kernel: Any, inputs: Sequence[mx.array], **call: Any) -> str:
+    """The text MLX would hand to Metal for these inputs, of which only shapes and dtypes matter.
+
+    MLX's CPU build refuses to call a Metal kernel except while it traces a function for export.
+    """
+
+    def traced(*arrays: mx.array) -> list[mx.array]:
+        return kernel(inputs=list(arrays), verbose=True, **call)
+
+    with tempfile.TemporaryDirectory() as folder, _captured_stdout() as file:
+        mx.export_function(f"{folder}/kernel.mlxfn", traced, *inputs)
+        file.seek(0)
+        printed = file.read()
+    return re.search(r"```\n(.*)\n```", printed, re.S).group(1)
+
+
+def parse(text: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """(the instance to call, [(type, name, attribute)]) of generated text."""
+    name, body = re.search(r"\[\[kernel\]\] void (\w+)\((.*?)\) \{\n", text, re.S).groups()
+    parameters = re.findall(r"^\s*(.+?)\s*\b(\w+) \[\[(\w+)(?:\(\d+\))?\]\]", body, re.M)
+    instance = re.search(r"decltype\((\w+<.*?>)\) ", text)
+    return instance.group(1) if instance else name, parameters
+
+
+def host_text(text: str) -> str:
+    """The same text after the two edits that no macro can make: MLX's instantiation line, which clang refuses, goes;
+    and `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel."""
+    text = re.sub(r"^template \[\[host_name\(.*$", "", text, flags=re.M)
+    return re.sub(r"\bthreadgroup(?=\s+[\w:]+(?:<[^;()]*>)?\s+\w+\s*[\[;,=])", "MSL_TG_ARRAY", text)
+
+
+def lint(text: str) -> None:
+    """Metal wants an address space on every pointer and reference; clang's OpenCL mode does not."""
+    code = re.sub(r"//.*|/\*.*?\*/", "", text)
+    scalar = r"(?:half|float|bool|bfloat|u?(?:char|short|int|long))[234]?|\w+_t|[A-Z]\w*(?=[*&])"
+    found = re.search(rf"(?m)(?:^|[;{{}}(,])\s*(?:const\s+)?(?:{scalar})\s*[*&]+\s*\w+\s*[=;,)]", code)
+    if found:
+        words = re.sub(r"^\W+", "", found[0])
+        raise Failure(f"error: pointer without an address space: {words}")
+
+
+def _argument(kind: str, attribute: str, name: str, buffer: int) -> str:
+    if attribute == "buffer":
+        pointer = kind.replace("&", "*")
+        return f"({'*' if '&' in kind else ''}({pointer})a[{buffer}])"
+    if kind == "uint3":
+        return f"uint3(t->{attribute}[0], t->{attribute}[1], t->{attribute}[2])"
+    return f"t->{attribute}"
+
+
+def translation_unit(text: str) -> str:
+    """msl_host.h, the edited text, and a function with a fixed signature that calls the kernel."""
+    call, parameters = parse(text)
+    arguments, buffers = [], 0
+    for kind, name, attribute in parameters:
+        arguments.append(_argument(kind, attribute, name, buffers))
+        buffers += attribute == "buffer"
+    return (
+        f'#include "msl_host.h"\n#line 1 "generated"\n{host_text(text)}\n#line 1 "trampoline"\n'
+        'extern "C" __attribute__((visibility("default"), no_sanitize("thread")))\n'
+        f"void msl_entry(const ulong* a, const MslThread* t) {{\n  {call}({', '.join(arguments)});\n}}\n"
+    )
+
+
+# ---- compiling
+
+
+def require_compiler() -> None:
+    if shutil.which(COMPILER) is None:
+        raise Failure(f"{COMPILER} is not installed: `apt-get install clang`, or name one in MSL_CLANG")
+
+
+def _run_compiler(command: list, out: pathlib.Path) -> pathlib.Path:
+    """Run the command unless its result is cached; clang's names for address spaces become Metal's."""
+    if out.exists():
+        return out
+    partial = out.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([COMPILER, *command, "-o", partial], capture_output=True, text=True)
+    if done.returncode:
+        message = done.stderr
+        for theirs, ours in SPACES.items():
+            message = message.replace(theirs, ours)
+        raise Failure(message)
+    os.replace(partial, out)
+    return out
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join([COMPILER, *parts]).encode()).hexdigest()[:20]
+
+
+def compile_text(text: str) -> pathlib.Path:
+    """The object file of generated text. Cached by content."""
+    require_compiler()
+    lint(text)
+    unit = translation_unit(text)
+    headers = [(HERE / name).read_text() for name in ("msl_abi.h", "msl_host.h")]
+    key = _digest(unit, *FLAGS, *headers)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    source = BUILD / f"{key}.cl"
+    source.write_text(unit)
+    return _run_compiler([*FLAGS, f"-I{HERE}", "-c", source], BUILD / f"{key}.o")
+
+
+def build(text: str) -> ctypes.CDLL:
+    """A loaded library that runs generated text."""
+    kernel = compile_text(text)
+    simt = HERE / "simt.cpp"
+    key = _digest(simt.read_text(), (HERE / "msl_abi.h").read_text(), *RUNTIME_FLAGS)
+    runtime = _run_compiler([*RUNTIME_FLAGS, simt], BUILD / f"simt-{key}.o")
+    library = BUILD / f"{kernel.stem}-{key}.so"
+    return ctypes.CDLL(str(_run_compiler(["-shared", "-Wl,--no-undefined", kernel, runtime, "-lm"], library)))
+
+
+# ---- running
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("writable", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("group", ctypes.c_uint32 * 3),
+        ("order", ctypes.c_uint32),
+        ("n_buffers", ctypes.c_uint32),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("switches", ctypes.c_uint64),
+        ("error", ctypes.c_char * 512),
+    ]
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
+
+
+def _located(library: ctypes.CDLL, error: str) -> str:
+    """Turn "[pc 0x...]" into the source line, through the line table that -g1 left."""
+    found = re.search(r"\[pc 0x(\w+)\]", error)
+    if not found:
+        return error
+    address = hex(int(found[1], 16) - 1)
+    done = subprocess.run(["addr2line", "-e", library._name, address], capture_output=True, text=True)
+    return error.replace(found[0], "at " + done.stdout.strip().rsplit("/", 1)[-1])
+
+
+def launch(
+    library: ctypes.CDLL,
+    inputs: Sequence[np.ndarray],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
+    order: int = 0,
+) -> list[np.ndarray]:
+    """Run once. `outputs` is [(shape, dtype)]; they start as 0xFF bytes, which read as NaN."""
+    held = []
+    for array in inputs:
+        held.append(_aligned(max(array.nbytes, 1)))
+        held[-1][: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for shape, dtype in outputs:
+        held.append(_aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize))
+        held[-1][:] = 0xFF
+    buffers = [_Buffer(b.ctypes.data, b.nbytes, i >= len(inputs), 0) for i, b in enumerate(held)]
+    record = _Launch((*grid,), (*threadgroup,), order, len(held), (_Buffer * len(held))(*buffers))
+    if library.msl_launch(ctypes.byref(record)):
+        raise Failure(_located(library, record.error.decode()))
+    results = held[len(inputs) :]
+    return [b.view(dtype).reshape(shape) for b, (shape, dtype) in zip(results, outputs, strict=True)]
+
+
+def _as_numpy(array: mx.array) -> np.ndarray:
+    """numpy has no bfloat16: its bits."""
+    return np.asarray(mx.view(array, mx.uint16)) if array.dtype == mx.bfloat16 else np.asarray(array)
+
+
+def _extras(name: str, array: mx.array) -> dict[str, np.ndarray]:
+    """What MLX passes after an input whose shape, strides or ndim the source mentions."""
+    shape = array.shape
+    strides = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
+    return {
+        f"{name}_shape": np.int32(shape),
+        f"{name}_strides": np.int64(strides),
+        f"{name}_ndim": np.int32([len(shape)]),
+    }
+
+
+def _bound(text: str, inputs: Sequence[mx.array]) -> list[np.ndarray]:
+    """The input buffers in the order of the generated signature."""
+    bound: list[np.ndarray] = []
+    extras: dict[str, np.ndarray] = {}
+    rest = list(inputs)
+    for _, name, attribute in parse(text)[1]:
+        if name in extras:
+            bound.append(extras[name])
+        elif attribute == "buffer" and rest:
+            array = rest.pop(0)
+            extras = _extras(name, array)
+            bound.append(_as_numpy(array))
+    return bound
+
+
+NUMPY = {mx.bfloat16: np.uint16, mx.float16: np.float16, mx.float32: np.float32, mx.uint32: np.uint32}
+
+
+def run(
+    kernel: Any,
+    inputs: Sequence[mx.array],
+    *,
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
+    output_shapes: Sequence[tuple[int, ...]],
+    output_dtypes: Sequence[mx.Dtype],
+    orders: Sequence[int] = ORDERS,
+    **call: Any,
+) -> list[np.ndarray]:
+    """`kernel(...)` on the host, once per scheduling order, which must all give the same bytes."""
+    text = generate(
+        kernel,
+        inputs,
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=output_shapes,
+        output_dtypes=output_dtypes,
+        **call,
+    )
+    library = build(text)
+    bound = _bound(text, inputs)
+    outputs = [(s, NUMPY[d]) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+    results = [launch(library, bound, outputs, grid, threadgroup, order) for order in orders]
+    for other in results[1:]:
+        if any(a.tobytes() != b.tobytes() for a, b in zip(results[0], other, strict=True)):
+            raise Failure("the result depends on the order in which threads run")
+    return results[0]
+
+
+class HostKernel:
+    """Stands in for what `mx.fast.metal_kernel` returns: generates the text, runs it here, returns mx.arrays."""
+
+    make = staticmethod(mx.fast.metal_kernel)
+
+    def __init__(self, **definition: Any) -> None:
+        self.kernel = HostKernel.make(**definition)
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        **call: Any,
+    ) -> list[mx.array]:
+        arrays = [a if isinstance(a, mx.array) else mx.array(a) for a in inputs]
+        mx.eval(arrays)
+        results = run(self.kernel, arrays, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
+        bits = [mx.array(r) for r in results]
+        return [b.view(d) if d == mx.bfloat16 else b for b, d in zip(bits, output_dtypes, strict=True)]
+
+
+class TextKernel(HostKernel):
+    """Compiles the text without running it and returns zeros; `texts` keeps what was generated."""
+
+    texts: list[str] = []
+
+    def __call__(self, *, inputs: Any, output_shapes: Any, output_dtypes: Any, **call: Any) -> list[mx.array]:
+        text = generate(self.kernel, inputs, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
+        compile_text(text)
+        TextKernel.texts.append(text)
+        return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]

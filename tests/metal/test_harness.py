@@ -1,0 +1,77 @@
+"""The harness itself: right kernels give right answers, broken ones are caught, other people's kernels run."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from . import faults, msl
+
+SHAPES = [(128, 64), (256, 136), (1024, 192)]
+
+
+@pytest.mark.parametrize("slots", [4, 8])  # fewer than 8 elements arrive as `constant`
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("H, I", SHAPES)
+def test_sample_kernel_matches_oracle(H, I, dtype, slots):
+    case = faults.sample(dtype, H, I, slots)
+    (out,) = msl.run(faults.kernel(), case.inputs, **case.call)
+    assert case.error(out) < faults.LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_host_text_differs_by_two_edits(dtype):
+    case = faults.sample(dtype, 128, 64)
+    text = msl.generate(faults.kernel(), case.inputs, **case.call)
+    head, last = text.rstrip().rsplit("\n", 1)
+    assert last.startswith("template [[host_name(")
+    assert msl.host_text(text).replace("MSL_TG_ARRAY", "threadgroup").rstrip() == head.rstrip()
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_fault_is_caught(name):
+    fault = faults.FAULTS[name]
+    assert faults.caught_by(fault) == fault.caught_by
+
+
+def test_missing_compiler_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(msl, "COMPILER", "no-such-clang++")
+    with pytest.raises(msl.Failure, match="apt-get install clang"):
+        msl.require_compiler()
+
+
+# ---- kernels written by others, unchanged
+
+
+@pytest.fixture
+def gated_delta(monkeypatch):
+    """mlx-lm's module, whose kernels exist only if Metal is there when it is imported."""
+    import importlib
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **definition: msl.HostKernel(**definition))
+    with monkeypatch.context() as patch:
+        patch.setattr(mx.metal, "is_available", lambda: True)
+        module = importlib.reload(importlib.import_module("mlx_lm.models.gated_delta"))
+    yield module
+    monkeypatch.undo()
+    importlib.reload(module)
+
+
+def relative_error(a: mx.array, b: mx.array) -> float:
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return (mx.abs(a - b).max() / mx.abs(b).max()).item()
+
+
+@pytest.mark.parametrize("name", ["gated_delta_kernel", "gated_delta_kernel_unpacked", "gated_delta_kernel_xtree"])
+def test_gated_delta_of_mlx_lm(gated_delta, name):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> mx.array:
+        return mx.array((rng.normal(size=shape) * scale).astype(np.float32))
+
+    B, T, Hk, Hv, Dk, Dv = 1, 3, 2, 4, 128, 64
+    q, k, v = normal(B, T, Hk, Dk, scale=0.1), normal(B, T, Hk, Dk, scale=0.1), normal(B, T, Hv, Dv)
+    g, beta, state = mx.sigmoid(normal(B, T, Hv)), mx.sigmoid(normal(B, T, Hv)), normal(B, Hv, Dv, Dk)
+    y, after = getattr(gated_delta, name)(q, k, v, g, beta, state)
+    want_y, want_after = gated_delta.gated_delta_ops(q, k, v, g, beta, state)
+    assert relative_error(y, want_y) < 1e-5
+    assert relative_error(after, want_after) < 1e-5
