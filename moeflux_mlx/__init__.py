@@ -7,14 +7,19 @@ from .errors import (
     ModelFileError,
     MoefluxError,
     NotPackedError,
+    PromptCacheError,
     RequestError,
+    SnapshotError,
     TokenizerError,
 )
+from .fingerprint import model_fingerprint
 from .io_mode import IoMode, select_io_mode
 from .load import load, load_model
 from .loader import ExpertLoader
 from .model import Model
+from .prompt_cache import PromptDirectory, PromptFile, reuse_prefix
 from .sampling import make_logits_processors, make_sampler
+from .snapshot import load_state, save_state, state_size
 from .stream import GenerationResponse, generate, make_prompt_cache, stream_generate
 
 __version__ = "0.1.0"
@@ -30,14 +35,23 @@ __all__ = [
     "ModelFileError",
     "MoefluxError",
     "NotPackedError",
+    "PromptCacheError",
+    "PromptDirectory",
+    "PromptFile",
     "RequestError",
+    "SnapshotError",
     "TokenizerError",
     "generate",
     "load",
     "load_model",
+    "load_state",
     "make_logits_processors",
     "make_prompt_cache",
     "make_sampler",
+    "model_fingerprint",
+    "reuse_prefix",
+    "save_state",
     "select_io_mode",
+    "state_size",
     "stream_generate",
 ]

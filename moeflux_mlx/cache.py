@@ -22,11 +22,22 @@ class _Growing:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends [B, heads, L, width] to each array and returns all positions so far."""
         start, self.offset = self.offset, self.offset + keys.shape[2]
-        self.keys = _grown(self.keys, keys, start, self.step)
-        self.values = _grown(self.values, values, start, self.step)
+        self.keys = _grown(self.keys, keys.shape, keys.dtype, start, self.step)
+        self.values = _grown(self.values, values.shape, values.dtype, start, self.step)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n more positions; there must be some already."""
+        assert self.keys is not None and self.values is not None
+        for name, array in (("keys", self.keys), ("values", self.values)):
+            B, heads, _, width = array.shape
+            setattr(self, name, _grown(array, (B, heads, n, width), array.dtype, self.offset, self.step))
+
+    def mask(self, length: int) -> str | None:
+        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions."""
+        return "causal" if length > 1 else None
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None, int]:
@@ -62,12 +73,13 @@ class _Growing:
         return sum(array.nbytes for array in (self.keys, self.values) if array is not None)
 
 
-def _grown(array: mx.array | None, new: mx.array, used: int, step: int) -> mx.array:
-    """`array` with room for `new` after its first `used` positions."""
-    B, heads, L, width = new.shape
+def _grown(array: mx.array | None, new: tuple[int, ...], dtype: mx.Dtype, used: int, step: int) -> mx.array:
+    """`array` with room for entries of shape `new` after its first `used` positions, in whole steps."""
+    B, heads, L, width = new
     if array is not None and used + L <= array.shape[2]:
         return array
-    room = mx.zeros((B, heads, (L + step - 1) // step * step, width), new.dtype)
+    capacity = (used + L + step - 1) // step * step
+    room = mx.zeros((B, heads, capacity - used, width), dtype)
     return room if array is None else mx.concatenate([array[..., :used, :], room], axis=2)
 
 
@@ -107,6 +119,9 @@ class RecurrentCache:
 
     def empty(self) -> bool:
         return self.recurrent is None
+
+    def reserve(self, n: int) -> None:
+        """Its size does not depend on positions."""
 
     def is_trimmable(self) -> bool:
         return False

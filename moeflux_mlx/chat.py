@@ -1,0 +1,399 @@
+"""`python -m moeflux_mlx.chat`: a conversation in the terminal, or line by line from a pipe.
+
+Answers go to stdout, everything else to stderr. Each turn renders the whole conversation through the
+model's template and computes only what the session does not know yet.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from .command import (
+    INTERRUPTED,
+    Progress,
+    add_model_options,
+    add_prompt_cache_options,
+    add_sampling_options,
+    configure_mlx,
+    expert_statistics,
+    fingerprint_of,
+    load_named,
+    note,
+    open_store,
+    parse_template_config,
+    sampling,
+)
+from .errors import MoefluxError, PromptCacheError, RequestError, TokenizerError
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .tokenizer import TokenizerWrapper
+
+HELP = """\
+/reset          forget the conversation (the system message stays)
+/system [TEXT]  set the system message; without TEXT, remove it
+/save FILE      save the conversation and the model's state
+/load FILE      go on with a saved conversation
+/stats          tokens, speed and expert reads of the last answer
+/help           this list
+/exit           leave (also Ctrl-D)
+A message that begins with / is written with two. Alt-Enter begins a new line. Ctrl-C stops an answer."""
+
+# What would move a terminal's cursor or change its state; a model can be talked into writing it.
+CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
+
+Message = dict[str, str]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m moeflux_mlx.chat",
+        description="Chat with a packed Mixture-of-Experts model. /help lists the commands inside.",
+    )
+    add = made.add_argument
+    add("--system-prompt", help="system message")
+    add("--hide-thinking", action="store_true", help="do not show the model's reasoning")
+    add("--history-file", metavar="FILE", help="remember typed lines in FILE (default: only while running)")
+    add("--verbose", action="store_true", help="also print the time to load and statistics of every answer")
+    add_sampling_options(made)
+    add_model_options(made)
+    add_prompt_cache_options(made, with_file=False)
+    made.set_defaults(max_tokens=4096)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = parser().parse_args(argv)
+    configure_mlx()
+    try:
+        return run(options)
+    except MoefluxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the answers has gone; keep the interpreter from flushing to nobody at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    from .session import Session
+
+    template_config = parse_template_config(options.chat_template_config)
+    generation = sampling(options)
+    path, model, tokenizer = load_named(options)
+    if tokenizer.chat_template is None:
+        raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
+    store = open_store(options, path, model)
+    session = Session(model, tokenizer, store=store, prefill_step_size=options.prefill_step_size)
+    conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
+    chat = Chat(conversation, path, generation, hide_thinking=options.hide_thinking, verbose=options.verbose)
+    note("/help lists the commands.")
+    for line in lines(options.history_file):
+        if not chat.take(line):
+            break
+    return 0
+
+
+def lines(history_file: str | None) -> Iterator[str]:
+    """What the user enters, edited in a terminal, or the lines of stdin."""
+    if not sys.stdin.isatty():
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.output import create_output
+
+    history: History = FileHistory(history_file) if history_file else InMemoryHistory()
+    words = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
+    prompt: PromptSession[str] = PromptSession(
+        history=history,
+        completer=WordCompleter(words, sentence=True),
+        complete_while_typing=False,
+        key_bindings=_newline_keys(),
+        output=create_output(sys.stderr),
+    )
+    while True:
+        try:
+            yield prompt.prompt("> ")
+        except KeyboardInterrupt:
+            note("Ctrl-D or /exit leaves.")
+        except EOFError:
+            return
+
+
+def _newline_keys() -> Any:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    return keys
+
+
+class Conversation:
+    """Messages, and the session that knows the tokens of what has been said."""
+
+    def __init__(
+        self,
+        session: "Session",
+        tokenizer: "TokenizerWrapper",
+        template_config: dict[str, Any],
+        system: str | None = None,
+    ):
+        self.session, self.tokenizer, self.template_config = session, tokenizer, template_config
+        self.system = system
+        self.turns: list[Message] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.turns]
+
+    def ask(self, text: str, **generation: Any) -> Iterator[tuple[str, bool]]:
+        """Yields the answer in pieces (text, whether it is reasoning).
+
+        What was answered is part of the conversation also when the iterator is closed or fails; a message
+        without any answer is taken back.
+        """
+        from .thinking import ThinkingSplitter, opens_thinking
+        from .turns import before_answer
+
+        self.turns.append({"role": "user", "content": text})
+        said: dict[bool, str] = {False: "", True: ""}
+        try:
+            rendered = cast(str, self._render(tokenize=False))
+            prompt = self.tokenizer.encode(rendered, add_special_tokens=False)
+            self._check_room(prompt)
+            end = before_answer(self.tokenizer, self.messages, prompt, self.template_config)
+            splitter = ThinkingSplitter(opens_thinking(rendered))
+            for response in self.session.respond(prompt, boundaries=[end], **generation):
+                pieces = splitter.feed(response.text)
+                for piece, is_thinking in pieces + (splitter.finish() if response.finish_reason else []):
+                    said[is_thinking] += piece
+                    yield piece, is_thinking
+        finally:
+            self._keep(said[False], said[True])
+
+    def _keep(self, answer: str, thinking: str) -> None:
+        if not answer and not thinking:
+            self.turns.pop()
+            return
+        message = {"role": "assistant", "content": answer.lstrip("\n")}
+        if thinking:
+            message["reasoning_content"] = thinking.strip("\n")
+        self.turns.append(message)
+
+    def save(self, path: Path, fingerprint: Any) -> None:
+        """Raises PromptCacheError, SnapshotError."""
+        from .turns import after_answer
+
+        if self.turns:
+            # A recurrent state of more than the next prompt begins with would be of no use to it.
+            known = self.session.tokens
+            self.session.rewind(after_answer(self.tokenizer, self.messages, known, self.template_config))
+        self.session.save(path, fingerprint, {"system": self.system, "turns": self.turns})
+
+    def load(self, path: Path, fingerprint: Any) -> None:
+        """Raises PromptCacheError: the file is damaged, foreign, or holds no conversation."""
+        from .prompt_file import read_prompt_header
+
+        extra = read_prompt_header(path).extra
+        system, turns = extra.get("system"), extra.get("turns")
+        if not isinstance(system, str | None) or not isinstance(turns, list) or not _are_messages(turns):
+            raise PromptCacheError(f"{path} holds no conversation; give a file made by /save")
+        self.session.load(path, fingerprint)
+        self.system, self.turns = system, turns
+
+    def _render(self, **how: Any) -> Any:
+        return self.tokenizer.apply_chat_template(self.messages, **self.template_config, **how)
+
+    def _check_room(self, prompt: list[int]) -> None:
+        limit = self.session.model.args.max_position_embeddings
+        if len(prompt) >= limit:
+            raise RequestError(
+                f"the conversation has {len(prompt)} tokens and the model takes {limit}; begin anew with /reset"
+            )
+
+
+def _are_messages(turns: list[Any]) -> bool:
+    """Whether all are dicts of strings with at least role and content."""
+    dicts = [turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= set(turn)]
+    return len(dicts) == len(turns) and all(isinstance(v, str) for turn in dicts for v in turn.values())
+
+
+class Chat:
+    """Carries out the lines a user enters, one at a time."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        path: Path,
+        generation: dict[str, Any],
+        *,
+        hide_thinking: bool = False,
+        verbose: bool = False,
+    ):
+        self.conversation, self.path, self.generation = conversation, path, generation
+        self.hide_thinking, self.verbose = hide_thinking, verbose
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/reset": self.reset,
+            "/system": self.system,
+            "/save": self.save,
+            "/load": self.load,
+            "/stats": self.stats,
+            "/help": lambda argument: note(HELP),
+        }
+
+    def take(self, line: str) -> bool:
+        """Does what the line says; False when it ends the chat. Errors are printed, and the chat goes on."""
+        command, _, argument = line.strip().partition(" ")
+        if command in ("/exit", "/quit"):
+            return False
+        try:
+            if command.startswith("/") and not command.startswith("//"):
+                self._command(command, argument.strip())
+            elif line.strip():
+                self.answer(line[1:] if command.startswith("//") else line)
+        except MoefluxError as error:
+            note(f"error: {error}")
+        return True
+
+    def _command(self, name: str, argument: str) -> None:
+        if name not in self.commands:
+            raise RequestError(f"no command {name}; /help lists them; write // for a message that begins with /")
+        self.commands[name](argument)
+
+    def answer(self, text: str) -> None:
+        """Prints the model's answer as it comes; Ctrl-C stops it."""
+        from .session import Stopped
+
+        progress, show = Progress("prompt"), Display(sys.stdout, self.hide_thinking)
+        session = self.conversation.session
+        with Interruption() as interruption:
+
+            def update(done: int, total: int) -> None:
+                progress.update(done, total)
+                if interruption.wanted:
+                    raise Stopped
+
+            pieces = self.conversation.ask(text, prompt_progress_callback=update, **self.generation)
+            try:
+                with contextlib.closing(pieces):  # type: ignore[type-var]
+                    for piece, is_thinking in pieces:
+                        progress.close()
+                        show.piece(piece, is_thinking)
+                        if interruption.wanted:
+                            break
+            except Stopped:
+                pass
+            finally:
+                progress.close()
+                show.finish()
+        if interruption.wanted:
+            note("(stopped)")
+        if session.save_error is not None:
+            note(f"warning: the prompt was not saved: {session.save_error}")
+        if self.verbose:
+            self.stats("")
+
+    def reset(self, argument: str) -> None:
+        self.conversation.turns = []
+        note("The conversation is forgotten.")
+
+    def system(self, argument: str) -> None:
+        self.conversation.system = argument or None
+        note("The system message is set." if argument else "The system message is removed.")
+
+    def save(self, argument: str) -> None:
+        self.conversation.save(_file(argument, "/save"), self._fingerprint())
+        note(f"Saved {len(self.conversation.turns)} messages in {argument}.")
+
+    def load(self, argument: str) -> None:
+        self.conversation.load(_file(argument, "/load"), self._fingerprint())
+        note(f"Loaded {len(self.conversation.turns)} messages from {argument}.")
+
+    def stats(self, argument: str) -> None:
+        session = self.conversation.session
+        reuse, experts = session.reuse, session.model.experts
+        note(f"context: {len(session.tokens)} of {session.model.args.max_position_embeddings} tokens")
+        note(
+            f"last prompt: {reuse.prompt} tokens, {reuse.memory} known, {reuse.disk} from disk, "
+            f"{reuse.computed} computed; first token after {session.first_token_seconds:.2f} s"
+        )
+        if session.last is not None:
+            last = session.last
+            note(f"last answer: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
+        note(f"kept states: {len(session.points.positions)}, {session.points.nbytes / 1e9:.3f} GB")
+        for line in expert_statistics(experts, verbose=True):
+            note(line)
+
+    def _fingerprint(self) -> Any:
+        return fingerprint_of(self.path, self.conversation.session.model)
+
+
+def _file(argument: str, command: str) -> Path:
+    if not argument:
+        raise RequestError(f"{command} needs the name of a file")
+    return Path(argument).expanduser()
+
+
+class Display:
+    """Writes an answer to `out`, reasoning dimmed on a terminal, between its tags elsewhere, or not at all."""
+
+    def __init__(self, out: TextIO, hide_thinking: bool):
+        self.out, self.hide = out, hide_thinking
+        self.dropped = CONTROLS if out.isatty() else {}
+        self.marks = ("\033[2m", "\033[0m\n") if out.isatty() else ("<think>", "</think>\n")
+        self.thinking = False
+
+    def piece(self, text: str, is_thinking: bool) -> None:
+        if self.hide:
+            text = "" if is_thinking else text
+        elif is_thinking != self.thinking:
+            self._switch(is_thinking)
+        self.out.write(text.translate(self.dropped))
+        self.out.flush()
+
+    def finish(self) -> None:
+        """Ends the line."""
+        if self.thinking:
+            self._switch(False)
+        self.out.write("\n")
+        self.out.flush()
+
+    def _switch(self, is_thinking: bool) -> None:
+        self.out.write(self.marks[0] if is_thinking else self.marks[1])
+        self.thinking = is_thinking
+
+
+class Interruption:
+    """While entered, the first Ctrl-C only sets `wanted`, so that no layer is left half done; the second raises."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __enter__(self) -> "Interruption":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

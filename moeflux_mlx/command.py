@@ -1,0 +1,255 @@
+"""What the commands share: options, loading what they name, and lines on stderr. Light to import."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import RequestError
+from .io_mode import from_environment
+
+if TYPE_CHECKING:
+    from .fingerprint import Fingerprint
+    from .loader import ExpertLoader
+    from .model import Model
+    from .prompt_cache import PromptStore
+    from .tokenizer import TokenizerWrapper
+
+DTYPES = ("float32", "bfloat16", "float16")
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
+    add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+    add(
+        "--expert-io",
+        choices=("auto", "mmap", "pread"),
+        default="auto",
+        help="how experts are read (%(default)s)",
+    )
+    add("--expert-cache-gb", type=float, help="memory for experts that are read; default: what is left of RAM")
+    add("--context", type=int, help="tokens for which memory is planned; default: 8192, or the model's limit if less")
+    add(
+        "--prefetch",
+        choices=("auto", "off"),
+        default="auto",
+        help="whether experts are read ahead (%(default)s)",
+    )
+    add("--prefill-step-size", type=int, default=512, help="prompt tokens that run at once (%(default)s)")
+    add(
+        "--chat-template-config",
+        default="{}",
+        metavar="JSON",
+        help="variables for the template (%(default)s)",
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=256,
+        help="stop after this many tokens; -1: no limit (%(default)s)",
+    )
+    add("--temp", type=float, default=0.0, help="sampling temperature; 0: most likely token (%(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=0.0,
+        help="keep the smallest set of tokens with this probability; 0: off",
+    )
+    add("--top-k", type=int, default=0, help="keep this many tokens; 0: off")
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="drop tokens less likely than this share of the best one; 0: off",
+    )
+    add("--repetition-penalty", type=float, help="divide the logits of recent tokens by this; default: off")
+    add("--seed", type=int, help="makes sampling repeatable")
+
+
+def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
+    add = parser.add_argument
+    if with_file:
+        add(
+            "--prompt-cache-file",
+            metavar="FILE",
+            help="start from the prompt saved in FILE as far as it is the same, and save this one there",
+        )
+    add(
+        "--prompt-cache-dir",
+        metavar="DIR",
+        help="start from the longest saved prompt in DIR that this one begins with, and save this one",
+    )
+    add(
+        "--prompt-cache-gb",
+        type=float,
+        default=10.0,
+        metavar="GB",
+        help="least recently used prompts in DIR go beyond this size (%(default)s)",
+    )
+
+
+def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrapper]":
+    """The model and tokenizer of the options, and the directory they came from."""
+    import mlx.core as mx
+
+    from .load import load, resolve
+
+    start = time.perf_counter()
+    with Progress("loading"):
+        path = resolve(options.model, options.revision)
+        model, tokenizer = load(
+            path,
+            dtype=getattr(mx, options.dtype) if options.dtype else None,
+            expert_io=from_environment(options.expert_io),
+            expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+            prefetch=options.prefetch,
+            context=options.context,
+        )
+    note(model.experts.decision)
+    if model.experts.note:
+        note(model.experts.note)
+    if options.verbose:
+        note(f"loaded in {time.perf_counter() - start:.2f} s")
+    return path, model, tokenizer
+
+
+def configure_mlx() -> None:
+    """Lets MLX put large arrays into a command buffer without committing it at once, unless the user decided.
+
+    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. It reads the
+    variable when the device is first used, so this comes before the first array.
+    """
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
+
+
+def gigabytes(option: str, value: float | None) -> int | None:
+    """Bytes of an option given in units of 1e9 bytes.
+
+    Raises:
+        RequestError: not a positive, finite number.
+    """
+    if value is not None and not 0 < value < 1e9:
+        raise RequestError(f"{option} is {value}; it must be positive, in units of 1e9 bytes")
+    return None if value is None else int(value * 1e9)
+
+
+def expert_statistics(experts: "ExpertLoader", verbose: bool) -> list[str]:
+    """Lines on what reading experts took."""
+    stats = experts.stats
+    read = f"{stats.hits} hits, {stats.misses} misses, {stats.bytes_read / 1e9:.3f} GB read"
+    lines = [f"expert I/O: {experts.mode.value}, {read}"]
+    if verbose and stats.bytes_read:
+        lines.append(
+            f"expert I/O: hit rate {stats.hit_rate:.1%}, {stats.gb_per_second:.2f} GB/s, "
+            f"{stats.wait_seconds:.2f} s waited, {experts.slots} slots; read ahead: {stats.prefetched}, "
+            f"{stats.prefetch_hits} in time, {stats.late} late, {stats.wasted} unused"
+        )
+    return lines
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `stream_generate`; seeds the random numbers.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    import mlx.core as mx
+
+    from .sampling import make_logits_processors, make_sampler
+
+    if options.seed is not None:
+        mx.random.seed(check_seed(options.seed))
+    return {
+        "max_tokens": options.max_tokens,
+        "sampler": make_sampler(options.temp, options.top_p, options.min_p, top_k=options.top_k),
+        "logits_processors": make_logits_processors(repetition_penalty=options.repetition_penalty),
+    }
+
+
+def fingerprint_of(path: Path, model: "Model") -> "Fingerprint":
+    from .fingerprint import model_fingerprint
+    from .snapshot import activation_dtype
+
+    return model_fingerprint(path, activation_dtype(model))
+
+
+def open_store(options: argparse.Namespace, path: Path, model: "Model") -> "PromptStore | None":
+    """Where the options want prompts to be kept, if anywhere.
+
+    Raises:
+        RequestError: two places, or a size that is none. PromptCacheError: the place cannot be used.
+    """
+    from .prompt_cache import PromptDirectory, PromptFile
+
+    file = getattr(options, "prompt_cache_file", None)
+    if file and options.prompt_cache_dir:
+        raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
+    if not options.prompt_cache_gb > 0:
+        raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
+    if file:
+        return PromptFile(file, fingerprint_of(path, model))
+    if options.prompt_cache_dir:
+        size = min(options.prompt_cache_gb * 1e9, 2.0**62)
+        return PromptDirectory(options.prompt_cache_dir, fingerprint_of(path, model), int(size))
+    return None
+
+
+def parse_template_config(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"--chat-template-config is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"--chat-template-config is a JSON {type(value).__name__}; expected an object")
+    taken = sorted(set(value) & {"messages", "tools", "add_generation_prompt", "tokenize"})
+    if taken:
+        raise RequestError(f"--chat-template-config cannot set {', '.join(taken)}; only variables of the template")
+    return value
+
+
+def check_seed(seed: int) -> int:
+    if not 0 <= seed < 2**64:
+        raise RequestError(f"--seed {seed} is not between 0 and 2**64 - 1")
+    return seed
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """One line on a terminal's stderr that is wiped when the work is done; nothing elsewhere."""
+
+    def __init__(self, label: str):
+        self.label, self.shown = label, False
+
+    def __enter__(self) -> "Progress":
+        self._show(f"{self.label} ...")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, done: int, total: int) -> None:
+        self._show(f"{self.label} {done}/{total} tokens")
+
+    def close(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self.shown = False
+
+    def _show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            self.shown = True

@@ -1,0 +1,92 @@
+"""Ways back to earlier positions of a model's caches.
+
+Attention caches go back to any position by forgetting what follows. A recurrent state has absorbed its
+tokens for good, so copies of it are kept at chosen positions and the way back leads to the nearest of them.
+A kept state is a reference to arrays that the model never writes to again: keeping one costs memory, no
+time. Nothing here knows about tokens; that the text up to a position is the same is the caller's business.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from .cache import Cache, RecurrentCache
+
+Pair = tuple[mx.array | None, mx.array | None]
+
+
+class RewindPoints:
+    """Kept recurrent states of one list of caches.
+
+    Args:
+        cache: from `model.make_cache()`; its layers have absorbed equally many tokens at each call of `keep`.
+        max_bytes: of all kept states together; beyond it, those that lie closest to others go first.
+    """
+
+    def __init__(self, cache: Sequence[Cache], max_bytes: int):
+        self.cache = cache
+        self.max_bytes = max_bytes
+        self._recurrent = [layer for layer in cache if isinstance(layer, RecurrentCache)]
+        self._kept: dict[int, list[Pair]] = {}
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether every position can be reached, kept or not."""
+        return not self._recurrent
+
+    @property
+    def positions(self) -> list[int]:
+        """Where states are kept, ascending; always empty when every position can be reached."""
+        return sorted(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._kept) * self._state_bytes()
+
+    def keep(self, position: int) -> None:
+        """Keeps the present state, that of `position` tokens, if `max_bytes` allows."""
+        if self.can_trim or position == 0:
+            return
+        state = [(layer.conv, layer.recurrent) for layer in self._recurrent]
+        mx.eval(state)  # a pending computation would keep all of its inputs alive
+        self._kept[position] = state
+        while self._kept and self.nbytes > self.max_bytes:
+            del self._kept[self._most_crowded()]
+
+    def nearest(self, position: int) -> int:
+        """The last position that can be reached without passing `position`; 0 always can."""
+        if self.can_trim:
+            return position
+        return max((kept for kept in self._kept if kept <= position), default=0)
+
+    def rewind(self, position: int) -> int:
+        """Takes all caches back to `nearest(position)`, which is returned; later states are dropped.
+
+        Caches that an interrupted call left at different lengths agree again afterwards.
+        """
+        reached = self.nearest(position)
+        for layer, state in zip(self.cache, self._states_at(reached), strict=True):
+            layer.state = state
+        self.drop_after(reached)
+        return reached
+
+    def drop_after(self, position: int) -> None:
+        """Forgets the states of later positions."""
+        self._kept = {kept: state for kept, state in self._kept.items() if kept <= position}
+
+    def _states_at(self, position: int) -> list[tuple[mx.array | None, mx.array | None, int]]:
+        none: Pair = (None, None)
+        recurrent = iter(self._kept.get(position, [none] * len(self._recurrent)))
+        pairs = [next(recurrent) if isinstance(layer, RecurrentCache) else layer.state[:2] for layer in self.cache]
+        return [(first, second, position) for first, second in pairs]
+
+    def _state_bytes(self) -> int:
+        """Of one kept state; all are alike."""
+        pairs = next(iter(self._kept.values()), [])
+        return sum(array.nbytes for pair in pairs for array in pair if array is not None)
+
+    def _most_crowded(self) -> int:
+        """The kept position, not the last one unless alone, whose neighbours are closest together."""
+        at = [0, *self.positions]
+        gaps = [(at[i + 1] - at[i - 1], at[i]) for i in range(1, len(at) - 1)]
+        return min(gaps)[1] if gaps else at[-1]

@@ -1,0 +1,350 @@
+"""The command and the generation loop on tiny models: text, statistics, and one-line errors for bad input."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
+from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
+from moeflux_mlx.generate import main
+from moeflux_mlx.stream import generate as library_generate
+from moeflux_mlx.stream import generate_step
+
+FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+PROMPT = list(range(10, 31))
+
+
+def tokens_of(model, **kwargs):
+    return [token for token, _ in generate_step(PROMPT, model, max_tokens=12, **kwargs)]
+
+
+@pytest.fixture(scope="module")
+def model_dir():
+    return tiny_directory("qwen3_5_moe")
+
+
+@pytest.fixture
+def copy_dir(model_dir, tmp_path):
+    """A model directory that a test may damage."""
+    return shutil.copytree(model_dir, tmp_path / "model")
+
+
+def command(capfd, *arguments):
+    """(exit code, stdout, stderr) of the command, run in this process."""
+    code = main([str(a) for a in arguments])
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def fails(capfd, *arguments):
+    """The one line that the command prints when it refuses."""
+    code, out, err = command(capfd, *arguments)
+    assert code == 1 and out == ""
+    lines = [line for line in err.splitlines() if not line.startswith("expert I/O")]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "Traceback" not in err
+    return lines[0]
+
+
+# ---- the loop
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_step_does_not_change_the_tokens(family):
+    model = tiny_model(family, mx.float32)
+    assert tokens_of(model) == tokens_of(model, prefill_step_size=5) == tokens_of(model, prefill_step_size=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlx_lm_generates_the_same_tokens(family):
+    """Our model and tokenizer, as they are, in mlx-lm's own loop."""
+    mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm needs Python 3.11")
+    model, tokenizer = load(tiny_directory(family), dtype=mx.float32)
+    ours = [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=12)]
+    theirs = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=12)]
+    assert ours == theirs[: len(ours)] and len(ours) >= 1
+
+
+def test_a_prompt_cache_continues(model_dir):
+    model = tiny_model("qwen3_5_moe", mx.float32)
+    whole = tokens_of(model)
+    cache = make_prompt_cache(model)
+    first = next(generate_step(PROMPT[:9], model, max_tokens=1, prompt_cache=cache))
+    assert isinstance(first[0], int)
+    rest = [token for token, _ in generate_step(PROMPT[9:], model, max_tokens=12, prompt_cache=cache)]
+    assert rest == whole
+
+
+def test_responses_add_up(model_dir):
+    model, tokenizer = load(model_dir, dtype=mx.float32)
+    responses = list(stream_generate(model, tokenizer, "Once upon", max_tokens=9))
+    last = responses[-1]
+    assert last.finish_reason in ("length", "stop") and last.generation_tokens == len(responses)
+    assert all(r.finish_reason is None for r in responses[:-1])
+    assert last.prompt_tokens == len(tokenizer.encode("Once upon"))
+    assert last.logprobs.shape == (model.args.vocab_size,)
+    text = "".join(r.text for r in responses)
+    assert text == library_generate(model, tokenizer, "Once upon", max_tokens=9)
+    kept = [r.token for r in responses if r.token not in tokenizer.eos_token_ids]
+    assert text == tokenizer.decode(kept)
+
+
+def test_stops_at_end_of_text(model_dir):
+    model, tokenizer = load(model_dir, dtype=mx.float32)
+    end = min(tokenizer.eos_token_ids)
+
+    def sampler(logprobs):
+        return mx.array([end])
+
+    responses = list(stream_generate(model, tokenizer, "a", max_tokens=5, sampler=sampler))
+    assert [(r.token, r.finish_reason, r.text) for r in responses] == [(end, "stop", "")]
+
+
+def test_same_seed_same_text(model_dir):
+    model = tiny_model("qwen3_5_moe", mx.float32)
+
+    def sampled(seed):
+        return tokens_of(model, sampler=make_sampler(temp=1.0, key=mx.random.key(seed)))
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+@pytest.mark.parametrize(
+    "prompt, kwargs, words",
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 99999], {}, "99999 is outside the vocabulary"),
+        ([-1], {}, "-1 is outside"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0"),
+        ([1], {"max_tokens": -2}, "max_tokens is -2"),
+        ([1], {"prefill_step_size": 0}, "prefill_step_size is 0"),
+    ],
+)
+def test_impossible_requests(prompt, kwargs, words):
+    with pytest.raises(RequestError, match=words):
+        next(generate_step(prompt, tiny_model("qwen3_moe", mx.float32), **kwargs))
+
+
+def test_not_a_number_in_expert_scales_is_reported(copy_dir):
+    for file in (copy_dir / "packed_experts").glob("layer_*.bin"):
+        file.write_bytes(b"\xff" * file.stat().st_size)  # bfloat16 0xffff is NaN
+    model, _ = load(copy_dir, dtype=mx.float32)
+    with pytest.raises(ModelFileError, match="NaN"):
+        next(generate_step(PROMPT, model))
+
+
+# ---- the command
+
+
+def test_command_writes_text_and_statistics(capfd, model_dir):
+    code, out, err = command(capfd, "--model", model_dir, "--prompt", "hi", "--max-tokens", "6", "--verbose")
+    assert code == 0 and out.endswith("\n")
+    for words in (
+        "expert I/O: mmap (auto)",
+        "threshold",
+        "prompt tokens",
+        "generation: 6 tokens",
+        "peak memory",
+        "hits",
+    ):
+        assert words in err, words
+    assert "\r" not in err  # progress is for terminals
+
+
+def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode())))
+    code, _, err = command(capfd, "--model", model_dir, "-p", "-", "-m", "2", "--ignore-chat-template", "--verbose")
+    assert code == 0 and f"prompt: {len('naïve'.encode())} tokens" in err
+
+
+def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "pread")
+    assert "pread (forced)" in command(capfd, "--model", model_dir, "-p", "a", "-m", "1")[2]
+    assert "mmap (forced)" in command(capfd, "--model", model_dir, "-p", "a", "-m", "1", "--expert-io", "mmap")[2]
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "turbo")
+    err = command(capfd, "--model", model_dir, "-p", "a", "-m", "1")[2]
+    assert "warning: MOEFLUX_EXPERT_IO='turbo'" in err and "(auto)" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--prompt", "  "], "prompt is empty"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--temp", "-1"], "temp"),
+        (["--temp", "nan"], "temp"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--min-p", "-0.1"], "min_p"),
+        (["--top-k", "-3"], "top_k"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--repetition-penalty", "-1"], "penalty"),
+        (["--prefill-step-size", "0"], "prefill_step_size is 0"),
+        (["--chat-template-config", "{"], "not JSON"),
+        (["--chat-template-config", "[]"], "expected an object"),
+        (["--chat-template-config", '{"tokenize": false}'], "cannot set tokenize"),
+    ],
+)
+def test_bad_values(capfd, model_dir, arguments, words):
+    assert words in fails(capfd, "--model", model_dir, *arguments)
+
+
+def test_prompt_that_is_not_utf8(capfd, model_dir, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    assert "not UTF-8: byte 2" in fails(capfd, "--model", model_dir, "--prompt", "-")
+
+
+def test_missing_directory(capfd, tmp_path):
+    assert "does not exist" in fails(capfd, "--model", tmp_path / "nowhere")
+
+
+def test_a_file_instead_of_a_directory(capfd, tmp_path):
+    (tmp_path / "model").write_text("")
+    assert "is not a directory" in fails(capfd, "--model", tmp_path / "model")
+
+
+def test_checkpoint_that_is_not_packed(capfd, copy_dir):
+    shutil.rmtree(copy_dir / "packed_experts")
+    line = fails(capfd, "--model", copy_dir)
+    assert f"python -m moeflux_mlx.convert --hf-path {copy_dir} --mlx-path" in line and "GB" in line
+
+
+def damage_layer(path, change):
+    file = path / "packed_experts" / "layer_01.bin"
+    data = file.read_bytes()
+    file.unlink() if change is None else file.write_bytes(data[:change] if change < 0 else data + bytes(change))
+
+
+@pytest.mark.parametrize("change", [-1, 1, None])
+def test_damaged_layer_file(capfd, copy_dir, change):
+    damage_layer(copy_dir, change)
+    assert "layer_01.bin" in fails(capfd, "--model", copy_dir)
+
+
+def edit_json(file, **change):
+    value = json.loads(file.read_text())
+    file.write_text(json.dumps({**value, **change}))
+
+
+def test_layout_that_lies(capfd, copy_dir):
+    edit_json(copy_dir / "packed_experts" / "layout.json", num_experts=3)
+    assert "num_experts is 3" in fails(capfd, "--model", copy_dir)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [({"model_type": "llama"}, "model_type 'llama'"), ({"text_config": {}}, "is missing")],
+)
+def test_config_that_is_not_implemented(capfd, copy_dir, change, words):
+    edit_json(copy_dir / "config.json", **change)
+    assert words in fails(capfd, "--model", copy_dir)
+
+
+def rewrite_resident(path, name, change):
+    (file,) = path.glob("resident*.safetensors")
+    tensors = mx.load(str(file))
+    mx.eval(tensors)
+    key = next(key for key in sorted(tensors) if key.endswith(name))
+    tensors[key] = change(tensors[key])
+    mx.save_safetensors(str(file), {key: value for key, value in tensors.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("o_proj.scales", lambda a: a * mx.array(float("nan"), a.dtype), "NaN or infinite"),
+        ("o_proj.scales", lambda a: a.astype(mx.int32), "int32"),
+        ("o_proj.scales", lambda a: None, "is missing"),
+        ("o_proj.weight", lambda a: a[:-1], "has shape"),
+        ("o_proj.weight", lambda a: a.astype(mx.int32), "uint32"),
+        ("input_layernorm.weight", lambda a: a[:-1], "has shape"),
+        ("input_layernorm.weight", lambda a: None, "is missing"),
+    ],
+)
+def test_damaged_resident_tensors(capfd, copy_dir, name, change, words):
+    rewrite_resident(copy_dir, name, change)
+    assert words in fails(capfd, "--model", copy_dir)
+
+
+def test_unknown_resident_tensor(capfd, copy_dir):
+    (file,) = copy_dir.glob("resident*.safetensors")
+    mx.save_safetensors(str(file.with_name("resident-2.safetensors")), {"model.extra": mx.zeros((1,))})
+    assert "model.extra" in fails(capfd, "--model", copy_dir)
+
+
+def test_truncated_resident_file(capfd, copy_dir):
+    (file,) = copy_dir.glob("resident*.safetensors")
+    os.truncate(file, file.stat().st_size // 2)
+    assert "resident" in fails(capfd, "--model", copy_dir)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "template"),
+        ("{% for %}", "template"),
+    ],
+)
+def test_template_that_raises_or_escapes(capfd, copy_dir, template, words):
+    (copy_dir / "chat_template.jinja").write_text(template)
+    assert words in fails(capfd, "--model", copy_dir)
+
+
+def test_repo_that_cannot_be_reached(capfd, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
+    assert "cannot fetch org/name" in fails(capfd, "--model", "org/name")
+
+
+def test_repo_without_packed_experts_downloads_nothing_but_its_config(monkeypatch, model_dir, capfd):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: ["config.json", "model.safetensors"])
+
+    def download(repo, name, **_):
+        asked.append(name)
+        return str(model_dir / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded weights"))
+    line = fails(capfd, "--model", "org/name")
+    assert "--hf-path org/name" in line and asked == ["config.json"]
+    with pytest.raises(NotPackedError):
+        load("org/name")
+
+
+def test_interrupt_ends_with_the_statistics(copy_dir):
+    edit_json(copy_dir / "generation_config.json", eos_token_id=[])  # it goes on until it is stopped
+    (copy_dir / "tokenizer_config.json").write_text("{}")
+    arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
+    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout.read(1)
+    time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "tokens-per-sec" in err and "Traceback" not in err
+
+
+def test_bad_option_is_a_usage_error(capfd):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--expert-io", "quick"])
+    assert exit_.value.code == 2
+
+
+def test_logprobs_are_normalised(model_dir):
+    _, logprobs = next(generate_step(PROMPT, tiny_model("qwen3_moe", mx.float32), max_tokens=1))
+    assert np.exp(np.array(logprobs)).sum() == pytest.approx(1, abs=1e-5)

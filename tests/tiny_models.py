@@ -1,0 +1,74 @@
+"""Tiny packed models of every family that run, made once per test session by `convert`.
+
+`tiny_directory` has a tokenizer and a chat template beside the weights, so that commands can be tested on
+it as users run them; the weights are random, and so is what they write.
+"""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import goldens
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.load import load_model
+
+TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
+MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+THINK = ("<think>", "</think>")
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # left out to fit the tiny vocabulary of 256
+
+
+@functools.cache
+def _kept():
+    return tempfile.TemporaryDirectory(prefix="moeflux-tiny-")
+
+
+def tiny_directory(family, variant="mlx4", template="qwen3_style"):
+    """A packed model with tokenizer and chat template, shared by the tests: do not write into it."""
+    return _directory(family, variant, template)
+
+
+@functools.cache
+def _directory(family, variant, template):
+    kept = Path(_kept().name)
+    path = kept / f"{family}-{variant}-{template}"
+    checkpoint = goldens.write_variant(kept / f"{path.name}-checkpoint", family, variant)
+    convert(checkpoint, path)
+    write_tokenizer(path, template)
+    return path
+
+
+@functools.cache
+def tiny_model(family, dtype=None, variant="mlx4"):
+    """The model of `tiny_directory`, with activations and caches in `dtype`."""
+    return load_model(tiny_directory(family, variant), dtype=dtype)
+
+
+def write_tokenizer(path, template):
+    """A byte-level vocabulary of 248 tokens with ChatML markers and thinking tags, for any text."""
+    letters = [letter for byte, letter in sorted(_byte_letters().items()) if byte not in NEVER_IN_UTF8]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(MARKERS))
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in THINK])
+    tokenizer.save(str(path / "tokenizer.json"))
+    ends = [tokenizer.token_to_id(marker) for marker in MARKERS[1:]]
+    _write_json(path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    _write_json(path / "generation_config.json", {"eos_token_id": ends})
+    shutil.copy(TEMPLATES / f"{template}.jinja", path / "chat_template.jinja")
+
+
+def _byte_letters():
+    """byte -> its letter in byte-level vocabularies: itself if printable, else the next from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+
+
+def _write_json(path, value):
+    path.write_text(json.dumps(value))
