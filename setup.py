@@ -13,7 +13,7 @@ setup(
         Extension(
             "moeflux_mlx._native",
             sources=["moeflux_mlx/_native.c"],
-            depends=["moeflux_mlx/_native_kernels.h", "moeflux_mlx/_native_team.h"],
+            depends=["moeflux_mlx/_native_kernels.h", "moeflux_mlx/_native_team.h", "moeflux_mlx/_native_vnni.h"],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             optional=True,

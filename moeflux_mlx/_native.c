@@ -1,8 +1,9 @@
-/* Native CPU kernels of moeflux_mlx: 4-bit matrix-vector products and the small decode operations.
+/* Native CPU kernels of moeflux_mlx: products with 4-bit, 8-bit and dense matrices, and the small operations.
  *
  * Every function takes C-contiguous buffers (numpy, mlx, memoryview), checks dtype, shape, alignment,
  * bounds and overlap with the GIL held, then works without it and writes into `out`. A result depends
- * on the instruction set only: never on the number of threads, the slots, or the other rows of a batch.
+ * on the instruction set, and on whether its row of x is the only one: never on the number of threads, the
+ * slots, or what other rows hold.
  * The documented face is native.py.
  */
 #define PY_SSIZE_T_CLEAN
@@ -25,6 +26,7 @@
 #define CHUNK_BYTES 131072
 #define MAX_CHUNK_ROWS 256
 #define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
+#define PLAIN_BATCH 64    /* rows of x multiplied by one unpacked row of an 8-bit or dense matrix */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
 #define MAX_ARGS 8
 
@@ -36,9 +38,10 @@
 #endif
 
 typedef struct {
-    const uint32_t *w;  /* [rows, in / 8] */
-    const void *s, *b;  /* [rows, in / 64], float32 or bfloat16 bits */
+    const uint32_t *w;  /* [rows, in / 8] words of 4-bit codes, [rows, in / 4] of 8-bit ones, or floats [rows, in] */
+    const void *s, *b;  /* [rows, in / 64], float32 or bfloat16 bits; NULL if dense */
     ptrdiff_t in;
+    int bits;           /* 4, 8, or 32: dense */
     int is_f32;
     const uint32_t *next; /* what will be read after the last row asked for, or NULL: a prefetch hint */
 } Matrix;
@@ -48,17 +51,35 @@ typedef struct {
     ptrdiff_t width;
     void (*pack)(const float *, float *, ptrdiff_t);
     void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    void (*plain_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *, float *);
     void (*dequantize)(const Matrix *, ptrdiff_t, ptrdiff_t, float *);
     void (*combine)(const float *const *, const float *, ptrdiff_t, const float *, const float *, float *, ptrdiff_t,
                     ptrdiff_t);
     void (*silu_mul)(const float *, const float *, float *, ptrdiff_t);
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
+    void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
     void (*attend)(const float *, ptrdiff_t, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, float,
                    float *, ptrdiff_t, float *);
-    void (*delta)(float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
+    void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);
+    /* A single row of x has its own kernel if that is faster, else NULL. */
+    void (*single_pack)(const float *, float *, ptrdiff_t);
+    void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
 } Path;
+
+/* Ask for a row's scales and biases; without that every few rows wait for memory. */
+static inline void fetch_tables(const Matrix *m, ptrdiff_t row) {
+    ptrdiff_t bytes = m->in / 64 * (m->is_f32 ? 4 : 2);
+    for (ptrdiff_t at = row * bytes; at < (row + 1) * bytes; at += 64) {
+        __builtin_prefetch((const char *)m->s + at);
+        __builtin_prefetch((const char *)m->b + at);
+    }
+}
+
+static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
+
+static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
 #if defined(__x86_64__)
 #define PATH avx512
@@ -66,6 +87,7 @@ typedef struct {
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define W 16
 #include "_native_kernels.h"
+#include "_native_vnni.h"
 #define PATH avx2
 #define path_name_avx2 "avx2"
 #define TARGET __attribute__((target("avx2,fma")))
@@ -79,7 +101,7 @@ typedef struct {
 #include "_native_kernels.h"
 
 /* Fastest first; `usable_paths` of them run on this processor. */
-static const Path *paths[3];
+static const Path *paths[4];
 static int usable_paths;
 static const Path *path;
 
@@ -90,6 +112,10 @@ static void find_paths(void) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    static Path vnni;
+    vnni = path_avx512;
+    vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows;
+    if (avx512 && __builtin_cpu_supports("avx512vnni")) paths[usable_paths++] = &vnni;
     if (avx512) paths[usable_paths++] = &path_avx512;
     if (avx2) paths[usable_paths++] = &path_avx2;
 #endif
@@ -188,18 +214,31 @@ static int arity(Py_ssize_t got, Py_ssize_t want) {
     return 0;
 }
 
-static int take_matrix(Args *args, PyObject *const *object, Matrix *m, Py_ssize_t *rows) {
+/* w, scales, biases of a matrix with rows of `in` values: 4-bit or 8-bit codes by the length of w's rows. */
+static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
     Py_buffer *w = take(args, object[0], "w", U32, 2, 0);
     Py_buffer *s = w ? take(args, object[1], "scales", SCALE, 2, 0) : NULL;
     Py_buffer *b = s ? take(args, object[2], "biases", SCALE, 2, 0) : NULL;
-    if (!b || !multiple("w: row length in words", w->shape[1], 8)) return 0;
+    if (!b || !multiple("row length", in, 64)) return 0;
     *rows = w->shape[0];
-    if (!dims2(s, "scales", *rows, w->shape[1] / 8) || !dims2(b, "biases", *rows, w->shape[1] / 8)) return 0;
+    int bits = w->shape[1] == in / 4 ? 8 : 4;
+    if (!dim(w, "w", 1, in * bits / 32) || !dims2(s, "scales", *rows, in / 64) || !dims2(b, "biases", *rows, in / 64))
+        return 0;
     if (s->itemsize != b->itemsize) {
         PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
         return 0;
     }
-    *m = (Matrix){w->buf, s->buf, b->buf, w->shape[1] * 8, s->itemsize == 4, NULL};
+    *m = (Matrix){w->buf, s->buf, b->buf, in, bits, s->itemsize == 4, NULL};
+    return 1;
+}
+
+/* As take_codes, or with None for scales and biases a dense float32 matrix. */
+static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
+    if (object[1] != Py_None || object[2] != Py_None) return take_codes(args, object, in, m, rows);
+    Py_buffer *w = take(args, object[0], "w", F32, 2, 0);
+    if (!w || !multiple("row length", in, 16) || !dim(w, "w", 1, in)) return 0;
+    *rows = w->shape[0];
+    *m = (Matrix){w->buf, NULL, NULL, in, 32, 0, NULL};
     return 1;
 }
 
@@ -211,18 +250,14 @@ static void *scratch(ptrdiff_t bytes) {
 }
 
 /* Rows per unit of work: about CHUNK_BYTES of weights, less when that leaves threads idle. */
-static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t in) {
-    ptrdiff_t fit = CHUNK_BYTES / (in / 2), fair = rows / (4 * (ptrdiff_t)atomic_load(&team.size));
-    ptrdiff_t floor = CHUNK_BYTES / 8 / (in / 2);
+static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes) {
+    ptrdiff_t fit = CHUNK_BYTES / row_bytes, fair = rows / (4 * (ptrdiff_t)atomic_load(&team.size));
+    ptrdiff_t floor = CHUNK_BYTES / 8 / row_bytes;
     ptrdiff_t chunk = fair < fit ? fair : fit;
     if (chunk < floor) chunk = floor;
     chunk = (chunk + 7) / 8 * 8;
     return chunk < 8 ? 8 : chunk > MAX_CHUNK_ROWS ? MAX_CHUNK_ROWS : chunk;
 }
-
-static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
-
-static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
 static ptrdiff_t packed_floats(const Path *p, ptrdiff_t in) { return chunks_of(in / 8, p->width) * 9 * p->width; }
 
@@ -231,15 +266,17 @@ typedef struct {
     const float *x;
     float *packed;
     ptrdiff_t in;
+    int single; /* each row will meet its matrix alone */
 } Pack;
 
 static void pack_job(void *ctx, ptrdiff_t row, int member) {
     Pack *c = ctx;
     (void)member;
-    c->path->pack(c->x + row * c->in, c->packed + row * packed_floats(c->path, c->in), c->in);
+    (c->single ? c->path->single_pack : c->path->pack)(c->x + row * c->in,
+                                                       c->packed + row * packed_floats(c->path, c->in), c->in);
 }
 
-/* ---- qmv4, dequantize --------------------------------------------------------------------- */
+/* ---- linear, dequantize ------------------------------------------------------------------- */
 
 typedef struct {
     const Path *path;
@@ -247,47 +284,69 @@ typedef struct {
     ptrdiff_t rows, chunk, batch;
     const float **x;
     float **y; /* start of each output row */
-    float *out;
+    int single;
+    float *out, *row; /* row: m.in floats for each member of the team, if rows are unpacked first */
 } Product;
+
+/* Rows r0..r1 of m times n packed rows of x. */
+static void multiply(const Path *path, int single, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
+                     const float *const *x, float *const *y) {
+    if (single) path->single_rows(m, r0, r1, x[0], y[0]);
+    else path->rows(m, r0, r1, n, x, y);
+}
 
 static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
-    (void)member;
     for (ptrdiff_t t = 0; t < c->batch; t += 4) {
         float *y[4];
         ptrdiff_t n = least(4, c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
-        c->path->rows(&c->m, r0, r1, n, c->x + t, y);
+        multiply(c->path, c->single, &c->m, r0, r1, n, c->x + t, y);
+    }
+    (void)member;
+}
+
+static void plain_job(void *ctx, ptrdiff_t chunk, int member) {
+    Product *c = ctx;
+    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
+    float *y[PLAIN_BATCH];
+    for (ptrdiff_t t = 0; t < c->batch; t += PLAIN_BATCH) {
+        ptrdiff_t n = least(PLAIN_BATCH, c->batch - t);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
+        c->path->plain_rows(&c->m, r0, r1, n, c->x + t, y, c->row + member * c->m.in);
     }
 }
 
 static int run_product(Product *c, const float *x) {
-    ptrdiff_t size = packed_floats(c->path, c->m.in);
-    float *packed = scratch(c->batch * size * 4);
+    int is_packed = c->m.bits == 4;
+    ptrdiff_t size = is_packed ? packed_floats(c->path, c->m.in) : c->m.in;
+    /* Rows for the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
+    float *memory = scratch((is_packed ? c->batch * size : MAX_TEAM * c->m.in) * 4);
     c->x = scratch(c->batch * (ptrdiff_t)sizeof *c->x);
     c->y = scratch(c->batch * (ptrdiff_t)sizeof *c->y);
-    int ok = packed && c->x && c->y;
+    int ok = memory && c->x && c->y;
     if (ok) {
-        for (ptrdiff_t t = 0; t < c->batch; t++) c->x[t] = packed + t * size, c->y[t] = c->out + t * c->rows;
-        team_run(pack_job, &(Pack){c->path, x, packed, c->m.in}, c->batch);
-        team_run(product_job, c, chunks_of(c->rows, c->chunk));
+        for (ptrdiff_t t = 0; t < c->batch; t++)
+            c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
+        c->row = memory, c->single = c->batch == 1 && c->path->single_rows;
+        if (is_packed) team_run(pack_job, &(Pack){c->path, x, memory, c->m.in, c->single}, c->batch);
+        team_run(is_packed ? product_job : plain_job, c, chunks_of(c->rows, c->chunk));
     }
-    free(packed), free(c->x), free(c->y);
+    free(memory), free(c->x), free(c->y);
     return ok;
 }
 
-/* qmv4(x[T, I], w[O, I/8], scales[O, I/64], biases[O, I/64], out[T, O]) */
-static PyObject *op_qmv4(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+/* linear(x[T, I], w[O, I/8 or I/4], scales[O, I/64], biases[O, I/64], out[T, O]), or w[O, I], None, None */
+static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
     if (!arity(n, 5)) return NULL;
     Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
-    int ok = x && take_matrix(&args, a + 1, &c.m, &c.rows);
+    int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
     Py_buffer *out = ok ? take(&args, a[4], "out", F32, 2, 1) : NULL;
-    if (!out || !dim(x, "x", 1, c.m.in) || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args))
-        return args_done(&args, 0);
-    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in);
+    if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
+    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8);
     Py_BEGIN_ALLOW_THREADS;
     ok = run_product(&c, x->buf);
     Py_END_ALLOW_THREADS;
@@ -299,18 +358,18 @@ static void dequantize_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk;
     (void)member;
-    c->path->dequantize(&c->m, r0, least(r0 + c->chunk, c->rows), c->out);
+    c->path->dequantize(&c->m, r0, least(r0 + c->chunk, c->rows), c->out + r0 * c->m.in);
 }
 
-/* dequantize(w[O, I/8], scales[O, I/64], biases[O, I/64], out[O, I]) */
+/* dequantize(w[O, I/8 or I/4], scales[O, I/64], biases[O, I/64], out[O, I]) */
 static PyObject *op_dequantize(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
     if (!arity(n, 4)) return NULL;
-    int ok = take_matrix(&args, a, &c.m, &c.rows);
-    Py_buffer *out = ok ? take(&args, a[3], "out", F32, 2, 1) : NULL;
-    if (!out || !dims2(out, "out", c.rows, c.m.in) || !disjoint(&args)) return args_done(&args, 0);
-    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in);
+    Py_buffer *out = take(&args, a[3], "out", F32, 2, 1);
+    if (!out || !take_codes(&args, a, out->shape[1], &c.m, &c.rows) || !dim(out, "out", 0, c.rows) || !disjoint(&args))
+        return args_done(&args, 0);
+    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8);
     Py_BEGIN_ALLOW_THREADS;
     team_run(dequantize_job, &c, chunks_of(c.rows, c.chunk));
     Py_END_ALLOW_THREADS;
@@ -337,6 +396,7 @@ typedef struct {
     const float **by_token;       /* the same rows in t * K + k order */
     const float *weight, *mid, *shared;
     float *out;
+    int single;                   /* one token: every expert meets one row */
 } Experts;
 
 /* Words of one projection with its scales and biases (bfloat16, 64 to a group). */
@@ -346,7 +406,7 @@ static ptrdiff_t projection_words(ptrdiff_t hidden, ptrdiff_t inner) { return hi
 static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     ptrdiff_t size = c->hidden * c->inner;
     const uint32_t *w = c->blob + slot * c->stride + which * projection_words(c->hidden, c->inner);
-    return (Matrix){w, w + size / 8, w + size / 8 + size / 128, which == 2 ? c->inner : c->hidden, 0, NULL};
+    return (Matrix){w, w + size / 8, w + size / 8 + size / 128, which == 2 ? c->inner : c->hidden, 4, 0, NULL};
 }
 
 static int by_slot(const void *a, const void *b) {
@@ -376,6 +436,7 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
     for (ptrdiff_t i = 0; i < c->pairs; i++)
         if (!i || c->pair[i].slot != c->pair[i - 1].slot) c->group[c->groups++] = i;
     c->group[c->groups] = c->pairs;
+    c->single = c->tokens == 1 && c->groups == c->pairs && c->path->single_rows;
     return 1;
 }
 
@@ -407,8 +468,8 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
         float *y[4], *u[4] = {other[0], other[1], other[2], other[3]};
         ptrdiff_t n = least(4, c->group[g + 1] - p);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-        c->path->rows(&gate, r0, r1, n, c->x + p, y);
-        c->path->rows(&up, r0, r1, n, c->x + p, u);
+        multiply(c->path, c->single, &gate, r0, r1, n, c->x + p, y);
+        multiply(c->path, c->single, &up, r0, r1, n, c->x + p, u);
         for (ptrdiff_t i = 0; i < n; i++) c->path->silu_mul(y[i], u[i], y[i], r1 - r0);
     }
 }
@@ -421,9 +482,9 @@ static int run_gate_up(Experts *c, const float *x) {
         c->x[p] = packed + c->pair[p].index / c->top_k * size;
         c->y[p] = c->out + c->pair[p].index * c->inner;
     }
-    c->chunk = chunk_rows(c->inner * c->groups, c->hidden);
+    c->chunk = chunk_rows(c->inner * c->groups, c->hidden / 2);
     c->per_group = chunks_of(c->inner, c->chunk);
-    team_run(pack_job, &(Pack){c->path, x, packed, c->hidden}, c->tokens);
+    team_run(pack_job, &(Pack){c->path, x, packed, c->hidden, c->single}, c->tokens);
     team_run(gate_up_job, c, c->groups * c->per_group);
     free(packed);
     return 1;
@@ -462,7 +523,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
             float *y[4];
             ptrdiff_t n = least(4, c->group[g + 1] - p);
             for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-            c->path->rows(&down, r0, r1, n, c->x + p, y);
+            multiply(c->path, c->single, &down, r0, r1, n, c->x + p, y);
         }
     }
     for (ptrdiff_t t = 0; t < c->tokens; t++)
@@ -480,8 +541,8 @@ static int run_down(Experts *c, const float *act) {
             c->y[p] = rows + c->pair[p].index * c->hidden;
             c->by_token[p] = rows + p * c->hidden;
         }
-        c->chunk = chunk_rows(c->hidden, c->inner);
-        team_run(pack_job, &(Pack){c->path, act, packed, c->inner}, c->pairs);
+        c->chunk = chunk_rows(c->hidden, c->inner / 2);
+        team_run(pack_job, &(Pack){c->path, act, packed, c->inner, c->single}, c->pairs);
         team_run(down_job, c, chunks_of(c->hidden, c->chunk));
     }
     free(packed), free(rows);
@@ -516,12 +577,68 @@ static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_s
     return args_done(&args, ok);
 }
 
+typedef struct {
+    const Path *path;
+    const float **rows; /* by t * K + k */
+    const float *weight, *mid, *shared;
+    float *out;
+    ptrdiff_t tokens, top_k, hidden;
+} Combine;
+
+static void combine_job(void *ctx, ptrdiff_t t, int member) {
+    Combine *c = ctx;
+    ptrdiff_t at = t * c->hidden;
+    (void)member;
+    c->path->combine(c->rows + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + at,
+                     c->shared ? c->shared + at : NULL, c->out + at, 0, c->hidden);
+}
+
+/* The checked row of y that each (t, k) stands for; NULL with an exception. */
+static const float **rows_of(const Py_buffer *y, const Py_buffer *where) {
+    Py_ssize_t n = where->shape[0] * where->shape[1];
+    const float **rows = scratch(n * (ptrdiff_t)sizeof *rows);
+    if (!rows) return (const float **)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int32_t row = ((const int32_t *)where->buf)[i];
+        rows[i] = (const float *)y->buf + row * y->shape[1];
+        if (row >= 0 && row < y->shape[0]) continue;
+        PyErr_Format(PyExc_ValueError, "where: value %d at position %zd, expected 0 to %zd", (int)row, i,
+                     y->shape[0] - 1);
+        return free(rows), NULL;
+    }
+    return rows;
+}
+
+/* combine(y[N, H], where[T, K], weights[T, K], mid[T, H], shared[T, H] or None, out[T, H]) */
+static PyObject *op_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    if (!arity(n, 6)) return NULL;
+    Py_buffer *y = take(&args, a[0], "y", F32, 2, 0);
+    Py_buffer *where = y ? take(&args, a[1], "where", I32, 2, 0) : NULL;
+    Py_buffer *weights = where ? take(&args, a[2], "weights", F32, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[3], "mid", F32, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[4] != Py_None ? take(&args, a[4], "shared", F32, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[4] == Py_None) ? take(&args, a[5], "out", F32, 2, 1) : NULL;
+    if (!out) return args_done(&args, 0);
+    Combine c = {path,      NULL, weights->buf, mid->buf, shared ? shared->buf : NULL, out->buf, mid->shape[0],
+                 where->shape[1], mid->shape[1]};
+    if (!dim(where, "where", 0, c.tokens) || !dims2(weights, "weights", c.tokens, c.top_k) ||
+        !dim(y, "y", 1, c.hidden) || (shared && !dims2(shared, "shared", c.tokens, c.hidden)) ||
+        !dims2(out, "out", c.tokens, c.hidden) || !disjoint(&args) || !(c.rows = rows_of(y, where)))
+        return args_done(&args, 0);
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(combine_job, &c, c.tokens);
+    Py_END_ALLOW_THREADS;
+    free(c.rows);
+    return args_done(&args, 1);
+}
+
 /* ---- small decode operations -------------------------------------------------------------- */
 
 typedef struct {
     const Path *path;
-    const float *x, *weight;
-    float *out, *state;
+    const float *x, *weight, *state;
+    float *out, *next;
     float eps;
     ptrdiff_t rows, width, chunk, taps;
 } Rowwise;
@@ -583,23 +700,27 @@ static void conv_job(void *ctx, ptrdiff_t chunk, int member) {
     Rowwise *c = ctx;
     ptrdiff_t c0 = chunk * c->chunk, c1 = least(c0 + c->chunk, c->width);
     (void)member;
+    for (ptrdiff_t j = 0; j < c->taps - 1; j++)
+        memcpy(c->next + j * c->width + c0, c->state + j * c->width + c0, (size_t)(c1 - c0) * 4);
     for (ptrdiff_t t = 0; t < c->rows; t++)
-        c->path->conv(c->state, c->x + t * c->width, c->weight, c->taps, c->width, c0, c1, c->out + t * c->width);
+        c->path->conv(c->next, c->x + t * c->width, c->weight, c->taps, c->width, c0, c1, c->out + t * c->width);
 }
 
-/* conv_silu(state[taps-1, C] updated, x[T, C], weight[taps, C], out[T, C]) */
+/* conv_silu(state[taps-1, C], x[T, C], weight[taps, C], next[taps-1, C], out[T, C]) */
 static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Rowwise c = {.path = path, .chunk = 2048};
-    if (!arity(n, 4)) return NULL;
-    Py_buffer *state = take(&args, a[0], "state", F32, 2, 1);
+    if (!arity(n, 5)) return NULL;
+    Py_buffer *state = take(&args, a[0], "state", F32, 2, 0);
     Py_buffer *x = state ? take(&args, a[1], "x", F32, 2, 0) : NULL;
     Py_buffer *weight = x ? take(&args, a[2], "weight", F32, 2, 0) : NULL;
-    Py_buffer *out = weight ? take(&args, a[3], "out", F32, 2, 1) : NULL;
+    Py_buffer *next = weight ? take(&args, a[3], "next", F32, 2, 1) : NULL;
+    Py_buffer *out = next ? take(&args, a[4], "out", F32, 2, 1) : NULL;
     if (!out || !multiple("C", x->shape[1], 16) || !dims2(weight, "weight", state->shape[0] + 1, x->shape[1]) ||
-        !dim(state, "state", 1, x->shape[1]) || !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
+        !dim(state, "state", 1, x->shape[1]) || !dims2(next, "next", state->shape[0], x->shape[1]) ||
+        !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);
-    c.x = x->buf, c.weight = weight->buf, c.state = state->buf, c.out = out->buf;
+    c.x = x->buf, c.weight = weight->buf, c.state = state->buf, c.next = next->buf, c.out = out->buf;
     c.rows = x->shape[0], c.width = x->shape[1], c.taps = weight->shape[0];
     Py_BEGIN_ALLOW_THREADS;
     team_run(conv_job, &c, chunks_of(c.width, c.chunk));
@@ -670,41 +791,87 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 typedef struct {
     const Path *path;
-    float *state, *out;
+    const float *state;
+    float *next, *out;
     const float *q, *k, *v, *decay, *beta;
     ptrdiff_t tokens, k_heads, v_heads, dk, dv;
 } Delta;
 
 static void delta_job(void *ctx, ptrdiff_t head, int member) {
     Delta *c = ctx;
+    ptrdiff_t size = c->dv * c->dk;
+    const float *state = c->state + head * size;
+    float *next = c->next + head * size;
     (void)member;
+    if (!c->tokens) memcpy(next, state, (size_t)size * 4);
     for (ptrdiff_t t = 0; t < c->tokens; t++) {
         ptrdiff_t at = t * c->v_heads + head, key = t * c->k_heads + head / (c->v_heads / c->k_heads);
-        c->path->delta(c->state + head * c->dv * c->dk, c->q + key * c->dk, c->k + key * c->dk, c->v + at * c->dv,
-                       c->decay[at], c->beta[at], c->out + at * c->dv, c->dv, c->dk);
+        c->path->delta(t ? next : state, next, c->q + key * c->dk, c->k + key * c->dk, c->v + at * c->dv, c->decay[at],
+                       c->beta[at], c->out + at * c->dv, c->dv, c->dk);
     }
 }
 
-/* gated_delta(state[Hv, Dv, Dk] updated, q[T, Hk, Dk], k[T, Hk, Dk], v[T, Hv, Dv], decay[T, Hv], beta[T, Hv],
- * out[T, Hv, Dv]) */
+/* gated_delta(state[Hv, Dv, Dk], q[T, Hk, Dk], k[T, Hk, Dk], v[T, Hv, Dv], decay[T, Hv], beta[T, Hv],
+ * next[Hv, Dv, Dk], out[T, Hv, Dv]) */
 static PyObject *op_gated_delta(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    static const char *const name[] = {"state", "q", "k", "v", "decay", "beta", "out"};
-    static const int ndim[] = {3, 3, 3, 3, 2, 2, 3};
+    static const char *const name[] = {"state", "q", "k", "v", "decay", "beta", "next", "out"};
+    static const int ndim[] = {3, 3, 3, 3, 2, 2, 3, 3};
     Args args = {.n = 0};
-    Py_buffer *b[7];
-    if (!arity(n, 7)) return NULL;
-    for (int i = 0; i < 7; i++)
-        if (!(b[i] = take(&args, a[i], name[i], F32, ndim[i], i == 0 || i == 6))) return args_done(&args, 0);
+    Py_buffer *b[8];
+    if (!arity(n, 8)) return NULL;
+    for (int i = 0; i < 8; i++)
+        if (!(b[i] = take(&args, a[i], name[i], F32, ndim[i], i >= 6))) return args_done(&args, 0);
     const Py_ssize_t *state = b[0]->shape, *q = b[1]->shape;
     if (!multiple("Dk", state[2], 16) || !multiple("q: heads", q[1], 1) || !multiple("state: heads", state[0], q[1]) ||
         !dim(b[1], "q", 2, state[2]) || !dims3(b[2], "k", q[0], q[1], q[2]) ||
         !dims3(b[3], "v", q[0], state[0], state[1]) || !dims2(b[4], "decay", q[0], state[0]) ||
-        !dims2(b[5], "beta", q[0], state[0]) || !dims3(b[6], "out", q[0], state[0], state[1]) || !disjoint(&args))
+        !dims2(b[5], "beta", q[0], state[0]) || !dims3(b[6], "next", state[0], state[1], state[2]) ||
+        !dims3(b[7], "out", q[0], state[0], state[1]) || !disjoint(&args))
         return args_done(&args, 0);
-    Delta c = {path,      b[0]->buf, b[6]->buf, b[1]->buf, b[2]->buf, b[3]->buf, b[4]->buf,
-               b[5]->buf, q[0],      q[1],      state[0],  state[2],  state[1]};
+    Delta c = {path,      b[0]->buf, b[6]->buf, b[7]->buf, b[1]->buf, b[2]->buf, b[3]->buf,
+               b[4]->buf, b[5]->buf, q[0],      q[1],      state[0],  state[2],  state[1]};
     Py_BEGIN_ALLOW_THREADS;
     team_run(delta_job, &c, c.v_heads);
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+typedef struct {
+    const Path *path;
+    const float *x, *cosine, *sine;
+    float *out;
+    ptrdiff_t heads, width, half;
+    int neighbours;
+} Rotation;
+
+static void rope_job(void *ctx, ptrdiff_t t, int member) {
+    Rotation *c = ctx;
+    (void)member;
+    for (ptrdiff_t h = 0; h < c->heads; h++) {
+        ptrdiff_t at = (t * c->heads + h) * c->width;
+        c->path->rope(c->x + at, c->cosine + t * c->half, c->sine + t * c->half, c->half, c->neighbours, c->out + at,
+                      c->width);
+    }
+}
+
+/* rope(x[T, H, D], cosine[T, R/2], sine[T, R/2], neighbours, out[T, H, D]) */
+static PyObject *op_rope(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    if (!arity(n, 5)) return NULL;
+    int neighbours = PyObject_IsTrue(a[3]);
+    if (neighbours < 0) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", F32, 3, 0);
+    Py_buffer *cosine = x ? take(&args, a[1], "cosine", F32, 2, 0) : NULL;
+    Py_buffer *sine = cosine ? take(&args, a[2], "sine", F32, 2, 0) : NULL;
+    Py_buffer *out = sine ? take(&args, a[4], "out", F32, 3, 1) : NULL;
+    if (!out || !dims2(cosine, "cosine", x->shape[0], least(cosine->shape[1], x->shape[2] / 2)) ||
+        !dims2(sine, "sine", x->shape[0], cosine->shape[1]) ||
+        !dims3(out, "out", x->shape[0], x->shape[1], x->shape[2]) || !disjoint(&args))
+        return args_done(&args, 0);
+    Rotation c = {path,        x->buf,      cosine->buf,      sine->buf, out->buf,
+                  x->shape[1], x->shape[2], cosine->shape[1], neighbours};
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(rope_job, &c, x->shape[0]);
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
@@ -778,15 +945,17 @@ static PyObject *op_threads(PyObject *self, PyObject *none) { return PyLong_From
 
 #define FAST(name) {#name, (PyCFunction)(void (*)(void))op_##name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
-    FAST(qmv4),
+    FAST(linear),
     FAST(dequantize),
     FAST(expert_gate_up),
     FAST(expert_down_combine),
+    FAST(combine),
     FAST(rms_norm),
     FAST(silu_mul),
     FAST(conv_silu),
     FAST(attend),
     FAST(gated_delta),
+    FAST(rope),
     {"fold", op_fold, METH_O, NULL},
     {"paths", op_paths, METH_NOARGS, NULL},
     {"_force", op_force, METH_O, NULL},

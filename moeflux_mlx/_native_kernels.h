@@ -151,7 +151,8 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
                           float *const *y, const int R, const int T, const int F32) {
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = F32 ? 4 : 2, k = 0;
     /* Whole row blocks ahead, so that every line is asked for before it is needed. */
-    const uint32_t *soon = FN(soon)(m, r + R * (1 + PREFETCH_BYTES / (R * words * 4)), r1);
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
+    const uint32_t *soon = FN(soon)(m, ahead, r1);
     const uint32_t *w[4];
     const char *s[4], *b[4];
     vf acc[8], scale[4], bias[4];
@@ -161,6 +162,7 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
         w[i] = m->w + row * words;
         s[i] = (const char *)m->s + row * groups * unit;
         b[i] = (const char *)m->b + row * groups * unit;
+        fetch_tables(m, ahead + i);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (; k + W <= words; k += W) {
@@ -222,8 +224,8 @@ INLINE float FN(coefficient)(const void *table, ptrdiff_t g, int is_f32) {
     return value;
 }
 
-/* Rows r0..r1 as float32, element order restored. */
-static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+/* Rows r0..r1 of a 4-bit matrix as float32 in element order; `out` is where row r0 goes. */
+static TARGET void FN(dequantize4)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
     static const uint32_t shifts[8] = {0, 4, 8, 12, 16, 20, 24, 28};
     ptrdiff_t words = m->in / 8;
     enum { L = W < 8 ? W : 8 };
@@ -234,9 +236,25 @@ static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, f
         float s = FN(coefficient)(m->s, k / 8, m->is_f32), b = FN(coefficient)(m->b, k / 8, m->is_f32);
         for (int j = 0; j < 8; j += L) {
             lu bits = (((lu){0} + m->w[k]) >> *(const lu *)(shifts + j)) & 15u;
-            *(lf *)(out + 8 * k + j) = __builtin_convertvector((li)bits, lf) * s + b;
+            *(lf *)(out + 8 * (k - r0 * words) + j) = __builtin_convertvector((li)bits, lf) * s + b;
         }
     }
+}
+
+/* The same for 8-bit codes. */
+static TARGET void FN(dequantize8)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    typedef uint8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
+    const uint8_t *codes = (const uint8_t *)m->w + r0 * m->in;
+    for (ptrdiff_t g = 0; g < (r1 - r0) * (m->in / 64); g++, codes += 64, out += 64) {
+        ptrdiff_t at = r0 * (m->in / 64) + g;
+        float s = FN(coefficient)(m->s, at, m->is_f32), b = FN(coefficient)(m->b, at, m->is_f32);
+        for (int i = 0; i < 64; i += W)
+            *(vf *)(out + i) = __builtin_convertvector(*(const vb *)(codes + i), vf) * s + b;
+    }
+}
+
+static void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    (m->bits == 8 ? FN(dequantize8) : FN(dequantize4))(m, r0, r1, out);
 }
 
 /* out = sum_k weight[k] * y[k] + mid + shared for columns h0..h1 of one token, k ascending. */
@@ -249,10 +267,25 @@ static TARGET void FN(combine)(const float *const *y, const float *weight, ptrdi
     for (ptrdiff_t h = h0; shared && h < h1; h++) out[h] += shared[h];
 }
 
+/* n a multiple of W; four sums, so that additions do not wait for each other. */
 INLINE float FN(dot)(const float *a, const float *b, ptrdiff_t n) {
-    vf s = {0};
-    for (ptrdiff_t i = 0; i < n; i += W) s += *(const vf *)(a + i) * *(const vf *)(b + i);
-    return FN(hsum)(s);
+    vf s[4] = {{0}, {0}, {0}, {0}};
+    ptrdiff_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        UNROLL for (int j = 0; j < 4; j++) s[j] += *(const vf *)(a + i + j * W) * *(const vf *)(b + i + j * W);
+    for (; i < n; i += W) s[0] += *(const vf *)(a + i) * *(const vf *)(b + i);
+    return FN(hsum)((s[0] + s[1]) + (s[2] + s[3]));
+}
+
+/* y[t][i] = row r0+i of a dense or 8-bit matrix times x[t], element order as stored; `row` holds m->in floats. */
+static TARGET void FN(plain_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
+                                  float *const *y, float *row) {
+    for (ptrdiff_t r = r0; r < r1; r++) {
+        const float *values = row;
+        if (m->bits == 32) values = (const float *)m->w + r * m->in;
+        else FN(dequantize8)(m, r, r + 1, row);
+        for (ptrdiff_t t = 0; t < n; t++) y[t][r - r0] = FN(dot)(values, x[t], m->in);
+    }
 }
 
 /* x / sqrt(mean(x^2) + eps) * weight, n a multiple of 16. */
@@ -312,14 +345,14 @@ static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const float *k, c
     }
 }
 
-/* One token of the gated delta rule for one value head; state is [dv, dk], updated in place. */
-static TARGET void FN(delta)(float *state, const float *q, const float *k, const float *v, float decay, float beta,
+/* One token of the gated delta rule for one value head: state [dv, dk] becomes `next`, which may be the same. */
+static TARGET void FN(delta)(const float *state, float *next, const float *q, const float *k, const float *v, float decay, float beta,
                              float *out, ptrdiff_t dv, ptrdiff_t dk) {
     for (ptrdiff_t i = 0; i < dv; i++) {
-        float *row = state + i * dk;
+        float *row = next + i * dk;
         vf memory = {0}, read = {0};
         for (ptrdiff_t c = 0; c < dk; c += W) {
-            vf s = *(vf *)(row + c) * decay;
+            vf s = *(const vf *)(state + i * dk + c) * decay;
             *(vf *)(row + c) = s;
             memory += s * *(const vf *)(k + c);
         }
@@ -348,6 +381,32 @@ static TARGET void FN(conv)(float *state, const float *x, const float *weight, p
     }
 }
 
+/* Rotate the first 2 * half values of one head: value i with i + half, or neighbours; the rest is copied. */
+static TARGET void FN(rope)(const float *x, const float *cosine, const float *sine, ptrdiff_t half, int neighbours,
+                            float *out, ptrdiff_t n) {
+    ptrdiff_t i = 0;
+    memcpy(out + 2 * half, x + 2 * half, (size_t)(n - 2 * half) * 4);
+    if (neighbours) {
+        for (; i < half; i++) {
+            float a = x[2 * i], b = x[2 * i + 1];
+            out[2 * i] = a * cosine[i] - b * sine[i];
+            out[2 * i + 1] = a * sine[i] + b * cosine[i];
+        }
+        return;
+    }
+    for (; i + W <= half; i += W) {
+        vf a = *(const vf *)(x + i), b = *(const vf *)(x + half + i);
+        vf c = *(const vf *)(cosine + i), s = *(const vf *)(sine + i);
+        *(vf *)(out + i) = a * c - b * s;
+        *(vf *)(out + half + i) = a * s + b * c;
+    }
+    for (; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        out[i] = a * cosine[i] - b * sine[i];
+        out[half + i] = a * sine[i] + b * cosine[i];
+    }
+}
+
 /* XOR of n words: reads memory as fast as the path can, for the benchmark. */
 static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
     vu a = {0}, b = {0}, c = {0}, d = {0};
@@ -366,8 +425,9 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
 }
 
 static const Path FN(path) = {
-    FN(path_name), W, FN(pack), FN(rows), FN(dequantize), FN(combine), FN(silu_mul),
-    FN(rms_norm), FN(attend), FN(delta), FN(conv), FN(fold),
+    FN(path_name), W, FN(pack), FN(rows), FN(plain_rows), FN(dequantize), FN(combine), FN(silu_mul),
+    FN(rms_norm), FN(rope), FN(attend), FN(delta), FN(conv), FN(fold),
+    NULL, NULL,
 };
 
 #undef vf

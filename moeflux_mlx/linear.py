@@ -3,8 +3,12 @@
 A layer is declared with its sizes only; `weights` fills it and tells it how its tensor is stored.
 """
 
+from itertools import accumulate
+
 import mlx.core as mx
 import mlx.nn as nn
+
+from . import cpu, kernels
 
 
 class Weight(nn.Module):
@@ -15,6 +19,7 @@ class Weight(nn.Module):
         self._shape = shape
         self.bits = 0  # 0: dense
         self.group_size = 0
+        self.filled = False  # True once it has a tensor; until then the weight is zeros that nobody has evaluated
         self.weight = mx.zeros(shape)
 
     @property
@@ -44,7 +49,45 @@ class Linear(Weight):
         super().__init__(out_features, in_features)
 
     def __call__(self, x: mx.array) -> mx.array:
+        if cpu.takes(x):
+            return cpu.linear(x, self)
+        rows = x.size // x.shape[-1]
+        if self.bits == 4 and self.group_size == kernels.GROUP and kernels.qmv4_pays(rows, *self.shape):
+            y = kernels.qmv4(x.reshape(rows, -1), self.weight, self.scales, self.biases)
+            return y.reshape(*x.shape[:-1], -1)
         return self.multiply(x, transpose=True)
+
+
+class Stack:
+    """Layers that share their input, multiplied at once if they are stored alike: fewer, larger products.
+
+    The layers become views of the stacked arrays, so nothing is kept twice.
+    """
+
+    def __init__(self, *layers: Linear):
+        self.layers = layers
+        self.ends = list(accumulate(layer.shape[0] for layer in layers))
+        self.stacked: Linear | None = None
+        alike = len({(layer.bits, layer.group_size, layer.weight.dtype) for layer in layers}) == 1
+        if alike and all(layer.bits or layer.filled for layer in layers):
+            self.stacked = self._join()
+
+    def _join(self) -> Linear:
+        joined = Linear(self.layers[0].shape[1], self.ends[-1])
+        joined.bits, joined.group_size = self.layers[0].bits, self.layers[0].group_size
+        for part in ("weight", "scales", "biases") if joined.bits else ("weight",):
+            setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))
+            mx.eval(joined[part])
+            for layer, start, end in zip(self.layers, [0, *self.ends], self.ends, strict=False):
+                setattr(layer, part, joined[part][start:end])
+        return joined
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        if self.stacked is None:
+            return [layer(x) for layer in self.layers]
+        if cpu.takes(x):
+            return cpu.split(self.stacked(x), *self.ends[:-1])
+        return mx.split(self.stacked(x), self.ends[:-1], axis=-1)
 
 
 class Embedding(Weight):
@@ -54,6 +97,8 @@ class Embedding(Weight):
         super().__init__(num_embeddings, dims)
 
     def __call__(self, ids: mx.array) -> mx.array:
+        if cpu.takes(ids):
+            return cpu.embed(ids, self)
         if not self.bits:
             return self.weight[ids]
         return mx.dequantize(
@@ -70,6 +115,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def __call__(self, x: mx.array) -> mx.array:
+        if cpu.takes(x):
+            return cpu.rms_norm(x, self.weight, self.eps)
         return mx.fast.rms_norm(x, self.weight, self.eps)
 
 
@@ -81,6 +128,12 @@ class MLP(nn.Module):
         self.gate_proj = Linear(dims, hidden_dims)
         self.up_proj = Linear(dims, hidden_dims)
         self.down_proj = Linear(hidden_dims, dims)
+        self.stack_inputs()
+
+    def stack_inputs(self) -> None:
+        """Joins the layers that read x; called again once they have their tensors."""
+        self._inputs = Stack(self.gate_proj, self.up_proj)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self._inputs(x)
+        return self.down_proj(cpu.silu_mul(gate, up) if cpu.takes(x) else nn.silu(gate) * up)

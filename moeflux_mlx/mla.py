@@ -5,17 +5,20 @@ query folds the key projection into itself and attends over the latents; a long 
 latents to keys and values first, because that is less arithmetic.
 """
 
+from collections.abc import Iterator
+
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from . import cpu, native
 from .cache import LatentCache
 from .config import ModelArgs
 from .linear import Linear, RMSNorm, Weight
 from .rope import RoPE, mscale
 
-ABSORB_AT_MOST = (
-    8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
-)
+ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
+Mask = mx.array | str | None
 LORA_NORM_EPS = 1e-6  # of the two latent norms, fixed in the published model code
 
 
@@ -48,11 +51,9 @@ class MLA(nn.Module):
 
     def __call__(self, x: mx.array, cache: LatentCache) -> mx.array:
         B, L, _ = x.shape
-        q = (
-            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-            .reshape(B, L, self.heads, -1)
-            .transpose(0, 2, 1, 3)
-        )
+        if cpu.takes(x):
+            return self.o_proj(self._native(x, cache))
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).reshape(B, L, self.heads, -1).transpose(0, 2, 1, 3)
         q_nope, q_pe = mx.split(q, [self.nope], axis=-1)  # [B, heads, L, nope], [B, heads, L, rot]
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.latent], axis=-1)
         latent = self.kv_a_layernorm(latent)[:, None]  # [B, 1, L, latent]
@@ -60,19 +61,68 @@ class MLA(nn.Module):
         k_pe = self.rope(k_pe[:, None], cache.offset)
         latent, k_pe = cache.update_and_fetch(latent, k_pe)
         attend = self._absorbed if L <= ABSORB_AT_MOST else self._expanded
-        out = attend(q_nope, q_pe, latent, k_pe)
+        out = attend(q_nope, q_pe, latent, k_pe, cache.mask(L))
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(B, L, -1))
 
-    def _absorbed(self, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> mx.array:
+    def _absorbed(self, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: Mask) -> mx.array:
         q = self._key_weight(q_nope, into_latent=True)
         scores = (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2)) * self.scale
-        return self._value_weight(_softmax_causal(scores) @ latent)
+        return self._value_weight(_softmax(scores, mask) @ latent)
 
-    def _expanded(self, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array) -> mx.array:
+    def _expanded(self, q_nope: mx.array, q_pe: mx.array, latent: mx.array, k_pe: mx.array, mask: Mask) -> mx.array:
         k = self._key_weight(latent, into_latent=False)  # [B, heads, N, nope]
         v = self._value_weight(latent)
         scores = (q_nope @ k.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2)) * self.scale
-        return _softmax_causal(scores) @ v
+        return _softmax(scores, mask) @ v
+
+    def _native(self, x: cpu.Array, cache: LatentCache) -> cpu.Array:
+        """All but the last projection on the CPU: x [B, L, D] -> [B, L, heads * v_dim]."""
+        B, L, _ = x.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).reshape(B, L, self.heads, -1)
+        q_nope, q_pe = cpu.split(q, self.nope)
+        parts = cpu.split(self.kv_a_proj_with_mqa(x), self.latent)
+        latent, k_pe = parts
+        q_pe = self.rope.rotate(q_pe, cache.offset)
+        k_pe = self.rope.rotate(k_pe[:, :, None], cache.offset).reshape(B, 1, L, -1)
+        cache.update_and_fetch(mx.array(self.kv_a_layernorm(latent)[:, None]), mx.array(k_pe))
+        latent, k_pe = (cpu.view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values))
+        attend = self._absorbed_native if L <= ABSORB_AT_MOST else self._expanded_native
+        return cpu.stack([attend(q_nope[i], q_pe[i], latent[i], k_pe[i]) for i in range(B)]).reshape(B, L, -1)
+
+    def _absorbed_native(self, q_nope: cpu.Array, q_pe: cpu.Array, latent: cpu.Array, k_pe: cpu.Array) -> cpu.Array:
+        """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
+        L, N = len(q_nope), len(latent)
+        q = np.empty((L, self.heads, self.latent + self.rot), np.float32)
+        for head, matrix in enumerate(self._key_matrices()):
+            q[:, head, : self.latent] = q_nope[:, head] @ matrix
+        q[..., self.latent :] = q_pe
+        mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], N, self.scale)
+        out = np.empty((L, self.heads, self.v_dim), np.float32)
+        for head, matrix in enumerate(self._value_matrices()):
+            out[:, head] = mixed[:, head] @ matrix.T
+        return out
+
+    def _expanded_native(self, q_nope: cpu.Array, q_pe: cpu.Array, latent: cpu.Array, k_pe: cpu.Array) -> cpu.Array:
+        N = len(latent)
+        k = np.empty((self.heads, N, self.nope + self.rot), np.float32)
+        v = np.empty((self.heads, N, self.v_dim), np.float32)
+        for head, (key, value) in enumerate(zip(self._key_matrices(), self._value_matrices(), strict=True)):
+            k[head, :, : self.nope] = latent @ key.T
+            v[head] = latent @ value.T
+        k[..., self.nope :] = k_pe
+        return native.attend(np.concatenate([q_nope, q_pe], axis=-1), k, v, N, self.scale)
+
+    def _key_matrices(self) -> Iterator[cpu.Array]:
+        """Each head's [nope, latent]."""
+        if not self.split_latent:
+            return cpu.head_matrices(self.kv_b_proj, self.heads, slice(None, self.nope))
+        return (matrix.T for matrix in cpu.head_matrices(self.embed_q, self.heads, slice(None)))
+
+    def _value_matrices(self) -> Iterator[cpu.Array]:
+        """Each head's [v, latent]."""
+        if not self.split_latent:
+            return cpu.head_matrices(self.kv_b_proj, self.heads, slice(self.nope, None))
+        return cpu.head_matrices(self.unembed_out, self.heads, slice(None))
 
     def _key_weight(self, x: mx.array, into_latent: bool) -> mx.array:
         """nope -> latent for queries, latent -> nope for keys; both read the same matrix."""
@@ -117,10 +167,11 @@ def softmax_scale(args: ModelArgs) -> float:
     return scale
 
 
-def _softmax_causal(scores: mx.array) -> mx.array:
-    """scores [B, heads, L, N]; query row i is at position N - L + i and sees no later key."""
-    L, N = scores.shape[-2:]
-    if L > 1:
-        later = mx.arange(N)[None] > mx.arange(N - L, N)[:, None]
-        scores = mx.where(later, mx.array(-mx.inf, scores.dtype), scores)
+def _softmax(scores: mx.array, mask: Mask) -> mx.array:
+    """scores [B, heads, L, N]; "causal": query row i is at position N - L + i and sees no later key."""
+    if isinstance(mask, str):
+        L, N = scores.shape[-2:]
+        mask = mx.arange(N)[None] <= mx.arange(N - L, N)[:, None]
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
     return mx.softmax(scores, axis=-1, precise=True)

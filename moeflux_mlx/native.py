@@ -1,4 +1,4 @@
-"""Native CPU kernels: 4-bit products, routed experts and the small operations of a decode step.
+"""Native CPU kernels: matrix products, routed experts and the small operations of a model.
 
 Promises: float32 accumulation; a result depends on the processor's instruction set only, not on the
 number of threads, the slots an expert sits in, or which other rows share the call; read-only inputs
@@ -112,27 +112,28 @@ def _result(out: np.ndarray | None, *shape: int) -> np.ndarray:
     return np.empty(shape, np.float32) if out is None else out
 
 
-def qmv4(x: Buffer, w: Buffer, scales: Buffer, biases: Buffer, out: np.ndarray | None = None) -> np.ndarray:
-    """x[T, I] @ dequant(w).T -> [T, O], for small T.
+def linear(
+    x: Buffer, w: Buffer, scales: Buffer | None = None, biases: Buffer | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """x[T, I] @ W.T -> [T, O].
 
-    w is uint32 [O, I/8] (element 8i+j of a row in bits 4j..4j+3 of word i), scales and biases
-    [O, I/64]; I is a multiple of 64. Up to T = 4 the weights are read once.
+    W is 4-bit (w uint32 [O, I/8], element 8i+j of a row in bits 4j..4j+3 of word i) or 8-bit (w [O, I/4]) with
+    scales and biases [O, I/64] and I a multiple of 64; or dense float32 [O, I] without them, I a multiple of 16.
+    Up to T = 4 the weights are read from memory once, beyond that again from the cache.
     """
     out = _result(out, x.shape[0], w.shape[0])
-    _kernels().qmv4(x, w, scales, biases, out)
+    _kernels().linear(x, w, scales, biases, out)
     return out
 
 
 def dequantize(w: Buffer, scales: Buffer, biases: Buffer, out: np.ndarray | None = None) -> np.ndarray:
-    """w uint32 [O, I/8], scales and biases [O, I/64] -> float32 [O, I]."""
-    out = _result(out, w.shape[0], 8 * w.shape[1])
+    """w uint32 [O, I/8] or [O, I/4], scales and biases [O, I/64] -> float32 [O, I]."""
+    out = _result(out, w.shape[0], 64 * scales.shape[1])
     _kernels().dequantize(w, scales, biases, out)
     return out
 
 
-def expert_gate_up(
-    x: Buffer, blob: Buffer, slots: Buffer, width: int, out: np.ndarray | None = None
-) -> np.ndarray:
+def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, width: int, out: np.ndarray | None = None) -> np.ndarray:
     """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, width].
 
     x [T, H]; blob uint32 [S, words]: one packed block per record (gate w, scales, biases | up | down,
@@ -162,6 +163,18 @@ def expert_down_combine(
     return out
 
 
+def combine(
+    y: Buffer, where: Buffer, weights: Buffer, mid: Buffer, shared: Buffer | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """(sum_k weights[t, k] * y[where[t, k]], k ascending) + mid + shared -> [T, H].
+
+    y [N, H]; where int32 [T, K]; weights [T, K]; mid and shared [T, H].
+    """
+    out = _result(out, *mid.shape)
+    _kernels().combine(y, where, weights, mid, shared, out)
+    return out
+
+
 def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | None = None) -> np.ndarray:
     """x[N, D] / sqrt(mean(x^2) + eps) * weight[D] -> [N, D]; D is a multiple of 16."""
     out = _result(out, *x.shape)
@@ -176,20 +189,30 @@ def silu_mul(gate: Buffer, up: Buffer, out: np.ndarray | None = None) -> np.ndar
     return out
 
 
-def conv_silu(state: np.ndarray, x: Buffer, weight: Buffer, out: np.ndarray | None = None) -> np.ndarray:
-    """Causal depthwise convolution over time, then silu -> [T, C]; C is a multiple of 16.
+def rope(
+    x: Buffer, cosine: Buffer, sine: Buffer, neighbours: bool = False, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Rotates the first R values of every head of x[T, H, D] by the angles of its token -> [T, H, D].
 
-    state [taps-1, C] holds the previous inputs, oldest first, and is updated in place; x [T, C];
-    weight [taps, C], last row for the newest input.
+    cosine and sine [T, R/2]. Value i turns with value i + R/2, or with `neighbours` 2i with 2i + 1.
     """
     out = _result(out, *x.shape)
-    _kernels().conv_silu(state, x, weight, out)
+    _kernels().rope(x, cosine, sine, neighbours, out)
     return out
 
 
-def attend(
-    q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.ndarray | None = None
-) -> np.ndarray:
+def conv_silu(state: Buffer, x: Buffer, weight: Buffer, out: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Causal depthwise convolution over time, then silu -> ([T, C], next state); C is a multiple of 16.
+
+    state [taps-1, C] holds the previous inputs, oldest first; x [T, C]; weight [taps, C], last row for
+    the newest input.
+    """
+    out, following = _result(out, *x.shape), _result(None, *state.shape)
+    _kernels().conv_silu(state, x, weight, following, out)
+    return out, following
+
+
+def attend(q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.ndarray | None = None) -> np.ndarray:
     """Causal grouped-query attention of the newest T tokens over a key/value cache -> [T, Hq, Dv].
 
     q [T, Hq, Dk]; k [Hkv, C, Dk] and v [Hkv, C, Dv] hold `length` valid rows of capacity C, the newest
@@ -201,23 +224,23 @@ def attend(
 
 
 def gated_delta(
-    state: np.ndarray,
+    state: Buffer,
     q: Buffer,
     k: Buffer,
     v: Buffer,
     decay: Buffer,
     beta: Buffer,
     out: np.ndarray | None = None,
-) -> np.ndarray:
-    """T steps of the gated delta rule -> [T, Hv, Dv]; state [Hv, Dv, Dk] is updated in place.
+) -> tuple[np.ndarray, np.ndarray]:
+    """T steps of the gated delta rule from state [Hv, Dv, Dk] -> (out [T, Hv, Dv], next state).
 
     Per step and value head: S *= decay; S += outer((v - S k) * beta, k); o = S q, with key head
     h // (Hv / Hk). q, k [T, Hk, Dk]; v [T, Hv, Dv]; decay (a factor, not its logarithm) and beta
     [T, Hv]; Dk is a multiple of 16.
     """
-    out = _result(out, *v.shape)
-    _kernels().gated_delta(state, q, k, v, decay, beta, out)
-    return out
+    out, following = _result(out, *v.shape), _result(None, *state.shape)
+    _kernels().gated_delta(state, q, k, v, decay, beta, following, out)
+    return out, following
 
 
 def checksum(words: Buffer) -> int:

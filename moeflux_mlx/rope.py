@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from . import cpu, native
 from .config import ModelArgs, Yarn
 
 
@@ -18,9 +19,12 @@ class RoPE:
         self.dims, self.interleaved, self.base = args.rotary_dim, interleaved, args.rope_theta
         self.periods: mx.array | None = None
         self.magnitude = 1.0
+        frequencies = self.base ** -(np.arange(0, self.dims, 2) / self.dims)
         if args.rope_scaling is not None:
-            self.periods = mx.array(1.0 / yarn_inv_freq(self.dims, self.base, args.rope_scaling), mx.float32)
+            frequencies = yarn_inv_freq(self.dims, self.base, args.rope_scaling)
+            self.periods = mx.array(1.0 / frequencies, mx.float32)
             self.magnitude = yarn_magnitude(args.rope_scaling)
+        self.frequencies = frequencies.tobytes()
 
     def __call__(self, x: mx.array, offset: int) -> mx.array:
         """x [B, heads, L, head_dim] at positions offset .. offset + L - 1."""
@@ -36,6 +40,13 @@ class RoPE:
             freqs=self.periods,
         )
 
+    def rotate(self, x: cpu.Array, offset: int) -> cpu.Array:
+        """The same on the CPU, for x [B, L, heads, head_dim]."""
+        B, L = x.shape[:2]
+        cosine, sine = cpu.angles(self.frequencies, self.magnitude, offset, L)
+        rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
+        return cpu.stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
+
 
 def yarn_inv_freq(dims: int, theta: float, yarn: Yarn) -> np.ndarray:
     """float64 [dims/2] radians per position: interpolated below `low`, unchanged above `high`.
@@ -46,8 +57,7 @@ def yarn_inv_freq(dims: int, theta: float, yarn: Yarn) -> np.ndarray:
     exponent = np.arange(0, dims, 2, dtype=np.float64) / dims
     plain = theta**-exponent
     ends = [
-        _turning(beta, dims, theta, yarn.original_max_position_embeddings)
-        for beta in (yarn.beta_fast, yarn.beta_slow)
+        _turning(beta, dims, theta, yarn.original_max_position_embeddings) for beta in (yarn.beta_fast, yarn.beta_slow)
     ]
     low, high = (math.floor(ends[0]), math.ceil(ends[1])) if yarn.truncate else ends
     low, high = max(low, 0), min(high, dims - 1)

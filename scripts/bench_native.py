@@ -28,9 +28,7 @@ def matrix(rng, rows, columns):
 def layers_of(matrix, rows, columns):
     """The same bytes as a stack of [rows, columns] layers."""
     count = matrix[0].size * 8 // (rows * columns)
-    parts = [
-        a.reshape(-1)[: count * rows * columns // per] for a, per in zip(matrix, (8, 64, 64), strict=True)
-    ]
+    parts = [a.reshape(-1)[: count * rows * columns // per] for a, per in zip(matrix, (8, 64, 64), strict=True)]
     shapes = [(count, rows, -1)] * 3
     return list(zip(*(a.reshape(s) for a, s in zip(parts, shapes, strict=True)), strict=True))
 
@@ -41,7 +39,7 @@ def product(layers, tokens, rng):
 
     def call():
         for w, s, b in layers:
-            native.qmv4(x, w, s, b, out)
+            native.linear(x, w, s, b, out)
 
     return call, sum(a.nbytes for layer in layers for a in layer)
 
@@ -49,8 +47,7 @@ def product(layers, tokens, rng):
 def experts(blob, tokens, rng, calls=24):
     """gate/up and down/combine over random experts, as (call, bytes) pairs."""
     slots = [
-        np.stack([rng.permutation(len(blob))[:TOP_K] for _ in range(tokens)]).astype(np.int32)
-        for _ in range(calls)
+        np.stack([rng.permutation(len(blob))[:TOP_K] for _ in range(tokens)]).astype(np.int32) for _ in range(calls)
     ]
     x = rng.standard_normal((tokens, HIDDEN), dtype=np.float32)
     weights = np.full((tokens, TOP_K), 1 / TOP_K, np.float32)
@@ -73,9 +70,9 @@ def weight_cases(tokens, rng):
     words = 3 * 9 * HIDDEN * WIDTH // 64
     blob = rng.integers(0, 2**32, (512, words), dtype=np.uint32) & np.uint32(0x3DFF3DFF)
     return head[0].reshape(-1), {
-        "qmv4 lm_head 151936x2048": product([head], tokens, rng),
-        "qmv4 qkv 5120x2048": product(layers_of(head, 5120, 2048), tokens, rng),
-        "qmv4 o 2048x4096": product(layers_of(head, 2048, 4096), tokens, rng),
+        "linear lm_head 151936x2048": product([head], tokens, rng),
+        "linear qkv 5120x2048": product(layers_of(head, 5120, 2048), tokens, rng),
+        "linear o 2048x4096": product(layers_of(head, 2048, 4096), tokens, rng),
         **experts(blob, tokens, rng),
     }
 
@@ -94,9 +91,7 @@ def small_cases(rng):
         "rms_norm 2048": lambda: native.rms_norm(x, x[0], 1e-6),
         "silu_mul 8x768": lambda: native.silu_mul(x[:, :768], x[:, 768:1536]),
         "attend 32/4 heads, 1024 tokens": lambda: native.attend(q, cache[0], cache[1], 1024, 0.1, out),
-        "gated_delta 32 heads 128x128": lambda: native.gated_delta(
-            state, keys, keys, wide, half, half, wide * 1
-        ),
+        "gated_delta 32 heads 128x128": lambda: native.gated_delta(state, keys, keys, wide, half, half, wide * 1),
         "conv_silu 8192": lambda: native.conv_silu(conv, mixed, taps),
         "dequantize 2048x2048": lambda: native.dequantize(w, s, b, dense),
     }

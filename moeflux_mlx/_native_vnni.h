@@ -1,0 +1,121 @@
+/* One activation row against 4-bit rows in integer dot products (AVX-512 VNNI), as exact as float32.
+ *
+ * In each group of 64 the activations are 24-bit integers times one float, split into three signed bytes;
+ * vpdpbusd multiplies them with the codes without rounding. The error of an activation is about 2^-24 of
+ * its group's largest, half a unit in the last place of a float32 that size. Half the instructions of the
+ * float32 kernel, which one core needs to keep up with memory.
+ *
+ * A packed row: for each 128 elements, three planes of even and odd elements (64 bytes each), low byte
+ * first; then the float of each group, and each group's plain sum, which multiplies the group bias.
+ */
+#include <immintrin.h>
+
+#define VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
+#define VNNI_INLINE static inline __attribute__((always_inline)) VNNI
+#define VNNI_BLOCK 384 /* bytes of planes for 128 elements */
+#define VNNI_PEAK 8355700.0f /* 127 in each of the three bytes is 8355711; rounding must stay below */
+#define VNNI_LEAST 1e-30f /* keeps the quotient finite */
+
+/* Groups, padded to whole vectors. */
+static ptrdiff_t vnni_groups(ptrdiff_t in) { return chunks_of(in / 64, 16) * 16; }
+
+static float *vnni_factors(const float *packed, ptrdiff_t in) {
+    return (float *)((char *)packed + chunks_of(in, 128) * VNNI_BLOCK);
+}
+
+static VNNI void vnni_pack(const float *x, float *out, ptrdiff_t in) {
+    float *factor = vnni_factors(out, in), *sum = factor + vnni_groups(in);
+    memset(out, 0, (size_t)((char *)(sum + vnni_groups(in)) - (char *)out));
+    for (ptrdiff_t g = 0; g < in / 64; g++, x += 64) {
+        uint8_t *plane = (uint8_t *)out + g / 2 * VNNI_BLOCK + g % 2 * 32;
+        __m512 v[4], top = _mm512_set1_ps(VNNI_LEAST), total = _mm512_setzero_ps();
+        for (int i = 0; i < 4; i++) {
+            v[i] = _mm512_loadu_ps(x + 16 * i);
+            top = _mm512_max_ps(top, _mm512_abs_ps(v[i]));
+            total = _mm512_add_ps(total, v[i]);
+        }
+        float peak = _mm512_reduce_max_ps(top);
+        __m512 up = _mm512_set1_ps(VNNI_PEAK / peak);
+        factor[g] = peak / VNNI_PEAK, sum[g] = _mm512_reduce_add_ps(total);
+        for (int i = 0; i < 4; i++) {
+            __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], up));
+            for (int p = 0; p < 3; p++) {
+                _mm_storel_epi64((__m128i *)(plane + 128 * p + 8 * i), _mm512_cvtepi64_epi8(n));
+                __m512i odd = _mm512_srli_epi64(n, 32);
+                _mm_storel_epi64((__m128i *)(plane + 128 * p + 64 + 8 * i), _mm512_cvtepi64_epi8(odd));
+                n = _mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8); /* without the low byte */
+            }
+        }
+    }
+}
+
+/* Up to 16 scales or biases from group g. */
+VNNI_INLINE __m512 vnni_table(const char *table, ptrdiff_t g, __mmask16 some, int is_f32) {
+    if (is_f32) return _mm512_maskz_loadu_ps(some, table + 4 * g);
+    __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, table + 2 * g));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(half, 16));
+}
+
+/* Sum of code times integer activation for each of 16 words. */
+VNNI_INLINE __m512 vnni_dot(__m512i words, const __m512i *x) {
+    const __m512i low = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
+    __m512i even = _mm512_and_si512(words, low), odd = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
+    __m512i s[3];
+    for (int p = 0; p < 3; p++)
+        s[p] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(zero, even, x[2 * p]), odd, x[2 * p + 1]);
+    __m512i high = _mm512_add_epi32(_mm512_slli_epi32(s[2], 8), s[1]);
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), s[0]));
+}
+
+/* Lane i takes the value of the group that word i of block `b` belongs to. */
+VNNI_INLINE __m512 vnni_spread(__m512 values, ptrdiff_t b) {
+    const __m512i half = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(half, _mm512_set1_epi32(2 * (int)b)), values);
+}
+
+/* Rows r..r+3 (those below r1). */
+VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *x, float *y,
+                                const int is_f32) {
+    enum { R = 4 };
+    ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = is_f32 ? 4 : 2;
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
+    const uint32_t *soon = soon_avx512(m, ahead, r1), *w[R];
+    const float *factor = vnni_factors(x, m->in), *sum = factor + vnni_groups(m->in);
+    const char *s[R], *b[R];
+    __m512 acc[R], scale[R];
+    UNROLL for (int i = 0; i < R; i++) {
+        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
+        w[i] = m->w + row * words;
+        s[i] = (const char *)m->s + row * groups * unit;
+        b[i] = (const char *)m->b + row * groups * unit;
+        acc[i] = _mm512_setzero_ps();
+        fetch_tables(m, ahead + i);
+    }
+    for (ptrdiff_t g = 0; g < groups; g += 16) {
+        ptrdiff_t left = least(16, groups - g);
+        __mmask16 some = (__mmask16)((1u << left) - 1);
+        UNROLL for (int i = 0; i < R; i++) {
+            scale[i] = _mm512_mul_ps(vnni_table(s[i], g, some, is_f32), _mm512_load_ps(factor + g));
+            acc[i] = _mm512_fmadd_ps(vnni_table(b[i], g, some, is_f32), _mm512_load_ps(sum + g), acc[i]);
+        }
+        for (ptrdiff_t n = 0; n < left; n += 2) {
+            const __m512i *planes = (const __m512i *)((const char *)x + (g + n) / 2 * VNNI_BLOCK);
+            __mmask16 whole = n + 1 < left ? 0xFFFF : 0x00FF;
+            ptrdiff_t k = 8 * (g + n);
+            __m512i p[6];
+            UNROLL for (int j = 0; j < 6; j++) p[j] = _mm512_load_si512(planes + j);
+            UNROLL for (int i = 0; i < R; i++) {
+                __builtin_prefetch(soon + i * words + k);
+                __m512 value = vnni_dot(_mm512_maskz_loadu_epi32(whole, w[i] + k), p);
+                acc[i] = _mm512_fmadd_ps(value, vnni_spread(scale[i], n / 2), acc[i]);
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < R; i++)
+        if (r + i < r1) y[r - r0 + i] = hsum_avx512((vf_avx512)acc[i]);
+}
+
+static VNNI void vnni_rows(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *x, float *y) {
+    for (ptrdiff_t r = r0; r < r1; r += 4)
+        m->is_f32 ? vnni_row_block(m, r0, r, r1, x, y, 1) : vnni_row_block(m, r0, r, r1, x, y, 0);
+}

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Writes a packed model with a named variant's shapes and random weights, at disk speed, for benchmarks.
+
+    scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
+
+Weights have the spread of a trained model's (standard deviation 1/sqrt(inputs)), so activations stay finite
+and routing is spread over all experts. Expert blocks are drawn from a small set of distinct ones; every
+resident matrix is drawn by itself. It has a byte-level tokenizer, so that every command runs on it; what
+it writes is noise.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+
+from moeflux_mlx.config import DEEPSEEK_V3, ModelArgs, read_json, variants
+from moeflux_mlx.layout import BITS, GROUP_SIZE, ExpertLayout
+from moeflux_mlx.linear import Weight
+from moeflux_mlx.model import Model
+from moeflux_mlx.packed import FOLDER
+from moeflux_mlx.resources import directory
+
+DISTINCT_BLOCKS = 16
+CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--variant", required=True, choices=variants())
+    parser.add_argument("--layers", type=int, help="keep only this many layers (default: all)")
+    parser.add_argument("--experts", type=int, help="keep only this many experts (default: all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, options.experts)
+    write_model(config, options.out, np.random.default_rng(options.seed))
+
+
+def shrunk(config: dict, layers: int | None, experts: int | None) -> dict:
+    """The configuration with fewer layers or experts."""
+    body = config.get("text_config", config)
+    if layers:
+        body["num_hidden_layers"] = layers
+        if "layer_types" in body:
+            body["layer_types"] = body["layer_types"][:layers]
+        if "first_k_dense_replace" in body:
+            body["first_k_dense_replace"] = min(body["first_k_dense_replace"], max(layers - 1, 0))
+    if experts:
+        body["n_routed_experts" if "n_routed_experts" in body else "num_experts"] = experts
+    return config
+
+
+def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
+    args = ModelArgs.from_dict(config)
+    (out / FOLDER).mkdir(parents=True, exist_ok=True)
+    overrides = write_resident(args, out, rng)
+    write_experts(ExpertLayout.from_args(args), out / FOLDER, rng)
+    quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine", **overrides}
+    (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}, indent=2))
+    write_tokenizer(out)
+
+
+def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
+    """One safetensors file; returns the quantisation overrides for config.json."""
+    model = Model(args, experts=None)
+    tensors, overrides = {}, {}
+    matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
+    for path, module in matrices.items():
+        dense = path.endswith(".mlp.gate") and args.model_type == DEEPSEEK_V3
+        if dense:
+            tensors[f"{path}.weight"] = mx.array(normal(rng, module.shape)).astype(mx.bfloat16)
+            continue
+        bits = 8 if path.endswith(ROUTERS) else BITS
+        if bits != BITS:
+            overrides[path] = {"group_size": GROUP_SIZE, "bits": bits}
+        for part, value in quantised(rng, module.shape, bits).items():
+            tensors[f"{path}.{part}"] = value
+    for name, parameter in tree_flatten(model.parameters()):
+        if name.rpartition(".")[0] not in matrices:
+            tensors[name] = plain(name, parameter.shape, rng)
+    mx.save_safetensors(str(out / "resident.safetensors"), tensors)
+    return overrides
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32) * shape[-1] ** -0.5
+
+
+def plain(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx.array:
+    """Norms near one, decays and biases small."""
+    leaf = name.rpartition(".")[2]
+    if leaf == "weight" and len(shape) == 1:
+        return mx.ones(shape, mx.bfloat16)
+    if leaf == "A_log":
+        return mx.array(np.log(rng.uniform(0.5, 8, shape)).astype(np.float32))
+    scale = 0.3 if leaf == "weight" else 0.1
+    return mx.array(rng.standard_normal(shape, dtype=np.float32) * scale)
+
+
+def quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> dict[str, mx.array]:
+    *rows, cols = shape
+    codes = rng.integers(0, 2**32, (*rows, cols * bits // 32), dtype=np.uint32)
+    spread = CODE_SPREAD * 2 ** (bits - 4)
+    step = np.full((*rows, cols // GROUP_SIZE), cols**-0.5 / spread, np.float32)
+    step *= rng.uniform(0.8, 1.2, step.shape).astype(np.float32)
+    middle = -step * (2**bits - 1) / 2
+    return {
+        "weight": mx.array(codes),
+        "scales": mx.array(step).astype(mx.bfloat16),
+        "biases": mx.array(middle).astype(mx.bfloat16),
+    }
+
+
+def block(layout: ExpertLayout, rng: np.random.Generator) -> np.ndarray:
+    """One packed expert, [expert_stride] bytes."""
+    out = np.zeros(layout.expert_stride, np.uint8)
+    shapes = [c.shape for c in layout.components]
+    for first in range(0, 9, 3):
+        parts = quantised(rng, (shapes[first][0], shapes[first][1] * 8), BITS)
+        for component, value in zip(layout.components[first : first + 3], parts.values(), strict=True):
+            raw = np.array(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value)
+            out[component.offset : component.offset + component.size] = raw.reshape(-1).view(np.uint8)
+    return out
+
+
+def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) -> None:
+    needed, free = layout.total_bytes, shutil.disk_usage(folder).free
+    if needed > free:
+        raise SystemExit(f"error: the experts take {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB of disk are free")
+    blocks = [block(layout, rng) for _ in range(DISTINCT_BLOCKS)]
+    for layer in tqdm(layout.moe_layers, unit="layer"):
+        with open(folder / layout.file_name(layer), "wb") as file:
+            for choice in rng.integers(0, DISTINCT_BLOCKS, layout.num_experts):
+                file.write(blocks[choice])
+    (folder / "layout.json").write_text(json.dumps(layout.to_json(), indent=1))
+
+
+def write_tokenizer(out: Path) -> None:
+    """Byte-level: 256 ids, any text can be encoded; ids beyond decode to nothing."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text("{}")
+    (out / "generation_config.json").write_text('{"eos_token_id": []}')
+    (out / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+
+
+if __name__ == "__main__":
+    main()

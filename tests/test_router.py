@@ -1,0 +1,90 @@
+"""Both routers and YaRN against the numpy oracle, for any shape; ties go to the lowest index."""
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeflux_mlx.config import ModelArgs, Yarn
+from moeflux_mlx.mla import softmax_scale
+from moeflux_mlx.rope import yarn_inv_freq
+from moeflux_mlx.router import noaux_tc_topk, softmax_topk, top_k
+
+
+def logits_of(seed, T, E):
+    """Distinct within a row, so that the choice is unique."""
+    rng = np.random.default_rng(seed)
+    return (rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1) * 0.02 + rng.normal(size=(T, 1))).astype(np.float32)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 10), st.integers(10, 80), st.booleans())
+def test_softmax_topk(seed, T, K, E, norm):
+    logits = logits_of(seed, T, E)
+    ids, weights = softmax_topk(mx.array(logits), K, norm)
+    want_ids, want_weights = oracle.softmax_topk(logits, K, norm)
+    assert np.array_equal(np.array(ids), want_ids)
+    np.testing.assert_allclose(np.array(weights), want_weights, rtol=2e-5)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.sampled_from([(8, 8, 4, 8), (4, 4, 2, 4), (2, 16, 1, 3), (1, 24, 1, 5), (4, 2, 3, 2)]),
+    st.floats(-3, 3),
+)
+def test_noaux_tc_topk(seed, T, shape, shift):
+    groups, size, kept, K = shape
+    logits = logits_of(seed, T, groups * size)
+    bias = (np.random.default_rng(seed + 1).normal(size=groups * size) * 0.1 + shift).astype(np.float32)
+    ids, weights = noaux_tc_topk(mx.array(logits), mx.array(bias), K, groups, kept, True, 2.5)
+    want_ids, want_weights = oracle.noaux_tc_topk(logits, bias, K, groups, kept, 2.5)
+    assert np.array_equal(np.sort(np.array(ids)), np.sort(want_ids))
+    order = np.argsort(np.array(ids)), np.argsort(want_ids)
+    got = np.take_along_axis(np.array(weights), order[0], 1)
+    np.testing.assert_allclose(got, np.take_along_axis(want_weights, order[1], 1), rtol=2e-5)
+
+
+def test_ties_go_to_the_lowest_index():
+    scores = np.zeros((3, 512), np.float32)
+    scores[1, [5, 300, 301]] = 1
+    scores[2, 100:] = 2
+    got = np.array(top_k(mx.array(scores), 8))
+    assert got[0].tolist() == list(range(8))
+    assert got[1].tolist() == [5, 300, 301, 0, 1, 2, 3, 4]
+    assert got[2].tolist() == list(range(100, 108))
+
+
+def test_yarn_frequencies_of_deepseek_v3():
+    """The values that DeepSeek-V3's own configuration gives: 64 rotated dimensions, factor 40."""
+    inv = yarn_inv_freq(64, 1e4, Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
+    want = [
+        1,
+        0.0562341325,
+        0.0390069266,
+        0.00833450895,
+        0.000790569415,
+        0.000177827941,
+        3.33380358e-05,
+        3.33380358e-06,
+    ]
+    np.testing.assert_allclose(inv[[0, 10, 11, 15, 20, 22, 23, 31]], want, rtol=1e-8)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([32, 64, 128]),
+    st.floats(1e3, 1e7),
+    st.floats(1, 64),
+    st.sampled_from([2048, 4096, 32768]),
+)
+def test_yarn_matches_the_oracle(dims, theta, factor, original):
+    got = yarn_inv_freq(dims, theta, Yarn(factor, original))
+    np.testing.assert_allclose(got, oracle.yarn_inv_freq(dims, theta, factor, original), rtol=1e-9)
+
+
+def test_softmax_scale_of_cogito():
+    assert softmax_scale(ModelArgs.from_variant("cogito-v2-671b")) == pytest.approx(0.13523378, rel=1e-7)
