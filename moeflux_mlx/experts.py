@@ -6,156 +6,224 @@ so that the temporary memory is known in advance. Which path and which waves dep
 the sizes only, never on what happens to be in memory: the result has the same bits in every I/O mode.
 """
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from . import cpu, kernels, native
+from .io_mode import IoMode
 from .layout import BITS, GROUP_SIZE, ExpertLayout
-from .loader import ExpertLoader
+from .loader import ExpertBatch, ExpertLoader
+from .moe import Routing
+from .prefetch import Predictor, Trial
 
 DECODE_ROWS = 8  # up to this many tokens the kernels re-read an expert for each token that uses it
+# Rows per expert from which unpacking a wave and multiplying it dense beats MLX's packed product. CUDA: on an H200,
+# one layer of 256 experts, 8 a token: 128 tokens 2.3 ms packed, 4.7 dense; 512 tokens 6.2 and 5.0; 2048, 22.4 and 4.9.
+# Metal: not measured; its packed product has a tiled kernel for sorted rows.
+UNPACK_FROM = {"cuda": 12, "metal": 1 << 30, "ops": 1 << 30}
 WAVE_BYTES = 128 << 20  # of packed blocks unpacked at a time
+NEARLY_ALL = 0.9  # share of a layer's experts in use from which the next layer's first ones are read unseen
 
 
 class RoutedExperts:
-    """Implements `moe.RoutedExpertsCall` over an `ExpertLoader`."""
+    """Implements `moe.RoutedExpertsCall` over an `ExpertLoader`.
 
-    def __init__(self, loader: ExpertLoader):
+    Args:
+        loader: where the experts are.
+        prefetch: "lookahead" reads ahead what the next layer's router foresees, "previous" what the next
+            layer used for the previous token, "off" nothing.
+    """
+
+    def __init__(self, loader: ExpertLoader, prefetch: str = "lookahead"):
         self.loader = loader
         self.layout = loader.layout
+        self.prefetch = prefetch if loader.mode is IoMode.PREAD else "off"
+        self.predictor, self.trial = Predictor(), Trial()
+        self._started = 0.0
+        self._ahead: dict[int, list[int]] = {}  # experts read ahead for a layer, to be judged when it runs
 
-    def __call__(
-        self,
-        layer: int,
-        x: mx.array,
-        ids: mx.array,
-        weights: mx.array,
-        h_mid: mx.array,
-        shared: mx.array | None,
-    ) -> mx.array:
-        if x.shape[0] <= DECODE_ROWS:
-            return self._decode(layer, x, ids, weights, h_mid, shared)
-        return self._prefill(layer, x, ids, weights, h_mid, shared)
+    def __call__(self, routing: Routing, x: mx.array, h_mid: mx.array, shared: mx.array | None) -> mx.array:
+        if x.shape[0] > DECODE_ROWS:
+            return self._prefill(routing, x, h_mid, shared)
+        blob = self.loader.resident(routing.layer)
+        if blob is not None:
+            return self._kernels(blob, routing.ids, routing, x, h_mid, shared)
+        if routing.guess is not None:
+            mx.eval(routing.ids, routing.guess.ids, routing.guess.weights)  # one wait for both
+        ids = np.array(routing.ids)
+        decode = self._decode_native if cpu.takes(x) else self._decode_gpu
+        with self.loader.acquire(routing.layer, ids) as batch:
+            self._read_ahead(routing, ids)
+            return decode(batch, routing, x, h_mid, shared)
 
-    def _decode(
-        self,
-        layer: int,
-        x: mx.array,
-        ids: mx.array,
-        weights: mx.array,
-        h_mid: mx.array,
-        shared: mx.array | None,
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        return self.prefetch == "lookahead" and tokens == 1 and self.trial.ahead and self.predictor.pays(layer)
+
+    def _read_ahead(self, routing: Routing, ids: np.ndarray) -> None:
+        """For the next layer, after this one's experts have been asked for."""
+        guess = routing.guess
+        if self.loader.mode is IoMode.PREAD and len(ids) == 1:
+            self._judge(routing.layer, ids[0])
+        if guess is not None:
+            wanted = self.predictor.confident(np.array(guess.ids), np.array(guess.weights))
+            self._ahead[guess.layer] = self.loader.prefetch(guess.layer, wanted)
+        elif self.prefetch == "previous" and len(ids) == 1:
+            self._read_previous(routing.layer, ids)
+
+    def _judge(self, layer: int, ids: np.ndarray) -> None:
+        """Learns from what was read ahead for `layer`, and makes room where it is not worth keeping.
+
+        In a pool smaller than one token's experts each layer keeps its share only: least-recently-used order
+        alone would evict every block just before its layer comes round again.
+        """
+        self._time_token(layer)
+        ahead = self._ahead.pop(layer, [])
+        self.predictor.judge(layer, ahead, ids)
+        self.loader.demote(layer, [expert for expert in ahead if expert not in ids])
+        guesses = 0 if self.prefetch == "off" else len(ids)
+        share = self.loader.slots_per_layer(spare=guesses)
+        if share < len(ids):
+            self.loader.demote(layer, ids[share:].tolist())
+
+    def _time_token(self, layer: int) -> None:
+        """Tells the trial how long a token took from its first layer's request to its last layer's."""
+        if layer == self.layout.moe_layers[0]:
+            self._started = time.perf_counter()
+        elif layer == self.layout.moe_layers[-1] and self.prefetch != "off":
+            self.trial.token(time.perf_counter() - self._started)
+
+    def _read_previous(self, layer: int, ids: np.ndarray) -> None:
+        """Reads ahead what the next layer used for the previous token."""
+        self.predictor.observe(layer, ids)
+        following = self.layout.next_moe_layer(layer)
+        if following is not None and self.trial.ahead and self.predictor.pays(following):
+            self._ahead[following] = self.loader.prefetch(following, self.predictor.previous(following))
+
+    def _kernels(
+        self, blob: mx.array, slots: mx.array, routing: Routing, x: mx.array, h_mid: mx.array, shared: mx.array | None
     ) -> mx.array:
-        blob, slots = self.loader.resident(layer), ids
-        if blob is None and cpu.takes(x):
-            return self._decode_native(layer, x, ids, weights, h_mid, shared)
-        if blob is None:
-            batch = self.loader.acquire(layer, np.array(ids))
-            batch.wait()
-            rows, where = batch.weights()
-            used, local = np.unique(where, return_inverse=True)
-            blob, slots = mx.array(rows[used]), mx.array(local.reshape(where.shape).astype(np.uint32))
-            batch.release()
         act = kernels.expert_gate_up(x, blob, slots, moe_intermediate_size=self.layout.moe_intermediate_size)
-        return kernels.expert_down_combine(act, blob, slots, weights, h_mid, shared)
+        return kernels.expert_down_combine(act, blob, slots, routing.weights, h_mid, shared)
 
-    def _decode_native(
-        self,
-        layer: int,
-        x: mx.array,
-        ids: mx.array,
-        weights: mx.array,
-        h_mid: mx.array,
-        shared: mx.array | None,
+    def _decode_gpu(
+        self, batch: ExpertBatch, routing: Routing, x: mx.array, h_mid: mx.array, shared: mx.array | None
     ) -> mx.array:
-        """Gate and up of the experts in memory run while the others are read."""
-        batch = self.loader.acquire(layer, cpu.view(ids))
-        blob, slots = batch.weights()
-        rows, width = cpu.view(x), self.layout.moe_intermediate_size
-        ready = batch.ready[0]
-        if len(rows) > 1 or ready.all() or not ready.any():
-            batch.wait()
-            act = native.expert_gate_up(rows, blob, slots, width)
-        else:
-            act = np.empty((*slots.shape, width), np.float32)
-            act[:, ready] = native.expert_gate_up(rows, blob, np.ascontiguousarray(slots[:, ready]), width)
-            batch.wait()
-            act[:, ~ready] = native.expert_gate_up(rows, blob, np.ascontiguousarray(slots[:, ~ready]), width)
-        mid = cpu.view(h_mid)
-        out = native.expert_down_combine(
-            act, blob, slots, cpu.view(weights), mid, None if shared is None else cpu.view(shared)
-        )
-        batch.release()
-        return mx.array(out)
-
-    def _prefill(
-        self,
-        layer: int,
-        x: mx.array,
-        ids: mx.array,
-        weights: mx.array,
-        h_mid: mx.array,
-        shared: mx.array | None,
-    ) -> mx.array:
-        T, K = ids.shape
-        flat = np.array(ids).reshape(-1)
-        order = np.argsort(flat, kind="stable")  # rows of one expert become neighbours, in token order
-        rows = order // K  # of x
-        native_path = cpu.takes(x)
-        compute = self._native_wave if native_path else self._gpu_wave
-        outputs = [compute(layer, x, rows[part], flat[order][part]) for part in self._waves(layer, flat[order])]
-        back = np.argsort(order)
-        if native_path:
-            expert_out = np.concatenate(outputs)[back].reshape(T, K, -1)
-            return cpu.combine(expert_out, weights, h_mid, shared)
-        expert_out = mx.concatenate(outputs)[mx.array(back)].reshape(T, K, -1)  # [T, K, H]
-        return kernels.moe_combine(expert_out, weights, h_mid, shared)
-
-    def _waves(self, layer: int, by_expert: np.ndarray) -> Iterator[slice]:
-        """Row ranges of a few experts each; the next wave is read while the caller computes this one."""
-        ranges = waves(by_expert, max(1, WAVE_BYTES // self.layout.expert_stride))
-        for this, following in zip(ranges, [*ranges[1:], None], strict=True):
-            if following is not None:
-                self.loader.prefetch_next(layer, np.unique(by_expert[this]), np.unique(by_expert[following]))
-            yield this
-
-    def _native_wave(self, layer: int, x: mx.array, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """Expert outputs [N, H] of the wave's rows, expert by expert."""
-        batch = self.loader.acquire(layer, experts)
         batch.wait()
         blob, slots = batch.weights()
-        inputs, outputs = cpu.view(x)[rows], []
-        for part in waves(slots, 1):
-            outputs.append(cpu.expert_ffn(inputs[part], blob, slots[part], self.layout))
-        batch.release()
-        return np.concatenate(outputs)
+        if isinstance(blob, np.ndarray):  # the CPU without native kernels: MLX gets a copy of what is needed
+            used, local = np.unique(slots, return_inverse=True)
+            blob, slots = mx.array(blob[used]), local.reshape(slots.shape)
+        out = self._kernels(blob, mx.array(slots.astype(np.uint32)), routing, x, h_mid, shared)
+        batch.release(out)
+        return out
 
-    def _gpu_wave(self, layer: int, x: mx.array, rows: np.ndarray, experts: np.ndarray) -> mx.array:
+    def _decode_native(
+        self, batch: ExpertBatch, routing: Routing, x: cpu.Array, h_mid: cpu.Array, shared: cpu.Array | None
+    ) -> cpu.Array:
+        """Gate and up of the experts in memory run while the others are read."""
+        blob, slots = batch.weights()
+        width = self.layout.moe_intermediate_size
+        ready = batch.ready[0]
+        if len(x) > 1 or ready.all() or not ready.any():
+            batch.wait()
+            act = native.expert_gate_up(x, blob, slots, width)
+        else:
+            act = np.empty((*slots.shape, width), np.float32)
+            act[:, ready] = native.expert_gate_up(x, blob, np.ascontiguousarray(slots[:, ready]), width)
+            batch.wait()
+            act[:, ~ready] = native.expert_gate_up(x, blob, np.ascontiguousarray(slots[:, ~ready]), width)
+        return native.expert_down_combine(act, blob, slots, routing.weights, h_mid, shared)
+
+    def _prefill(self, routing: Routing, x: cpu.Array, h_mid: cpu.Array, shared: cpu.Array | None) -> cpu.Array:
+        T, K = routing.ids.shape
+        flat = np.array(routing.ids).reshape(-1)
+        order = np.argsort(flat, kind="stable")  # rows of one expert become neighbours, in token order
+        rows, by_expert = order // K, flat[order]
+        back = np.argsort(order)
+        each = ((rows[wave.part], by_expert[wave.part], wave) for wave in self._waves(routing.layer, flat, K))
+        if cpu.takes(x):
+            found = np.concatenate([self._native_wave(x, *wave) for wave in each])
+            return native.combine(found, back.reshape(T, K).astype(np.int32), routing.weights, h_mid, shared)
+        expert_out = mx.concatenate([self._gpu_wave(x, *wave) for wave in each])
+        expert_out = expert_out[mx.array(back)].reshape(T, K, -1)  # [T, K, H]
+        return kernels.moe_combine(expert_out, routing.weights, h_mid, shared)
+
+    def _waves(self, layer: int, ids: np.ndarray, top_k: int) -> "Iterator[Wave]":
+        """A few experts each, ascending; `ids` [T * K] is what the chunk uses.
+
+        Afterwards the experts with the most tokens are still in the pool, as many as are this layer's share.
+        """
+        size = self.layout.experts_within(WAVE_BYTES, at_most=DECODE_ROWS * top_k // 2)
+        counts = np.bincount(ids, minlength=self.layout.num_experts)
+        used = np.flatnonzero(counts)
+        kept = set(np.argsort(-counts, kind="stable")[: self.loader.slots_per_layer(spare=2 * size)].tolist())
+        ends = np.cumsum(counts)
+        groups = [used[cut : cut + size].tolist() for cut in range(0, len(used), size)]
+        nexts = [(layer, group) for group in groups[1:]] + [self._first_wave_after(layer, len(used), size)]
+        for group, following in zip(groups, nexts, strict=True):
+            rows = slice(ends[group[0]] - counts[group[0]], ends[group[-1]])
+            yield Wave(layer, rows, following)
+            self.loader.demote(layer, [expert for expert in group if expert not in kept])
+
+    def _first_wave_after(self, layer: int, used: int, size: int) -> tuple[int, list[int]]:
+        """What the next layer will want first, if this one wanted nearly everything."""
+        following = self.layout.next_moe_layer(layer)
+        if following is None or self.prefetch == "off" or used < NEARLY_ALL * self.layout.num_experts:
+            return layer, []
+        return following, list(range(min(size, self.layout.num_experts)))
+
+    @contextmanager
+    def _wave(self, experts: np.ndarray, wave: "Wave") -> "Iterator[ExpertBatch]":
+        """The wave's experts, in memory; the next wave's are being read."""
+        with self.loader.acquire(wave.layer, experts) as batch:
+            self.loader.prefetch(*wave.following)
+            batch.wait()
+            yield batch
+
+    def _native_wave(self, x: mx.array, rows: np.ndarray, experts: np.ndarray, wave: "Wave") -> np.ndarray:
+        """Expert outputs [N, H] of the wave's rows, expert by expert."""
+        N, ones, zeros = len(rows), np.ones((len(rows), 1), np.float32), np.zeros((len(rows), x.shape[1]), np.float32)
+        with self._wave(experts, wave) as batch:
+            blob, slots = cast(tuple[np.ndarray, np.ndarray], batch.weights())
+            where = slots.reshape(N, 1)
+            act = native.expert_gate_up(x[rows], blob, where, self.layout.moe_intermediate_size)
+            return native.expert_down_combine(act, blob, where, ones, zeros)
+
+    def _gpu_wave(self, x: mx.array, rows: np.ndarray, experts: np.ndarray, wave: "Wave") -> mx.array:
         used, local = np.unique(experts, return_inverse=True)
-        out = grouped_ffn(x[mx.array(rows)], self._stack(layer, used), mx.array(local.astype(np.uint32)), self.layout)
+        out = grouped_ffn(x[mx.array(rows)], self._stack(used, wave), mx.array(local.astype(np.uint32)), self.layout)
         mx.async_eval(out)
         return out
 
-    def _stack(self, layer: int, experts: np.ndarray) -> mx.array:
-        """The packed blocks [n, words] of `experts`, in order."""
-        blob = self.loader.resident(layer)
+    def _stack(self, experts: np.ndarray, wave: "Wave") -> mx.array:
+        """The packed blocks [n, words] of `experts`, in order.
+
+        Evaluated at once: the slots are free again, and no more than two stacks exist at a time.
+        """
+        blob = self.loader.resident(wave.layer)
         if blob is not None:
             return blob[mx.array(experts)]
-        batch = self.loader.acquire(layer, experts)
-        batch.wait()
-        rows, where = batch.weights()
-        stack = mx.array(rows[where]) if isinstance(rows, np.ndarray) else rows[mx.array(where)]
-        batch.release(stack)
+        with self._wave(experts, wave) as batch:
+            found, where = batch.weights()
+            stack = mx.array(found[where]) if isinstance(found, np.ndarray) else found[mx.array(where)]
+            mx.eval(stack)
         return stack
 
 
-def waves(grouped: np.ndarray, groups_per_wave: int) -> list[slice]:
-    """Cuts rows whose equal ids are neighbours into ranges of at most `groups_per_wave` different ids."""
-    starts = np.flatnonzero(np.diff(grouped.astype(np.int64), prepend=-1))[::groups_per_wave].tolist()
-    return [slice(*ends) for ends in zip(starts, [*starts[1:], len(grouped)], strict=True)]
+@dataclass(frozen=True)
+class Wave:
+    """Rows `part` (sorted by expert) of a few experts of `layer`; `following` is what is wanted next."""
+
+    layer: int
+    part: slice
+    following: tuple[int, list[int]]
 
 
 def grouped_ffn(rows: mx.array, blob: mx.array, local: mx.array, layout: ExpertLayout) -> mx.array:
@@ -166,18 +234,29 @@ def grouped_ffn(rows: mx.array, blob: mx.array, local: mx.array, layout: ExpertL
         blob: [n, words] packed blocks.
         local: [N] uint32 index into `blob`, ascending.
     """
+    many = len(rows) >= UNPACK_FROM[kernels.backend()] * len(blob)
+    multiply = _unpacked_product if many else _packed_product
+    gate, up, down = (_dense(blob, layout, i, rows.dtype) for i in range(0, 9, 3))
     x = rows[:, None]
-    parts = [_dense(blob, layout, i, rows.dtype) for i in range(0, 9, 3)]
-
-    def project(x: mx.array, part: tuple[mx.array, mx.array, mx.array]) -> mx.array:
-        return mx.gather_qmm(
-            x, *part, rhs_indices=local, transpose=True, group_size=GROUP_SIZE, bits=BITS, sorted_indices=True
-        )
-
-    return project(nn.silu(project(x, parts[0])) * project(x, parts[1]), parts[2])[:, 0]
+    act = nn.silu(multiply(x, gate, local)) * multiply(x, up, local)
+    return multiply(act, down, local)[:, 0]
 
 
-def _dense(blob: mx.array, layout: ExpertLayout, first: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+Dense = tuple[mx.array, mx.array, mx.array]
+
+
+def _packed_product(x: mx.array, part: Dense, local: mx.array) -> mx.array:
+    return mx.gather_qmm(
+        x, *part, rhs_indices=local, transpose=True, group_size=GROUP_SIZE, bits=BITS, sorted_indices=True
+    )
+
+
+def _unpacked_product(x: mx.array, part: Dense, local: mx.array) -> mx.array:
+    weight = mx.dequantize(*part, group_size=GROUP_SIZE, bits=BITS)
+    return mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=local, sorted_indices=True)
+
+
+def _dense(blob: mx.array, layout: ExpertLayout, first: int, dtype: mx.Dtype) -> Dense:
     """weight, scales, biases of one projection as dense stacks [n, rows, ...]; scales in `dtype`."""
     weight, *affine = (blob[:, c.offset // 4 : (c.offset + c.size) // 4] for c in layout.components[first : first + 3])
     shape = (blob.shape[0], *layout.components[first].shape)

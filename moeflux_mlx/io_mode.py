@@ -1,7 +1,8 @@
-"""Decides whether expert files are mapped or read with `pread`: a pure function of three figures."""
+"""Decides whether expert files are mapped or read with `pread`: a pure function of a few figures."""
 
 import os
 import sys
+from dataclasses import dataclass
 from enum import Enum
 
 from .errors import RequestError
@@ -12,6 +13,23 @@ class IoMode(str, Enum):
 
     MMAP = "mmap"
     PREAD = "pread"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the machine allows, in bytes; None where there is no such limit.
+
+    Args:
+        memory: that experts must share: RAM, or the GPU's where it has its own.
+        working_set: Metal's max_recommended_working_set_size.
+        buffer: Metal's max_buffer_length.
+        name: of `memory`, for messages.
+    """
+
+    memory: int
+    working_set: int | None = None
+    buffer: int | None = None
+    name: str = "RAM"
 
 
 def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: str | None = None) -> IoMode:
@@ -33,18 +51,36 @@ def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: s
     return IoMode.MMAP if 4 * total_expert_bytes <= 3 * physical_ram_bytes else IoMode.PREAD
 
 
-def physical_ram_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures) -> str:
+    """Why files must not be mapped, with the figure that decides; empty if they may be.
+
+    Args:
+        total: bytes of all expert files.
+        layer_bytes: of one of them.
+        fixed: of everything else that is in memory.
+    """
+    if select_io_mode(total, figures.memory) is IoMode.PREAD:
+        return f"experts exceed three quarters of {figures.name}"
+    if figures.working_set is not None and fixed + total > figures.working_set:
+        return (
+            f"experts and {_gib(fixed)} of resident weights and state exceed "
+            f"max_recommended_working_set_size {_gib(figures.working_set)}"
+        )
+    if figures.buffer is not None and layer_bytes > figures.buffer:
+        return f"a layer file of {_gib(layer_bytes)} exceeds max_buffer_length {_gib(figures.buffer)}"
+    return ""
 
 
-def describe(mode: IoMode, total_expert_bytes: int, ram_bytes: int, forced: bool) -> str:
-    """One line with the figures behind the decision."""
+def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: str) -> str:
+    """One line with the three figures behind the decision, and the one that decided if it is another."""
     why = "forced" if forced else "auto"
-    threshold = ram_bytes * 3 // 4
-    return (
-        f"expert I/O: {mode.value} ({why}): experts {total_expert_bytes / 2**30:.2f} GiB, "
-        f"RAM {ram_bytes / 2**30:.2f} GiB, threshold {threshold / 2**30:.2f} GiB"
+    text = (
+        f"expert I/O: {mode.value} ({why}): experts {_gib(total)}, "
+        f"{figures.name} {_gib(figures.memory)}, threshold {_gib(figures.memory * 3 // 4)}"
     )
+    if forced and mode is IoMode.MMAP and reason:
+        return f"{text}; warning: {reason}, so this will page and may run many times slower; --expert-io pread fits"
+    return f"{text}; {reason}" if reason and not forced else text
 
 
 def from_environment(option: str) -> str:
@@ -56,3 +92,7 @@ def from_environment(option: str) -> str:
         return value
     print(f"warning: MOEFLUX_EXPERT_IO={value!r} is not auto, mmap or pread; using auto", file=sys.stderr)
     return "auto"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

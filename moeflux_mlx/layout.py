@@ -86,6 +86,14 @@ class ExpertLayout:
                 offset += size
         return tuple(found)
 
+    def experts_within(self, nbytes: int, at_most: int) -> int:
+        """How many packed experts fit `nbytes`: at least one, and no more than `at_most`."""
+        return max(1, min(nbytes // self.expert_stride, at_most))
+
+    def next_moe_layer(self, layer: int) -> int | None:
+        """The first MoE layer after `layer`."""
+        return next((i for i in self.moe_layers if i > layer), None)
+
     def file_name(self, layer: int) -> str:
         return f"layer_{layer:02d}.bin"
 
@@ -119,9 +127,7 @@ class ExpertLayout:
             raise ModelFileError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}")
         stride = found.get("expert_stride", self.expert_size)
         if type(stride) is not int or stride < self.expert_size or stride % 4:
-            raise ModelFileError(
-                f"{where}: expert_stride {stride!r} does not hold {self.expert_size}-byte experts"
-            )
+            raise ModelFileError(f"{where}: expert_stride {stride!r} does not hold {self.expert_size}-byte experts")
         checked = ExpertLayout(
             self.hidden_size,
             self.moe_intermediate_size,
@@ -131,9 +137,7 @@ class ExpertLayout:
             stride,
         )
         for key, wanted in checked.to_json().items():
-            value = found.get(
-                key, wanted if key not in ("expert_size", "num_experts", "components") else None
-            )
+            value = found.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
             if key == "components":
                 value = _same_components(value, wanted)
             if value != wanted:

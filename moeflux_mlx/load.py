@@ -8,19 +8,26 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from . import native
 from .config import ModelArgs
-from .errors import ModelFileError, NotPackedError
+from .decode import DecodeStep
+from .errors import ModelFileError, NotPackedError, RequestError
 from .experts import RoutedExperts
 from .hub import fetch_packed, looks_like_repo
-from .io_mode import describe, physical_ram_bytes, select_io_mode
+from .io_mode import Figures
 from .loader import ExpertLoader
+from .memory import DEFAULT_CONTEXT, Demand, MemoryPlan, least_slots, plan_memory
 from .model import Model
 from .packed import FOLDER, PackedExperts, not_packed_message
+from .ram import usable_ram_bytes
 from .resources import directory
-from .weights import fill, read_resident
+from .weights import fill, read_resident, resident_bytes
 
 if TYPE_CHECKING:
     from .tokenizer import TokenizerWrapper
+
+
+PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
 
 
 def load(
@@ -29,6 +36,8 @@ def load(
     dtype: mx.Dtype | None = None,
     expert_io: str = "auto",
     expert_cache_bytes: int | None = None,
+    prefetch: str = "auto",
+    context: int | None = None,
     revision: str | None = None,
 ) -> tuple[Model, "TokenizerWrapper"]:
     """Loads a packed model and its tokenizer.
@@ -38,18 +47,29 @@ def load(
             for the demo model that ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
         expert_io: "auto", "mmap" or "pread".
-        expert_cache_bytes: memory for streamed experts in pread mode.
+        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
+        prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
+            used for the previous token) or "off"; only when reading (pread), and never a different result.
+        context: positions for which memory is planned; None means 8192, or the model's own limit if less.
+            Longer texts work as long as there is memory.
         revision: of the Hugging Face repo.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
         NotPackedError: a checkpoint that needs converting; the message holds the command.
-        TokenizerError: the tokenizer files cannot be used.
+        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory.
     """
     from .tokenizer import load_tokenizer
 
     path = resolve(path_or_hf_repo, revision)
-    model = load_model(path, dtype=dtype, expert_io=expert_io, expert_cache_bytes=expert_cache_bytes)
+    model = load_model(
+        path,
+        dtype=dtype,
+        expert_io=expert_io,
+        expert_cache_bytes=expert_cache_bytes,
+        prefetch=prefetch,
+        context=context,
+    )
     return model, load_tokenizer(path)
 
 
@@ -59,22 +79,78 @@ def load_model(
     dtype: mx.Dtype | None = None,
     expert_io: str = "auto",
     expert_cache_bytes: int | None = None,
+    prefetch: str = "auto",
+    context: int | None = None,
     revision: str | None = None,
 ) -> Model:
     """`load` without a tokenizer; `model.experts` is the `ExpertLoader`."""
+    if prefetch not in PREFETCH:
+        raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
     path = resolve(path_or_hf_repo, revision)
     args = ModelArgs.from_file(path)
     packed = PackedExperts.open(path, args)
-    ram = physical_ram_bytes()
-    mode = select_io_mode(packed.layout.total_bytes, ram, expert_io)
     tensors = read_resident(path)
-    loader = ExpertLoader(packed, mode=mode, cache_bytes=expert_cache_bytes)
-    loader.decision = describe(mode, packed.layout.total_bytes, ram, forced=expert_io != "auto")
-    split_latent = any(name.endswith(".embed_q.weight") for name in tensors)
-    model = Model(args, RoutedExperts(loader), split_latent)
-    model.experts = loader
-    fill(model, tensors, args.quantization, dtype or default_dtype())
+    dtype = dtype or default_dtype()
+    plan = plan_memory(
+        args,
+        packed.layout,
+        machine_figures(),
+        Demand(
+            resident=resident_bytes(tensors, dtype),
+            context=context if context is not None else default_context(args),
+            itemsize=dtype.size,
+            in_place=computes_in_place(dtype),
+            expert_io=expert_io,
+            expert_cache_bytes=expert_cache_bytes,
+        ),
+    )
+    loader = open_experts(packed, args, plan)
+    model = Model(args, RoutedExperts(loader, PREFETCH[prefetch]), split_latent(tensors))
+    model.experts, model.plan = loader, plan
+    fill(model, tensors, args.quantization, dtype)
+    if all(loader.resident(layer) is not None for layer in args.moe_layers):
+        model.decode_step = DecodeStep(model)
     return model
+
+
+def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> ExpertLoader:
+    """The loader that `plan` asks for. On Metal what is wired is limited first: adopted memory counts."""
+    if plan.wired is not None:
+        mx.set_wired_limit(plan.wired)
+    loader = ExpertLoader(
+        packed,
+        mode=plan.mode,
+        cache_bytes=plan.pool,
+        least_slots=least_slots(args),
+        buffer_bytes=plan.figures.buffer,
+    )
+    loader.decision = plan.decision
+    return loader
+
+
+def machine_figures() -> Figures:
+    """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
+    if mx.default_device() != mx.gpu:
+        return Figures(usable_ram_bytes())
+    info = mx.device_info()
+    if not mx.metal.is_available():
+        return Figures(int(info["free_memory"]), name="free GPU memory")
+    working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
+    return Figures(usable_ram_bytes(), working_set, buffer)
+
+
+def computes_in_place(dtype: mx.Dtype) -> bool:
+    """Whether the native CPU kernels, which read packed blocks where they are, run activations of `dtype`."""
+    return dtype == mx.float32 and mx.default_device() == mx.cpu and native.available()
+
+
+def default_context(args: ModelArgs) -> int:
+    return min(DEFAULT_CONTEXT, args.max_position_embeddings)
+
+
+def split_latent(tensors: dict[str, mx.array]) -> bool:
+    """Whether MLA's up-projection comes as a pair of tensors."""
+    return any(name.endswith(".embed_q.weight") for name in tensors)
 
 
 def default_dtype() -> mx.Dtype:

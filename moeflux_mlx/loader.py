@@ -8,12 +8,14 @@ Methods are called from one thread at a time: the thread that builds and evaluat
 """
 
 import mmap
+import os
 import time
-from collections import OrderedDict
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -22,11 +24,11 @@ from .errors import ExpertIOError
 from .io_mode import IoMode
 from .layout import ExpertLayout
 from .packed import PackedExperts
+from .pool import Key, Slot, SlotPool, on_device
 from .reader import DEFAULT_WORKERS, ExpertReader
 
 DEFAULT_CACHE_BYTES = 2 << 30
-
-Key = tuple[int, int]  # layer, expert
+CLOSED = "the expert loader is closed; load the model again"
 
 
 @dataclass
@@ -35,6 +37,7 @@ class LoaderStats:
 
     A hit was in the pool when asked for; `prefetch_hits` are those that a prefetch brought. `late` are
     misses that a prefetch had already begun to read. `wasted` were read ahead and dropped unused.
+    `wait_seconds` is what the computation waited for reads, `busy_seconds` how long the drive was reading.
     """
 
     hits: int = 0
@@ -45,32 +48,50 @@ class LoaderStats:
     wasted: int = 0
     bytes_read: int = 0
     wait_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
     @property
     def hit_rate(self) -> float:
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
 
+    @property
+    def gb_per_second(self) -> float:
+        """While the drive was reading, in units of 1e9 bytes."""
+        return self.bytes_read / self.busy_seconds / 1e9 if self.busy_seconds else 0.0
 
-@dataclass
+    def since(self, earlier: "LoaderStats") -> "LoaderStats":
+        """What was counted after `earlier`, a copy of these counts."""
+        before = asdict(earlier)
+        return LoaderStats(**{name: value - before[name] for name, value in asdict(self).items()})
+
+
 class ExpertBatch:
     """Experts asked for together: unique `keys`, and for each requested id its place among them.
 
-    `inverse` (int32) and `ready` (bool: in memory when asked for) have the shape of the ids.
+    `inverse` (int32) and `ready` (bool: in memory when asked for) have the shape of the ids. The blocks stay
+    where they are until `release`, or the end of a `with` block.
     """
 
-    loader: "ExpertLoader"
-    keys: list[Key]
-    inverse: np.ndarray
-    ready: np.ndarray
+    def __init__(self, loader: "ExpertLoader", keys: list[Key], inverse: np.ndarray, ready: np.ndarray):
+        self._loader, self.keys, self.inverse, self.ready = loader, keys, inverse, ready
+        self._released = False
 
     def wait(self) -> None:
         """Blocks until every expert is in memory.
 
         Raises:
-            ExpertIOError: a read failed; no failed block is kept, the others are.
+            ExpertIOError: a read failed, or the loader is closed; no failed block is kept, the others are.
+                The batch is released.
         """
-        self.loader.finish(self.keys)
+        try:
+            failures = self._loader.finish(self.keys)
+        except BaseException:
+            self.release()
+            raise
+        if failures:
+            self.release()
+            raise failures.pop()  # a name for it here would keep this frame, and all above it, alive
 
     def weights(self) -> "tuple[np.ndarray | mx.array, np.ndarray]":
         """(blob [S, words] uint32, slots int32 in the shape of the ids): what kernels index.
@@ -78,15 +99,26 @@ class ExpertBatch:
         On the CPU the blob is the mapping or the pool itself, as numpy; on a GPU an mx.array. Rows whose
         read has not finished hold anything; on CUDA call `wait` first.
         """
-        blob, rows = self.loader.locate(self.keys)
+        blob, rows = self._loader.locate(self.keys)
         return blob, rows[self.inverse]
 
     def release(self, out: "mx.array | None" = None) -> None:
         """Lets the blocks be overwritten once `out`, the output of all that reads them, is evaluated.
 
-        None means that the reading is over.
+        None means that the reading is over. `out` is kept while the blocks are: give a small array.
         """
-        self.loader.protect(self.keys, out)
+        if not self._released:
+            self._released = True
+            self._loader.unpin(self.keys, out)
+
+    def __enter__(self) -> "ExpertBatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class ExpertLoader:
@@ -97,7 +129,10 @@ class ExpertLoader:
         mode: mapped, or read into a pool.
         cache_bytes: size of the pool in pread mode.
         least_slots: blocks that one request may ask for; the pool is never smaller.
+        buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
+            some of the layers.
         workers: reading threads.
+        copied: whether blocks are copied into device memory as they arrive; by default on CUDA.
         reader: replaces the default reader (direct I/O), in tests.
 
     Raises:
@@ -111,47 +146,59 @@ class ExpertLoader:
         mode: IoMode,
         cache_bytes: int | None = None,
         least_slots: int | None = None,
+        buffer_bytes: int | None = None,
         workers: int = DEFAULT_WORKERS,
+        copied: bool | None = None,
         reader: ExpertReader | None = None,
     ):
         self.layout = packed.layout
         self.mode = mode
         self.decision = mode.value  # one line that says why this mode; whoever chose it fills it in
-        self.stats = LoaderStats()
+        self._stats, self._busy_before = LoaderStats(), 0.0
         self._closed = False
         self._layers: dict[int, np.ndarray | mx.array] = {}
-        self._pool: SlotPool | None = None
+        self._pools: list[SlotPool] = []
+        self._pool_of: dict[int, SlotPool] = {}
+        self._ahead: list[Key] = []  # the one generation of speculative reads
         if mode is IoMode.MMAP:
             self._layers = {layer: _map(path, self.layout) for layer, path in packed.paths.items()}
             return
         self._reader = reader or ExpertReader(packed, workers=workers)
+        self._stop = weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
-        self._pool = SlotPool(self.layout, cache_bytes or DEFAULT_CACHE_BYTES, least)
-        self._ahead: list[Key] = []  # the one generation of speculative reads
+        self._pools = _pools(self.layout, cache_bytes or DEFAULT_CACHE_BYTES, least, buffer_bytes, copied)
+        self._groups = np.array_split(np.array(self.layout.moe_layers), len(self._pools))
+        self._pool_of = {layer: self._pools[i] for i, group in enumerate(self._groups) for layer in group.tolist()}
+
+    @property
+    def stats(self) -> LoaderStats:
+        if self.mode is IoMode.PREAD:
+            self._stats.busy_seconds = self._reader.busy_seconds - self._busy_before
+        return self._stats
 
     @property
     def note(self) -> str:
         """What the user should know once: direct I/O was refused."""
-        return self._reader.note if self._pool is not None else ""
+        return self._reader.note if self.mode is IoMode.PREAD else ""
 
     @property
     def record_bytes(self) -> int:
         """Bytes that reading one expert takes from the disk."""
-        return self._reader.record_bytes if self._pool is not None else self.layout.expert_size
+        return self._reader.record_bytes if self.mode is IoMode.PREAD else self.layout.expert_size
 
     @property
     def slots(self) -> int:
         """Blocks that the pool holds; 0 when files are mapped."""
-        return 0 if self._pool is None else self._pool.slots
+        return sum(pool.slots for pool in self._pools)
 
     @property
     def resident_blocks(self) -> int:
-        return 0 if self._pool is None else len(self._pool)
+        return sum(map(len, self._pools))
 
     @property
     def in_flight(self) -> list[Key]:
         """Blocks whose read is under way."""
-        return [] if self._pool is None else self._pool.in_flight()
+        return [key for pool in self._pools for key in pool.in_flight()]
 
     def resident(self, layer: int) -> mx.array | None:
         """The whole layer as one array [num_experts, words] that kernels can index by id, if there is one."""
@@ -162,47 +209,58 @@ class ExpertLoader:
         """Asks for the blocks of `ids` (any shape, repeats allowed); the missing ones begin to be read.
 
         Raises:
-            ExpertIOError: the loader is closed.
-            ValueError: more different experts than the pool has slots.
+            ExpertIOError: the loader is closed, or belongs to the process that this one was forked from.
+            ValueError: more different experts than the pool has slots that no other batch holds.
         """
         if self._closed:
-            raise ExpertIOError("the expert loader is closed; load the model again")
+            raise ExpertIOError(CLOSED)
         wanted, inverse = np.unique(ids, return_inverse=True)
         keys = [(layer, expert) for expert in wanted.tolist()]
-        ready = np.ones(len(keys), bool) if self._pool is None else self._admit(self._pool, keys)
         inverse = inverse.reshape(ids.shape).astype(np.int32)
-        return ExpertBatch(self, keys, inverse, ready[inverse])
+        ready = np.ones(len(keys), bool)
+        batch = ExpertBatch(self, keys, inverse, ready)
+        if self._pools:
+            self._collect()
+            self._admit(self._pool_of[layer], keys, ready)
+        batch.ready = ready[inverse]
+        return batch
 
-    def prefetch(self, layer: int, ids: Sequence[int]) -> int:
-        """Begins to read blocks that may be wanted next; returns how many.
+    def prefetch(self, layer: int, ids: Sequence[int]) -> list[int]:
+        """Begins to read blocks that may be wanted next; returns the ids that were not there.
 
-        What the last prefetch queued and nobody has begun to read is dropped first. A block in use is
-        never evicted for a guess.
+        What the last prefetch queued and nobody has begun to read is dropped first. Only what nobody holds
+        and what this call does not ask for is evicted for a guess.
         """
-        pool = self._pool
-        if pool is None or self._closed:
-            return 0
-        self._drop_queued(pool)
-        for expert in ids:
-            key = (layer, int(expert))
-            if key in pool:
+        if self._closed or not self._pools:
+            return []
+        self._drop_queued()
+        self._collect()
+        pool = self._pool_of[layer]
+        missing = [key for key in ((layer, expert) for expert in ids) if pool.find(key) is None]
+        for key in missing:
+            if key in pool:  # asked for twice
                 continue
-            slot = pool.claim(self.stats, for_guess=True)
+            slot = self._claim(pool, for_guess=True)
             if slot is None:
                 break
-            slot.speculative = True
-            slot.future = self._reader.submit(*key, pool.memory(slot), speculative=True)
-            pool.put(key, slot)
+            self._submit(pool, key, slot, speculative=True)
             self._ahead.append(key)
-        self.stats.prefetched += len(self._ahead)
-        return len(self._ahead)
+        self._stats.prefetched += len(self._ahead)
+        return [expert for _, expert in self._ahead]
 
-    def prefetch_next(self, layer: int, held: np.ndarray, ids: np.ndarray) -> None:
-        """`prefetch` for blocks that will be asked for next, without evicting `held` of the same layer."""
-        if self._pool is not None:
-            for expert in held.tolist():
-                self._pool.find((layer, expert))  # now the most recently used
-            self.prefetch(layer, ids.tolist())
+    def demote(self, layer: int, ids: Sequence[int]) -> None:
+        """These blocks are the first to give way.
+
+        A pass over all layers that is larger than the pool would otherwise leave nothing for the next one.
+        """
+        for expert in ids if self._pools else ():
+            self._pool_of[layer].demote((layer, expert))
+
+    def slots_per_layer(self, spare: int = 0) -> int:
+        """An equal share of the pool less `spare` slots; 0 when files are mapped."""
+        return min(
+            (max(pool.slots - spare, 0) // len(self._groups[i]) for i, pool in enumerate(self._pools)), default=0
+        )
 
     def wait_for(self, layer: int) -> None:
         """Blocks until no read of `layer` is under way. Failed guesses are forgotten."""
@@ -213,245 +271,190 @@ class ExpertLoader:
         self._settle(self.in_flight)
 
     def invalidate(self) -> None:
-        """Forgets every block in the pool, so that the next request reads the files again."""
-        if self._pool is not None:
-            self.drain()
-            self._pool.clear(self.stats)
+        """Forgets every block in the pool, so that the next request reads the files again.
+
+        Raises:
+            RuntimeError: a batch has not been released.
+        """
+        self.drain()
+        for pool in self._pools:
+            if pool.pinned_besides([]):
+                raise RuntimeError("the expert pool cannot be emptied while a batch of experts is in use")
+            self._empty(pool)
 
     def reset_stats(self) -> None:
-        self.stats = LoaderStats()
+        self._stats = LoaderStats()
+        self._busy_before = self._reader.busy_seconds if self.mode is IoMode.PREAD else 0.0
 
     def close(self) -> None:
-        """Stops the threads and closes the files; whatever is asked for later raises ExpertIOError."""
-        if not self._closed and self._pool is not None:
-            self._reader.close()
-            self._pool.clear(self.stats)
-        self._closed, self._layers = True, {}
+        """Stops the threads, closes the files, gives memory back; what is asked for later raises ExpertIOError."""
+        if self._closed:
+            return
+        if self._pools:
+            self._stop()
+            self._settle(self.in_flight)
+            for pool in self._pools:
+                self._empty(pool)
+        self._closed, self._layers, self._pools = True, {}, []
 
     # What a batch calls.
 
-    def finish(self, keys: list[Key]) -> None:
-        pool = self._pool
-        if pool is None:
-            return
-        start, failure = time.perf_counter(), None
-        for key in keys:
-            failure = self._arrived(pool, key) or failure
-        self.stats.wait_seconds += time.perf_counter() - start
-        if failure is not None:
-            for key in keys:
-                pool.unpin(key)
-            raise failure
+    def finish(self, keys: list[Key]) -> list[ExpertIOError]:
+        """Waits for the blocks; returns what went wrong, one error at most."""
+        if self._closed:
+            return [ExpertIOError(CLOSED)]
+        start, failures = time.perf_counter(), []
+        for key in keys if self._pools else ():
+            error = self._arrived(self._pool_of[key[0]], key)
+            if error is None and key not in self._pool_of[key[0]]:
+                error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
+            failures += [] if error is None else [error]
+        self._stats.wait_seconds += time.perf_counter() - start
+        return failures[:1]
 
     def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
         if self._closed:
-            raise ExpertIOError("the expert loader is closed; load the model again")
-        if self._pool is not None:
-            return self._pool.locate(keys)
-        return self._layers[keys[0][0]], np.array([expert for _, expert in keys], np.int32)
+            raise ExpertIOError(CLOSED)
+        layer = keys[0][0]
+        if self._pools:
+            return self._pool_of[layer].locate(keys)
+        return self._layers[layer], np.array([expert for _, expert in keys], np.int32)
 
-    def protect(self, keys: list[Key], out: mx.array | None) -> None:
-        if self._pool is not None:
+    def unpin(self, keys: list[Key], out: mx.array | None) -> None:
+        if self._pools:
             for key in keys:
-                self._pool.unpin(key, out)
+                self._pool_of[key[0]].unpin(key, out)
 
     # Inside.
 
-    def _admit(self, pool: "SlotPool", keys: list[Key]) -> np.ndarray:
+    def _admit(self, pool: SlotPool, keys: list[Key], ready: np.ndarray) -> None:
         """Pins the blocks of `keys` and submits the missing reads; tells which are in memory."""
-        if len(keys) > pool.slots:
-            raise ValueError(f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots")
-        pool.unpin_all()
-        missing, ready = [], np.zeros(len(keys), bool)
+        held = pool.pinned_besides(keys)
+        for key in keys:
+            pool.pin(key)
+        if len(keys) + held > pool.slots:
+            raise ValueError(
+                f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots, {held} in use"
+            )
         for i, key in enumerate(keys):
-            slot = self._usable(pool, key)
-            if slot is None:
-                missing.append(key)
-                continue
-            pool.pin(key)
-            ready[i] = slot.future is None
-            self._count(slot)
-        for key in missing:
-            self.stats.misses += 1
-            slot = pool.claim(self.stats)
-            assert slot is not None  # there are at least as many slots as keys
-            slot.future = self._reader.submit(*key, pool.memory(slot))
-            pool.put(key, slot)
-            pool.pin(key)
-        return ready
+            slot = pool.find(key)
+            ready[i] = slot is not None and slot.future is None
+            if slot is not None:
+                self._count(slot)
+        for key in [key for key in keys if key not in pool]:
+            self._stats.misses += 1
+            slot = self._claim(pool)
+            assert slot is not None  # there are at least as many slots as pinned blocks
+            self._submit(pool, key, slot, speculative=False)
 
-    def _usable(self, pool: "SlotPool", key: Key) -> "Slot | None":
-        """The block's slot, unless it is absent or its speculative read failed or was cancelled."""
-        slot = pool.find(key)
-        if slot is not None and slot.future is not None and slot.future.done():
-            return pool.get(key) if self._arrived(pool, key) is None else None
+    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
+        """A slot whose memory nobody reads; evicts blocks if need be. None: not for a guess."""
+        while (slot := pool.take()) is None:
+            key = pool.victim(for_guess)
+            if key is None:
+                return None
+            self._evict(pool, key)
         return slot
 
-    def _count(self, slot: "Slot") -> None:
-        if slot.future is None:
-            self.stats.hits += 1
-            self.stats.prefetch_hits += slot.speculative
+    def _evict(self, pool: SlotPool, key: Key) -> None:
+        slot = pool[key]
+        if slot.future is not None and slot.future.cancel():
+            self._stats.prefetched -= slot.speculative
+        elif self._arrived(pool, key) is not None:
+            return  # the read failed, and the block with it
         else:
-            self.stats.misses += 1
-            self.stats.late += 1
+            self._stats.wasted += slot.speculative
+        pool.drop(key)
+
+    def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
+        slot.speculative = speculative
+        slot.future = self._reader.submit(*key, pool.memory(slot), speculative=speculative)
+        pool.put(key, slot)
+
+    def _count(self, slot: Slot) -> None:
+        if slot.future is None:
+            self._stats.hits += 1
+            self._stats.prefetch_hits += slot.speculative
+        else:
+            self._stats.misses += 1
+            self._stats.late += 1
             self._reader.promote(slot.future)
         slot.speculative = False
 
-    def _arrived(self, pool: "SlotPool", key: Key) -> ExpertIOError | None:
+    def _collect(self) -> None:
+        """Takes in what has arrived, so that it counts as present and may be evicted.
+
+        A failure that a batch will ask about stays until then.
+        """
+        for pool in self._pools:
+            for key in pool.in_flight():
+                future = pool[key].future
+                if future is not None and future.done() and not (pool.pinned(key) and _failed(future)):
+                    self._arrived(pool, key)
+
+    def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
         """Waits for one block; a failed one is dropped and its error returned."""
         slot = pool.get(key)
         if slot is None or slot.future is None:
             return None
         try:
-            self.stats.bytes_read += slot.future.result()
+            error = slot.future.exception()  # not raised here: its traceback would keep the callers' frames
         except CancelledError:
+            error = ExpertIOError("the expert loader was closed while reading")
+        if error is not None:
             pool.drop(key)
-            return ExpertIOError("the expert loader was closed while reading")
-        except ExpertIOError as error:
-            pool.drop(key)
-            return error
-        slot.future = None
-        pool.arrived(slot)
+            return cast(ExpertIOError, error)
+        self._stats.bytes_read += slot.future.result()
+        pool.arrived(key)
         return None
 
-    def _drop_queued(self, pool: "SlotPool") -> None:
+    def _drop_queued(self) -> None:
         for key in self._ahead:
+            pool = self._pool_of[key[0]]
             slot = pool.get(key)
             if slot is not None and slot.speculative and slot.future is not None and slot.future.cancel():
                 pool.drop(key)
-                self.stats.prefetched -= 1
+                self._stats.prefetched -= 1
         self._ahead = []
 
     def _settle(self, keys: list[Key]) -> None:
         for key in keys:
-            assert self._pool is not None
-            self._arrived(self._pool, key)
+            self._arrived(self._pool_of[key[0]], key)
+
+    def _empty(self, pool: SlotPool) -> None:
+        for key in pool.blocks():
+            self._stats.wasted += pool[key].speculative
+            pool.drop(key)
 
 
-@dataclass
-class Slot:
-    """One block in memory or on its way. `guard` must be evaluated before the memory is used again."""
-
-    index: int
-    future: "Future[int] | None" = None
-    guard: mx.array | None = None
-    device: mx.array | None = None
-    speculative: bool = False
+def _failed(future: "Future[int]") -> bool:
+    """Of a finished read."""
+    return future.cancelled() or future.exception() is not None
 
 
-class SlotPool:
-    """Page-aligned memory for blocks, and which block is where, in least-recently-used order.
-
-    The CPU and Metal read the memory in place (Metal adopts it once). CUDA gets a copy of each block in
-    an array of its own, because MLX would copy the whole pool if a pool array were updated.
-    """
-
-    def __init__(self, layout: ExpertLayout, cache_bytes: int, least_slots: int):
-        self.slots = max(cache_bytes // layout.expert_stride, least_slots)
-        self._memory = mmap.mmap(-1, self.slots * layout.expert_stride)
-        self.rows = np.frombuffer(self._memory, np.uint32).reshape(self.slots, -1)
-        on_gpu = mx.default_device() == mx.gpu
-        self._copied = on_gpu and not mx.metal.is_available()
-        self._adopted = mx.from_dlpack(self.rows, copy=False) if on_gpu and not self._copied else None
-        self._free = list(range(self.slots))
-        self._used: OrderedDict[Key, Slot] = OrderedDict()
-        self._pinned: set[Key] = set()
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._used
-
-    def __len__(self) -> int:
-        return len(self._used)
-
-    def get(self, key: Key) -> Slot | None:
-        return self._used.get(key)
-
-    def find(self, key: Key) -> Slot | None:
-        """Like `get`, and counts as a use."""
-        slot = self._used.get(key)
-        if slot is not None:
-            self._used.move_to_end(key)
-        return slot
-
-    def put(self, key: Key, slot: Slot) -> None:
-        self._used[key] = slot
-
-    def claim(self, stats: LoaderStats, for_guess: bool = False) -> Slot | None:
-        """A slot whose memory nobody reads; evicts the least recently used block if none is free.
-
-        For a guess, None when every block is pinned or still arriving.
-        """
-        if self._free:
-            return Slot(self._free.pop())
-        idle = self._oldest(arriving=False)
-        if idle is None and not for_guess:
-            idle = self._oldest(arriving=True)
-        if idle is None:
-            return None
-        old = self._used.pop(idle)
-        if old.future is not None and not old.future.cancel() and old.future.exception() is None:
-            stats.bytes_read += old.future.result()
-        stats.wasted += old.speculative
-        if old.guard is not None:
-            mx.eval(old.guard)
-        return Slot(old.index)
-
-    def _oldest(self, arriving: bool) -> Key | None:
-        """The least recently used block that is not pinned, among those arriving or those here."""
-        for key, slot in self._used.items():
-            if (slot.future is not None) == arriving and key not in self._pinned:
-                return key
-        return None
-
-    def memory(self, slot: Slot) -> memoryview:
-        return memoryview(self.rows[slot.index]).cast("B")
-
-    def arrived(self, slot: Slot) -> None:
-        if self._copied:
-            slot.device = mx.array(self.rows[slot.index])
-
-    def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
-        """(blob, row of each key)."""
-        slots = [self._used[key] for key in keys]
-        if self._copied:
-            copies = [slot.device for slot in slots if slot.device is not None]
-            return mx.stack(copies), np.arange(len(keys), dtype=np.int32)
-        blob = self.rows if self._adopted is None else self._adopted
-        return blob, np.array([slot.index for slot in slots], np.int32)
-
-    def pin(self, key: Key) -> None:
-        self._pinned.add(key)
-
-    def unpin(self, key: Key, guard: mx.array | None = None) -> None:
-        slot = self._used.get(key)
-        if slot is not None:
-            slot.guard = guard
-        self._pinned.discard(key)
-
-    def unpin_all(self) -> None:
-        self._pinned.clear()
-
-    def drop(self, key: Key) -> None:
-        self._free.append(self._used.pop(key).index)
-        self._pinned.discard(key)
-
-    def clear(self, stats: LoaderStats) -> None:
-        """Forgets everything; nothing may be arriving."""
-        for key, slot in list(self._used.items()):
-            if slot.guard is not None:
-                mx.eval(slot.guard)
-            stats.wasted += slot.speculative
-            self.drop(key)
-
-    def in_flight(self) -> list[Key]:
-        return [key for key, slot in self._used.items() if slot.future is not None]
+def _pools(
+    layout: ExpertLayout, cache_bytes: int, least: int, buffer_bytes: int | None, copied: bool | None
+) -> list[SlotPool]:
+    """One pool, or as many as keep each within `buffer_bytes`."""
+    if copied is None:
+        copied = mx.default_device() == mx.gpu and not mx.metal.is_available()
+    total = min(max(cache_bytes // layout.expert_stride, least), layout.total_bytes // layout.expert_stride)
+    at_most = total if buffer_bytes is None else max(buffer_bytes // layout.expert_stride, 1)
+    count = min(-(-total // at_most), max(total // least, 1), len(layout.moe_layers))
+    landing = 2 * least if copied else None
+    return [SlotPool(layout, total // count, landing) for _ in range(count)]
 
 
 def _map(path: Path, layout: ExpertLayout) -> np.ndarray | mx.array:
     """The file as [num_experts, words]: adopted by Metal, copied by CUDA, left mapped for the CPU."""
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), layout.layer_bytes, prot=mmap.PROT_READ)
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size != layout.layer_bytes:
+                raise ExpertIOError(f"{path} has no longer the {layout.layer_bytes} bytes that the layout needs")
+            mapped = mmap.mmap(file.fileno(), layout.layer_bytes, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise error if isinstance(error, ExpertIOError) else ExpertIOError(f"cannot map {path}: {error}") from error
     rows = np.frombuffer(mapped, np.uint32).reshape(layout.num_experts, -1)
     if mx.default_device() != mx.gpu:
         return rows
-    return mx.from_dlpack(rows, copy=False) if mx.metal.is_available() else mx.array(rows)
+    return mx.from_dlpack(rows, copy=False) if mx.metal.is_available() else on_device(rows)

@@ -1,4 +1,4 @@
-"""Guesses which experts the next token or layer will want, and learns where guessing pays.
+"""Guesses which experts the next token or layer will want, and learns where and when guessing pays.
 
 Two predictors: the experts that the layer used for the previous token, and the next layer's router
 applied to this layer's hidden state. Published recall on real models is 25-43 % for the first and
@@ -6,6 +6,7 @@ applied to this layer's hidden state. Published recall on real models is 25-43 %
 default. A guess changes when bytes are read, never which bytes are used. It knows ids, not bytes.
 """
 
+import statistics
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,9 @@ WARMUP = 32  # judged guesses before a layer may be switched off
 LEAST_USEFUL = 0.5  # share of guessed reads that must be used: a wasted read delays a needed one by as much
 MEMORY = 0.95  # weight of the past in the running share
 RETRY = 512  # guesses that a layer sits out before it is tried again
+TURN = 4  # tokens in a row with, then without reading ahead while a trial lasts
+TURNS = 6
+VERDICT = 384  # tokens that a verdict holds: a trial costs at most half of its tokens' loss
 
 
 @dataclass
@@ -31,11 +35,9 @@ class Predictor:
     """Per-layer predictions and their record.
 
     Args:
-        depth: how many of the most confident candidates to take.
-        confidence: a candidate must have this share of the top candidate's probability.
+        confidence: a foreseen expert must have this share of the weight of the token's first one.
     """
 
-    depth: int
     confidence: float = 0.3
     layers: dict[int, LayerRecord] = field(default_factory=dict)
 
@@ -43,18 +45,19 @@ class Predictor:
         return self.layers.setdefault(layer, LayerRecord())
 
     def observe(self, layer: int, ids: np.ndarray) -> None:
-        """The experts that `layer` really used for this token."""
+        """The experts [T, K] that `layer` really used."""
         self.record(layer).previous = np.unique(ids)
 
-    def previous(self, layer: int) -> np.ndarray:
-        """Experts of the previous token; empty at first."""
+    def previous(self, layer: int) -> list[int]:
+        """Experts of the previous token; none at first."""
         found = self.record(layer).previous
-        return np.empty(0, np.int64) if found is None else found
+        return [] if found is None else found.tolist()
 
-    def confident(self, ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
-        """Of candidates [T, N] sorted by score, those near enough to the best, at most `depth` a row."""
-        keep = scores[:, : self.depth] >= self.confidence * scores[:, :1]
-        return np.unique(ids[:, : self.depth][keep])
+    def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
+        """Of foreseen experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
+        order = np.argsort(-weights[0], kind="stable")
+        keep = weights[0, order] >= self.confidence * weights[0, order[0]]
+        return ids[0, order[keep]].tolist()
 
     def pays(self, layer: int) -> bool:
         """Whether to guess for this layer; a layer that was switched off is tried again after a while."""
@@ -66,12 +69,38 @@ class Predictor:
             self.layers[layer] = LayerRecord(previous=record.previous)
         return False
 
-    def judge(self, layer: int, used: int, wasted: int) -> None:
-        """Of the experts read ahead for `layer`, how many its next token used."""
+    def judge(self, layer: int, ahead: list[int], ids: np.ndarray) -> None:
+        """Compares the experts read `ahead` for `layer` with those that its token used."""
         record = self.record(layer)
-        for value in [1.0] * used + [0.0] * wasted:
-            record.useful = MEMORY * record.useful + (1 - MEMORY) * value
+        used = set(ids.reshape(-1).tolist())
+        for expert in ahead:
+            record.useful = MEMORY * record.useful + (1 - MEMORY) * (expert in used)
             record.judged += 1
 
-    def reset(self) -> None:
-        self.layers.clear()
+
+class Trial:
+    """Whether reading ahead makes tokens faster on this machine, drive and text: tried, not predicted.
+
+    A busy drive or processor makes even good guesses a loss. Turns of a few tokens with and without reading
+    ahead alternate; the smaller median time wins and stays until the next trial. Without a clear winner
+    nothing is read ahead.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = True
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._left = 0  # tokens for which the verdict still holds
+
+    def token(self, seconds: float) -> None:
+        """One more token took so long."""
+        if self._left:
+            self._left -= 1
+            return
+        self._times[self.ahead].append(seconds)
+        done = len(self._times[True]) + len(self._times[False])
+        if done < TURN * TURNS:
+            self.ahead = done // TURN % 2 == 0
+            return
+        self.ahead = statistics.median(self._times[True]) < statistics.median(self._times[False])
+        self._left = VERDICT
+        self._times = {True: [], False: []}

@@ -10,6 +10,7 @@ import fcntl
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from .packed import PackedExperts
 
 ALIGNMENT = 4096  # what O_DIRECT wants of offsets, lengths and addresses on every common device
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
-DEFAULT_WORKERS = 4  # two to four readers reach a drive's ceiling with records of a megabyte and more
+DEFAULT_WORKERS = 8  # two to four readers reach a drive's ceiling with records of a megabyte and more
 
 Preadv = Callable[[int, list[memoryview], int], int]
 
@@ -58,10 +59,17 @@ class ExpertReader:
         self.direct = direct and self.layout.expert_stride % ALIGNMENT == 0
         self._opening = threading.Lock()
         self._descriptors: list[int] = []
-        self._files = self._open()
+        self._identity: dict[int, tuple[int, ...]] = {}
+        try:
+            self._files = self._open()
+        except ExpertIOError:
+            self._close_files()
+            raise
         self._queue: tuple[deque[_Read], deque[_Read]] = (deque(), deque())  # wanted now, speculative
         self._wake = threading.Condition()
         self._closed = False
+        self._process = os.getpid()
+        self._active, self._busy, self._busy_since = 0, 0.0, 0.0
         names = [f"expert-reader-{i}" for i in range(workers)]
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
         for thread in self._threads:
@@ -72,12 +80,23 @@ class ExpertReader:
         """Bytes of one read: the whole stride past the page cache, only the expert through it."""
         return self.layout.expert_stride if self.direct else self.layout.expert_size
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time during which at least one read was under way."""
+        with self._wake:
+            return self._busy + (time.perf_counter() - self._busy_since if self._active else 0.0)
+
     def submit(self, layer: int, expert: int, target: memoryview, speculative: bool = False) -> "Future[int]":
         """Queues one record; the future gives the bytes read, or an ExpertIOError.
 
         Args:
             target: writable bytes, `expert_stride` long, page-aligned when `direct`.
+
+        Raises:
+            ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
         """
+        if os.getpid() != self._process:
+            raise ExpertIOError("the model was loaded before this process was forked; load it in this process")
         read = _Read(layer, expert, target, Future())
         with self._wake:
             if self._closed:
@@ -96,7 +115,9 @@ class ExpertReader:
                     return
 
     def close(self) -> None:
-        """Cancels what is queued, waits for what is running, closes the files."""
+        """Cancels what is queued, waits for what is running, closes the files. More than once does no harm."""
+        if os.getpid() != self._process:
+            return
         with self._wake:
             self._closed = True
             for queue in self._queue:
@@ -105,7 +126,11 @@ class ExpertReader:
                 queue.clear()
             self._wake.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # the garbage collector may call from anywhere
+                thread.join()
+        self._close_files()
+
+    def _close_files(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -118,10 +143,32 @@ class ExpertReader:
                     return
                 read = (self._queue[False] or self._queue[True]).popleft()
             if read.future.set_running_or_notify_cancel():
-                try:
-                    read.future.set_result(self._read(read))
-                except OSError as error:
-                    read.future.set_exception(_typed(read, error))
+                self._begin()
+                outcome = self._attempt(read)
+                self._end()
+                if isinstance(outcome, ExpertIOError):
+                    read.future.set_exception(outcome)
+                else:
+                    read.future.set_result(outcome)
+
+    def _begin(self) -> None:
+        with self._wake:
+            self._active += 1
+            if self._active == 1:
+                self._busy_since = time.perf_counter()
+
+    def _end(self) -> None:
+        with self._wake:
+            self._active -= 1
+            if self._active == 0:
+                self._busy += time.perf_counter() - self._busy_since
+
+    def _attempt(self, read: _Read) -> int | ExpertIOError:
+        """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
+        try:
+            return self._read(read)
+        except Exception as error:
+            return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
 
     def _read(self, read: _Read) -> int:
         """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
@@ -151,12 +198,23 @@ class ExpertReader:
             for layer, path in self._paths.items():
                 files[layer] = _open_file(path, self.direct)
                 self._descriptors.append(files[layer])
+                self._check(layer, path, os.fstat(files[layer]))
+        except ExpertIOError:
+            raise
         except OSError as error:
             if not self.direct or error.errno != errno.EINVAL:
                 raise ExpertIOError(f"cannot open expert files: {error}") from error
             self._fall_back(error)
             return self._open()
         return files
+
+    def _check(self, layer: int, path: os.PathLike[str], found: os.stat_result) -> None:
+        """The file has its length, and is the one that was opened first: old and new bytes never mix."""
+        if found.st_size != self.layout.layer_bytes:
+            raise ExpertIOError(f"{path} has {found.st_size} bytes; the layout needs {self.layout.layer_bytes}")
+        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        if self._identity.setdefault(layer, identity) != identity:
+            raise ExpertIOError(f"{path} was replaced while open; load the model again")
 
     def _give_up_direct(self, error: OSError) -> None:
         """Opens the files again, through the page cache. Others may still read the old descriptors."""
@@ -180,7 +238,3 @@ def _open_file(path: os.PathLike[str], direct: bool) -> int:
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     return fd
-
-
-def _typed(read: _Read, error: OSError) -> ExpertIOError:
-    return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")

@@ -3,16 +3,18 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
+from . import cpu
 from .cache import Cache
 from .errors import ModelFileError, RequestError
 from .sampling import LogitsProcessor, Sampler, make_sampler
 
 if TYPE_CHECKING:
+    from .loader import LoaderStats
     from .model import Model
     from .tokenizer import TokenizerWrapper
 
@@ -25,6 +27,9 @@ class GenerationResponse:
 
     `text` is what this step adds; `logprobs` [vocab_size]; rates in tokens per second; `peak_memory` in
     GB (1e9 bytes) of MLX's allocations. The last response has `finish_reason` "stop" or "length".
+    The figures of expert I/O are those of the tokens after the first: the share of experts that were in
+    memory, bytes read for a token, GB/s while the drive was reading, seconds that computing waited; all 0
+    when experts are mapped.
     """
 
     text: str
@@ -37,6 +42,10 @@ class GenerationResponse:
     generation_tps: float
     peak_memory: float
     finish_reason: str | None = None
+    expert_hit_rate: float = 0.0
+    expert_bytes_per_token: float = 0.0
+    expert_gb_per_second: float = 0.0
+    expert_wait_seconds: float = 0.0
 
 
 def make_prompt_cache(model: "Model") -> list[Cache]:
@@ -72,8 +81,6 @@ def generate_step(
     tokens = _checked_prompt(prompt, model.args.vocab_size)
     if max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
-    if prefill_step_size < 1:
-        raise RequestError(f"prefill_step_size is {prefill_step_size}; it must be positive")
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     step = _Step(model, cache, sampler or make_sampler(), logits_processors)
     report = prompt_progress_callback or (lambda done, total: None)
@@ -86,9 +93,7 @@ def generate_step(
         if produced == 0:
             report(len(tokens), len(tokens))
         if math.isnan(cast(float, logprobs[0].item())):
-            raise ModelFileError(
-                "the model's logits are NaN: a weight is damaged; run convert again with --verify"
-            )
+            raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
         yield cast(int, token.item()), logprobs
         chunk, produced = token.astype(mx.uint32), produced + 1
 
@@ -96,9 +101,7 @@ def generate_step(
 class _Step:
     """One call of the model: chunk [L] in, the next token [1] and its logprobs [vocab_size] out."""
 
-    def __init__(
-        self, model: "Model", cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]
-    ):
+    def __init__(self, model: "Model", cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
         self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
         self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
 
@@ -108,7 +111,7 @@ class _Step:
             self.seen = mx.concatenate([self.seen, chunk])
             for process in self.processors:
                 logits = process(self.seen, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = cpu.log_softmax(logits)
         return self.sampler(logprobs), logprobs[0]
 
 
@@ -120,6 +123,8 @@ def prefill(
     report: Callable[[int], Any] = lambda n: None,
 ) -> int:
     """Runs `tokens` [N] through the model into `cache`, `step_size` at a time; returns N."""
+    if step_size < 1:
+        raise RequestError(f"prefill_step_size is {step_size}; it must be positive")
     done = 0
     report(done)
     while done < len(tokens):
@@ -154,11 +159,9 @@ def stream_generate(
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
     detokenizer = tokenizer.detokenizer
-    clock = _Clock(len(prompt))
+    clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
     finish_reason = None
-    for n, (token, logprobs) in enumerate(
-        generate_step(prompt, model, max_tokens=max_tokens, **kwargs), start=1
-    ):
+    for n, (token, logprobs) in enumerate(generate_step(prompt, model, max_tokens=max_tokens, **kwargs), start=1):
         clock.tick()
         if token in tokenizer.eos_token_ids:
             finish_reason = "stop"
@@ -175,14 +178,13 @@ def stream_generate(
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
             **clock.rates(),
+            **meter.figures(n),
         )
         if finish_reason:
             return
 
 
-def generate(
-    model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], **kwargs: Any
-) -> str:
+def generate(model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], **kwargs: Any) -> str:
     """The whole text of `stream_generate`."""
     return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **kwargs))
 
@@ -193,9 +195,7 @@ def _checked_prompt(prompt: Sequence[int] | mx.array, vocab_size: int) -> mx.arr
         raise RequestError("the prompt is empty; give at least one token")
     low, high = cast(int, tokens.min().item()), cast(int, tokens.max().item())
     if low < 0 or high >= vocab_size:
-        raise RequestError(
-            f"prompt token {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
-        )
+        raise RequestError(f"prompt token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
     return tokens.astype(mx.uint32)
 
 
@@ -219,4 +219,25 @@ class _Clock:
             "prompt_tps": self.prompt_tokens / max(self.first - self.start, 1e-9),
             "generation_tokens": self.tokens,
             "generation_tps": (self.tokens - 1) / generating if self.tokens > 1 else 0.0,
+        }
+
+
+class _ExpertMeter:
+    """Expert I/O of the tokens after the first."""
+
+    def __init__(self, model: "Model"):
+        self.experts = getattr(model, "experts", None)
+        self.before: LoaderStats | None = None
+
+    def figures(self, tokens: int) -> dict[str, Any]:
+        """Call after each token; `tokens` is how many there have been."""
+        if self.experts is None or self.before is None:
+            self.before = None if self.experts is None else replace(self.experts.stats)
+            return {}
+        since = self.experts.stats.since(self.before)
+        return {
+            "expert_hit_rate": since.hit_rate,
+            "expert_bytes_per_token": since.bytes_read / (tokens - 1),
+            "expert_gb_per_second": since.gb_per_second,
+            "expert_wait_seconds": since.wait_seconds,
         }

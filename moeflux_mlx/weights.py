@@ -17,7 +17,8 @@ from .model import Model
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 KEPT_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
-ROUTER = ".mlp.gate"
+EMBEDDING = ".embed_tokens"
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 
 
 def read_resident(path: Path) -> dict[str, mx.array]:
@@ -38,25 +39,42 @@ def read_resident(path: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def fill(
-    model: Model, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
-) -> None:
+def resident_bytes(tensors: dict[str, mx.array], dtype: mx.Dtype) -> int:
+    """Bytes of `tensors` as `fill` keeps them; reads nothing."""
+    return sum(_kept_bytes(name, tensor, dtype) for name, tensor in tensors.items())
+
+
+def _kept_bytes(name: str, tensor: mx.array, dtype: mx.Dtype) -> int:
+    if tensor.dtype == mx.uint32:
+        return tensor.nbytes
+    path, _, leaf = name.rpartition(".")
+    kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith(ROUTERS) else dtype
+    if leaf in ("scales", "biases") and not path.endswith(EMBEDDING):
+        kept = _affine_dtype(tensor, kept)
+    return tensor.size * kept.size
+
+
+def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype) -> None:
     """Gives every parameter of `model` its tensor, converted once to what the arithmetic needs.
 
     Scales, biases, norms and dense matrices become `dtype`; the router and the decay parameters float32.
+    `tensors` is emptied, so that no tensor is in memory twice.
 
     Raises:
         ModelFileError: a tensor is missing, unknown, misshapen, of the wrong type, or not finite.
     """
-    left = dict(tensors)
+    left = tensors
     matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
     for path, module in matrices.items():
-        _fill_weight(path, module, left, quantization, mx.float32 if path.endswith(ROUTER) else dtype)
+        _fill_weight(path, module, left, quantization, mx.float32 if path.endswith(ROUTERS) else dtype)
     for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         path, _, leaf = name.rpartition(".")
         if path not in matrices:
             kept = mx.float32 if leaf in KEPT_FLOAT32 else dtype
             setattr(_module(model, path), leaf, _take_float(left, name, parameter.shape).astype(kept))
+    for module in model.modules():
+        if hasattr(module, "stack_inputs"):
+            module.stack_inputs()
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())
@@ -72,19 +90,26 @@ def _module(model: Model, path: str) -> Any:
 def _fill_weight(
     path: str, module: Weight, left: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
 ) -> None:
-    if f"{path}.scales" not in left:
-        module.weight = _take_float(left, f"{path}.weight", module.shape).astype(dtype)
+    weight = _take(left, f"{path}.weight")
+    if f"{path}.scales" not in left and weight.dtype in FLOATS:
+        module.weight, module.filled = _checked_float(f"{path}.weight", weight, module.shape).astype(dtype), True
         mx.eval(module.weight)
         return
-    weight = _take(left, f"{path}.weight")
-    module.group_size, module.bits = _geometry(
-        path, module.shape, weight, left[f"{path}.scales"], quantization
-    )
+    if f"{path}.scales" not in left:
+        raise ModelFileError(f"tensor {path}.scales is missing; {path}.weight is {weight.dtype}")
+    module.group_size, module.bits = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
     module.weight = weight
     grouped = (*module.shape[:-1], module.shape[-1] // module.group_size)
-    module.scales = _take_float(left, f"{path}.scales", grouped).astype(dtype)
-    module.biases = _take_float(left, f"{path}.biases", grouped).astype(dtype)
+    for name in ("scales", "biases"):
+        tensor = _take_float(left, f"{path}.{name}", grouped)
+        setattr(module, name, tensor.astype(dtype if path.endswith(EMBEDDING) else _affine_dtype(tensor, dtype)))
     mx.eval(module.weight, module.scales, module.biases)
+
+
+def _affine_dtype(tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
+    """Of scales and biases: the CPU reads less when they stay bfloat16, and computes in float32 all the same."""
+    on_cpu = dtype == mx.float32 and mx.default_device() == mx.cpu
+    return tensor.dtype if on_cpu and tensor.dtype == mx.bfloat16 else dtype
 
 
 def _geometry(
@@ -116,7 +141,10 @@ def _check_shape(name: str, tensor: mx.array, wanted: tuple[int, ...]) -> None:
 
 
 def _take_float(left: dict[str, mx.array], name: str, shape: tuple[int, ...]) -> mx.array:
-    tensor = _take(left, name)
+    return _checked_float(name, _take(left, name), shape)
+
+
+def _checked_float(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
     _check_shape(name, tensor, shape)
     if tensor.dtype not in FLOATS:
         raise ModelFileError(f"tensor {name} is {tensor.dtype}; expected float32, bfloat16 or float16")

@@ -1,8 +1,10 @@
 """The RAM gate and the expert loader: both modes give the file's bytes, and failures are typed."""
 
 import errno
+import gc
 import os
 import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -150,7 +152,7 @@ def test_a_closed_loader(packed, mode):
         loader.acquire(0, np.array([0]))
     with pytest.raises(ExpertIOError, match="closed"):
         batch.weights()
-    assert loader.prefetch(0, [1]) == 0
+    assert loader.prefetch(0, [1]) == []
 
 
 def test_more_experts_than_slots(packed):
@@ -213,28 +215,173 @@ def test_einval_from_buffered_reads_is_an_error(packed):
     loader.close()
 
 
-def test_a_guarded_block_is_not_overwritten_before_its_reader_is_evaluated(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=1)
-    batch = loader.acquire(0, np.array([0]))
-    batch.wait()
-    blob, slots = batch.weights()
-    evaluated = []
-    out = Evaluated(evaluated)
-    batch.release(out.array)
-    loader.acquire(0, np.array([1])).wait()
-    assert out.was_evaluated()
+@pytest.fixture
+def small(packed):
+    """A loader of two slots."""
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2)
+    yield loader
+    loader.close()
+
+
+def test_a_guarded_block_is_not_overwritten_before_its_reader_is_evaluated(small):
+    evaluated = Evaluated(2)
+    for out in evaluated.arrays:  # two computations read the same block
+        batch = small.acquire(0, np.array([0, 1]))
+        batch.wait()
+        batch.release(out)
+    small.acquire(0, np.array([2, 3])).wait()
+    assert evaluated.count() == 2
+
+
+def test_a_batch_in_use_keeps_its_blocks(small):
+    first = small.acquire(0, np.array([0]))
+    second = small.acquire(0, np.array([1]))
+    with pytest.raises(ValueError, match="1 experts .* 2 slots, 2 in use"):
+        small.acquire(0, np.array([2]))
+    with pytest.raises(RuntimeError, match="in use"):
+        small.invalidate()
+    del first  # forgotten ones do not count
+    small.acquire(0, np.array([2])).wait()
+    second.wait()
+    second.release()
+
+
+def test_a_guess_does_not_evict_what_it_asks_for(small, packed):
+    for expert in (0, 1):
+        small.acquire(0, np.array([expert])).wait()
+    assert small.prefetch(0, [2, 0]) == [2]  # 0 is the older one
+    small.drain()
+    batch = small.acquire(0, np.array([0, 2]))
+    assert batch.ready.all()
+
+
+def test_wrong_guesses_do_not_fill_the_pool(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4)
+    for guess in (1, 2, 3, 4, 5):
+        loader.acquire(0, np.array([0])).wait()
+        loader.prefetch(1, [guess])
+        for key in loader.in_flight:
+            loader._pools[0].get(key).future.result()
+    for _ in range(2):
+        batch = loader.acquire(0, np.arange(4))
+        batch.wait()
+        batch.release()
+    assert batch.ready.all()
+    assert loader.stats.wasted >= 3
+    loader.close()
+
+
+def test_demoted_blocks_give_way_first(small):
+    for expert in (0, 1):
+        small.acquire(0, np.array([expert])).wait()
+    small.demote(0, [1, 5])
+    small.acquire(0, np.array([2])).wait()
+    assert small.acquire(0, np.array([0])).ready.all()
+
+
+def test_several_buffers_hold_whole_layers(packed):
+    stride = packed.layout.expert_stride
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=8 * stride, least_slots=2, buffer_bytes=5 * stride)
+    assert [pool.slots for pool in loader._pools] == [4, 4]
+    for layer in (0, 1):
+        assert np.array_equal(blocks(loader.acquire(layer, np.arange(4))), records(packed, layer)[:4])
+    assert not np.shares_memory(loader._pools[0].rows, loader._pools[1].rows)
+    loader.close()
+
+
+def test_blocks_copied_to_a_device(packed):
+    """As on CUDA: an array for each block, and a landing place that is free again once it is copied."""
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1 << 20, least_slots=2, copied=True)
+    assert len(loader._pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
+    for _ in range(2):
+        for start in range(0, EXPERTS, 2):
+            batch = loader.acquire(1, np.array([start, start + 1, start]))
+            assert np.array_equal(blocks(batch), records(packed, 1)[[start, start + 1, start]])
+            assert batch.weights()[0].shape[0] == 2
+    assert loader.stats.hits == EXPERTS
+    loader.close()
+
+
+def test_closing_while_reads_are_under_way(packed):
+    before = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else set()
+    threads = set(threading.enumerate())
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, workers=2, preadv=faults))
+    faults.plan = ["slow"] * 20
+    batch = loader.acquire(0, np.arange(EXPERTS))
+    loader.prefetch(1, range(EXPERTS))
+    loader.close()
+    with pytest.raises(ExpertIOError, match="closed"):
+        batch.wait()
+    assert loader.stats.bytes_read < 2 * EXPERTS * loader.record_bytes
+    assert set(threading.enumerate()) == threads
+    if before:
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):
+    threads = set(threading.enumerate())
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    loader.acquire(0, np.arange(EXPERTS))
+    descriptors = list(loader._reader._descriptors)
+    assert set(threading.enumerate()) > threads and descriptors
+    del loader
+    gc.collect()
+    assert set(threading.enumerate()) == threads
+    for descriptor in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    child = os.fork()
+    if child == 0:
+        try:
+            loader.acquire(0, np.array([0]))
+        except ExpertIOError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert np.array_equal(blocks(loader.acquire(0, np.array([0])))[0], records(packed, 0)[0])
+    loader.close()
+
+
+def test_whatever_goes_wrong_in_a_thread_reaches_the_caller(packed):
+    def preadv(fd, buffers, offset):
+        raise ZeroDivisionError("planted")
+
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, preadv=preadv))
+    for _ in range(2 * EXPERTS):
+        with pytest.raises(ExpertIOError, match="planted"):
+            loader.acquire(0, np.array([0])).wait()
+    loader.close()
+
+
+def test_new_bytes_after_invalidate(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    old = blocks(loader.acquire(0, np.array([3])))[0].copy()
+    with open(packed.paths[0], "r+b") as file:
+        file.write(bytes(packed.layout.layer_bytes))
+        os.fsync(file.fileno())
+    assert np.array_equal(blocks(loader.acquire(0, np.array([3])))[0], old)
+    loader.invalidate()
+    assert not blocks(loader.acquire(0, np.array([3]))).any()
     loader.close()
 
 
 class Evaluated:
-    """A lazy array and a way to tell whether it was evaluated: unevaluated arrays have not raised the count."""
+    """Lazy arrays, and how many have been evaluated: an unevaluated one takes no memory."""
 
-    def __init__(self, calls):
-        self.array = mx.ones((4,)) + 1
+    def __init__(self, count):
+        self.size = 1 << 20
+        self.arrays = [mx.full((self.size,), value, mx.uint8) for value in range(count)]
         self._before = mx.get_active_memory()
 
-    def was_evaluated(self):
-        return mx.get_active_memory() > self._before
+    def count(self):
+        return round((mx.get_active_memory() - self._before) / self.size)
 
 
 @cache
@@ -294,6 +441,10 @@ class LoaderMachine(RuleBasedStateMachine):
     def drain(self):
         self.loader.drain()
         assert not self.loader.in_flight
+
+    @rule(layer=layers, ids=some_ids)
+    def demote(self, layer, ids):
+        self.loader.demote(layer, ids)
 
     @rule()
     def invalidate(self):

@@ -1,0 +1,173 @@
+"""`python -m moeflux_mlx.plan`: what a model needs in memory, how it will be read, and how fast the disk lets it run.
+
+Nothing is loaded. A named variant needs no files at all: its resident weights are counted from the shapes.
+"""
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from .command import DTYPES, configure_mlx, gigabytes
+from .config import DEEPSEEK_V3, ModelArgs, variants
+from .errors import MoefluxError, RequestError
+from .io_mode import Figures, IoMode
+from .layout import BITS, GROUP_SIZE, ExpertLayout
+from .linear import Weight
+from .load import computes_in_place, default_context, default_dtype, machine_figures, resolve
+from .memory import RUNTIME_BYTES, Demand, MemoryPlan, plan_memory
+from .model import Model
+from .moe import RoutedExpertsCall
+from .packed import PackedExperts
+from .pool import page_aligned
+from .reader import ExpertReader
+from .weights import read_resident, resident_bytes
+
+ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # conversions keep them at 8 bits
+HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
+MEASURED_BYTES = 1 << 30
+IN_FLIGHT = 16  # reads queued at once when the disk is measured
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m moeflux_mlx.plan",
+        description="Plan memory, expert I/O and the speed that a disk allows; loads nothing.",
+    )
+    add = made.add_argument
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="directory of a packed model, or Hugging Face repo id org/name")
+    which.add_argument("--variant", help=f"a known model by name: {', '.join(variants())}")
+    add("--ram-gb", type=float, help="plan for this much memory, in units of 1e9 bytes; default: this machine's")
+    add("--context", type=int, help="positions that the caches hold; default: 8192, or the model's limit if less")
+    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+    add("--expert-io", choices=("auto", "mmap", "pread"), default="auto", help="how experts are read (%(default)s)")
+    add("--expert-cache-gb", type=float, help="memory for streamed experts; default: what is left")
+    add("--measure-disk", action="store_true", help="read experts of --model directly, and give tokens per second")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = parser().parse_args(argv)
+    configure_mlx()
+    try:
+        return run(options)
+    except MoefluxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    if options.measure_disk and not options.model:
+        raise RequestError("--measure-disk reads a model's files; give --model instead of --variant")
+    packed = None
+    if options.variant:
+        args = ModelArgs.from_variant(options.variant)
+        layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
+    else:
+        path = resolve(options.model)
+        args = ModelArgs.from_file(path)
+        packed = PackedExperts.open(path, args)
+        layout, resident = packed.layout, resident_bytes(read_resident(path), dtype)
+    demand = Demand(
+        resident=resident,
+        context=default_context(args) if options.context is None else options.context,
+        itemsize=dtype.size,
+        in_place=computes_in_place(dtype),
+        expert_io=options.expert_io,
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+    )
+    plan = plan_memory(args, layout, figures(options.ram_gb), demand)
+    speed = measure_disk(packed) if options.measure_disk and packed is not None else None
+    print("\n".join([*memory_lines(plan, layout), *speed_lines(args, layout, plan, speed)]))
+    return 0
+
+
+def figures(ram_gb: float | None) -> Figures:
+    """This machine's, or a machine with so much memory and no other limit."""
+    nbytes = gigabytes("--ram-gb", ram_gb)
+    return machine_figures() if nbytes is None else Figures(nbytes)
+
+
+def variant_bytes(args: ModelArgs, dtype: mx.Dtype) -> int:
+    """Resident weights of a model that is not here, as conversions store them: 4 bits, routers 8."""
+    model = Model(args, cast(RoutedExpertsCall, None))  # never called
+    tensors: dict[str, mx.array] = {}  # lazy zeros: only their shapes are looked at
+    matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
+    for path, module in matrices.items():
+        if path.endswith(".mlp.gate") and args.model_type == DEEPSEEK_V3:
+            tensors[f"{path}.weight"] = module.weight
+            continue
+        *rows, columns = module.shape
+        bits = 8 if path.endswith(ROUTERS) else BITS
+        tensors[f"{path}.weight"] = mx.zeros((*rows, columns * bits // 32), mx.uint32)
+        for part in ("scales", "biases"):
+            tensors[f"{path}.{part}"] = mx.zeros((*rows, columns // GROUP_SIZE), mx.bfloat16)
+    for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
+        if name.rpartition(".")[0] not in matrices:
+            tensors[name] = parameter
+    return resident_bytes(tensors, dtype)
+
+
+def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
+    demand, memory = plan.demand, plan.figures.memory
+    rows = [
+        ("resident weights", demand.resident, ""),
+        ("state", plan.state, f"  for a context of {demand.context}"),
+        ("temporary", plan.activations, f"  for {demand.prefill_step_size} tokens at once"),
+        ("runtime", RUNTIME_BYTES, ""),
+    ]
+    if plan.mode is IoMode.PREAD:
+        share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
+        rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
+    rows += [("in all", plan.total, ""), ("left", memory - plan.total, f"  of {_gb(memory)} {plan.figures.name}")]
+    return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
+
+
+def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, speed: float | None) -> list[str]:
+    """Bytes that a token takes from the disk at several hit rates; tokens per second if `speed` (bytes/s) is known."""
+    lines = [] if speed is None else [f"disk: {speed / 1e9:.2f} GB/s reading whole experts past the page cache"]
+    if plan.mode is IoMode.MMAP:
+        first = "" if speed is None else f", which takes at least {plan.experts / speed:.1f} s"
+        return [*lines, f"experts are mapped and stay in memory once they have been read{first}"]
+    all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    for rate in HIT_RATES:
+        nbytes = all_bytes * (1 - rate)
+        bound = "" if speed is None else f"  at most {speed / nbytes:.2f} tokens/s"
+        lines.append(f"hit rate {rate:4.0%}: {_gb(nbytes)} a token{bound}")
+    return lines
+
+
+def measure_disk(packed: PackedExperts) -> float:
+    """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
+    layout, reader = packed.layout, ExpertReader(packed)
+    every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
+    count = max(min(MEASURED_BYTES // layout.expert_stride, len(every)), 1)
+    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.words), deque[Future[int]](), 0
+    start = time.perf_counter()
+    for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
+        if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row
+            nbytes += waiting.popleft().result()
+        layer, expert = every[choice]
+        waiting.append(reader.submit(layer, expert, memoryview(memory[i % IN_FLIGHT]).cast("B")))
+    nbytes += sum(future.result() for future in waiting)
+    seconds = time.perf_counter() - start
+    reader.close()
+    return nbytes / seconds
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3f} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Memory for expert blocks: which block lies in which slot, who still reads it, and which gives way next.
+
+The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every block in an array of
+its own in device memory, because updating an array that others refer to would copy all of it; there the
+host memory is only a landing place. It knows neither files nor threads, only futures.
+"""
+
+import contextlib
+import mmap
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .layout import ExpertLayout
+
+Key = tuple[int, int]  # layer, expert
+
+
+@dataclass
+class Slot:
+    """One block in memory or on its way: in row `row` of the memory, or copied to `device`.
+
+    `guard` must be evaluated before the memory is used again.
+    """
+
+    row: int
+    future: "Future[int] | None" = None
+    guard: mx.array | None = None
+    device: mx.array | None = None
+    speculative: bool = False
+
+
+class SlotPool:
+    """At most `slots` blocks in least-recently-used order.
+
+    Args:
+        layout: gives the size of a block.
+        slots: blocks that are kept.
+        landing: None keeps blocks where they were read to. A number copies each into an array of its own
+            as it arrives, and that many blocks may be on their way at once.
+    """
+
+    def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None):
+        self.slots = slots
+        self._copied = landing is not None
+        self.rows = page_aligned(slots if landing is None else landing, layout.words)
+        on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
+        self._adopted = mx.from_dlpack(self.rows, copy=False) if on_metal else None
+        self._free = list(range(len(self.rows)))
+        self._used: OrderedDict[Key, Slot] = OrderedDict()
+        self._pins: Counter[Key] = Counter()
+        self._arriving: set[Key] = set()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._used
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __getitem__(self, key: Key) -> Slot:
+        return self._used[key]
+
+    def get(self, key: Key) -> Slot | None:
+        return self._used.get(key)
+
+    def find(self, key: Key) -> Slot | None:
+        """Like `get`, and counts as a use."""
+        slot = self._used.get(key)
+        if slot is not None:
+            self._used.move_to_end(key)
+        return slot
+
+    def put(self, key: Key, slot: Slot) -> None:
+        """Files a claimed slot, its read submitted."""
+        self._used[key] = slot
+        self._arriving.add(key)
+
+    def victim(self, for_guess: bool) -> Key | None:
+        """The block to evict before `take` can succeed: the least recently used one that is not pinned.
+
+        One that is still arriving only if there is no other, and not for a guess.
+        """
+        row_wanted, arriving = self._copied and not self._free, None
+        for key, slot in self._used.items():
+            if self._pins[key]:
+                continue
+            if slot.future is None and not row_wanted:
+                return key
+            if slot.future is not None and arriving is None:
+                arriving = key
+        return None if for_guess else arriving
+
+    def take(self) -> Slot | None:
+        """A free slot, if there is one."""
+        return Slot(self._free.pop()) if self._free and len(self._used) < self.slots else None
+
+    def memory(self, slot: Slot) -> memoryview:
+        return memoryview(self.rows[slot.row]).cast("B")
+
+    def arrived(self, key: Key) -> None:
+        """The block's bytes are there."""
+        slot = self._used[key]
+        slot.future = None
+        self._arriving.discard(key)
+        if self._copied:
+            slot.device = on_device(self.rows[slot.row])
+            self._free.append(slot.row)
+
+    def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
+        """(blob [S, words], row of each key int32)."""
+        slots = [self._used[key] for key in keys]
+        if self._copied:
+            copies = [slot.device for slot in slots if slot.device is not None]
+            assert len(copies) == len(keys)  # the batch was waited for
+            return mx.stack(copies), np.arange(len(keys), dtype=np.int32)
+        blob = self.rows if self._adopted is None else self._adopted
+        return blob, np.array([slot.row for slot in slots], np.int32)
+
+    def pin(self, key: Key) -> None:
+        self._pins[key] += 1
+
+    def unpin(self, key: Key, guard: mx.array | None = None) -> None:
+        if self._pins[key] > 1:
+            self._pins[key] -= 1
+        else:
+            del self._pins[key]
+        slot = self._used.get(key)
+        if slot is None or guard is None:
+            return
+        if slot.guard is not None and slot.guard is not guard:
+            mx.eval(slot.guard)  # usually long done; if another computation reads it too, both must end
+        slot.guard = guard
+
+    def pinned(self, key: Key) -> bool:
+        return self._pins[key] > 0
+
+    def pinned_besides(self, keys: list[Key]) -> int:
+        return len(set(self._pins) - set(keys))
+
+    def demote(self, key: Key) -> None:
+        """The block becomes the first to give way."""
+        if key in self._used:
+            self._used.move_to_end(key, last=False)
+
+    def drop(self, key: Key) -> None:
+        """Forgets a block that nobody reads and whose read is over."""
+        slot = self._used[key]
+        if slot.guard is not None:
+            mx.eval(slot.guard)
+        del self._used[key]
+        self._arriving.discard(key)
+        if slot.device is None:
+            self._free.append(slot.row)
+
+    def blocks(self) -> list[Key]:
+        return list(self._used)
+
+    def in_flight(self) -> list[Key]:
+        """Blocks whose read is under way, or over without `arrived` having been told."""
+        return list(self._arriving)
+
+
+def page_aligned(rows: int, words: int) -> np.ndarray:
+    """Zeroed private memory [rows, words] uint32 that direct I/O can fill and Metal can adopt.
+
+    A forked child does not get it: its copies could otherwise receive what the parent's reads deliver.
+    Large pages make direct I/O cheaper, where the system has them.
+    """
+    size = rows * words * 4
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                memory.madvise(getattr(mmap, advice))
+    return np.frombuffer(memory, np.uint32).reshape(rows, words)
+
+
+def on_device(rows: np.ndarray) -> mx.array:
+    """A copy in memory of the default device.
+
+    An array made from numpy lies in managed memory on CUDA, which would migrate page by page at its first
+    use; the result of an operation lies in device memory.
+    """
+    host = mx.array(rows)
+    copy = mx.bitwise_or(host, mx.array(0, mx.uint32))
+    mx.eval(copy)  # while `host` is referred to, so that its memory is not reused for the result
+    return copy

@@ -1,0 +1,391 @@
+#!/usr/bin/env python3
+"""Measures streaming: the loader against the drive, and generation under a memory limit for each way of reading ahead.
+
+    scripts/bench_stream.py loader [--folder DIR]
+    scripts/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
+
+`loader` reads 7 MB experts (Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
+as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory
+control group: each run generates in a process of its own inside the limit, the ways in turn. It reports tokens
+per second, hit rate, the share of the disk bound (bytes per token over the drive's speed measured just before,
+against the time a token took), what computing alone costs (the same run with every expert in memory), and
+peak rss + shmem beside the plan's figure. Reported are medians; the last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from moeflux_mlx.config import ModelArgs
+from moeflux_mlx.io_mode import IoMode
+from moeflux_mlx.layout import ExpertLayout
+from moeflux_mlx.load import load_model
+from moeflux_mlx.loader import ExpertLoader
+from moeflux_mlx.packed import PackedExperts
+from moeflux_mlx.plan import measure_disk
+from moeflux_mlx.pool import page_aligned
+from moeflux_mlx.sampling import make_sampler
+from moeflux_mlx.stream import generate_step
+
+GROUPS = Path("/sys/fs/cgroup")
+WAYS = {"none": "off", "previous": "previous", "lookahead": "auto"}
+THREADS = (2, 4, 8)
+WAVE = 16  # experts that one request of the loader benchmark asks for
+
+
+def main() -> None:
+    options = parser().parse_args()
+    print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} CPUs")
+    report = options.run(options)
+    print(json.dumps({"load_average": os.getloadavg()[0], **report}))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = made.add_subparsers(required=True)
+    loader = commands.add_parser("loader")
+    loader.add_argument("--folder", type=Path, default=Path(), help="on the drive to measure; 2 GB are written there")
+    loader.add_argument("--rounds", type=int, default=5)
+    loader.set_defaults(run=bench_loader)
+    decode = commands.add_parser("decode")
+    decode.add_argument("--model", type=Path, required=True)
+    decode.add_argument("--limit-gb", type=float, required=True)
+    decode.add_argument("--rounds", type=int, default=7)
+    decode.add_argument("--prompt-tokens", type=int, default=440)
+    decode.add_argument("--max-tokens", type=int, default=64)
+    decode.add_argument("--context", type=int, default=512)
+    decode.add_argument("--temp", type=float, default=5.0, help="of sampling: text that repeats would repeat experts")
+    decode.add_argument("--damping", type=float, default=1.0, help="multiplies what each layer adds; less: more alike")
+    decode.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    decode.add_argument("--drive-mbps", type=float, help="slows the drive down to this (blkio control group)")
+    decode.add_argument("--busy-disk", action="store_true", help="other threads read the same drive all the time")
+    decode.set_defaults(run=bench_decode)
+    drive = commands.add_parser("drive", help="the drive's speed for `decode`; prints JSON")
+    drive.add_argument("--model", type=Path, required=True)
+    drive.set_defaults(run=run_drive)
+    worker = commands.add_parser("worker", help="one run of `decode`; prints JSON")
+    for name in ("model", "prefetch"):
+        worker.add_argument(f"--{name}", required=True)
+    for name in ("prompt-tokens", "max-tokens", "context"):
+        worker.add_argument(f"--{name}", type=int, required=True)
+    for name in ("temp", "damping"):
+        worker.add_argument(f"--{name}", type=float, required=True)
+    worker.add_argument("--expert-io", default="pread")
+    worker.set_defaults(run=run_worker)
+    return made
+
+
+# The loader against the drive.
+
+
+def bench_loader(options: argparse.Namespace) -> dict:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        packed = write_experts(Path(folder))
+        raw: dict[int, list] = {count: [] for count in THREADS}
+        loaded = []
+        loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2 * WAVE)
+        loader_reads(loader)  # the first use of fresh memory costs page faults, once in a model's life
+        for _ in range(options.rounds):
+            for count in THREADS:
+                raw[count].append(timed(lambda count=count: raw_reads(packed, count)))
+            loaded.append(timed(lambda: loader_reads(loader)))
+        loader.close()
+    ceilings = [max(raw[count][i][0] for count in THREADS) for i in range(options.rounds)]
+    ratios = [speed / ceiling for (speed, _), ceiling in zip(loaded, ceilings, strict=True)]
+    rows = {f"{count} threads": raw[count] for count in THREADS} | {"loader": loaded}
+    print(f"{'':12} {'GB/s':>7} {'CPU s/GB':>9}")
+    for name, runs in rows.items():
+        print(f"{name:12} {median(r[0] for r in runs):7.2f} {median(r[1] for r in runs):9.3f}")
+    print(f"loader / best of the bare reads in the same round: {median(ratios):.2f}")
+    return {
+        "bench": "loader",
+        "expert_bytes": packed.layout.expert_stride,
+        "GB/s": {name: median(r[0] for r in runs) for name, runs in rows.items()},
+        "CPU s/GB": {name: median(r[1] for r in runs) for name, runs in rows.items()},
+        "ratio": median(ratios),
+    }
+
+
+def write_experts(folder: Path) -> PackedExperts:
+    """Two layers of 128 experts of the largest Qwen's size; random bytes, written past the page cache."""
+    full = ExpertLayout.from_args(ModelArgs.from_variant("qwen3.5-397b-a17b"))
+    layout = ExpertLayout(full.hidden_size, full.moe_intermediate_size, 128, 2, (0, 1), full.expert_stride)
+    block = os.urandom(layout.expert_stride)
+    paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
+    for path in paths.values():
+        with open(path, "wb") as file:
+            for _ in range(layout.num_experts):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return PackedExperts(layout, paths)
+
+
+def shuffled(layout: ExpertLayout) -> list[tuple[int, int]]:
+    blocks = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
+    random.Random(0).shuffle(blocks)
+    return blocks
+
+
+def raw_reads(packed: PackedExperts, threads: int) -> int:
+    files = {layer: os.open(path, os.O_RDONLY | os.O_DIRECT) for layer, path in packed.paths.items()}
+    blocks, stride = shuffled(packed.layout), packed.layout.expert_stride
+    memory = page_aligned(threads, packed.layout.words)
+
+    def work(index: int) -> None:
+        target = memoryview(memory[index]).cast("B")
+        for layer, expert in blocks[index::threads]:
+            os.preadv(files[layer], [target], expert * stride)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    for file in files.values():
+        os.close(file)
+    return len(blocks) * stride
+
+
+def loader_reads(loader: ExpertLoader) -> int:
+    """Every expert once, in waves, the next wave asked for before this one is waited for."""
+    loader.invalidate()
+    loader.reset_stats()
+    blocks, waves = shuffled(loader.layout), []
+    for layer in loader.layout.moe_layers:
+        experts = [expert for own, expert in blocks if own == layer]
+        waves += [(layer, experts[i : i + WAVE]) for i in range(0, len(experts), WAVE)]
+    for (layer, experts), following in zip(waves, [*waves[1:], (0, [])], strict=True):
+        batch = loader.acquire(layer, np.array(experts))
+        loader.prefetch(*following)
+        batch.wait()
+        batch.release()
+    return loader.stats.bytes_read
+
+
+def timed(work) -> tuple[float, float]:
+    """(GB/s, CPU seconds per GB) of `work`, which returns bytes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    gigabytes = work() / 1e9
+    return gigabytes / (time.perf_counter() - wall), (time.process_time() - cpu) / gigabytes
+
+
+# Generation under a limit.
+
+
+def bench_decode(options: argparse.Namespace) -> dict:
+    compute = run_once(options, "off", "mmap", {})
+    runs: dict[str, list] = {way: [] for way in options.ways}
+    stop = threading.Event()
+    other = [threading.Thread(target=keep_busy, args=(options.model, i, stop)) for i in range(4 * options.busy_disk)]
+    for thread in other:
+        thread.start()
+    for i in range(options.rounds):
+        for way in options.ways[i % len(options.ways) :] + options.ways[: i % len(options.ways)]:
+            speed = inside(["drive", "--model", options.model], limits(options, memory=False))["speed"]
+            run = run_once(options, WAYS[way], "pread", limits(options))
+            run["drive"], run["bound_share"] = speed, run["bytes_per_token"] / speed / run["seconds_per_token"]
+            runs[way].append(run)
+    stop.set()
+    for thread in other:
+        thread.join()
+    return report_decode(compute, runs)
+
+
+def report_decode(compute: dict, runs: dict[str, list]) -> dict:
+    names = (
+        "tok/s",
+        "hits",
+        "found",
+        "late",
+        "MB/token",
+        "waited",
+        "bound",
+        "drive GB/s",
+        "peak GB",
+        "plan GB",
+        "off by",
+    )
+    print(f"computing alone: {1000 * compute['seconds_per_token']:.1f} ms a token (everything in memory)")
+    print(f"{'prefetch':10} " + " ".join(f"{name:>10}" for name in names))
+    table = {}
+    for way, results in runs.items():
+        middle = {key: median(run[key] for run in results) for key in results[0]}
+        table[way] = middle
+        values = (
+            f"{1 / middle['seconds_per_token']:.2f}",
+            f"{middle['hit_rate']:.1%}",
+            f"{middle['found_ahead']:.1%}",
+            f"{middle['late']:.1%}",
+            f"{middle['bytes_per_token'] / 1e6:.1f}",
+            f"{middle['waited']:.1%}",
+            f"{middle['bound_share']:.2f}",
+            f"{middle['drive'] / 1e9:.2f}",
+            f"{middle['peak'] / 1e9:.3f}",
+            f"{middle['planned'] / 1e9:.3f}",
+            f"{middle['peak'] / middle['planned'] - 1:+.1%}",
+        )
+        print(f"{way:10} " + " ".join(f"{value:>10}" for value in values))
+    if "none" in runs:
+        for way, results in runs.items():
+            pairs = zip(runs["none"], results, strict=True)
+            ratio = median(none["seconds_per_token"] / run["seconds_per_token"] for none, run in pairs)
+            table[way]["against_none"] = ratio
+            print(f"{way}: {ratio:.3f} times the speed of none (median of rounds)")
+    return {"bench": "decode", "compute_seconds_per_token": compute["seconds_per_token"], "ways": table}
+
+
+def run_drive(options: argparse.Namespace) -> dict:
+    """Bytes per second of bare parallel reads of whole experts."""
+    return {"speed": measure_disk(PackedExperts.open(options.model, ModelArgs.from_file(options.model)))}
+
+
+def keep_busy(model: Path, seed: int, stop: threading.Event) -> None:
+    """Reads a megabyte after the other from random places of the first layer file, past the page cache."""
+    path = sorted((model / "packed_experts").glob("layer_*.bin"))[0]
+    file, blocks = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size >> 20
+    target, rng = memoryview(page_aligned(1, 1 << 18)[0]).cast("B"), random.Random(seed)
+    while not stop.is_set():
+        os.preadv(file, [target], rng.randrange(blocks) << 20)
+    os.close(file)
+
+
+def run_once(options: argparse.Namespace, prefetch: str, expert_io: str, limits: dict[str, str]) -> dict:
+    """One generation in a process of its own."""
+    arguments = ["worker", "--model", options.model, "--prefetch", prefetch, "--expert-io", expert_io]
+    for name in ("prompt_tokens", "max_tokens", "context", "temp", "damping"):
+        arguments += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    return inside(arguments, limits)
+
+
+def limits(options: argparse.Namespace, memory: bool = True) -> dict[str, str]:
+    """Files of version 1 control groups and what is written there."""
+    found = {"memory/memory.limit_in_bytes": str(int(options.limit_gb * 1e9))} if memory else {}
+    if options.drive_mbps:
+        device = options.model.stat().st_dev
+        speed = f"{os.major(device)}:{os.minor(device)} {int(options.drive_mbps * 1e6)}"
+        found["blkio/blkio.throttle.read_bps_device"] = speed
+    return found
+
+
+def inside(arguments: list, limits: dict[str, str]) -> dict:
+    """This script with other arguments, in control groups of its own; with memory limited, its peak too."""
+    name, enter, groups = f"moeflux-bench-{os.getpid()}", "", []
+    for file, value in limits.items():
+        controller, _, setting = file.partition("/")
+        groups.append(GROUPS / controller / name)
+        groups[-1].mkdir()
+        (groups[-1] / setting).write_text(value)
+        enter += f"echo $$ > {groups[-1]}/cgroup.procs; "
+    command = ["sh", "-c", f'{enter} exec "$@"', "sh", sys.executable, __file__, *map(str, arguments)]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        peak = watch(process, GROUPS / "memory" / name)
+        assert process.stdout is not None
+        return {**json.loads(process.stdout.read().splitlines()[-1]), **peak}
+    finally:
+        for group in groups:
+            leave(group)
+
+
+def leave(group: Path) -> None:
+    """Removes a group as soon as its last process is gone."""
+    for _ in range(100):
+        try:
+            return group.rmdir()
+        except OSError:
+            time.sleep(0.05)
+
+
+def watch(process: subprocess.Popen, group: Path) -> dict:
+    """Peaks of rss + shmem and of swap in the memory group, if there is one; sampled every 10 ms."""
+    peak = swapped = 0
+    while process.poll() is None:
+        if group.exists():
+            lines = (group / "memory.stat").read_text().splitlines()
+            stat = {name: int(value) for name, value in (line.split() for line in lines)}
+            peak = max(peak, stat["total_rss"] + stat["total_shmem"])
+            swapped = max(swapped, stat.get("total_swap", 0))
+        time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(f"error: the run ended with {process.returncode}")
+    return {"peak": peak, "swapped": swapped} if group.exists() else {}
+
+
+def run_worker(options: argparse.Namespace) -> dict:
+    model = load_model(
+        options.model,
+        dtype=mx.float32,
+        expert_io=options.expert_io,
+        prefetch=options.prefetch,
+        context=options.context,
+    )
+    if options.damping != 1:
+        damp(model, options.damping)
+    mx.random.seed(0)
+    sampler = make_sampler(temp=options.temp)
+    prompt = np.random.default_rng(0).integers(0, 256, options.prompt_tokens).tolist()
+    times, start = [], time.perf_counter()
+    before: dict = {}
+    for _ in generate_step(prompt, model, max_tokens=options.max_tokens + 1, sampler=sampler):
+        times.append(time.perf_counter())
+        if len(times) == 1:
+            model.experts.drain()
+            model.experts.reset_stats()
+            before = {"prompt_seconds": times[0] - start}
+            times[0] = time.perf_counter()
+    model.experts.drain()
+    stats, tokens = model.experts.stats, len(times) - 1
+    seconds = times[-1] - times[0]
+    return {
+        **before,
+        "seconds_per_token": seconds / tokens,
+        "bytes_per_token": stats.bytes_read / tokens,
+        "hit_rate": stats.hit_rate,
+        "found_ahead": stats.prefetch_hits / max(stats.hits + stats.misses, 1),
+        "late": stats.late / max(stats.hits + stats.misses, 1),
+        "prefetched": stats.prefetched / tokens,
+        "waited": stats.wait_seconds / seconds,
+        "speed": stats.gb_per_second,
+        "planned": model.plan.total,
+        "slots": model.experts.slots,
+    }
+
+
+def damp(model, factor: float) -> None:
+    """Makes each layer add less to the residual stream, as in trained models, so that layers see similar states."""
+    routed = model.layers[model.args.moe_layers[0]].mlp.experts
+
+    class Damped:
+        def wants_guess(self, layer, tokens):
+            return routed.wants_guess(layer, tokens)
+
+        def __call__(self, routing, x, h_mid, shared):
+            return h_mid + factor * (routed(routing, x, h_mid, shared) - h_mid)
+
+    embedding = model.model.embed_tokens
+    for part in (embedding, *(model.layers[index].self_attn.o_proj for index in model.args.moe_layers)):
+        part.scales *= model.args.hidden_size**0.5 if part is embedding else factor
+        part.biases *= model.args.hidden_size**0.5 if part is embedding else factor
+    for index in model.args.moe_layers:
+        model.layers[index].mlp.experts = Damped()
+
+
+def median(values) -> float:
+    return statistics.median(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Memory plans: sums that hold, refusals whose advice works, and the command that prints them."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import goldens
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from tiny_models import tiny_directory
+
+from moeflux_mlx import plan
+from moeflux_mlx.command import configure_mlx
+from moeflux_mlx.config import ModelArgs, variants
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.io_mode import Figures, IoMode, describe, reason_to_read
+from moeflux_mlx.layout import ExpertLayout
+from moeflux_mlx.load import default_context, load_model
+from moeflux_mlx.memory import (
+    Demand,
+    headroom_bytes,
+    least_pool,
+    plan_memory,
+    state_bytes,
+)
+from moeflux_mlx.plan import variant_bytes
+from moeflux_mlx.ram import group_limits
+from moeflux_mlx.weights import read_resident, resident_bytes
+
+GB = 10**9
+ADVICE = re.compile(r"a context of (\d+) fits|an expert pool of ([\d.]+) GB fits|([\d.]+) GB of memory would do")
+
+
+def named(name):
+    args = ModelArgs.from_variant(name)
+    return args, ExpertLayout.from_args(args)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(variants()),
+    memory=st.integers(10**8, 10**12),
+    resident=st.integers(0, 2 * 10**10),
+    context=st.integers(1, 50_000),
+    cache=st.none() | st.integers(0, 10**12),
+    expert_io=st.sampled_from([None, "auto", "mmap", "pread"]),
+)
+def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, expert_io):
+    args, layout = named(name)
+    demand = Demand(resident, context, 2, expert_io=expert_io, expert_cache_bytes=cache)
+    try:
+        made = plan_memory(args, layout, Figures(memory), demand)
+    except RequestError as error:
+        advice = ADVICE.search(str(error))
+        assert advice and str(f"{memory / GB:.2f} GB") in str(error)
+        plan_memory(args, layout, *followed(advice, memory, demand))
+        return
+    assert made.total + made.headroom <= memory
+    assert made.slots * layout.expert_stride == made.pool <= layout.total_bytes
+    if made.mode is IoMode.PREAD:
+        assert made.pool >= least_pool(args, layout)
+        assert cache is None or made.pool <= max(cache, least_pool(args, layout))
+    else:
+        assert made.pool == 0
+
+
+def followed(advice, memory, demand):
+    """Figures and demand after the advice is taken."""
+    context, pool, more = advice.groups()
+    if context:
+        return Figures(memory), replace(demand, context=int(context))
+    if pool:
+        return Figures(memory), replace(demand, expert_cache_bytes=int(float(pool) * GB - 0.005 * GB))
+    return Figures(int((float(more) + 0.01) * GB)), demand
+
+
+def test_more_memory_never_makes_the_pool_smaller():
+    args, layout = named("qwen3.5-397b-a17b")
+    sizes = [plan_memory(args, layout, Figures(gb * GB), Demand(6 * GB, itemsize=2)).pool for gb in range(16, 260, 7)]
+    assert sizes == sorted(sizes) and sizes[0] > 0
+
+
+def test_the_headroom_is_a_share_and_at_least_a_gibibyte_on_large_machines():
+    assert headroom_bytes(10 * GB) == 10 * GB * 15 // 100
+    assert headroom_bytes(5 * 2**30) == 2**30
+    assert headroom_bytes(2**30) == int(2**30 * 0.15)
+
+
+def test_state_bytes_match_the_caches():
+    for family in goldens.families():
+        model = load_model(tiny_directory(family), dtype=mx.float32)
+        cache = model.make_cache()
+        mx.eval(model(mx.array([[1] * 300]), cache))
+        assert sum(layer.nbytes for layer in cache) == state_bytes(model.args, 300, 4)
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_resident_bytes_match_the_loaded_model(family):
+    path = tiny_directory(family)
+    for dtype in (mx.float32, mx.bfloat16):
+        model = load_model(path, dtype=dtype)
+        loaded = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        assert resident_bytes(read_resident(path), dtype) == variant_bytes(model.args, dtype) == loaded
+
+
+METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)
+
+
+@pytest.mark.parametrize(
+    "total, layer_bytes, fixed, figures, reason",
+    [
+        (40 * GB, GB, 5 * GB, METAL, ""),
+        (40 * GB, GB, 5 * GB, Figures(64 * GB), ""),
+        (49 * GB, GB, 0, METAL, "three quarters of RAM"),
+        (44 * GB, GB, 5 * GB, METAL, "4.66 GiB of resident .* max_recommended_working_set_size 44.70 GiB"),
+        (44 * GB, GB, 4 * GB, METAL, ""),
+        (40 * GB, 37 * GB, GB, METAL, "layer file of 34.46 GiB exceeds max_buffer_length 33.53 GiB"),
+        (40 * GB, 37 * GB, 20 * GB, Figures(64 * GB), ""),
+    ],
+)
+def test_the_figure_that_decides(total, layer_bytes, fixed, figures, reason):
+    found = reason_to_read(total, layer_bytes, fixed, figures)
+    assert re.search(reason, found) if reason else found == ""
+
+
+def test_a_forced_mapping_that_does_not_fit_warns():
+    line = describe(IoMode.MMAP, 100 * GB, METAL, forced=True, reason="experts exceed it")
+    assert "mmap (forced)" in line and "warning: experts exceed it" in line
+    assert "warning" not in describe(IoMode.MMAP, GB, METAL, forced=True, reason="")
+
+
+def test_what_metal_may_wire():
+    """Weights and what holds the experts, within Metal's recommendation; nothing elsewhere."""
+    args, layout = named("qwen3-30b-a3b")
+    for figures, mode, wired in (
+        (Figures(64 * GB), "mmap", None),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", GB + layout.total_bytes),
+        (Figures(24 * GB, 16 * GB, 12 * GB), "mmap", 16 * GB),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "pread", GB + 2000 * layout.expert_stride),
+    ):
+        demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.expert_stride)
+        assert plan_memory(args, layout, figures, demand).wired == wired
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_limits_of_control_groups(tmp_path):
+    groups, membership = tmp_path / "cgroup", tmp_path / "membership"
+    assert group_limits(groups, membership) == []
+    write(membership, "4:cpu,cpuacct:/a\n3:memory:/a/b\n0::/c/d\n")
+    assert group_limits(groups, membership) == []
+    write(groups / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
+    write(groups / "memory" / "a" / "memory.limit_in_bytes", "2000\n")
+    write(groups / "c" / "d" / "memory.max", "max\n")
+    write(groups / "c" / "memory.max", "3000\n")
+    assert sorted(group_limits(groups, membership)) == [2000, 3000, 9223372036854771712]
+
+
+def test_loading_follows_the_plan(monkeypatch):
+    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.load")
+    model = load_model(path, dtype=mx.float32, expert_io="pread", context=500)
+    stride = model.experts.layout.expert_stride
+    assert model.plan.demand.context == 500 and model.experts.slots == model.plan.slots == 3 * 16
+    monkeypatch.setattr(load, "machine_figures", lambda: Figures(310_000_000))
+    planned = load_model(path, dtype=mx.float32, expert_io="pread").plan
+    wanted = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=20 * stride)
+    assert planned.figures.memory == 310_000_000 and wanted.experts.slots == 20
+    monkeypatch.setattr(load, "machine_figures", lambda: Figures(100_000_000))
+    with pytest.raises(RequestError, match="0.10 GB"):
+        load_model(path, dtype=mx.float32)
+    with pytest.raises(RequestError, match="context is 0"):
+        load_model(path, context=0)
+
+
+def command(capsys, *argv):
+    code = plan.main(argv)
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", variants())
+def test_every_variant_can_be_planned(name, capsys):
+    code, out, _ = command(capsys, "--variant", name, "--ram-gb", "96", "--dtype", "bfloat16")
+    assert code == 0 and out.startswith("expert I/O: ") and "resident weights" in out
+
+
+def test_a_model_larger_than_memory(capsys):
+    code, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--context", "4096")
+    assert code == 0
+    assert "pread (auto): experts 202.50 GiB, RAM 59.60 GiB, threshold 44.70 GiB" in out
+    assert re.search(r"expert pool +\d+\.\d+ GB  \d+ slots, [\d.]+ of 512 a layer", out)
+    assert "hit rate   0%: 4.247 GB a token" in out
+
+
+def test_the_disk_is_measured(capsys):
+    path = str(tiny_directory("qwen3_moe"))
+    code, out, _ = command(capsys, "--model", path, "--expert-io", "pread", "--measure-disk")
+    assert code == 0 and re.search(r"disk: [\d.]+ GB/s", out)
+    assert re.search(r"hit rate  50%: 0.000 GB a token  at most \d+\.\d+ tokens/s", out)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--variant", "qwen3.5-397b-a17b", "--ram-gb", "4"], "GB of memory would do"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "8", "--context", "400000"], "a context of [0-9]+ fits"),
+        (["--variant", "qwen3-30b-a3b", "--measure-disk"], "give --model"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "-1"], "--ram-gb is -1.0"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "nan"], "--ram-gb is nan"),
+        (["--variant", "no-such"], "no variant 'no-such'"),
+        (["--model", "/no/such/place"], "does not exist"),
+    ],
+)
+def test_refusals(argv, message, capsys):
+    code, out, err = command(capsys, *argv)
+    assert code == 1 and out == ""
+    assert err.startswith("error: ") and re.search(message, err) and err.count("\n") == 1
+
+
+def test_the_default_context():
+    args, _ = named("qwen3-30b-a3b")
+    assert default_context(args) == 8192
+    assert default_context(replace(args, max_position_embeddings=100)) == 100
+
+
+def test_commands_configure_mlx_before_its_device_is_used(monkeypatch):
+    """Importing the commands makes no array, so what they put into the environment is still read."""
+    code = (
+        "import moeflux_mlx.generate, moeflux_mlx.chat, moeflux_mlx.plan, mlx.core as mx;"
+        "assert mx.get_peak_memory() == 0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
+    configure_mlx()
+    assert int(os.environ["MLX_MAX_MB_PER_BUFFER"]) > 10**5
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "7")
+    configure_mlx()
+    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "7"

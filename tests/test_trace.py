@@ -1,0 +1,75 @@
+"""Replays of routing traces: known sequences, and that no policy beats Belady's."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_directory
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "trace.py"
+spec = importlib.util.spec_from_file_location("routing_trace", SCRIPT)
+trace = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(trace)
+
+
+def best_possible(keys, slots):
+    """Most hits of any replacement, by trying them all."""
+    pools = {frozenset(): 0}
+    for key in keys:
+        following = {}
+        for pool, hits in pools.items():
+            if key in pool:
+                options = [(pool, hits + 1)]
+            elif len(pool) < slots:
+                options = [(pool | {key}, hits)]
+            else:
+                options = [((pool - {gone}) | {key}, hits) for gone in pool]
+            for after, count in options:
+                following[after] = max(following.get(after, 0), count)
+        pools = following
+    return max(pools.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(keys=st.lists(st.integers(0, 5), max_size=14), slots=st.integers(1, 4))
+def test_belady_is_the_best_possible(keys, slots):
+    hits = trace.belady(np.array(keys, int), slots).sum()
+    assert hits == best_possible(keys, slots) >= trace.lru(np.array(keys, int), slots).sum()
+
+
+def test_least_recently_used_by_hand():
+    assert trace.lru(np.array([1, 2, 1, 3, 2, 1]), 2).tolist() == [False, False, True, False, False, False]
+
+
+def test_reuse_is_what_was_asked_for():
+    rng = np.random.default_rng(0)
+    for reuse in (0.0, 0.35, 0.9):
+        made = trace.synthesize((200, 3, 8), 256, reuse, 0.0, rng)
+        by_chance = 8 / 256
+        assert abs(trace.previous_recall(made) - (reuse + (1 - reuse) * by_chance)) < 0.04
+        assert all(len(set(row)) == 8 for row in itertools.chain(*made.tolist()))
+
+
+def test_a_pool_that_has_the_previous_token_leaves_its_predictor_nothing_to_find():
+    made = trace.synthesize((200, 4, 8), 128, 0.35, 0.5, np.random.default_rng(0))
+    row = trace.replay(made, 128, 200, recall=0.8)
+    assert row["previous"] == 0 and 0.75 < row["foreseen"] < 0.85
+    assert row["lru"] < row["belady"]
+
+
+def test_commands(tmp_path, capsys):
+    file = str(tmp_path / "trace.npz")
+    model = str(tiny_directory("qwen3_moe"))
+    trace.main(["record", "--model", model, "--prompt", "abc", "--max-tokens", "20", file])
+    assert ", 3 layers, 4 of 16 experts" in capsys.readouterr().out
+    trace.main(["replay", file, "--slots", "4", "48"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["slots"] for row in report["rows"]] == [4, 48]
+    assert report["rows"][0]["lru"] <= report["rows"][1]["lru"]
+    trace.main(["synthesize", "--tokens", "20", "--layers", "2", file])
+    trace.main(["replay", file])
+    assert "Belady" in capsys.readouterr().out
