@@ -4,6 +4,7 @@ Each replaces a chain of MLX operations whose launches cost more than their arit
 beside the callers that choose: `gated_delta.GatedDeltaNet` and `router`. Sources under `metal/`, as in `kernels`.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,7 +34,7 @@ def _launch(
     template: dict[str, Any],
     groups: tuple[int, int],
     threads: int,
-    outputs: list[tuple[tuple[int, ...], mx.Dtype]],
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
 ) -> list[mx.array]:
     return _kernel(backend(), family)(
         inputs=inputs,

@@ -1,11 +1,16 @@
 """The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
 
+from itertools import pairwise
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import cpu
 from .attention import Attention
 from .cache import Cache, KVCache, LatentCache, RecurrentCache
 from .config import LINEAR, ModelArgs
+from .decode import DecodeStep
 from .gated_delta import GatedDeltaNet
 from .linear import MLP, Embedding, Linear, RMSNorm
 from .mla import MLA
@@ -15,7 +20,7 @@ from .moe import MoE, RoutedExpertsCall
 class DecoderLayer(nn.Module):
     """h = x + mixer(norm(x)); out = h + mlp(norm(h)). The MLP adds h itself: the MoE combine includes it."""
 
-    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall, split_latent: bool):
+    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
         self.is_linear = args.layer_types[layer] == LINEAR
         self.is_latent = bool(args.kv_lora_rank)
@@ -50,11 +55,13 @@ class DenseMLP(MLP):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: the part that checkpoints call `model`."""
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall, split_latent: bool):
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
-        self.layers = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
+        self.layers: list[Any] = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
+            layer.mlp.foresee(following.mlp, following.post_attention_layernorm)
 
 
 class Model(nn.Module):
@@ -62,26 +69,36 @@ class Model(nn.Module):
 
     Args:
         args: the hyper-parameters.
-        experts: the call behind which routed experts are read and computed.
+        experts: the call behind which routed experts are read and computed; None for a model that never runs.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
     """
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall, split_latent: bool = False):
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool = False):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
+        self.suits_cpu = cpu.suits(args)
+        self.decode_step: DecodeStep | None = None  # set when every expert is in a GPU's memory
 
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
 
         Without a cache the tokens stand alone.
         """
-        return self.lm_head(self.hidden(tokens, cache))
+        if self.decode_step is not None and cache is not None and self.decode_step.takes(tokens, cache):
+            return self.decode_step(tokens, cache)
+        return cpu.leave(self.lm_head(self._run(tokens, cache)))
 
     def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """The normed hidden states [B, L, hidden_size] that `lm_head` turns into logits."""
+        return cpu.leave(self._run(tokens, cache))
+
+    def _run(self, tokens: mx.array, cache: list[Cache] | None) -> mx.array:
+        """`hidden`, on the CPU as a numpy array."""
+        if self.suits_cpu:
+            tokens = cpu.enter(tokens, self.model.norm.weight.dtype)
         cache = self.make_cache() if cache is None else cache
         h = self.model.embed_tokens(tokens)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
@@ -89,7 +106,7 @@ class Model(nn.Module):
         return self.model.norm(h)
 
     @property
-    def layers(self) -> list[DecoderLayer]:
+    def layers(self) -> list[Any]:
         return self.model.layers
 
     def make_cache(self) -> list[Cache]:

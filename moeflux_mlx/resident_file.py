@@ -225,14 +225,10 @@ def not_kept(matrix: Matrix, rule: str) -> str:
 
 def needed(args: ModelArgs, split_latent: bool) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Shapes of the model's matrices by module path, and of its other tensors by name."""
-    model = Model(args, _no_experts, split_latent)
+    model = Model(args, None, split_latent)
     matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
     names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
     return matrices, {name: shape for name, shape in names.items() if name.rpartition(".")[0] not in matrices}
-
-
-def _no_experts(*_: Any, **__: Any) -> mx.array:
-    raise AssertionError("a model made for its shapes is never run")
 
 
 def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:

@@ -1,0 +1,74 @@
+"""One token through the whole model as one compiled graph, for a GPU that holds every expert.
+
+Building the graph of a token in Python costs milliseconds; `mx.compile` traces it once for each capacity of
+the caches and replays it. The traced caches have fixed shapes: the position is an array, new entries are
+written at it, and attention masks what lies beyond.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from .cache import Cache
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+class FixedCache:
+    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes)."""
+
+    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array):
+        self.keys, self.values, self.offset = keys, values, offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start = self.offset[None]
+        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
+        self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        return self.keys, self.values
+
+    def mask(self, length: int) -> mx.array:
+        """[1, 1, 1, capacity]: which positions the one new token sees."""
+        return (mx.arange(self.keys.shape[2]) <= self.offset)[None, None, None]
+
+
+class FixedState:
+    """A recurrent cache's two arrays, without a position."""
+
+    def __init__(self, conv: mx.array, recurrent: mx.array):
+        self.conv, self.recurrent, self.offset = conv, recurrent, 0
+
+
+class DecodeStep:
+    """Runs `model` for one token of one sequence."""
+
+    def __init__(self, model: "Model"):
+        self._model = model
+        self._compiled = mx.compile(self._run)
+
+    @staticmethod
+    def takes(tokens: mx.array, cache: list[Cache]) -> bool:
+        """One token after at least one that every cache has seen."""
+        return tokens.shape == (1, 1) and not any(layer.empty() for layer in cache)
+
+    def __call__(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
+        """tokens [1, 1] -> logits [1, 1, vocab_size]; advances `cache`."""
+        for layer in cache:
+            layer.reserve(1)
+        offset = mx.array(cache[0].offset, mx.int32)
+        state: list[Any] = [array for layer in cache for array in layer.state[:2]]
+        logits, *arrays = self._compiled(tokens, offset, *state)
+        for layer, first, second in zip(cache, arrays[::2], arrays[1::2], strict=True):
+            layer.state = (first, second, layer.offset + 1)
+        return logits
+
+    def _run(self, tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
+        layers = self._model.layers
+        caches: list[Any] = [
+            FixedState(first, second) if layer.is_linear else FixedCache(first, second, offset)
+            for layer, first, second in zip(layers, arrays[::2], arrays[1::2], strict=True)
+        ]
+        out = [self._model.lm_head(self._model.hidden(tokens, caches))]
+        for cache in caches:
+            out += [cache.conv, cache.recurrent] if isinstance(cache, FixedState) else [cache.keys, cache.values]
+        return out
