@@ -72,9 +72,7 @@ class ChatTemplate:
             "tools": None if tools is None else _dicts("tools", tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._compile(
-            "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        )
+        template = self._compile("tool_use" if tools is not None and "tool_use" in self._templates else "default")
         return _run(template, {"documents": None, **self._special_tokens, **_plain(variables or {}), **known})
 
     def _compile(self, name: str) -> "Template":
@@ -175,9 +173,7 @@ def _run(template: "Template", variables: Mapping[str, Any]) -> str:
 
 def _refused(what: str, error: Exception) -> TokenizerError:
     reason = " ".join(str(error).split()) or type(error).__name__
-    return TokenizerError(
-        f"the chat template {what}: {reason}; --ignore-chat-template sends the text as it is"
-    )
+    return TokenizerError(f"the chat template {what}: {reason}; --ignore-chat-template sends the text as it is")
 
 
 def _environment() -> "Environment":
@@ -255,9 +251,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes <, >, & and ' for HTML, which would change the prompt.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(form: str) -> str:

@@ -145,9 +145,7 @@ def _logit_bias(bias: Mapping[int, float]) -> LogitsProcessor:
     for token, value in bias.items():
         _check_int("logit_bias token id", token, 0)
         if not (_is_number(value) and value < math.inf):
-            raise RequestError(
-                f"logit_bias for token {token} is {value!r}; it must be finite, or -inf to ban it"
-            )
+            raise RequestError(f"logit_bias for token {token} is {value!r}; it must be finite, or -inf to ban it")
     largest = max(bias)
     ids, values = mx.array(list(bias)), mx.array(list(bias.values()), dtype=mx.float32)
 
@@ -162,9 +160,7 @@ def _logit_bias(bias: Mapping[int, float]) -> LogitsProcessor:
 
 def _repetition_penalty(penalty: float, context_size: int) -> LogitsProcessor:
     if not (_is_number(penalty) and 0 < penalty < math.inf):
-        raise RequestError(
-            f"repetition_penalty is {penalty!r}; it must be positive and finite, or 0 for none"
-        )
+        raise RequestError(f"repetition_penalty is {penalty!r}; it must be positive and finite, or 0 for none")
     _check_int("repetition_context_size", context_size, 1)
 
     def penalise(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -154,9 +154,7 @@ class SentencePieceVocabulary:
 
     def _measure_trim(self) -> float:
         # The Python package does not show the normalizer's settings, but decoding gives them away.
-        probe = self._vocab.get(SPACE) or next(
-            (i for t, i in self._vocab.items() if t.startswith(SPACE)), None
-        )
+        probe = self._vocab.get(SPACE) or next((i for t, i in self._vocab.items() if t.startswith(SPACE)), None)
         if probe is None:
             return 0
         whole = 2 * self._pieces.id_to_piece(probe)
@@ -422,9 +420,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}; fetch it again") from error
     if not isinstance(content, dict):
-        raise TokenizerError(
-            f"{file} holds a JSON {type(content).__name__}; it must be an object; fetch it again"
-        )
+        raise TokenizerError(f"{file} holds a JSON {type(content).__name__}; it must be an object; fetch it again")
     return cast(dict[str, Any], content)
 
 

@@ -141,9 +141,7 @@ def make(family, variant):
         logits, hidden = run(model, tokens)
     expected = oracle.forward(goldens.config(family), weights, tokens)
     error, deviation = np.abs(expected - logits).max(), logits.std()
-    print(
-        f"{family:12s} {variant:13s} margin {margin:.1e} logits std {deviation:.2f} oracle off by {error:.1e}"
-    )
+    print(f"{family:12s} {variant:13s} margin {margin:.1e} logits std {deviation:.2f} oracle off by {error:.1e}")
     if margin < MARGIN or not 0.5 < deviation < 2:
         raise SystemExit(f"{family} {variant}: unsuitable, change the weights' seed")
     arrays = {"tokens": tokens, "logits": logits.astype(np.float32)}

@@ -41,9 +41,7 @@ def main() -> None:
     cases = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))
     tokenizer = make_tokenizer(cases["special_tokens"])
     goldens = {
-        file.stem: {
-            name: render(tokenizer, file.read_text("utf-8"), case) for name, case in cases["cases"].items()
-        }
+        file.stem: {name: render(tokenizer, file.read_text("utf-8"), case) for name, case in cases["cases"].items()}
         for file in sorted(FIXTURES.glob("*.jinja"))
     }
     content = {"transformers": transformers.__version__, "goldens": goldens}

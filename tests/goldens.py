@@ -342,9 +342,7 @@ def _gated_delta(c):
 
 
 def _mla(c):
-    D, heads, q_rank, kv_rank = (
-        c[k] for k in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
-    )
+    D, heads, q_rank, kv_rank = (c[k] for k in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
     nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     shapes = {
         "q_a_proj": (q_rank, D),

@@ -412,9 +412,7 @@ def mixer(x, w, c):
     if not linear:
         return attention(x, under(w, "self_attn."), c)
     heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
-    return gated_delta(
-        x, linear, *heads, c["linear_key_head_dim"], c["linear_value_head_dim"], c["rms_norm_eps"]
-    )
+    return gated_delta(x, linear, *heads, c["linear_key_head_dim"], c["linear_value_head_dim"], c["rms_norm_eps"])
 
 
 def norm_offset(config):

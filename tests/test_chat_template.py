@@ -67,9 +67,7 @@ def test_goldens_cover_every_template_and_case():
     assert mismatches() == []
 
 
-@pytest.mark.parametrize(
-    "fault", ["tojson", "trim_blocks", "lstrip_blocks", "autoescape", "reasoning", "ascii"]
-)
+@pytest.mark.parametrize("fault", ["tojson", "trim_blocks", "lstrip_blocks", "autoescape", "reasoning", "ascii"])
 def test_goldens_notice_a_planted_fault(monkeypatch, fault):
     make = chat_template._environment
 
@@ -203,9 +201,7 @@ def test_tool_use_template_is_used_with_tools(tmp_path):
     assert (template.render(CHAT), template.render(CHAT, tools=[])) == ("file", "tools")
 
 
-@pytest.mark.parametrize(
-    "entry", [3, ["text"], [{"name": "default"}], [{"name": 1, "template": "x"}], {"a": "b"}]
-)
+@pytest.mark.parametrize("entry", [3, ["text"], [{"name": "default"}], [{"name": 1, "template": "x"}], {"a": "b"}])
 def test_malformed_entry(tmp_path, entry):
     with pytest.raises(TokenizerError, match="string or a list"):
         find_templates(tmp_path, {"chat_template": entry})

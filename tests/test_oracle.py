@@ -30,9 +30,7 @@ def error(family, variant="hub", weights=None):
     tokens, logits = goldens.golden(family, variant)
     weights = goldens.dequantised(family, variant) if weights is None else weights
     with np.errstate(all="ignore"):  # planted faults may overflow
-        return np.nan_to_num(
-            np.abs(oracle.forward(goldens.config(family), weights, tokens) - logits), nan=9
-        ).max()
+        return np.nan_to_num(np.abs(oracle.forward(goldens.config(family), weights, tokens) - logits), nan=9).max()
 
 
 # ---- against transformers ----
@@ -142,9 +140,7 @@ def test_dropped_groups_at_zero_break_the_negative_bias_case(monkeypatch):
     assert error("deepseek_v3") < TOLERANCE, "the plain case cannot see this fault"
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"), [c for c in CASES if c[1] in ("fp8", "mlx4_embed_q", "dense")]
-)
+@pytest.mark.parametrize(("family", "variant"), [c for c in CASES if c[1] in ("fp8", "mlx4_embed_q", "dense")])
 def test_each_golden_needs_its_own_weights(family, variant):
     assert error(family, variant, goldens.dequantised(family)) > 10 * TOLERANCE
 
@@ -211,9 +207,7 @@ def test_quantise_and_dequantise_equal_mlx(seed, rows, groups, bits):
     assert all(np.array_equal(a, b) for a, b in zip(ours, bytes_, strict=True))
     wide = [theirs[0], *(t.astype(mx.float32) for t in theirs[1:])]
     expected = np.array(mx.dequantize(*wide, 64, bits, stream=mx.cpu))
-    np.testing.assert_allclose(
-        oracle.dequantize(*ours, bits=bits), expected, rtol=1e-6, atol=1e-6 * np.abs(w).max()
-    )
+    np.testing.assert_allclose(oracle.dequantize(*ours, bits=bits), expected, rtol=1e-6, atol=1e-6 * np.abs(w).max())
 
 
 @modest

@@ -145,9 +145,7 @@ class TestBytePair:
         plain = [i for i in range(bpe.vocab_size + 3) if i != bpe.convert_tokens_to_ids("éé")]
         ids = data.draw(st.lists(st.sampled_from(plain), max_size=30))
         for skip in (False, True):
-            assert bpe.decode(ids, skip_special_tokens=skip) == reference.decode(
-                ids, skip_special_tokens=skip
-            )
+            assert bpe.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
 
     def test_added_tokens_are_literal(self, bpe):
         text = "a two words éé b"
@@ -165,9 +163,7 @@ class TestBytePair:
         tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "｜end｜": 1, "Ġ日": 2, "Ġ": 3}, merges=[]))
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        assert (
-            load_tokenizer(tmp_path).decode([0, 1, 3, 2]) == tokenizer.decode([0, 1, 3, 2]) == "a｜end｜ Ġ日"
-        )
+        assert load_tokenizer(tmp_path).decode([0, 1, 3, 2]) == tokenizer.decode([0, 1, 3, 2]) == "a｜end｜ Ġ日"
 
     def test_training_leftovers_are_switched_off(self, tmp_path):
         tokenizer = train_bpe()
@@ -442,9 +438,7 @@ class TestBadFiles:
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"3"])
-    @pytest.mark.parametrize(
-        "name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
-    )
+    @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
     def test_malformed_config(self, bpe_dir, tmp_path, name, content):
         copy_dir(bpe_dir, tmp_path)
         (tmp_path / name).write_bytes(content)
@@ -466,9 +460,7 @@ class TestBadFiles:
 def test_import_is_light():
     heavy = "('tokenizers', 'sentencepiece', 'jinja2', 'transformers', 'mlx_lm')"
     code = f"import sys, moeflux_mlx.tokenizer; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 

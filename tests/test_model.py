@@ -1,0 +1,140 @@
+"""Logits of the four families against Hugging Face's, from every checkpoint form, in every chunking."""
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory, tiny_model
+
+import moeflux_mlx.mla as mla
+import moeflux_mlx.rope as rope
+import moeflux_mlx.router as router
+from moeflux_mlx.config import Yarn
+from moeflux_mlx.load import load_model
+
+TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
+SAME_GOLDEN = ("hub", "hub_sharded", "transformers5", "mlx4", "moeflux")
+CASES = [(family, variant) for family in goldens.families() for variant in goldens.variants(family)]
+
+
+def expected(family, variant):
+    tokens, logits = goldens.golden(family, "hub" if variant in SAME_GOLDEN else variant)
+    return mx.array(tokens).reshape(1, -1), logits
+
+
+def run(model, tokens, chunk):
+    """Logits [T, V] of `tokens` [1, T] fed `chunk` at a time."""
+    cache = model.make_cache()
+    parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
+    return np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32))
+
+
+def error(family, variant="mlx4", chunk=None):
+    tokens, want = expected(family, variant)
+    got = run(tiny_model(family, mx.float32, variant), tokens, chunk or tokens.shape[1])
+    return np.abs(got - want).max()
+
+
+@pytest.mark.parametrize("family, variant", CASES)
+def test_whole_prefill_matches_hugging_face(family, variant):
+    assert error(family, variant) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [7, 1])
+@pytest.mark.parametrize("family", goldens.families())
+def test_chunks_and_single_tokens_match_hugging_face(family, chunk):
+    assert error(family, chunk=chunk) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["negbias", "mlx4_embed_q"])
+@pytest.mark.parametrize("chunk", [7, 1])
+def test_deepseek_variants_in_chunks(variant, chunk):
+    assert error("deepseek_v3", variant, chunk) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_any_chunking_gives_the_same_logits(family):
+    tokens, _ = expected(family, "mlx4")
+    model = tiny_model(family, mx.float32)
+    whole = run(model, tokens, tokens.shape[1])
+    for chunk in (1, 2, 7, 8, 9, 16, 39):
+        assert np.abs(run(model, tokens, chunk) - whole).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_bfloat16_stays_close(family):
+    """Random tiny models flip experts in bfloat16; most positions agree all the same."""
+    tokens, want = expected(family, "mlx4")
+    got = run(tiny_model(family, mx.bfloat16), tokens, tokens.shape[1])
+    assert (got.argmax(-1) == want.argmax(-1)).mean() > 0.6
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("expert_io", ["mmap", "pread"])
+@pytest.mark.parametrize("family", goldens.families())
+def test_same_bits_in_every_io_mode(family, expert_io):
+    tokens, _ = expected(family, "mlx4")
+    reference = tiny_model(family, mx.float32)
+    for cache_bytes in (1, 1 << 30):
+        model = load_model(
+            tiny_directory(family), dtype=mx.float32, expert_io=expert_io, expert_cache_bytes=cache_bytes
+        )
+        for chunk in (1, 16):
+            assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
+        model.experts.close()
+
+
+def breaks(monkeypatch, family, target, name, fault, variant="mlx4", chunk=None):
+    """The error with `fault` planted, on a freshly loaded model."""
+    monkeypatch.setattr(target, name, fault)
+    tokens, want = expected(family, variant)
+    model = load_model(tiny_directory(family, variant), dtype=mx.float32)
+    return np.abs(run(model, tokens, chunk or tokens.shape[1]) - want).max()
+
+
+class TestPlantedFaults:
+    """Each must exceed the tolerance, or the tolerance proves nothing."""
+
+    def test_yarn_factor_inside_the_power(self, monkeypatch):
+        def wrong(dims, theta, yarn: Yarn):
+            return (theta * yarn.factor) ** -(np.arange(0, dims, 2) / dims)
+
+        assert breaks(monkeypatch, "deepseek_v3", rope, "yarn_inv_freq", wrong) > 10 * TOLERANCE
+
+    def test_softmax_scale_without_mscale(self, monkeypatch):
+        def wrong(args):
+            return args.head_dim**-0.5
+
+        assert breaks(monkeypatch, "deepseek_v3", mla, "softmax_scale", wrong) > 10 * TOLERANCE
+
+    def test_half_split_rotation_in_mla(self, monkeypatch):
+        class Wrong(rope.RoPE):
+            def __init__(self, args, interleaved):
+                super().__init__(args, interleaved=False)
+
+        assert breaks(monkeypatch, "deepseek_v3", mla, "RoPE", Wrong) > 10 * TOLERANCE
+
+    def test_dropped_groups_masked_with_zero(self, monkeypatch):
+        class Zeros:
+            def __getattr__(self, name):
+                return 0.0 if name == "inf" else getattr(mx, name)
+
+        assert breaks(monkeypatch, "deepseek_v3", router, "mx", Zeros(), "negbias") > 10 * TOLERANCE
+
+    def test_smallest_experts_instead_of_largest(self, monkeypatch):
+        right = router.top_k
+
+        def wrong(scores, k):
+            return right(-scores, k)
+
+        assert breaks(monkeypatch, "qwen3_moe", router, "top_k", wrong) > 10 * TOLERANCE
+
+    def test_absorbed_attention_without_the_rotated_part(self, monkeypatch):
+        for method in ("_absorbed", "_absorbed_native"):  # one of them runs here
+            right = getattr(mla.MLA, method)
+
+            def wrong(self, q_nope, q_pe, *rest, right=right):
+                return right(self, q_nope, 0 * q_pe, *rest)
+
+            monkeypatch.setattr(mla.MLA, method, wrong)
+        assert breaks(monkeypatch, "deepseek_v3", mla.MLA, "_absorbed", mla.MLA._absorbed, chunk=1) > 10 * TOLERANCE
