@@ -288,6 +288,9 @@ typedef struct {
     float *out, *row; /* row: m.in floats for each member of the team, if rows are unpacked first */
 } Product;
 
+/* How many of `left` rows of x go through a matrix together: up to 4, but 5 as 3 and 2, as one alone is slow. */
+static ptrdiff_t share(ptrdiff_t left) { return left == 5 ? 3 : least(4, left); }
+
 /* Rows r0..r1 of m times n packed rows of x. */
 static void multiply(const Path *path, int single, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
                      const float *const *x, float *const *y) {
@@ -298,9 +301,9 @@ static void multiply(const Path *path, int single, const Matrix *m, ptrdiff_t r0
 static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
-    for (ptrdiff_t t = 0; t < c->batch; t += 4) {
+    for (ptrdiff_t t = 0, n; t < c->batch; t += n) {
         float *y[4];
-        ptrdiff_t n = least(4, c->batch - t);
+        n = share(c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
         multiply(c->path, c->single, &c->m, r0, r1, n, c->x + t, y);
     }
@@ -464,9 +467,9 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     float other[4][MAX_CHUNK_ROWS];
     (void)member;
     gate.next = up.w + r0 * (c->hidden / 8);
-    for (ptrdiff_t p = c->group[g]; p < c->group[g + 1]; p += 4) {
+    for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
         float *y[4], *u[4] = {other[0], other[1], other[2], other[3]};
-        ptrdiff_t n = least(4, c->group[g + 1] - p);
+        n = share(c->group[g + 1] - p);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
         multiply(c->path, c->single, &gate, r0, r1, n, c->x + p, y);
         multiply(c->path, c->single, &up, r0, r1, n, c->x + p, u);
@@ -519,9 +522,9 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
         Matrix down = projection(c, c->pair[c->group[g]].slot, 2);
         if (g + 1 < c->groups)
             down.next = projection(c, c->pair[c->group[g + 1]].slot, 2).w + r0 * (c->inner / 8);
-        for (ptrdiff_t p = c->group[g]; p < c->group[g + 1]; p += 4) {
+        for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
             float *y[4];
-            ptrdiff_t n = least(4, c->group[g + 1] - p);
+            n = share(c->group[g + 1] - p);
             for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
             multiply(c->path, c->single, &down, r0, r1, n, c->x + p, y);
         }

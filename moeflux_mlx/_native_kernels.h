@@ -196,24 +196,21 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
     }
 ROWS(4, 1, 0)
 ROWS(4, 2, 0)
+ROWS(2, 3, 0)
 ROWS(2, 4, 0)
 ROWS(4, 1, 1)
 ROWS(4, 2, 1)
+ROWS(2, 3, 1)
 ROWS(2, 4, 1)
 #undef ROWS
 
-/* y[t][i] = row r0+i of m times x[t], for n packed activations; for n > 4 the weights are read again,
- * from L2 if the caller keeps r1 - r0 small. */
+/* y[t][i] = row r0+i of m times x[t], for n <= 4 packed activations. */
 static TARGET void FN(rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
                             float *const *y) {
-    while (n > 0) {
-        int step = n >= 4 ? 4 : n >= 2 ? 2 : 1;
-        if (m->is_f32)
-            (step == 4 ? FN(rows_4_1) : step == 2 ? FN(rows_2_1) : FN(rows_1_1))(m, r0, r1, x, y);
-        else
-            (step == 4 ? FN(rows_4_0) : step == 2 ? FN(rows_2_0) : FN(rows_1_0))(m, r0, r1, x, y);
-        n -= step, x += step, y += step;
-    }
+    typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    static Rows *const kernels[2][4] = {{FN(rows_1_0), FN(rows_2_0), FN(rows_3_0), FN(rows_4_0)},
+                                        {FN(rows_1_1), FN(rows_2_1), FN(rows_3_1), FN(rows_4_1)}};
+    kernels[m->is_f32][n - 1](m, r0, r1, x, y);
 }
 
 INLINE float FN(coefficient)(const void *table, ptrdiff_t g, int is_f32) {

@@ -14,7 +14,7 @@
 #define VNNI_INLINE static inline __attribute__((always_inline)) VNNI
 #define VNNI_BLOCK 384 /* bytes of planes for 128 elements */
 #define VNNI_PEAK 8355700.0f /* 127 in each of the three bytes is 8355711; rounding must stay below */
-#define VNNI_LEAST 1e-30f /* keeps the quotient finite */
+#define VNNI_LEAST 1e-31f /* keeps the quotient finite; smaller activations lose precision */
 
 /* Groups, padded to whole vectors. */
 static ptrdiff_t vnni_groups(ptrdiff_t in) { return chunks_of(in / 64, 16) * 16; }

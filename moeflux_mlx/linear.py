@@ -87,7 +87,7 @@ class Stack:
             return [layer(x) for layer in self.layers]
         if cpu.takes(x):
             return cpu.split(self.stacked(x), *self.ends[:-1])
-        return mx.split(self.stacked(x), self.ends[:-1], axis=-1)
+        return list(mx.split(self.stacked(x), self.ends[:-1], axis=-1))
 
 
 class Embedding(Weight):

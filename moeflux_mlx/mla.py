@@ -80,8 +80,7 @@ class MLA(nn.Module):
         B, L, _ = x.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).reshape(B, L, self.heads, -1)
         q_nope, q_pe = cpu.split(q, self.nope)
-        parts = cpu.split(self.kv_a_proj_with_mqa(x), self.latent)
-        latent, k_pe = parts
+        latent, k_pe = cpu.split(self.kv_a_proj_with_mqa(x), self.latent)
         q_pe = self.rope.rotate(q_pe, cache.offset)
         k_pe = self.rope.rotate(k_pe[:, :, None], cache.offset).reshape(B, 1, L, -1)
         cache.update_and_fetch(mx.array(self.kv_a_layernorm(latent)[:, None]), mx.array(k_pe))

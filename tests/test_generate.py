@@ -328,7 +328,7 @@ def test_repo_without_packed_experts_downloads_nothing_but_its_config(monkeypatc
 
 
 def test_interrupt_ends_with_the_statistics(copy_dir):
-    edit_json(copy_dir / "generation_config.json", eos_token_id=[])  # it goes on until it is stopped
+    edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # outside the vocabulary: it never ends
     (copy_dir / "tokenizer_config.json").write_text("{}")
     arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
     run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

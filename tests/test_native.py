@@ -48,6 +48,7 @@ else:
 import oracle  # noqa: E402
 
 PATHS = native.instruction_paths() if native.available() else []
+F = np.float32
 TOLERANCE = 2e-6  # of the sum of magnitudes: float32 rounding of a few hundred terms stays below
 
 
@@ -105,6 +106,47 @@ def check_qmv4(tokens, rows, groups, seed, wide_range=False, f32=False, fault=No
     if f32:
         s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
     assert close(native.linear(x, w, s, b), expected, magnitude)
+
+
+def check_linear8(tokens, rows, groups, seed, f32=False):
+    """8-bit codes and, made of them, a dense matrix."""
+    rng = np.random.default_rng(seed)
+    _, s, b = weights(rng, rows, 64 * groups)
+    w = rng.integers(0, 2**32, (rows, 16 * groups), dtype=np.uint32)
+    x = rng.standard_normal((tokens, 64 * groups), dtype=np.float32)
+    scale, bias = (np.repeat(oracle.bf16_to_f32(a), 64, -1) for a in (s, b))
+    dense = oracle.unpack_bits(w, 8) * scale.astype(float) + bias
+    expected, magnitude = x @ dense.T, np.abs(x) @ (255 * np.abs(scale) + np.abs(bias)).T.astype(float)
+    if f32:
+        s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
+    assert close(native.linear(x, w, s, b), expected, magnitude)
+    assert close(native.dequantize(w, s, b), dense, 255 * np.abs(scale) + np.abs(bias))
+    dense = dense.astype(np.float32)
+    assert close(native.linear(x, dense), x.astype(float) @ dense.T, np.abs(x) @ np.abs(dense).T)
+
+
+def check_combine(tokens, top_k, rows, width, seed, with_shared=True):
+    rng = np.random.default_rng(seed)
+    y, where = rng.standard_normal((rows, width), dtype=np.float32), rng.integers(0, rows, (tokens, top_k))
+    weight = rng.random((tokens, top_k), dtype=np.float32)
+    mid, shared = rng.standard_normal((2, tokens, width), dtype=np.float32)
+    out = native.combine(y, where.astype(np.int32), weight, mid, shared if with_shared else None)
+    for t in range(tokens):
+        expected = oracle.combine(*(a.astype(float) for a in (mid[t], y[where[t]], weight[t], shared[t] * with_shared)))
+        assert close(out[t], expected, np.full(width, 20.0))
+
+
+def check_rope(tokens, heads, half, rest, neighbours, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((tokens, heads, 2 * half + rest), dtype=np.float32)
+    angle = rng.uniform(-3, 3, (tokens, half))
+    cosine, sine = np.cos(angle), np.sin(angle)
+    turned = x[..., : 2 * half].astype(float)
+    parts = (turned[..., ::2], turned[..., 1::2]) if neighbours else (turned[..., :half], turned[..., half:])
+    z = (parts[0] + 1j * parts[1]) * (cosine + 1j * sine)[:, None]
+    expected = np.stack([z.real, z.imag], -1 if neighbours else -2).reshape(tokens, heads, 2 * half)
+    out = native.rope(x, cosine.astype(F), sine.astype(F), neighbours)
+    assert close(out, np.concatenate([expected, x[..., 2 * half :]], -1), np.full(x.shape, 5.0))
 
 
 def check_dequantize(rows, groups, seed, f32=False):
@@ -196,9 +238,13 @@ def sweep():
             for rows, groups in ((1, 1), (7, 3), (133, 2)):
                 for f32 in (False, True):
                     check_qmv4(tokens, rows, groups, 1, f32=f32)
+                    check_linear8(tokens, rows, groups, 1, f32=f32)
                     check_dequantize(rows, groups, 1, f32=f32)
             check_experts(tokens, 3, 64, 192, 3, 5, 2)
             check_experts(tokens, 2, 128, 64, 4, 0, 3, with_shared=False)
+            check_combine(tokens, 3, 5, 37, 7)
+            check_rope(tokens, 2, 17, 3, True, 8)
+            check_rope(tokens, 2, 17, 3, False, 8)
             check_small(tokens, 3, 3, 4)
             check_attend(tokens, 2, 13, 11 + tokens, 2, 48, 16, 5)
             check_delta(tokens, 2, 3, 32, 8, 6)
@@ -261,6 +307,44 @@ def test_qmv4(path, tokens, rows, groups, seed, wide_range, f32):
 def test_the_tolerance_sees_faults(path, fault):
     with pytest.raises(AssertionError):
         check_qmv4(2, 64, 6, 0, fault=fault)
+
+
+@few
+@given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 4), seeds, st.booleans())
+def test_8_bit_and_dense(path, tokens, rows, groups, seed, f32):
+    check_linear8(tokens, rows, groups, seed, f32)
+
+
+@pytest.mark.parametrize("peak", [1.0, 1e30, -1e-25, 1e-30, 0.0])
+def test_a_lone_row_of_any_size(path, peak):
+    """Equal, opposite and lone largest values: where integer activations round up to their limit."""
+    w, s, b = weights(np.random.default_rng(0), 9, 192)
+    dense = oracle.dequantize(w, s, b).astype(float)
+    parts = np.repeat(15 * np.abs(oracle.bf16_to_f32(s)) + np.abs(oracle.bf16_to_f32(b)), 64, -1).astype(float)
+    for fill in (peak, -peak, peak / 300, 0.0):
+        for mantissa in np.linspace(0.5, 1, 40):
+            x = np.full((1, 192), fill * mantissa, F)
+            x[0, 70] = peak * mantissa
+            assert close(native.linear(x, w, s, b), x.astype(float) @ dense.T, np.abs(x).astype(float) @ parts.T)
+
+
+def test_a_lone_row_with_nan(path):
+    w, s, b = weights(np.random.default_rng(0), 9, 192)
+    x = np.ones((1, 192), F)
+    x[0, 100] = np.nan
+    assert np.isnan(native.linear(x, w, s, b)).all()
+
+
+@few
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40), seeds, st.booleans())
+def test_combine(path, tokens, top_k, rows, width, seed, with_shared):
+    check_combine(tokens, top_k, rows, width, seed, with_shared)
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(0, 20), st.booleans(), seeds)
+def test_rope(path, tokens, heads, half, rest, neighbours, seed):
+    check_rope(tokens, heads, half, rest, neighbours, seed)
 
 
 @few
@@ -375,8 +459,6 @@ def test_mlx_arrays_and_given_output(path):
 
 
 # ---- refusals ----
-
-F = np.float32
 
 
 def misaligned(shape, dtype):
@@ -499,6 +581,16 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.conv_silu(np.zeros((3, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F), read_only((1, 32))),
         lambda: native.attend(np.zeros((1, 3, 16), F), *np.zeros((2, 2, 4, 16), F), 1, 1.0),
         lambda: native.attend(np.zeros((1, 2, 16), F), *np.zeros((2, 0, 4, 16), F), 1, 1.0),
+        lambda: native.linear(np.zeros((1, 24), F), np.zeros((4, 24), F)),
+        lambda: native.linear(np.zeros((1, 32), F), np.zeros((4, 32), F), np.zeros((4, 1), np.uint16)),
+        lambda: native.linear(np.zeros((1, 64), F), np.zeros((4, 12), np.uint32), *np.zeros((2, 4, 1), np.uint16)),
+        lambda: native.dequantize(np.zeros((4, 8), np.uint32), *np.zeros((2, 4, 1), np.uint16), np.zeros((4, 128), F)),
+        lambda: native.combine(x, np.array([[2]], np.int32), np.ones((1, 1), F), x[:1]),
+        lambda: native.combine(x, np.array([[-1]], np.int32), np.ones((1, 1), F), x[:1]),
+        lambda: native.combine(x, np.array([[0]], np.int32), np.ones((1, 2), F), x[:1]),
+        lambda: native.rope(np.zeros((1, 2, 8), F), *np.zeros((2, 1, 5), F)),
+        lambda: native.rope(np.zeros((1, 2, 8), F), *np.zeros((2, 2, 4), F)),
+        lambda: native.gated_delta(x, *np.zeros((3, 1, 1, 16), F), *np.zeros((2, 1, 1), F)),
         lambda: native.set_threads(0),
         lambda: native._kernels()._force("sse9"),
         lambda: native._kernels().linear(x),

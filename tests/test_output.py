@@ -251,9 +251,11 @@ from moeflux_mlx.checkpoint import open_checkpoint
 from pathlib import Path
 import moeflux_mlx.model, mlx.core as mx
 mx.eval(mx.quantize(mx.zeros((64, 64))))
-unit = 1024 if sys.platform == "darwin" else 1
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    # Not ru_maxrss: that starts from what the parent had when it forked.
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 before = peak()
 if sys.argv[3] == "whole":
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
