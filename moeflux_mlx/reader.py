@@ -21,7 +21,7 @@ from .packed import PackedExperts
 
 ALIGNMENT = 4096  # what O_DIRECT wants of offsets, lengths and addresses on every common device
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
-DEFAULT_WORKERS = 8  # two to four readers reach a drive's ceiling with records of a megabyte and more
+DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
 Preadv = Callable[[int, list[memoryview], int], int]
 

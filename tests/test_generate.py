@@ -331,11 +331,17 @@ def test_interrupt_ends_with_the_statistics(copy_dir):
     edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # outside the vocabulary: it never ends
     (copy_dir / "tokenizer_config.json").write_text("{}")
     arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert run.stdout.read(1)
-    time.sleep(0.2)
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
+    # Whoever runs the tests in the background may have them ignore SIGINT, and children inherit that.
+    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, handled)
+    with run:
+        assert run.stdout.read(1)
+        time.sleep(0.2)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and "tokens-per-sec" in err and "Traceback" not in err
 
 
