@@ -14,6 +14,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25 /* Linux 6.1; earlier ones refuse it */
+#endif
+#endif
+
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "4-bit words and bfloat16 pairs are read as little-endian"
 #endif
@@ -22,11 +29,13 @@
 
 /* Weight bytes asked for ahead of use; 6 KiB is where two Zen 5 cores reach their read bandwidth. */
 #define PREFETCH_BYTES 6144
-/* Weight bytes per unit of work: small enough to balance and to stay in L2 for a second pass. */
-#define CHUNK_BYTES 131072
-#define MAX_CHUNK_ROWS 256
+/* Weight bytes per unit of work: large, as each start waits for memory, but small enough to balance, and half
+ * of it where several passes should find the weights in L2. */
+#define CHUNK_BYTES 262144
+#define MAX_CHUNK_ROWS 512
 #define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
 #define PLAIN_BATCH 64    /* rows of x multiplied by one unpacked row of an 8-bit or dense matrix */
+#define CACHE_AHEAD 16    /* keys or values asked for before their turn */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
 #define MAX_ARGS 8
 
@@ -43,7 +52,9 @@ typedef struct {
     ptrdiff_t in;
     int bits;           /* 4, 8, or 32: dense */
     int is_f32;
-    const uint32_t *next; /* what will be read after the last row asked for, or NULL: a prefetch hint */
+    /* What will be read after the last row asked for, or NULL: a prefetch hint. */
+    const uint32_t *next;
+    const char *next_s, *next_b;
 } Matrix;
 
 typedef struct {
@@ -68,13 +79,25 @@ typedef struct {
     void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
 } Path;
 
-/* Ask for a row's scales and biases; without that every few rows wait for memory. */
-static inline void fetch_tables(const Matrix *m, ptrdiff_t row) {
-    ptrdiff_t bytes = m->in / 64 * (m->is_f32 ? 4 : 2);
-    for (ptrdiff_t at = row * bytes; at < (row + 1) * bytes; at += 64) {
-        __builtin_prefetch((const char *)m->s + at);
-        __builtin_prefetch((const char *)m->b + at);
+static inline ptrdiff_t table_bytes(const Matrix *m) { return m->in / 64 * (m->is_f32 ? 4 : 2); }
+
+/* Ask for a row's scales and biases (past r1, of what comes next); else every few rows wait for memory. */
+static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
+    ptrdiff_t bytes = table_bytes(m);
+    int over = row >= r1 && m->next;
+    const char *s = over ? m->next_s + (row - r1) * bytes : (const char *)m->s + row * bytes;
+    const char *b = over ? m->next_b + (row - r1) * bytes : (const char *)m->b + row * bytes;
+    for (ptrdiff_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(s + at);
+        __builtin_prefetch(b + at);
     }
+}
+
+/* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
+static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
+    m->next = then->w + row * (then->in / 8);
+    m->next_s = (const char *)then->s + row * table_bytes(then);
+    m->next_b = (const char *)then->b + row * table_bytes(then);
 }
 
 static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
@@ -228,7 +251,7 @@ static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix
         PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
         return 0;
     }
-    *m = (Matrix){w->buf, s->buf, b->buf, in, bits, s->itemsize == 4, NULL};
+    *m = (Matrix){w->buf, s->buf, b->buf, in, bits, s->itemsize == 4, NULL, NULL, NULL};
     return 1;
 }
 
@@ -238,7 +261,7 @@ static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matri
     Py_buffer *w = take(args, object[0], "w", F32, 2, 0);
     if (!w || !multiple("row length", in, 16) || !dim(w, "w", 1, in)) return 0;
     *rows = w->shape[0];
-    *m = (Matrix){w->buf, NULL, NULL, in, 32, 0, NULL};
+    *m = (Matrix){w->buf, NULL, NULL, in, 32, 0, NULL, NULL, NULL};
     return 1;
 }
 
@@ -249,10 +272,10 @@ static void *scratch(ptrdiff_t bytes) {
     return posix_memalign(&memory, 64, bytes > 0 ? (size_t)bytes : 64) ? NULL : memory;
 }
 
-/* Rows per unit of work: about CHUNK_BYTES of weights, less when that leaves threads idle. */
-static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes) {
-    ptrdiff_t fit = CHUNK_BYTES / row_bytes, fair = rows / (4 * (ptrdiff_t)atomic_load(&team.size));
-    ptrdiff_t floor = CHUNK_BYTES / 8 / row_bytes;
+/* Rows per unit of work that meets `batch` rows of x: about CHUNK_BYTES, less when that leaves threads idle. */
+static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch) {
+    ptrdiff_t fit = (batch <= 4 ? CHUNK_BYTES : CHUNK_BYTES / 2) / row_bytes;
+    ptrdiff_t fair = rows / (4 * (ptrdiff_t)atomic_load(&team.size)), floor = CHUNK_BYTES / 16 / row_bytes;
     ptrdiff_t chunk = fair < fit ? fair : fit;
     if (chunk < floor) chunk = floor;
     chunk = (chunk + 7) / 8 * 8;
@@ -349,7 +372,7 @@ static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
     Py_buffer *out = ok ? take(&args, a[4], "out", F32, 2, 1) : NULL;
     if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
-    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8);
+    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8, c.batch);
     Py_BEGIN_ALLOW_THREADS;
     ok = run_product(&c, x->buf);
     Py_END_ALLOW_THREADS;
@@ -372,7 +395,7 @@ static PyObject *op_dequantize(PyObject *self, PyObject *const *a, Py_ssize_t n)
     Py_buffer *out = take(&args, a[3], "out", F32, 2, 1);
     if (!out || !take_codes(&args, a, out->shape[1], &c.m, &c.rows) || !dim(out, "out", 0, c.rows) || !disjoint(&args))
         return args_done(&args, 0);
-    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8);
+    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8, 1);
     Py_BEGIN_ALLOW_THREADS;
     team_run(dequantize_job, &c, chunks_of(c.rows, c.chunk));
     Py_END_ALLOW_THREADS;
@@ -409,7 +432,7 @@ static ptrdiff_t projection_words(ptrdiff_t hidden, ptrdiff_t inner) { return hi
 static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     ptrdiff_t size = c->hidden * c->inner;
     const uint32_t *w = c->blob + slot * c->stride + which * projection_words(c->hidden, c->inner);
-    return (Matrix){w, w + size / 8, w + size / 8 + size / 128, which == 2 ? c->inner : c->hidden, 4, 0, NULL};
+    return (Matrix){w, w + size / 8, w + size / 8 + size / 128, which == 2 ? c->inner : c->hidden, 4, 0, NULL, NULL, NULL};
 }
 
 static int by_slot(const void *a, const void *b) {
@@ -466,7 +489,12 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     Matrix gate = projection(c, c->pair[c->group[g]].slot, 0), up = projection(c, c->pair[c->group[g]].slot, 1);
     float other[4][MAX_CHUNK_ROWS];
     (void)member;
-    gate.next = up.w + r0 * (c->hidden / 8);
+    follow(&gate, &up, r0);
+    if (r1 < c->inner) follow(&up, &gate, r1);
+    else if (g + 1 < c->groups) {
+        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
+        follow(&up, &then, 0);
+    }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
         float *y[4], *u[4] = {other[0], other[1], other[2], other[3]};
         n = share(c->group[g + 1] - p);
@@ -485,7 +513,7 @@ static int run_gate_up(Experts *c, const float *x) {
         c->x[p] = packed + c->pair[p].index / c->top_k * size;
         c->y[p] = c->out + c->pair[p].index * c->inner;
     }
-    c->chunk = chunk_rows(c->inner * c->groups, c->hidden / 2);
+    c->chunk = chunk_rows(c->inner * c->groups, c->hidden / 2, c->tokens);
     c->per_group = chunks_of(c->inner, c->chunk);
     team_run(pack_job, &(Pack){c->path, x, packed, c->hidden, c->single}, c->tokens);
     team_run(gate_up_job, c, c->groups * c->per_group);
@@ -520,8 +548,10 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     (void)member;
     for (ptrdiff_t g = 0; g < c->groups; g++) {
         Matrix down = projection(c, c->pair[c->group[g]].slot, 2);
-        if (g + 1 < c->groups)
-            down.next = projection(c, c->pair[c->group[g + 1]].slot, 2).w + r0 * (c->inner / 8);
+        if (g + 1 < c->groups) {
+            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 2);
+            follow(&down, &then, r0);
+        }
         for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
             float *y[4];
             n = share(c->group[g + 1] - p);
@@ -544,7 +574,7 @@ static int run_down(Experts *c, const float *act) {
             c->y[p] = rows + c->pair[p].index * c->hidden;
             c->by_token[p] = rows + p * c->hidden;
         }
-        c->chunk = chunk_rows(c->hidden, c->inner / 2);
+        c->chunk = chunk_rows(c->hidden, c->inner / 2, c->tokens);
         team_run(pack_job, &(Pack){c->path, act, packed, c->inner, c->single}, c->pairs);
         team_run(down_job, c, chunks_of(c->hidden, c->chunk));
     }
@@ -910,6 +940,24 @@ static PyObject *op_fold(PyObject *self, PyObject *object) {
     return PyLong_FromUnsignedLong(atomic_load(&c.folded));
 }
 
+enum { HUGE_PAGE = 1 << 21 };
+
+/* huge_pages(array) -> bytes now in huge pages; 0 where the system cannot */
+static PyObject *op_huge_pages(PyObject *self, PyObject *object) {
+    Py_buffer view;
+    Py_ssize_t bytes = 0;
+    if (PyObject_GetBuffer(object, &view, PyBUF_C_CONTIGUOUS)) return NULL;
+#if defined(__linux__)
+    char *start = (char *)(((uintptr_t)view.buf + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    char *end = (char *)(((uintptr_t)view.buf + (uintptr_t)view.len) / HUGE_PAGE * HUGE_PAGE);
+    Py_BEGIN_ALLOW_THREADS;
+    if (start < end && !madvise(start, (size_t)(end - start), MADV_COLLAPSE)) bytes = end - start;
+    Py_END_ALLOW_THREADS;
+#endif
+    PyBuffer_Release(&view);
+    return PyLong_FromSsize_t(bytes);
+}
+
 static PyObject *op_paths(PyObject *self, PyObject *none) {
     PyObject *list = PyList_New(usable_paths);
     for (int i = 0; list && i < usable_paths; i++) {
@@ -960,6 +1008,7 @@ static PyMethodDef methods[] = {
     FAST(gated_delta),
     FAST(rope),
     {"fold", op_fold, METH_O, NULL},
+    {"huge_pages", op_huge_pages, METH_O, NULL},
     {"paths", op_paths, METH_NOARGS, NULL},
     {"_force", op_force, METH_O, NULL},
     {"set_threads", op_set_threads, METH_O, NULL},

@@ -162,7 +162,7 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
         w[i] = m->w + row * words;
         s[i] = (const char *)m->s + row * groups * unit;
         b[i] = (const char *)m->b + row * groups * unit;
-        fetch_tables(m, ahead + i);
+        fetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (; k + W <= words; k += W) {
@@ -314,24 +314,31 @@ INLINE void FN(softmax)(float *row, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i += W) *(vf *)(row + i) *= inv;
 }
 
-/* out[g] = sum_i p[g][i] v[i] for G heads that share the values. */
+/* out[g] = sum_i p[g][i] v[i] for G heads that share the values; a few rows at a time, which stay in L1. */
 INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, ptrdiff_t dv, float *out, const int G) {
-    for (ptrdiff_t d = 0; d < dv; d += W) {
-        vf acc[8];
-        UNROLL for (int g = 0; g < G; g++) acc[g] = (vf){0};
-        for (ptrdiff_t i = 0; i < n; i++) {
-            vf row = *(const vf *)(v + i * dv + d);
-            UNROLL for (int g = 0; g < G; g++) acc[g] += row * p[g * pad + i];
+    memset(out, 0, (size_t)(G * dv) * sizeof *out);
+    for (ptrdiff_t i0 = 0; i0 < n; i0 += CACHE_AHEAD) {
+        ptrdiff_t i1 = least(i0 + CACHE_AHEAD, n);
+        for (ptrdiff_t d = 0; d < dv; d += W) {
+            vf acc[8];
+            UNROLL for (int g = 0; g < G; g++) acc[g] = *(vf *)(out + g * dv + d);
+            for (ptrdiff_t i = i0; i < i1; i++) {
+                vf row = *(const vf *)(v + i * dv + d);
+                __builtin_prefetch(v + (i + CACHE_AHEAD) * dv + d);
+                UNROLL for (int g = 0; g < G; g++) acc[g] += row * p[g * pad + i];
+            }
+            UNROLL for (int g = 0; g < G; g++) *(vf *)(out + g * dv + d) = acc[g];
         }
-        UNROLL for (int g = 0; g < G; g++) *(vf *)(out + g * dv + d) = acc[g];
     }
 }
 
 /* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. */
 static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const float *k, const float *v, ptrdiff_t n,
                               ptrdiff_t dk, ptrdiff_t dv, float scale, float *scores, ptrdiff_t pad, float *out) {
-    for (ptrdiff_t i = 0; i < n; i++)
+    for (ptrdiff_t i = 0; i < n; i++) {
+        for (ptrdiff_t c = 0; c < dk; c += 16) __builtin_prefetch(k + (i + CACHE_AHEAD) * dk + c);
         for (ptrdiff_t g = 0; g < heads; g++) scores[g * pad + i] = FN(dot)(q + g * dk, k + i * dk, dk) * scale;
+    }
     for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n);
     for (ptrdiff_t g = 0; g < heads;) {
         const float *p = scores + g * pad;

@@ -13,9 +13,9 @@
 #include <time.h>
 
 #define MAX_TEAM 64
-/* Long enough to bridge the gap between two kernels of a decode step (tens of microseconds),
+/* Long enough to bridge the gap between two kernels of a decode step (a hundred microseconds),
  * short beside the milliseconds of a BLAS call that wants the core. */
-#define SPIN_NS 100000
+#define SPIN_NS 300000
 
 typedef void Job(void *ctx, ptrdiff_t chunk, int member);
 

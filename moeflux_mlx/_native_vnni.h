@@ -89,7 +89,7 @@ VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrd
         s[i] = (const char *)m->s + row * groups * unit;
         b[i] = (const char *)m->b + row * groups * unit;
         acc[i] = _mm512_setzero_ps();
-        fetch_tables(m, ahead + i);
+        fetch_tables(m, ahead + i, r1);
     }
     for (ptrdiff_t g = 0; g < groups; g += 16) {
         ptrdiff_t left = least(16, groups - g);

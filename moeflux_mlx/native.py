@@ -243,6 +243,14 @@ def gated_delta(
     return out, following
 
 
+def huge_pages(array: Buffer) -> int:
+    """Moves the array's memory into huge pages where Linux can; returns how many bytes of it lie in them.
+
+    The content does not change. Products with large matrices get about a tenth faster.
+    """
+    return _kernels().huge_pages(array)
+
+
 def checksum(words: Buffer) -> int:
     """XOR of uint32 words [N], at the team's read bandwidth: the yardstick of the benchmarks."""
     return _kernels().fold(words)
