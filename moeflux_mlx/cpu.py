@@ -10,7 +10,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from . import native
 from .config import ModelArgs
@@ -53,6 +55,13 @@ def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
     return view(tokens) if native.available() else tokens
 
 
+def settle(model: nn.Module) -> None:
+    """Moves the weights of a model that will run here into huge pages."""
+    if mx.default_device() == mx.cpu and native.available():
+        for named in tree_flatten(model.parameters()):
+            native.huge_pages(named[1])
+
+
 def leave(x: Any) -> mx.array:
     """Back in MLX's hands."""
     return mx.array(x) if takes(x) else x
@@ -76,10 +85,7 @@ def view(x: Any) -> np.ndarray:
 def linear(x: Array, weight: "Weight") -> Array:
     """x [..., I] @ W.T -> [..., O]."""
     rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-    if _is_native(weight):
-        out = native.linear(rows, *_parts(weight))
-    else:
-        out = rows @ view(weight.dequantized().astype(mx.float32)).T
+    out = native.linear(rows, *_parts(weight)) if _is_native(weight) else rows @ _dense(weight).T
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -91,7 +97,7 @@ def embed(ids: Array, weight: "Weight") -> Array:
     elif _is_native(weight):
         out = native.dequantize(*rows)
     else:
-        out = view(weight.dequantized().astype(mx.float32))[ids.reshape(-1)]
+        out = _dense(weight)[ids.reshape(-1)]
     return out.reshape(*ids.shape, -1)
 
 
@@ -156,6 +162,7 @@ def angles(periods: bytes, magnitude: float, offset: int, length: int) -> tuple[
 def attend(q: Array, k: Array, v: Array, cache: "KVCache", scale: float) -> Array:
     """Appends k, v [B, L, kv heads, D] to `cache`; q [B, L, heads, D] sees all up to itself -> [B, L, heads, D]."""
     cache.update_and_fetch(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
+    mx.eval(cache.keys, cache.values)  # one wait for both
     keys, values = view(cache.keys), view(cache.values)
     return stack([native.attend(q[i], keys[i], values[i], cache.offset, scale) for i in range(len(q))])
 
@@ -168,7 +175,7 @@ def stack(arrays: list[Array]) -> Array:
 def head_matrices(weight: "Weight", heads: int, rows: slice) -> Iterator[Array]:
     """The dense `rows` of each head's matrix [..., columns] in turn; the memory is used again for the next."""
     if not _is_native(weight) or not weight.bits:
-        dense = view(weight.dequantized().astype(mx.float32))
+        dense = _dense(weight)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
     parts = [view(part) for part in _parts(weight)]
@@ -180,6 +187,14 @@ def head_matrices(weight: "Weight", heads: int, rows: slice) -> Iterator[Array]:
 
 def _is_native(weight: "Weight") -> bool:
     return not weight.bits or (weight.bits in (4, 8) and weight.group_size == 64)
+
+
+def _dense(weight: "Weight") -> Array:
+    """A matrix in a form that the kernels do not read, unpacked in float32 whatever its scales are."""
+    if not weight.bits:
+        return view(weight.weight)
+    scales, biases = weight.scales.astype(mx.float32), weight.biases.astype(mx.float32)
+    return view(mx.dequantize(weight.weight, scales, biases, weight.group_size, weight.bits))
 
 
 def _parts(weight: "Weight") -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from . import cpu
 from .config import Quantization
 from .errors import ModelFileError
 from .linear import Weight
@@ -78,6 +79,7 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())
+    cpu.settle(model)
 
 
 def _module(model: Model, path: str) -> Any:
