@@ -5,6 +5,8 @@ the caches and replays it. The traced caches have fixed shapes: the position is 
 written at it, and attention masks what lies beyond.
 """
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -16,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class FixedCache:
-    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes)."""
+    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes).
 
-    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array):
-        self.keys, self.values, self.offset = keys, values, offset
+    `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
+        self.keys, self.values, self.offset, self._seen = keys, values, offset, seen
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         start = self.offset[None]
@@ -28,8 +33,7 @@ class FixedCache:
         return self.keys, self.values
 
     def mask(self, length: int) -> mx.array:
-        """[1, 1, 1, capacity]: which positions the one new token sees."""
-        return (mx.arange(self.keys.shape[2]) <= self.offset)[None, None, None]
+        return self._seen(self.keys.shape[2])
 
 
 class FixedState:
@@ -64,8 +68,13 @@ class DecodeStep:
 
     def _run(self, tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
         layers = self._model.layers
+
+        @lru_cache
+        def seen(capacity: int) -> mx.array:
+            return (mx.arange(capacity) <= offset)[None, None, None]
+
         caches: list[Any] = [
-            FixedState(first, second) if layer.is_linear else FixedCache(first, second, offset)
+            FixedState(first, second) if layer.is_linear else FixedCache(first, second, offset, seen)
             for layer, first, second in zip(layers, arrays[::2], arrays[1::2], strict=True)
         ]
         out = [self._model.lm_head(self._model.hidden(tokens, caches))]

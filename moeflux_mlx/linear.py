@@ -134,6 +134,8 @@ class MLP(nn.Module):
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.gate_proj, self.up_proj)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, scale: mx.array | None = None) -> mx.array:
+        """`scale` [..., 1] multiplies the result: before the last product, where MLX fuses it with the SwiGLU."""
         gate, up = self._inputs(x)
-        return self.down_proj(cpu.silu_mul(gate, up) if cpu.takes(x) else nn.silu(gate) * up)
+        act = cpu.silu_mul(gate, up) if cpu.takes(x) else nn.silu(gate) * up
+        return self.down_proj(act if scale is None else (act * scale).astype(act.dtype))

@@ -104,7 +104,6 @@ class MoE(nn.Module):
 
     def _shared(self, x: mx.array, gate: mx.array | None = None) -> mx.array:
         """Every token's expert: scaled by the sigmoid of `gate` [T, 1] in the Qwen families, plain in DeepSeek's."""
-        out = self.shared_expert(x)
-        if gate is not None and cpu.takes(x):
-            return cpu.sigmoid(gate) * out
-        return out if gate is None else (mx.sigmoid(gate) * out).astype(x.dtype)
+        if gate is not None:
+            gate = cpu.sigmoid(gate) if cpu.takes(x) else mx.sigmoid(gate)
+        return self.shared_expert(x, gate)
