@@ -5,6 +5,7 @@
 //
 // grid: (32 * K * blocks, T, 1), threadgroup (32 * K, 1, 1): simdgroup k works for slot k, so K experts are read at
 // once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in turn.
+// R is at most L, so that a threadgroup has a thread for each of its rows.
   constexpr uint CODES = H * (I / 8), PARAMS = H * (I / 64) / 2;
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST;
   threadgroup float part[K * ROWS];
@@ -18,6 +19,17 @@
   const device bfloat16_t* scales = (const device bfloat16_t*)(down + CODES);
   const device bfloat16_t* biases = (const device bfloat16_t*)(down + CODES + PARAMS);
   const device X* a = act + (token * K + k) * I;
+
+  // What the end needs is asked for first.
+  const float weight = weights[token * K + k];
+  const uint mine = thread_index_in_threadgroup;
+  const uint at = token * H + top + mine;
+  const bool finishes = mine < ROWS && top + mine < H;
+  float sum = finishes ? float(h_mid[at]) : 0.0f;
+  float last = 0;
+  if (SHARED && finishes) {
+    last = float(shared[at]);
+  }
 
   uint row[R];
   float acc[R];
@@ -35,19 +47,14 @@
   for (int r = 0; r < R; r++) {
     const float total = q4_lane_sum<L>(acc[r]);
     if (lane == 0) {
-      part[k * ROWS + first - top + r * ABREAST] = total;
+      part[k * ROWS + first - top + r * ABREAST] = weight * total;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint i = thread_index_in_threadgroup; i < ROWS && top + i < H; i += 32 * K) {
-    const uint at = token * H + top + i;
-    float sum = float(h_mid[at]);
+  if (finishes) {
     for (uint j = 0; j < K; j++) {
-      sum = metal::fma(weights[token * K + j], part[j * ROWS + i], sum);
+      sum += part[j * ROWS + mine];
     }
-    if (SHARED) {
-      sum += float(shared[at]);
-    }
-    out[at] = Y(sum);
+    out[at] = Y(sum + last);
   }

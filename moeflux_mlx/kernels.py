@@ -103,7 +103,7 @@ def _down_lanes(tile: Tile, hidden: int, inner: int) -> int:
     lanes = _lanes(inner, tile.lanes)
     while tile.narrow and lanes > 8 and inner // 32 < 4 * lanes and hidden * lanes // (64 * tile.rows) >= tile.narrow:
         lanes //= 2
-    return lanes
+    return max(lanes, tile.rows)
 
 
 def _qmv_tile(target: str, tokens: int, rows: int, columns: int) -> tuple[str, Tile]:

@@ -271,7 +271,7 @@ FAULTS = {
     "constant of the high codes": ("q4.h.metal", "128.259765625f", "128.0f"),
     "up before gate": ("expert_gate_up.metal", "blob + q4_record", "CODES + blob + q4_record"),
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
-    "weights of the last token": ("expert_down_combine.metal", "weights[token * K + j]", "weights[j]"),
+    "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "one lane too few": ("q4.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
 }  # fmt: skip
