@@ -32,9 +32,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, args.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, args.rms_norm_eps)
         self.rope = RoPE(args)
-        self.stack_inputs()
+        self.arrange()
 
-    def stack_inputs(self) -> None:
+    def arrange(self) -> None:
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj)
 

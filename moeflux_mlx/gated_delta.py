@@ -39,9 +39,9 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = mx.zeros((self.v_heads,))
         self.norm = RMSNorm(self.v_dim, args.rms_norm_eps)
         self.out_proj = Linear(args.linear_value_dim, D)
-        self.stack_inputs()
+        self.arrange()
 
-    def stack_inputs(self) -> None:
+    def arrange(self) -> None:
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
 

@@ -128,9 +128,9 @@ class MLP(nn.Module):
         self.gate_proj = Linear(dims, hidden_dims)
         self.up_proj = Linear(dims, hidden_dims)
         self.down_proj = Linear(hidden_dims, dims)
-        self.stack_inputs()
+        self.arrange()
 
-    def stack_inputs(self) -> None:
+    def arrange(self) -> None:
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.gate_proj, self.up_proj)
 

@@ -5,7 +5,7 @@ query folds the key projection into itself and attends over the latents; a long 
 latents to keys and values first, because that is less arithmetic.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -136,25 +136,44 @@ class MLA(nn.Module):
 
 
 class LatentProjection(Weight):
-    """kv_b_proj viewed by head: the first `nope` rows make keys, the other `v_dim` rows values."""
+    """kv_b_proj by head: the first `nope` rows make keys, the other `v_dim` rows values."""
 
     def __init__(self, heads: int, nope: int, v_dim: int, latent: int):
         super().__init__(heads * (nope + v_dim), latent)
         self.heads, self.nope = heads, nope
 
+    def arrange(self) -> None:
+        """On a GPU, once it has its tensors: two arrays take their place, because CUDA's products want no gaps."""
+        if mx.default_device() != mx.gpu:
+            return
+        self.halves = list(self._halves())
+        for name in self._tensors():
+            for half in self.halves:
+                setattr(half, name, mx.contiguous(half[name]))
+                mx.eval(half[name])
+            self.pop(name)
+
     def key(self, x: mx.array, transpose: bool) -> mx.array:
-        return self._rows(slice(None, self.nope)).multiply(x, transpose)
+        return self._halves()[0].multiply(x, transpose)
 
     def value(self, x: mx.array) -> mx.array:
-        return self._rows(slice(self.nope, None)).multiply(x, transpose=True)
+        return self._halves()[1].multiply(x, transpose=True)
+
+    def _halves(self) -> Sequence[Weight]:
+        if "halves" in self:
+            return self.halves
+        return self._rows(slice(None, self.nope)), self._rows(slice(self.nope, None))
 
     def _rows(self, rows: slice) -> Weight:
         part = Weight(0)
         part.bits, part.group_size = self.bits, self.group_size
-        for name in ("weight", "scales", "biases") if self.bits else ("weight",):
+        for name in self._tensors():
             tensor = self[name]
             setattr(part, name, tensor.reshape(self.heads, -1, tensor.shape[-1])[:, rows])
         return part
+
+    def _tensors(self) -> tuple[str, ...]:
+        return ("weight", "scales", "biases") if self.bits else ("weight",)
 
 
 def softmax_scale(args: ModelArgs) -> float:

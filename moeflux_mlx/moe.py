@@ -54,10 +54,10 @@ class MoE(nn.Module):
             self.shared_expert = MLP(D, width)
             if args.model_type != DEEPSEEK_V3:
                 self.shared_expert_gate = Linear(D, 1)
-        self.stack_inputs()
+        self.arrange()
         self._following: Callable[[], tuple[MoE, RMSNorm]] | None = None
 
-    def stack_inputs(self) -> None:
+    def arrange(self) -> None:
         """Joins the gates, which read x in float32; called again once they have their tensors."""
         gates = (self.gate, self.shared_expert_gate) if "shared_expert_gate" in self else (self.gate,)
         self._gates = Stack(*gates)

@@ -74,8 +74,8 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
             kept = mx.float32 if leaf in KEPT_FLOAT32 else dtype
             setattr(_module(model, path), leaf, _take_float(left, name, parameter.shape).astype(kept))
     for module in model.modules():
-        if hasattr(module, "stack_inputs"):
-            module.stack_inputs()
+        if hasattr(module, "arrange"):
+            module.arrange()
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())

@@ -77,8 +77,8 @@ def random_resident(model: Model, args: ModelArgs) -> None:
                 target = target[int(part)] if isinstance(target, list) else getattr(target, part)
             setattr(target, leaf, (mx.random.normal(parameter.shape) * 0.1 + (leaf == "weight")).astype(dtype))
     for module in model.modules():
-        if hasattr(module, "stack_inputs"):
-            module.stack_inputs()
+        if hasattr(module, "arrange"):
+            module.arrange()
     mx.eval(model.parameters())
 
 

@@ -3,13 +3,15 @@
 
     scripts/bench_stream.py loader [--folder DIR]
     scripts/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
+    scripts/bench_stream.py pool --model DIR --shares 0.25 0.5
 
 `loader` reads 7 MB experts (Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
 as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory
 control group: each run generates in a process of its own inside the limit, the ways in turn. It reports tokens
 per second, hit rate, the share of the disk bound (bytes per token over the drive's speed measured just before,
 against the time a token took), what computing alone costs (the same run with every expert in memory), and
-peak rss + shmem beside the plan's figure. Reported are medians; the last line is JSON.
+peak rss + shmem beside the plan's figure. `pool` does the same without a limit, the pool holding a share of the
+experts: for GPUs, whose peak memory it reports. Reported are medians; the last line is JSON.
 """
 
 import argparse
@@ -71,6 +73,17 @@ def parser() -> argparse.ArgumentParser:
     decode.add_argument("--drive-mbps", type=float, help="slows the drive down to this (blkio control group)")
     decode.add_argument("--busy-disk", action="store_true", help="other threads read the same drive all the time")
     decode.set_defaults(run=bench_decode)
+    pool = commands.add_parser("pool")
+    pool.add_argument("--model", type=Path, required=True)
+    pool.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5])
+    pool.add_argument("--rounds", type=int, default=3)
+    pool.add_argument("--prompt-tokens", type=int, default=16)
+    pool.add_argument("--max-tokens", type=int, default=48)
+    pool.add_argument("--context", type=int, default=512)
+    pool.add_argument("--temp", type=float, default=5.0)
+    pool.add_argument("--damping", type=float, default=1.0)
+    pool.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "lookahead"])
+    pool.set_defaults(run=bench_pool)
     drive = commands.add_parser("drive", help="the drive's speed for `decode`; prints JSON")
     drive.add_argument("--model", type=Path, required=True)
     drive.set_defaults(run=run_drive)
@@ -82,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("temp", "damping"):
         worker.add_argument(f"--{name}", type=float, required=True)
     worker.add_argument("--expert-io", default="pread")
+    worker.add_argument("--share", type=float, help="of the experts that the pool holds; default: planned")
     worker.set_defaults(run=run_worker)
     return made
 
@@ -247,6 +261,37 @@ def report_decode(compute: dict, runs: dict[str, list]) -> dict:
     return {"bench": "decode", "compute_seconds_per_token": compute["seconds_per_token"], "ways": table}
 
 
+def bench_pool(options: argparse.Namespace) -> dict:
+    compute = run_once(options, "off", "mmap", {})
+    print(f"computing alone: {1000 * compute['seconds_per_token']:.1f} ms a token (everything in memory)")
+    names = ("tok/s", "hits", "found", "MB/token", "waited", "bound", "drive GB/s", "pool GB", "peak GB")
+    print(f"{'pool':>5} {'prefetch':10} " + " ".join(f"{name:>10}" for name in names))
+    runs: dict[tuple[float, str], list] = {(share, way): [] for share in options.shares for way in options.ways}
+    for _ in range(options.rounds):
+        for (share, way), results in runs.items():
+            speed = inside(["drive", "--model", options.model], {})["speed"]
+            run = run_once(options, WAYS[way], "pread", {}, share)
+            run["drive"], run["bound_share"] = speed, run["bytes_per_token"] / speed / run["seconds_per_token"]
+            results.append(run)
+    rows = []
+    for (share, way), results in runs.items():
+        middle = {key: median(run[key] for run in results) for key in results[0]}
+        rows.append({"share": share, "prefetch": way, **middle})
+        values = (
+            f"{1 / middle['seconds_per_token']:.2f}",
+            f"{middle['hit_rate']:.1%}",
+            f"{middle['found_ahead']:.1%}",
+            f"{middle['bytes_per_token'] / 1e6:.1f}",
+            f"{middle['waited']:.1%}",
+            f"{middle['bound_share']:.2f}",
+            f"{middle['drive'] / 1e9:.2f}",
+            f"{middle['pool'] / 1e9:.3f}",
+            f"{middle['device_peak'] / 1e9:.3f}",
+        )
+        print(f"{share:5.0%} {way:10} " + " ".join(f"{value:>10}" for value in values))
+    return {"bench": "pool", "compute_seconds_per_token": compute["seconds_per_token"], "rows": rows}
+
+
 def run_drive(options: argparse.Namespace) -> dict:
     """Bytes per second of bare parallel reads of whole experts."""
     return {"speed": measure_disk(PackedExperts.open(options.model, ModelArgs.from_file(options.model)))}
@@ -262,11 +307,14 @@ def keep_busy(model: Path, seed: int, stop: threading.Event) -> None:
     os.close(file)
 
 
-def run_once(options: argparse.Namespace, prefetch: str, expert_io: str, limits: dict[str, str]) -> dict:
+def run_once(
+    options: argparse.Namespace, prefetch: str, expert_io: str, limits: dict[str, str], share: float | None = None
+) -> dict:
     """One generation in a process of its own."""
     arguments = ["worker", "--model", options.model, "--prefetch", prefetch, "--expert-io", expert_io]
     for name in ("prompt_tokens", "max_tokens", "context", "temp", "damping"):
         arguments += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    arguments += [] if share is None else ["--share", share]
     return inside(arguments, limits)
 
 
@@ -325,9 +373,10 @@ def watch(process: subprocess.Popen, group: Path) -> dict:
 
 
 def run_worker(options: argparse.Namespace) -> dict:
+    experts = ExpertLayout.from_args(ModelArgs.from_file(options.model)).total_bytes
     model = load_model(
         options.model,
-        dtype=mx.float32,
+        expert_cache_bytes=int(options.share * experts) if options.share else None,
         expert_io=options.expert_io,
         prefetch=options.prefetch,
         context=options.context,
@@ -346,6 +395,7 @@ def run_worker(options: argparse.Namespace) -> dict:
             model.experts.reset_stats()
             before = {"prompt_seconds": times[0] - start}
             times[0] = time.perf_counter()
+            mx.reset_peak_memory()
     model.experts.drain()
     stats, tokens = model.experts.stats, len(times) - 1
     seconds = times[-1] - times[0]
@@ -360,6 +410,8 @@ def run_worker(options: argparse.Namespace) -> dict:
         "waited": stats.wait_seconds / seconds,
         "speed": stats.gb_per_second,
         "planned": model.plan.total,
+        "pool": model.plan.pool,
+        "device_peak": mx.get_peak_memory(),  # of a GPU; the CPU's pool is not MLX's memory
         "slots": model.experts.slots,
     }
 

@@ -48,6 +48,7 @@ def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, **option
     packed = PackedExperts.open(path, model.args)
     reader = ExpertReader(packed, direct=direct, preadv=preadv)
     model.experts = ExpertLoader(packed, mode=IoMode.PREAD, reader=reader, **options)
+    model.decode_step = None  # it belongs to the mapping
     routed = RoutedExperts(model.experts, prefetch)
     for layer in model.args.moe_layers:
         model.layers[layer].mlp.experts = routed
