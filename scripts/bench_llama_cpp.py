@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Times llama.cpp on the CPU at the shapes of a packed random model, for comparison with bench_cpu.py's figures.
+
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python gguf
+    scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
+    scripts/bench_llama_cpp.py MODEL FILE.gguf
+
+The first run writes FILE.gguf: the same shapes with random weights of its own, every matrix in Q4_0, which is
+4.5 bits a weight, like the packed model's. A round times prefill and then decode of random tokens, without repacked
+weights (computed straight from the mapped file) and with them (a second copy, in memory). Reported are medians over
+the rounds; one round before them, which may find pages unread, is only in the JSON of the last line. No sampling but
+an argmax. In its last layer llama.cpp computes only the tokens whose logits are asked for: here one, of the prompt.
+
+Streaming by page faults, in a version 1 memory control group, as root. Look at read_ahead_kb of the drive's queue in
+/sys/block first: with megabytes there instead of Linux's usual 128 every fault reads much that nobody needs.
+
+    mkdir /sys/fs/cgroup/memory/llama; echo 2000000000 > /sys/fs/cgroup/memory/llama/memory.limit_in_bytes
+    sh -c 'echo $$ > /sys/fs/cgroup/memory/llama/cgroup.procs; exec "$@"' sh \\
+        scripts/bench_llama_cpp.py MODEL FILE.gguf --no-repack --decode-only --cold --tokens 64
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import gguf
+import llama_cpp
+import numpy as np
+
+Q4_0 = gguf.GGMLQuantizationType.Q4_0
+BLOCK = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])  # 32 weights, each scale * (code - 8)
+CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
+ERROR = 4  # of llama.cpp's levels of log messages
+
+
+@llama_cpp.llama_log_callback
+def log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
+    if level == ERROR:
+        print(text.decode(), end="", file=sys.stderr)
+
+
+def main() -> None:
+    options = parser().parse_args()
+    config = json.loads((options.model / "config.json").read_text())
+    if config["model_type"] != "qwen3_moe":
+        raise SystemExit(f"error: {options.model} is a {config['model_type']} model; only qwen3_moe is known here")
+    if not options.gguf.exists():
+        write_gguf(config, options.gguf)
+    if options.cold:
+        forget(options.gguf)
+    llama_cpp.llama_log_set(log, None)
+    llama_cpp.llama_backend_init()
+    ways = {"mapped": False} if options.no_repack else {"mapped": False, "repacked": True}
+    runners = {way: Runner(options, repack) for way, repack in ways.items()}
+    check_same(runners)
+    rounds = [one_round(runners, options, seed) for seed in range(options.rounds + 1)]
+    report(options, config, rounds)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
+    made.add_argument("gguf", type=Path, help="the same shapes for llama.cpp; written if it does not exist")
+    made.add_argument("--rounds", type=int, default=5, help="after a first that does not count")
+    made.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
+    made.add_argument("--tokens", type=int, default=24, help="tokens that a round decodes")
+    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--context", type=int, default=512)
+    made.add_argument("--decode-only", action="store_true", help="no prefill")
+    made.add_argument("--no-repack", action="store_true", help="only from the mapped file, without a second copy")
+    made.add_argument("--cold", action="store_true", help="drop the file's pages first, so that a limit counts them")
+    return made
+
+
+# The model file.
+
+
+def tensors(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor in file order; matrices and stacks of them are [..., outputs, inputs]."""
+    hidden, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    experts, width = config["num_experts"], config["moe_intermediate_size"]
+    yield "token_embd", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        norms = {"attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q_norm": (head,), "attn_k_norm": (head,)}
+        attention = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
+        mixture = {f"ffn_{part}_exps": (experts, width, hidden) for part in ("gate", "up")}
+        outputs = {"attn_output": (hidden, queries), "ffn_down_exps": (experts, hidden, width)}
+        block: dict[str, tuple[int, ...]] = {**norms, **attention, "ffn_gate_inp": (experts, hidden), **mixture}
+        yield from ((f"blk.{layer}.{name}", shape) for name, shape in (block | outputs).items())
+    yield "output_norm", (hidden,)
+    yield "output", (vocab, hidden)
+
+
+def size(shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in the file."""
+    count = int(np.prod(shape))
+    return 4 * count if len(shape) == 1 else count // 32 * BLOCK.itemsize
+
+
+def write_gguf(config: dict, path: Path) -> None:
+    """One tensor after the other; under another name until it is complete."""
+    unfinished, rng = path.with_suffix(".part"), np.random.default_rng(0)
+    writer = gguf.GGUFWriter(unfinished, "qwen3moe")
+    add_header(writer, config)
+    for name, shape in tensors(config):
+        dtype, kind = (np.float32, None) if len(shape) == 1 else (np.float16, Q4_0)
+        writer.add_tensor_info(f"{name}.weight", shape, np.dtype(dtype), size(shape), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, shape in tensors(config):
+        writer.write_tensor_data(np.ones(shape, np.float32) if len(shape) == 1 else quantised(rng, shape))
+    writer.close()
+    unfinished.rename(path)
+
+
+def add_header(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+
+
+def quantised(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Q4_0 blocks of a random matrix of standard deviation 1/sqrt(inputs)."""
+    blocks = rng.integers(0, 2**16, size(shape) // 2, np.uint16).view(BLOCK)
+    step = rng.uniform(0.8, 1.2, blocks.shape) * shape[-1] ** -0.5 / CODE_SPREAD
+    # The codes' mean is not zero; with one sign it would add up, layer by layer, and make all tokens alike.
+    blocks["scale"] = np.where(rng.random(blocks.shape) < 0.5, step, -step)
+    return blocks
+
+
+def forget(path: Path) -> None:
+    """Drops the file from the page cache; pages that another control group has read do not count in ours."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# The runs.
+
+
+class Runner:
+    """One loaded model with a context."""
+
+    def __init__(self, options: argparse.Namespace, repack: bool):
+        params = llama_cpp.llama_model_default_params()
+        params.load_mode, params.use_extra_bufts = llama_cpp.LLAMA_LOAD_MODE_MMAP, repack
+        self.model = llama_cpp.llama_model_load_from_file(os.fsencode(options.gguf), params)
+        if not self.model:
+            raise SystemExit(f"error: llama.cpp cannot load {options.gguf}; remove it and it will be written anew")
+        context = llama_cpp.llama_context_default_params()
+        context.n_ctx, context.n_threads, context.n_threads_batch = options.context, options.threads, options.threads
+        self.context = llama_cpp.llama_init_from_model(self.model, context)
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+
+    def feed(self, tokens: np.ndarray) -> np.ndarray:
+        """Runs a batch; logits of its last token, valid until the next."""
+        ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())  # the batch only points to it
+        if code := llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(ids, len(tokens))):
+            raise SystemExit(f"error: llama_decode returned {code}; do prompt and tokens fit the context?")
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, -1), (self.vocab,))
+
+
+def check_same(runners: dict[str, Runner]) -> None:
+    """Both ways must compute the same finite logits, but for rounding and experts that nearly tie."""
+    first, *others = [runner.feed(np.arange(8)).copy() for runner in runners.values()]
+    spread = float(max((logits - first).std() for logits in (first, *others)) / first.std())
+    if not spread < 0.2:  # also when it is not a number
+        raise SystemExit(f"error: logits with and without repacking differ by {spread:.3g} standard deviations")
+
+
+def one_round(runners: dict[str, Runner], options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
+    """Tokens per second of both phases, and MB that decoding a token read from disk."""
+    found: dict[str, dict[str, float]] = {}
+    for way, runner in runners.items():
+        tokens = np.random.default_rng(seed).integers(0, runner.vocab, options.prompt + options.tokens)
+        prompt, following = np.split(tokens, [options.prompt])
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(runner.context), True)
+        found[way] = {}
+        if not options.decode_only:
+            start = time.perf_counter()
+            runner.feed(prompt)
+            found[way]["prefill"] = options.prompt / (time.perf_counter() - start)
+        start, read = time.perf_counter(), disk_bytes()
+        for token in following:
+            runner.feed(token[None]).argmax()
+        found[way]["decode"] = options.tokens / (time.perf_counter() - start)
+        found[way]["MB_read_per_token"] = (disk_bytes() - read) / 1e6 / options.tokens
+    return found
+
+
+def disk_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_inblock * 512
+
+
+def token_bytes(config: dict) -> int:
+    """Weight bytes that decoding one token reads: every matrix but the embedding, and the chosen experts."""
+    share = config["num_experts_per_tok"] / config["num_experts"]
+    read = (size(shape) * (share if name.endswith("_exps") else 1) for name, shape in tensors(config))
+    return int(sum(read)) - size((config["vocab_size"], config["hidden_size"]))
+
+
+def report(options: argparse.Namespace, config: dict, rounds: list[dict[str, dict[str, float]]]) -> None:
+    def median(way: str, key: str) -> float:
+        return statistics.median(each[way][key] for each in rounds[1:])
+
+    middle = {way: {key: median(way, key) for key in values} for way, values in rounds[0].items()}
+    result = {
+        "llama_cpp_python": version("llama-cpp-python"),
+        "system": llama_cpp.llama_print_system_info().decode(),
+        "threads": options.threads,
+        "load_average": os.getloadavg()[0],
+        "layers": config["num_hidden_layers"],
+        "file_bytes": options.gguf.stat().st_size,
+        "token_bytes": token_bytes(config),
+        "medians": middle,
+        "rounds": rounds,
+    }
+    head = "{threads} threads, load average {load_average:.1f}, {file_bytes} bytes, {token_bytes} per token"
+    print(head.format(**result))
+    for way, found in middle.items():
+        print(f"{way:9}" + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items()))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
