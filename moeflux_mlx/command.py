@@ -125,12 +125,16 @@ def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrap
 
 
 def configure_mlx() -> None:
-    """Lets MLX put large arrays into a command buffer without committing it at once, unless the user decided.
+    """Says how much MLX gathers before it hands work to the GPU, unless the user decided.
 
-    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. It reads the
-    variable when the device is first used, so this comes before the first array.
+    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. CUDA's graphs run
+    a launch faster the fewer there are in one, down to what the host can keep up with: on an H200 decode of
+    Qwen3.6-35B-A3B's shapes reaches 200 tokens a second with 40, 185 with MLX's 100. MLX reads the variables
+    when the device is first used, so this comes before the first array.
     """
     os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
+    if sys.platform == "linux":
+        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "40")
 
 
 def gigabytes(option: str, value: float | None) -> int | None:

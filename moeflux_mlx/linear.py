@@ -29,9 +29,10 @@ class Weight(nn.Module):
 
     def multiply(self, x: mx.array, transpose: bool) -> mx.array:
         """x @ W.T (`transpose`) or x @ W; leading axes broadcast."""
-        if not self.bits:
-            weight = self.weight.swapaxes(-1, -2) if transpose else self.weight
-            return x @ weight
+        # Dense too where a row is a single group: MLX 0.32.4's CUDA product leaves its output unwritten there.
+        if not self.bits or (self.scales.shape[-1] == 1 and kernels.backend() == "cuda"):
+            weight = self.dequantized()
+            return x @ (weight.swapaxes(-1, -2) if transpose else weight)
         return mx.quantized_matmul(
             x, self.weight, self.scales, self.biases, transpose, self.group_size, self.bits
         )  # fmt: skip

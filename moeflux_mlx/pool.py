@@ -2,14 +2,16 @@
 
 The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every block in an array of
 its own in device memory, because updating an array that others refer to would copy all of it; there the
-host memory is only a landing place. It knows neither files nor threads, only futures.
+host's memory is only a landing place that the GPU reads over the bus. It knows neither files nor threads, only futures.
 """
 
 import contextlib
+import ctypes
 import mmap
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from .layout import ExpertLayout
 
 Key = tuple[int, int]  # layer, expert
+PREFERRED_LOCATION, ACCESSED_BY, HOST = 3, 5, -1  # CU_MEM_ADVISE_SET_..., CU_DEVICE_CPU of <cuda.h>
 
 
 @dataclass
@@ -46,7 +49,11 @@ class SlotPool:
     def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None):
         self.slots = slots
         self._copied = landing is not None
-        self.rows = page_aligned(slots if landing is None else landing, layout.words)
+        self._landing: mx.array | None = None
+        if landing is not None and mx.cuda.is_available() and mx.default_device() == mx.gpu:
+            self.rows, self._landing = landing_memory(landing, layout.words)
+        else:
+            self.rows = page_aligned(slots if landing is None else landing, layout.words)
         on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
         self._adopted = mx.from_dlpack(self.rows, copy=False) if on_metal else None
         self._free = list(range(len(self.rows)))
@@ -106,8 +113,16 @@ class SlotPool:
         slot.future = None
         self._arriving.discard(key)
         if self._copied:
-            slot.device = on_device(self.rows[slot.row])
+            slot.device = self._copy(slot.row)
             self._free.append(slot.row)
+
+    def _copy(self, row: int) -> mx.array:
+        """[words] in device memory."""
+        if self._landing is None:
+            return on_device(self.rows[row])
+        copy = mx.bitwise_or(self._landing[row : row + 1], mx.array(0, mx.uint32)).reshape(-1)
+        mx.eval(copy)
+        return copy
 
     def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
         """(blob [S, words], row of each key int32)."""
@@ -176,6 +191,24 @@ def page_aligned(rows: int, words: int) -> np.ndarray:
             with contextlib.suppress(OSError):
                 memory.madvise(getattr(mmap, advice))
     return np.frombuffer(memory, np.uint32).reshape(rows, words)
+
+
+def landing_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
+    """The same zeroed memory [rows, words] uint32 for the host, which direct I/O can fill, and for CUDA.
+
+    MLX turns an array that Python looks into into managed memory. Told to stay with the host and to be mapped
+    for the GPU, its pages do not wander between the two at every use: on an H200 a block of 7 MB takes 0.2 ms
+    to its own array instead of 4.4.
+    """
+    array = mx.zeros((rows, words), mx.uint32)
+    mx.eval(array)
+    view = np.frombuffer(memoryview(cast(Any, array)), np.uint32).reshape(rows, words)
+    with contextlib.suppress(OSError, AttributeError):  # without this it is as right, and slower
+        advise = ctypes.CDLL("libcuda.so.1").cuMemAdvise
+        for advice, device in ((PREFERRED_LOCATION, HOST), (ACCESSED_BY, 0)):
+            advise(ctypes.c_uint64(view.ctypes.data), ctypes.c_size_t(view.nbytes), advice, ctypes.c_int(device))
+    view[:] = 0  # the pages come to the host
+    return view, array
 
 
 def on_device(rows: np.ndarray) -> mx.array:

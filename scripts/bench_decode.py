@@ -19,6 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from moeflux_mlx.command import configure_mlx
 from moeflux_mlx.config import DEEPSEEK_V3, ModelArgs, read_json, variants
 from moeflux_mlx.decode import DecodeStep
 from moeflux_mlx.experts import RoutedExperts
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--skip-mlx-lm", action="store_true")
     options = parser.parse_args()
+    configure_mlx()  # as every command does; mlx-lm runs under the same settings
     config = read_json(directory("configs") / f"{options.variant}.json")
     body = config.get("text_config", config)
     if options.layers:

@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx import kernels
+from moeflux_mlx.command import configure_mlx
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
 PRODUCTS = [
@@ -368,6 +369,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    configure_mlx()  # as every command does; MLX's own operations run under the same settings
     if not kernels.has_kernels():
         raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
     device = mx.device_info()
