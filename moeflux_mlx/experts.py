@@ -1,7 +1,7 @@
 """Computes the routed experts from packed blocks, wherever the loader keeps them.
 
 A few tokens (decode) go through kernels that read packed blocks by slot. More tokens (prefill) go
-expert by expert: rows are sorted by expert, and waves of a few experts are unpacked into dense stacks,
+expert by expert: rows are sorted by expert, and waves of a few experts are taken apart into dense stacks,
 so that the temporary memory is known in advance. Which path and which waves depend on the tokens and
 the sizes only, never on what happens to be in memory: the result has the same bits in every I/O mode.
 """
@@ -24,11 +24,7 @@ from .moe import Routing
 from .prefetch import Predictor, Trial
 
 DECODE_ROWS = 8  # up to this many tokens the kernels re-read an expert for each token that uses it
-# Rows per expert from which unpacking a wave and multiplying it dense beats MLX's packed product. CUDA: on an H200,
-# one layer of 256 experts, 8 a token: 128 tokens 2.3 ms packed, 4.7 dense; 512 tokens 6.2 and 5.0; 2048, 22.4 and 4.9.
-# Metal: not measured; its packed product has a tiled kernel for sorted rows.
-UNPACK_FROM = {"cuda": 12, "metal": 1 << 30, "ops": 1 << 30}
-WAVE_BYTES = 128 << 20  # of packed blocks unpacked at a time
+WAVE_BYTES = 128 << 20  # of packed blocks taken apart at a time
 NEARLY_ALL = 0.9  # share of a layer's experts in use from which the next layer's first ones are read unseen
 
 
@@ -234,26 +230,19 @@ def grouped_ffn(rows: mx.array, blob: mx.array, local: mx.array, layout: ExpertL
         blob: [n, words] packed blocks.
         local: [N] uint32 index into `blob`, ascending.
     """
-    many = len(rows) >= UNPACK_FROM[kernels.backend()] * len(blob)
-    multiply = _unpacked_product if many else _packed_product
     gate, up, down = (_dense(blob, layout, i, rows.dtype) for i in range(0, 9, 3))
     x = rows[:, None]
-    act = nn.silu(multiply(x, gate, local)) * multiply(x, up, local)
-    return multiply(act, down, local)[:, 0]
+    act = nn.silu(_multiply(x, gate, local)) * _multiply(x, up, local)
+    return _multiply(act, down, local)[:, 0]
 
 
 Dense = tuple[mx.array, mx.array, mx.array]
 
 
-def _packed_product(x: mx.array, part: Dense, local: mx.array) -> mx.array:
+def _multiply(x: mx.array, part: Dense, local: mx.array) -> mx.array:
     return mx.gather_qmm(
         x, *part, rhs_indices=local, transpose=True, group_size=GROUP_SIZE, bits=BITS, sorted_indices=True
     )
-
-
-def _unpacked_product(x: mx.array, part: Dense, local: mx.array) -> mx.array:
-    weight = mx.dequantize(*part, group_size=GROUP_SIZE, bits=BITS)
-    return mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=local, sorted_indices=True)
 
 
 def _dense(blob: mx.array, layout: ExpertLayout, first: int, dtype: mx.Dtype) -> Dense:
