@@ -14,7 +14,7 @@ from .layout import ExpertLayout
 HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to here the share alone counts
-RUNTIME_BYTES = 64 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
+RUNTIME_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = 256  # positions by which caches grow
 DEFAULT_CONTEXT = 8192
 PREFILL_STEP_SIZE = 512

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-WARMUP = 32  # judged guesses before a layer may be switched off
+WARMUP = 8  # judged guesses before a layer may be switched off: about one token's
 LEAST_USEFUL = 0.5  # share of guessed reads that must be used: a wasted read delays a needed one by as much
 MEMORY = 0.95  # weight of the past in the running share
 RETRY = 512  # guesses that a layer sits out before it is tried again
@@ -25,7 +25,7 @@ class LayerRecord:
     """How well guessing works for one layer: `useful` is a running share of prefetched experts used."""
 
     previous: np.ndarray | None = None
-    useful: float = 1.0
+    useful: float = 0.7  # what real models give, so that a layer where guesses fail is soon below LEAST_USEFUL
     judged: int = 0
     sat_out: int = 0
 

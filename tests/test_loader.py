@@ -22,6 +22,7 @@ from moeflux_mlx.io_mode import IoMode, from_environment, select_io_mode
 from moeflux_mlx.layout import ExpertLayout
 from moeflux_mlx.loader import ExpertLoader
 from moeflux_mlx.packed import PackedExperts
+from moeflux_mlx.pool import landing_memory
 from moeflux_mlx.reader import ExpertReader
 
 EXPERTS = 6
@@ -300,6 +301,12 @@ def test_blocks_copied_to_a_device(packed):
             assert batch.weights()[0].shape[0] == 2
     assert loader.stats.hits == EXPERTS
     loader.close()
+
+
+def test_a_landing_place_is_one_memory_for_both_sides():
+    view, array = landing_memory(3, 1024)
+    view[1] = 7
+    assert np.array_equal(np.array(array), np.repeat([[0], [7], [0]], 1024, axis=1))
 
 
 def test_closing_while_reads_are_under_way(packed):

@@ -9,6 +9,7 @@ from tiny_models import tiny_directory, tiny_model
 import moeflux_mlx.mla as mla
 import moeflux_mlx.rope as rope
 import moeflux_mlx.router as router
+from moeflux_mlx import kernels, linear
 from moeflux_mlx.config import Yarn
 from moeflux_mlx.load import load_model
 
@@ -138,3 +139,37 @@ class TestPlantedFaults:
 
             monkeypatch.setattr(mla.MLA, method, wrong)
         assert breaks(monkeypatch, "deepseek_v3", mla.MLA, "_absorbed", mla.MLA._absorbed, chunk=1) > 10 * TOLERANCE
+
+
+def quantised(layer, rows, columns):
+    """Fills `layer` with random 4-bit codes; returns its dense matrix [rows, columns]."""
+    layer.bits, layer.group_size = 4, 64
+    dense = mx.array(np.random.default_rng(1).standard_normal((rows, columns)).astype(np.float32))
+    layer.weight, layer.scales, layer.biases = mx.quantize(dense, group_size=64, bits=4)
+    return mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=64, bits=4)
+
+
+@pytest.mark.parametrize("columns, calls", [(64, 0), (128, 1)])
+def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls):
+    """MLX's product writes nothing there."""
+    layer, product, seen = linear.Weight(96, columns), mx.quantized_matmul, []
+    dense = quantised(layer, 96, columns)
+    x = mx.array(np.random.default_rng(2).standard_normal((5, columns)).astype(np.float32))
+    monkeypatch.setattr(kernels, "backend", lambda: "cuda")
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *args: seen.append(1) or product(*args))
+    assert mx.allclose(layer.multiply(x, transpose=True), x @ dense.T, atol=1e-4)
+    assert len(seen) == calls
+
+
+def test_on_a_gpu_the_halves_of_the_latent_projection_replace_it(monkeypatch):
+    heads, nope, v_dim, latent = 3, 64, 32, 128
+    layer = mla.LatentProjection(heads, nope, v_dim, latent)
+    quantised(layer, heads * (nope + v_dim), latent)
+    x = mx.array(np.random.default_rng(3).standard_normal((1, heads, 5, latent)).astype(np.float32))
+    before, bytes_before = (layer.key(x, transpose=True), layer.value(x)), layer.weight.nbytes
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    layer.arrange()
+    assert "weight" not in layer
+    assert sum(half.weight.nbytes for half in layer.halves) == bytes_before
+    assert mx.array_equal(layer.key(x, transpose=True), before[0])
+    assert mx.array_equal(layer.value(x), before[1])
