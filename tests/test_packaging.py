@@ -38,7 +38,8 @@ def wheel(tmp_path_factory):
 
     sdist = run("build_sdist", base / "tree")
     with tarfile.open(sdist) as archive:
-        archive.extractall(base / "sdist", filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4
+        archive.extractall(base / "sdist", **safely)
     (unpacked,) = (base / "sdist").iterdir()
     return run("build_wheel", unpacked)
 
