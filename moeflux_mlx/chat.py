@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from .command import (
-    INTERRUPTED,
     Progress,
     add_model_options,
     add_prompt_cache_options,
     add_sampling_options,
-    configure_mlx,
+    execute,
     expert_statistics,
     fingerprint_of,
     load_named,
@@ -69,15 +68,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(argv)
-    configure_mlx()
     try:
-        return run(options)
-    except MoefluxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return execute(run, parser().parse_args(argv))
     except BrokenPipeError:
         # Whoever read the answers has gone; keep the interpreter from flushing to nobody at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

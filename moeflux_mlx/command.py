@@ -5,10 +5,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import RequestError
+from .errors import MoefluxError, RequestError
 from .io_mode import from_environment
 
 if TYPE_CHECKING:
@@ -122,6 +123,18 @@ def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrap
     if options.verbose:
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     return path, model, tokenizer
+
+
+def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Runs a command; returns its exit code. Our own errors become one line on stderr."""
+    configure_mlx()
+    try:
+        return run(options)
+    except MoefluxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def configure_mlx() -> None:

@@ -11,7 +11,7 @@ from .command import (
     add_model_options,
     add_prompt_cache_options,
     add_sampling_options,
-    configure_mlx,
+    execute,
     expert_statistics,
     load_named,
     note,
@@ -19,7 +19,7 @@ from .command import (
     parse_template_config,
     sampling,
 )
-from .errors import MoefluxError, RequestError
+from .errors import RequestError
 
 if TYPE_CHECKING:
     from .session import Session
@@ -52,15 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(argv)
-    configure_mlx()
-    try:
-        return run(options)
-    except MoefluxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return execute(run, parser().parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .command import DTYPES, configure_mlx, gigabytes
+from .command import DTYPES, execute, gigabytes
 from .config import DEEPSEEK_V3, ModelArgs, variants
-from .errors import MoefluxError, RequestError
+from .errors import RequestError
 from .io_mode import Figures, IoMode
 from .layout import BITS, GROUP_SIZE, ExpertLayout
 from .linear import Weight
@@ -56,13 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(argv)
-    configure_mlx()
-    try:
-        return run(options)
-    except MoefluxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return execute(run, parser().parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
