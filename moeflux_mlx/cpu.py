@@ -198,4 +198,4 @@ def _dense(weight: "Weight") -> Array:
 
 
 def _parts(weight: "Weight") -> list[Any]:
-    return [weight.weight, weight.scales, weight.biases] if weight.bits else [weight.weight]
+    return [weight[name] for name in weight.tensors()]

@@ -27,6 +27,10 @@ class Weight(nn.Module):
         """The logical shape, whatever the storage."""
         return self._shape
 
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the arrays that hold it."""
+        return ("weight", "scales", "biases") if self.bits else ("weight",)
+
     def multiply(self, x: mx.array, transpose: bool) -> mx.array:
         """x @ W.T (`transpose`) or x @ W; leading axes broadcast."""
         # Dense too where a row is a single group: MLX 0.32.4's CUDA product leaves its output unwritten there.
@@ -76,7 +80,7 @@ class Stack:
     def _join(self) -> Linear:
         joined = Linear(self.layers[0].shape[1], self.ends[-1])
         joined.bits, joined.group_size = self.layers[0].bits, self.layers[0].group_size
-        for part in ("weight", "scales", "biases") if joined.bits else ("weight",):
+        for part in joined.tensors():
             setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))
             mx.eval(joined[part])
             for layer, start, end in zip(self.layers, [0, *self.ends], self.ends, strict=False):

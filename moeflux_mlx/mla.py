@@ -5,7 +5,7 @@ query folds the key projection into itself and attends over the latents; a long 
 latents to keys and values first, because that is less arithmetic.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -146,34 +146,30 @@ class LatentProjection(Weight):
         """On a GPU, once it has its tensors: two arrays take their place, because CUDA's products want no gaps."""
         if mx.default_device() != mx.gpu:
             return
-        self.halves = list(self._halves())
-        for name in self._tensors():
+        self.halves = [self._half(0), self._half(1)]
+        for name in self.tensors():
             for half in self.halves:
                 setattr(half, name, mx.contiguous(half[name]))
                 mx.eval(half[name])
             self.pop(name)
 
     def key(self, x: mx.array, transpose: bool) -> mx.array:
-        return self._halves()[0].multiply(x, transpose)
+        return self._half(0).multiply(x, transpose)
 
     def value(self, x: mx.array) -> mx.array:
-        return self._halves()[1].multiply(x, transpose=True)
+        return self._half(1).multiply(x, transpose=True)
 
-    def _halves(self) -> Sequence[Weight]:
+    def _half(self, index: int) -> Weight:
+        """The keys' (0) or the values' (1) part, [heads, rows, latent]."""
         if "halves" in self:
-            return self.halves
-        return self._rows(slice(None, self.nope)), self._rows(slice(self.nope, None))
-
-    def _rows(self, rows: slice) -> Weight:
+            return self.halves[index]
         part = Weight(0)
         part.bits, part.group_size = self.bits, self.group_size
-        for name in self._tensors():
+        rows = slice(self.nope, None) if index else slice(None, self.nope)
+        for name in self.tensors():
             tensor = self[name]
             setattr(part, name, tensor.reshape(self.heads, -1, tensor.shape[-1])[:, rows])
         return part
-
-    def _tensors(self) -> tuple[str, ...]:
-        return ("weight", "scales", "biases") if self.bits else ("weight",)
 
 
 def softmax_scale(args: ModelArgs) -> float:
