@@ -199,6 +199,46 @@ def timed(work) -> tuple[float, float]:
 # Generation under a limit.
 
 
+# What the tables show of a run, by column.
+COLUMNS = {
+    "tok/s": lambda run: f"{1 / run['seconds_per_token']:.2f}",
+    "hits": lambda run: f"{run['hit_rate']:.1%}",
+    "found": lambda run: f"{run['found_ahead']:.1%}",
+    "late": lambda run: f"{run['late']:.1%}",
+    "MB/token": lambda run: f"{run['bytes_per_token'] / 1e6:.1f}",
+    "waited": lambda run: f"{run['waited']:.1%}",
+    "bound": lambda run: f"{run['bound_share']:.2f}",
+    "drive GB/s": lambda run: f"{run['drive'] / 1e9:.2f}",
+    "peak GB": lambda run: f"{run['peak'] / 1e9:.3f}",
+    "plan GB": lambda run: f"{run['planned'] / 1e9:.3f}",
+    "off by": lambda run: f"{run['peak'] / run['planned'] - 1:+.1%}",
+    "pool GB": lambda run: f"{run['pool'] / 1e9:.3f}",
+    "device GB": lambda run: f"{run['device_peak'] / 1e9:.3f}",
+}
+SHARED = ("tok/s", "hits", "found", "late", "MB/token", "waited", "bound", "drive GB/s")
+
+
+def print_table(compute: dict, rows: dict[str, dict], extra: tuple[str, ...]) -> None:
+    """One line for each of `rows`: medians by label."""
+    columns = SHARED + extra
+    print(f"computing alone: {1000 * compute['seconds_per_token']:.1f} ms a token (everything in memory)")
+    print(f"{'':14} " + " ".join(f"{name:>10}" for name in columns))
+    for label, middle in rows.items():
+        print(f"{label:14} " + " ".join(f"{COLUMNS[name](middle):>10}" for name in columns))
+
+
+def medians(results: list[dict]) -> dict:
+    return {key: median(run[key] for run in results) for key in results[0]}
+
+
+def measured(options: argparse.Namespace, way: str, held: dict[str, str], drive: dict[str, str], **more) -> dict:
+    """One streamed generation in the groups `held`, beside the drive's speed in the groups `drive` just before."""
+    speed = inside(["drive", "--model", options.model], drive)["speed"]
+    run = run_once(options, WAYS[way], "pread", held, **more)
+    share = run["bytes_per_token"] / speed / run["seconds_per_token"]
+    return run | {"drive": speed, "bound_share": share}
+
+
 def bench_decode(options: argparse.Namespace) -> dict:
     compute = run_once(options, "off", "mmap", {})
     runs: dict[str, list] = {way: [] for way in options.ways}
@@ -208,10 +248,7 @@ def bench_decode(options: argparse.Namespace) -> dict:
         thread.start()
     for i in range(options.rounds):
         for way in options.ways[i % len(options.ways) :] + options.ways[: i % len(options.ways)]:
-            speed = inside(["drive", "--model", options.model], limits(options, memory=False))["speed"]
-            run = run_once(options, WAYS[way], "pread", limits(options))
-            run["drive"], run["bound_share"] = speed, run["bytes_per_token"] / speed / run["seconds_per_token"]
-            runs[way].append(run)
+            runs[way].append(measured(options, way, limits(options), limits(options, memory=False)))
     stop.set()
     for thread in other:
         thread.join()
@@ -219,39 +256,8 @@ def bench_decode(options: argparse.Namespace) -> dict:
 
 
 def report_decode(compute: dict, runs: dict[str, list]) -> dict:
-    names = (
-        "tok/s",
-        "hits",
-        "found",
-        "late",
-        "MB/token",
-        "waited",
-        "bound",
-        "drive GB/s",
-        "peak GB",
-        "plan GB",
-        "off by",
-    )
-    print(f"computing alone: {1000 * compute['seconds_per_token']:.1f} ms a token (everything in memory)")
-    print(f"{'prefetch':10} " + " ".join(f"{name:>10}" for name in names))
-    table = {}
-    for way, results in runs.items():
-        middle = {key: median(run[key] for run in results) for key in results[0]}
-        table[way] = middle
-        values = (
-            f"{1 / middle['seconds_per_token']:.2f}",
-            f"{middle['hit_rate']:.1%}",
-            f"{middle['found_ahead']:.1%}",
-            f"{middle['late']:.1%}",
-            f"{middle['bytes_per_token'] / 1e6:.1f}",
-            f"{middle['waited']:.1%}",
-            f"{middle['bound_share']:.2f}",
-            f"{middle['drive'] / 1e9:.2f}",
-            f"{middle['peak'] / 1e9:.3f}",
-            f"{middle['planned'] / 1e9:.3f}",
-            f"{middle['peak'] / middle['planned'] - 1:+.1%}",
-        )
-        print(f"{way:10} " + " ".join(f"{value:>10}" for value in values))
+    table = {way: medians(results) for way, results in runs.items()}
+    print_table(compute, table, ("peak GB", "plan GB", "off by"))
     if "none" in runs:
         for way, results in runs.items():
             pairs = zip(runs["none"], results, strict=True)
@@ -263,32 +269,13 @@ def report_decode(compute: dict, runs: dict[str, list]) -> dict:
 
 def bench_pool(options: argparse.Namespace) -> dict:
     compute = run_once(options, "off", "mmap", {})
-    print(f"computing alone: {1000 * compute['seconds_per_token']:.1f} ms a token (everything in memory)")
-    names = ("tok/s", "hits", "found", "MB/token", "waited", "bound", "drive GB/s", "pool GB", "peak GB")
-    print(f"{'pool':>5} {'prefetch':10} " + " ".join(f"{name:>10}" for name in names))
     runs: dict[tuple[float, str], list] = {(share, way): [] for share in options.shares for way in options.ways}
     for _ in range(options.rounds):
         for (share, way), results in runs.items():
-            speed = inside(["drive", "--model", options.model], {})["speed"]
-            run = run_once(options, WAYS[way], "pread", {}, share)
-            run["drive"], run["bound_share"] = speed, run["bytes_per_token"] / speed / run["seconds_per_token"]
-            results.append(run)
-    rows = []
-    for (share, way), results in runs.items():
-        middle = {key: median(run[key] for run in results) for key in results[0]}
-        rows.append({"share": share, "prefetch": way, **middle})
-        values = (
-            f"{1 / middle['seconds_per_token']:.2f}",
-            f"{middle['hit_rate']:.1%}",
-            f"{middle['found_ahead']:.1%}",
-            f"{middle['bytes_per_token'] / 1e6:.1f}",
-            f"{middle['waited']:.1%}",
-            f"{middle['bound_share']:.2f}",
-            f"{middle['drive'] / 1e9:.2f}",
-            f"{middle['pool'] / 1e9:.3f}",
-            f"{middle['device_peak'] / 1e9:.3f}",
-        )
-        print(f"{share:5.0%} {way:10} " + " ".join(f"{value:>10}" for value in values))
+            results.append(measured(options, way, {}, {}, share=share))
+    table = {case: medians(results) for case, results in runs.items()}
+    print_table(compute, {f"{share:.0%} {way}": row for (share, way), row in table.items()}, ("pool GB", "device GB"))
+    rows = [{"share": share, "prefetch": way, **row} for (share, way), row in table.items()]
     return {"bench": "pool", "compute_seconds_per_token": compute["seconds_per_token"], "rows": rows}
 
 
