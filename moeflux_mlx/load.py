@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from . import native
+from . import kernels, native
 from .config import ModelArgs
 from .decode import DecodeStep
 from .errors import ModelFileError, NotPackedError, RequestError
@@ -130,10 +130,10 @@ def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> Ex
 
 def machine_figures() -> Figures:
     """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
-    if mx.default_device() != mx.gpu:
+    if not kernels.has_kernels():
         return Figures(usable_ram_bytes())
     info = mx.device_info()
-    if not mx.metal.is_available():
+    if kernels.backend() == "cuda":
         return Figures(int(info["free_memory"]), name="free GPU memory")
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
     return Figures(usable_ram_bytes(), working_set, buffer)
@@ -141,7 +141,7 @@ def machine_figures() -> Figures:
 
 def computes_in_place(dtype: mx.Dtype) -> bool:
     """Whether the native CPU kernels, which read packed blocks where they are, run activations of `dtype`."""
-    return dtype == mx.float32 and mx.default_device() == mx.cpu and native.available()
+    return dtype == mx.float32 and not kernels.has_kernels() and native.available()
 
 
 def default_context(args: ModelArgs) -> int:
@@ -155,7 +155,7 @@ def split_latent(tensors: dict[str, mx.array]) -> bool:
 
 def default_dtype() -> mx.Dtype:
     """bfloat16 on a GPU; float32 on CPU, where MLX's bfloat16 arithmetic is several times slower."""
-    return mx.bfloat16 if mx.default_device() == mx.gpu else mx.float32
+    return mx.bfloat16 if kernels.has_kernels() else mx.float32
 
 
 def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> Path:

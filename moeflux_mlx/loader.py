@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import ExpertIOError
+from . import kernels
 from .io_mode import IoMode
 from .layout import ExpertLayout
 from .packed import PackedExperts
@@ -437,7 +438,7 @@ def _pools(
 ) -> list[SlotPool]:
     """One pool, or as many as keep each within `buffer_bytes`."""
     if copied is None:
-        copied = mx.default_device() == mx.gpu and not mx.metal.is_available()
+        copied = kernels.backend() == "cuda"
     total = min(max(cache_bytes // layout.expert_stride, least), layout.total_bytes // layout.expert_stride)
     at_most = total if buffer_bytes is None else max(buffer_bytes // layout.expert_stride, 1)
     count = min(-(-total // at_most), max(total // least, 1), len(layout.moe_layers))
@@ -455,6 +456,6 @@ def _map(path: Path, layout: ExpertLayout) -> np.ndarray | mx.array:
     except OSError as error:
         raise error if isinstance(error, ExpertIOError) else ExpertIOError(f"cannot map {path}: {error}") from error
     rows = np.frombuffer(mapped, np.uint32).reshape(layout.num_experts, -1)
-    if mx.default_device() != mx.gpu:
+    if not kernels.has_kernels():
         return rows
-    return mx.from_dlpack(rows, copy=False) if mx.metal.is_available() else on_device(rows)
+    return mx.from_dlpack(rows, copy=False) if kernels.backend() == "metal" else on_device(rows)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import cpu, native
+from . import cpu, kernels, native
 from .cache import LatentCache
 from .config import ModelArgs
 from .linear import Linear, RMSNorm, Weight
@@ -144,7 +144,7 @@ class LatentProjection(Weight):
 
     def arrange(self) -> None:
         """On a GPU, once it has its tensors: two arrays take their place, because CUDA's products want no gaps."""
-        if mx.default_device() != mx.gpu:
+        if not kernels.has_kernels():
             return
         self.halves = [self._half(0), self._half(1)]
         for name in self.tensors():

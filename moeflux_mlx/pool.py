@@ -16,6 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
+from . import kernels
 from .layout import ExpertLayout
 
 Key = tuple[int, int]  # layer, expert
@@ -50,12 +51,11 @@ class SlotPool:
         self.slots = slots
         self._copied = landing is not None
         self._landing: mx.array | None = None
-        if landing is not None and mx.cuda.is_available() and mx.default_device() == mx.gpu:
+        if landing is not None and kernels.backend() == "cuda":
             self.rows, self._landing = landing_memory(landing, layout.words)
         else:
             self.rows = page_aligned(slots if landing is None else landing, layout.words)
-        on_metal = mx.default_device() == mx.gpu and mx.metal.is_available()
-        self._adopted = mx.from_dlpack(self.rows, copy=False) if on_metal else None
+        self._adopted = mx.from_dlpack(self.rows, copy=False) if kernels.backend() == "metal" else None
         self._free = list(range(len(self.rows)))
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._pins: Counter[Key] = Counter()
