@@ -108,6 +108,7 @@ def test_without_room_for_states_everything_is_computed_again():
 @pytest.mark.parametrize("family", [RECURRENT, "deepseek_v3"])
 def test_a_failure_between_layers_does_no_harm(family, monkeypatch):
     session = make(family)
+    monkeypatch.setattr(session.model, "decode_step", None)  # on a GPU: a graph of its own calls no layers
     check(session, text())
     layer = type(session.model.layers[2])
     call, calls = layer.__call__, []
