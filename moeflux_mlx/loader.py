@@ -11,17 +11,18 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Iterable, Sequence
+from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
-from .errors import ExpertIOError
 from . import kernels
+from .errors import ExpertIOError
 from .io_mode import IoMode
 from .layout import ExpertLayout
 from .packed import PackedExperts
@@ -304,10 +305,12 @@ class ExpertLoader:
         """Waits for the blocks; returns what went wrong, one error at most."""
         if self._closed:
             return [ExpertIOError(CLOSED)]
-        start, failures = time.perf_counter(), []
-        for key in keys if self._pools else ():
-            error = self._arrived(self._pool_of[key[0]], key)
-            if error is None and key not in self._pool_of[key[0]]:
+        if not self._pools or not keys:
+            return []
+        start, failures, pool = time.perf_counter(), [], self._pool_of[keys[0][0]]
+        for key in self._in_turn(pool, keys):
+            error = self._arrived(pool, key)
+            if error is None and key not in pool:
                 error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
             failures += [] if error is None else [error]
         self._stats.wait_seconds += time.perf_counter() - start
@@ -392,6 +395,15 @@ class ExpertLoader:
                 future = pool[key].future
                 if future is not None and future.done() and not (pool.pinned(key) and _failed(future)):
                     self._arrived(pool, key)
+
+    @staticmethod
+    def _in_turn(pool: SlotPool, keys: list[Key]) -> Iterable[Key]:
+        """In the order in which to wait; blocks that are copied, as they arrive: copies hide behind reads."""
+        if not pool.copied:
+            return keys
+        reads = {slot.future: key for key in keys if (slot := pool.get(key)) and slot.future}
+        present = [key for key in keys if key not in reads.values()]
+        return chain(present, (reads[future] for future in as_completed(reads)))
 
     def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
         """Waits for one block; a failed one is dropped and its error returned."""

@@ -49,7 +49,8 @@ class SlotPool:
 
     def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None):
         self.slots = slots
-        self._copied = landing is not None
+        self.copied = landing is not None
+        self._copying: list[tuple[int, mx.array]] = []  # rows that the device still reads, and their copies
         self._landing: mx.array | None = None
         if landing is not None and kernels.backend() == "cuda":
             self.rows, self._landing = landing_memory(landing, layout.words)
@@ -90,7 +91,7 @@ class SlotPool:
 
         One that is still arriving only if there is no other, and not for a guess.
         """
-        row_wanted, arriving = self._copied and not self._free, None
+        row_wanted, arriving = self.copied and not self._free, None
         for key, slot in self._used.items():
             if self._pins[key]:
                 continue
@@ -102,6 +103,8 @@ class SlotPool:
 
     def take(self) -> Slot | None:
         """A free slot, if there is one."""
+        if not self._free:
+            self._finish_copies()
         return Slot(self._free.pop()) if self._free and len(self._used) < self.slots else None
 
     def memory(self, slot: Slot) -> memoryview:
@@ -112,22 +115,28 @@ class SlotPool:
         slot = self._used[key]
         slot.future = None
         self._arriving.discard(key)
-        if self._copied:
+        if self.copied:
             slot.device = self._copy(slot.row)
-            self._free.append(slot.row)
+            self._copying.append((slot.row, slot.device))
+
+    def _finish_copies(self) -> None:
+        for row, copy in self._copying:
+            mx.eval(copy)
+            self._free.append(row)
+        self._copying.clear()
 
     def _copy(self, row: int) -> mx.array:
-        """[words] in device memory."""
+        """[words] in device memory, soon."""
         if self._landing is None:
             return on_device(self.rows[row])
         copy = mx.bitwise_or(self._landing[row : row + 1], mx.array(0, mx.uint32)).reshape(-1)
-        mx.eval(copy)
+        mx.async_eval(copy)
         return copy
 
     def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
         """(blob [S, words], row of each key int32)."""
         slots = [self._used[key] for key in keys]
-        if self._copied:
+        if self.copied:
             copies = [slot.device for slot in slots if slot.device is not None]
             assert len(copies) == len(keys)  # the batch was waited for
             return mx.stack(copies), np.arange(len(keys), dtype=np.int32)
