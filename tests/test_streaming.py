@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx import experts, native
+from moeflux_mlx import experts, kernels, native
 from moeflux_mlx.config import ModelArgs
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import RoutedExperts
@@ -247,11 +247,12 @@ def test_an_error_between_asking_and_using_leaves_the_pool_usable(monkeypatch):
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1)
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
 
-    def broken(*_):
+    def broken(*_, **__):
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(native, "expert_gate_up", broken)
+        for module in (native, kernels):
+            patch.setattr(module, "expert_gate_up", broken)
         for _ in range(2 * TOP_K):
             with pytest.raises(MemoryError):
                 model(tokens[:, :1])
