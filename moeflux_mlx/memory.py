@@ -155,8 +155,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> i
     That is a chunk's expert outputs with one wave of unpacked experts, or the attention of one layer.
     """
     tokens, item = min(demand.prefill_step_size, demand.context), demand.itemsize
-    wave = layout.experts_within(WAVE_BYTES, DECODE_ROWS * args.num_experts_per_tok // 2) * layout.expert_stride
-    wave = 0 if demand.in_place else 2 * wave
+    wave = 0 if demand.in_place else min(2 * max(WAVE_BYTES, layout.expert_stride), layout.layer_bytes)
     rows = tokens * args.num_experts_per_tok
     experts = 2 * rows * args.hidden_size * item + rows * args.moe_intermediate_size * item + wave
     return max(experts, _attention_bytes(args, tokens, demand)) + 6 * tokens * args.hidden_size * item

@@ -52,9 +52,14 @@ class ResidentExperts:
         """Nothing is ever evicted."""
 
 
+def random_words(*shape: int) -> mx.array:
+    """uint32 of any value: without the highest bit, codes would have a mean and all tokens much the same experts."""
+    return mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), mx.uint16).view(mx.uint32)
+
+
 def random_blob(layout: ExpertLayout) -> mx.array:
     """[num_experts, words]: random codes, scales and biases of a trained model's size."""
-    blob = mx.random.randint(0, 2**31 - 1, (layout.num_experts, layout.words), mx.int32).view(mx.uint32)
+    blob = random_words(layout.num_experts, layout.words)
     for c in layout.components:
         if c.dtype == "BF16":
             value = layout.hidden_size**-0.5 / 4.6 * (1 if c.name.endswith("scales") else -7.5)
@@ -87,7 +92,7 @@ def quantise(module: Weight, bits: int, dtype: mx.Dtype) -> None:
     *rows, cols = module.shape
     module.bits, module.group_size = bits, 64
     shape = (*rows, cols * bits // 32)
-    module.weight = mx.random.randint(0, 2**31 - 1, shape, mx.int32).view(mx.uint32)
+    module.weight = random_words(*shape)
     step = cols**-0.5 / (4.6 * 2 ** (bits - 4))
     module.scales = mx.full((*rows, cols // 64), step, dtype)
     module.biases = mx.full((*rows, cols // 64), -step * (2**bits - 1) / 2, dtype)
