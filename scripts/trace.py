@@ -60,6 +60,7 @@ def run_record(options: argparse.Namespace) -> None:
     from moeflux_mlx import load, stream_generate
 
     model, tokenizer = load(options.model)
+    model.decode_step = None  # a GPU's compiled step shows nobody its experts
     recorder = Recorder(model)
     for _ in stream_generate(model, tokenizer, options.prompt, max_tokens=options.max_tokens):
         pass

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -11,3 +12,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # an NVIDIA GPU's float32 products otherwise keep 10 bits
 settings.register_profile("moeflux", deadline=None, print_blob=True)
 settings.load_profile("moeflux")
+
+
+@pytest.fixture(scope="module")
+def cpu_device():
+    """For tests of what a GPU does not run, or rounds otherwise."""
+    from tiny_models import on_cpu
+
+    with on_cpu():
+        yield

@@ -340,7 +340,10 @@ class Terminal:
         while not (found := re.search(pattern, self.seen, re.S)):
             ready, _, _ = select.select([self.master], [], [], max(0, until - time.monotonic()))
             assert ready, f"{pattern!r} did not come; there was {self.seen[-500:]!r}"
-            self.seen += os.read(self.master, 65536).decode(errors="replace")
+            try:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:  # the child has gone
+                pytest.fail(f"{pattern!r} did not come before the end; there was {self.seen[-2000:]!r}")
         self.seen = self.seen[found.end() :]
 
     def close(self):

@@ -23,6 +23,7 @@ from moeflux_mlx.layout import PARTS, PROJECTIONS, ExpertLayout
 from moeflux_mlx.packed import PackedExperts
 from moeflux_mlx.sanitize import canonical_name
 
+pytestmark = pytest.mark.usefixtures("cpu_device")
 ROOT = Path(__file__).resolve().parent.parent
 EVERY_SOURCE = [(family, variant) for family in goldens.families() for variant in goldens.variants(family)]
 TINY = {

@@ -14,6 +14,7 @@ from moeflux_mlx import kernels
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.resources import directory
 
+pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
 LIMITS = {
     mx.float32: 1e-5,
@@ -275,7 +276,7 @@ FAULTS = {
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
     "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "one lane too few": ("q4.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
+    "one lane too few": ("lanes.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.matrix import Matrix, SourceFormat, Storage, find_matrix
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+pytestmark = pytest.mark.usefixtures("cpu_device")
 MLX = {"quantization": {"group_size": 64, "bits": 4}}
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from metal import msl
 from moeflux_mlx import kernels, mixer_kernels
 
+pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
 LIMITS = {mx.float32: 2e-5, mx.bfloat16: 1.2e-2, mx.float16: 2e-3}  # largest error over largest value
 

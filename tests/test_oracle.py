@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("cpu_device")
 TOLERANCE = 2e-4
 CASES = [
     (family, variant)
