@@ -45,7 +45,7 @@
     q4_dot<R>(code, scale, bias, a + 32 * chunk, acc);
   }
   for (int r = 0; r < R; r++) {
-    const float total = q4_lane_sum<L>(acc[r]);
+    const float total = lane_sum<L>(acc[r]);
     if (lane == 0) {
       part[k * ROWS + first - top + r * ABREAST] = weight * total;
     }

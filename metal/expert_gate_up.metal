@@ -35,8 +35,8 @@
     q4_dot<2 * R>(code, scale, bias, xt + 32 * chunk, acc);
   }
   for (int r = 0; r < R; r++) {
-    const float gx = q4_lane_sum<L>(acc[r]);
-    const float ux = q4_lane_sum<L>(acc[R + r]);
+    const float gx = lane_sum<L>(acc[r]);
+    const float ux = lane_sum<L>(acc[R + r]);
     if (lane == 0 && first + r * ABREAST < I) {
       act[pair * I + row[r]] = X(gx / (1.0f + metal::exp(-gx)) * ux);
     }

@@ -35,8 +35,8 @@
       qq = metal::fma(q[i], q[i], qq);
       kk = metal::fma(k[i], k[i], kk);
     }
-    const float q_scale = metal::rsqrt(q4_lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
-    const float k_scale = metal::rsqrt(q4_lane_sum<32>(kk) + 1e-6f);
+    const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
+    const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
     const float u = float(a[t * NV + head]) + shift;
     const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
     const float decay = metal::exp(rate * softplus);
@@ -51,13 +51,13 @@
         s[r * N + i] *= decay;
         memory = metal::fma(s[r * N + i], k[i], memory);
       }
-      const float learnt = (float(vt[row[r]]) - q4_lane_sum<32>(memory)) * beta;
+      const float learnt = (float(vt[row[r]]) - lane_sum<32>(memory)) * beta;
       float sum = 0;
       for (uint i = 0; i < N; i++) {
         s[r * N + i] = metal::fma(learnt, k[i], s[r * N + i]);
         sum = metal::fma(s[r * N + i], q[i], sum);
       }
-      sum = q4_lane_sum<32>(sum);
+      sum = lane_sum<32>(sum);
       if (lane == 0 && first + r < DV) {
         out[(size_t(t) * NV + head) * DV + row[r]] = X(sum);
       }

@@ -152,13 +152,3 @@ inline void q4_weights(uint word, float scale, float bias, thread float* w) {
     w[4 + j] = metal::fma(scale, as_type<float>(pair & 0xFFFF0000u), base);
   }
 }
-
-// The sum over the L lanes that share a row, in every one of them. L is a power of two.
-template <int L>
-inline float q4_lane_sum(float v) {
-  MLX_MTL_PRAGMA_UNROLL
-  for (int o = 1; o < L; o *= 2) {
-    v += simd_shuffle_xor(v, ushort(o));
-  }
-  return v;
-}

@@ -24,7 +24,7 @@
     q4_dot<R>(code, scale, bias, x + 32 * chunk, acc);
   }
   for (int r = 0; r < R; r++) {
-    const float total = q4_lane_sum<L>(acc[r]);
+    const float total = lane_sum<L>(acc[r]);
     if (lane == 0) {
       part[simdgroup_index_in_threadgroup * ROWS + first - top + r * ABREAST] = total;
     }

@@ -46,7 +46,7 @@
   }
   for (int r = 0; r < R; r++) {
     for (int t = 0; t < T; t++) {
-      const float total = q4_lane_sum<L>(acc[r * T + t]);
+      const float total = lane_sum<L>(acc[r * T + t]);
       if (lane == 0) {
         part[(simdgroup_index_in_threadgroup * ROWS + first - top + r * ABREAST) * T + t] = total;
       }

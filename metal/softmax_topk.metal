@@ -20,7 +20,7 @@
   for (uint i = 0; i < N; i++) {
     total += lane + 32 * i < E ? metal::exp(value[i] - top) : 0.0f;
   }
-  total = q4_lane_sum<32>(total);
+  total = lane_sum<32>(total);
 
   float kept = 0;
   float mine = 0;  // lane k keeps the weight of choice k

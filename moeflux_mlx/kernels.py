@@ -133,6 +133,9 @@ FAMILIES = {
 }
 
 
+HEADERS = {"lanes": "lane_sum", "q4": "q4_"}  # by the names they define
+
+
 def _text(name: str) -> str:
     """A file of `metal/` without comments and indentation: MLX copies and hashes a kernel's text at every call."""
     lines = (line.strip() for line in (directory("metal") / name).read_text("ascii").splitlines())
@@ -140,14 +143,17 @@ def _text(name: str) -> str:
 
 
 def build(target: str, family: str, inputs: list[str], outputs: list[str]) -> Any:
-    """MLX's object for `metal/family.metal`, compiled at first use with each set of template arguments."""
-    header = _text("q4.h.metal")
+    """MLX's object for `metal/family.metal`, compiled at first use with each set of template arguments.
+
+    Headers go in where their names occur: CUDA's build hashes the whole text at every launch.
+    """
+    source = _text(f"{family}.metal")
+    header = "".join(_text(f"{name}.h.metal") for name, mark in HEADERS.items() if mark in source)
     make: Any = mx.fast.metal_kernel
     if target == "cuda":
         header = _text("cuda_shim.h") + header
         make = mx.fast.cuda_kernel
-    name, source = f"moeflux_{family}", _text(f"{family}.metal")
-    return make(name=name, input_names=inputs, output_names=outputs, header=header, source=source)
+    return make(name=f"moeflux_{family}", input_names=inputs, output_names=outputs, header=header, source=source)
 
 
 @cache

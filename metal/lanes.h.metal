@@ -1,0 +1,9 @@
+// The sum over the L lanes that share a row, in every one of them. L is a power of two.
+template <int L>
+inline float lane_sum(float v) {
+  MLX_MTL_PRAGMA_UNROLL
+  for (int o = 1; o < L; o *= 2) {
+    v += simd_shuffle_xor(v, ushort(o));
+  }
+  return v;
+}
