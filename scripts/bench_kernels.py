@@ -1,6 +1,6 @@
 """Check and time the kernels on this machine's GPU (Metal or CUDA), beside MLX's own operations.
 
-    python scripts/bench_kernels.py [--gib 1.5] [--layers 96] [--skip-check]
+    python scripts/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check]
 
 Checks every operation against float64 numpy at the three target shapes in three dtypes, with fresh random inputs and
 poisoned outputs, and shows that each bound catches planted faults. Then times one layer of experts and single
@@ -362,7 +362,7 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1.5, help="GiB of weights that one timing rotates over")
-    parser.add_argument("--layers", type=int, default=96, help="layers of experts in one evaluation")
+    parser.add_argument("--layers", type=int, default=256, help="layers of experts in one evaluation")
     parser.add_argument("--skip-check", action="store_true", help="time only")
     return parser.parse_args()
 
