@@ -152,8 +152,10 @@ class RoutedExperts:
         if cpu.takes(x):
             found = np.concatenate([self._native_wave(x, *wave) for wave in each])
             return native.combine(found, back.reshape(T, K).astype(np.int32), routing.weights, h_mid, shared)
-        expert_out = mx.concatenate([self._gpu_wave(x, *wave) for wave in each])
-        expert_out = expert_out[mx.array(back)].reshape(T, K, -1)  # [T, K, H]
+        outs, places = zip(*(self._gpu_wave(x, *wave) for wave in each), strict=True)
+        starts = np.cumsum([0, *map(len, outs)])
+        place = np.concatenate([start + own for start, own in zip(starts, places, strict=False)])
+        expert_out = mx.concatenate(outs)[mx.array(place[back])].reshape(T, K, -1)  # [T, K, H]
         return kernels.moe_combine(expert_out, routing.weights, h_mid, shared)
 
     def _waves(self, layer: int, ids: np.ndarray, top_k: int) -> "Iterator[Wave]":
@@ -204,15 +206,17 @@ class RoutedExperts:
             act = native.expert_gate_up(x[rows], blob, where, self.layout.moe_intermediate_size)
             return native.expert_down_combine(act, blob, where, ones, zeros)
 
-    def _gpu_wave(self, x: mx.array, rows: np.ndarray, experts: np.ndarray, wave: "Wave") -> mx.array:
+    def _gpu_wave(
+        self, x: mx.array, rows: np.ndarray, experts: np.ndarray, wave: "Wave"
+    ) -> tuple[mx.array, np.ndarray]:
+        """Expert outputs [P, H] in blocks, and where among them those of the wave's rows are, [N]."""
         used, local = np.unique(experts, return_inverse=True)
         size = BLOCK_ROWS[kernels.backend()]
         source, owners, places = in_blocks(local, size)
         blocks = x[mx.array(rows[source])].reshape(len(owners), size, -1)
         out = grouped_ffn(blocks, *self._dense(used, wave, x.dtype), mx.array(owners))
-        out = out.reshape(len(source), -1)[mx.array(places)]
         mx.async_eval(out)
-        return out
+        return out.reshape(len(source), -1), places
 
     def _dense(self, experts: np.ndarray, wave: "Wave", dtype: mx.Dtype) -> "tuple[Dense, Dense, Dense]":
         """gate, up and down of `experts`, in order.
