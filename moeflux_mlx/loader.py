@@ -417,8 +417,9 @@ class ExpertLoader:
         if error is not None:
             pool.drop(key)
             return cast(ExpertIOError, error)
-        self._stats.bytes_read += slot.future.result()
+        nbytes = slot.future.result()
         pool.arrived(key)
+        self._stats.bytes_read += nbytes
         return None
 
     def _drop_queued(self) -> None:

@@ -113,17 +113,18 @@ class SlotPool:
     def arrived(self, key: Key) -> None:
         """The block's bytes are there."""
         slot = self._used[key]
-        slot.future = None
-        self._arriving.discard(key)
-        if self.copied:
+        if self.copied:  # first: should there be no memory for it, the block has not arrived
             slot.device = self._copy(slot.row)
             self._copying.append((slot.row, slot.device))
+        slot.future = None
+        self._arriving.discard(key)
 
     def _finish_copies(self) -> None:
-        for row, copy in self._copying:
+        while self._copying:
+            row, copy = self._copying[-1]
             mx.eval(copy)
+            self._copying.pop()  # before the row is free: whoever interrupts this must not find it twice
             self._free.append(row)
-        self._copying.clear()
 
     def _copy(self, row: int) -> mx.array:
         """[words] in device memory, soon."""
@@ -178,6 +179,8 @@ class SlotPool:
         self._arriving.discard(key)
         if slot.device is None:
             self._free.append(slot.row)
+        elif any(copy is slot.device for _, copy in self._copying):
+            self._finish_copies()  # they hold on to the block
 
     def blocks(self) -> list[Key]:
         return list(self._used)

@@ -56,12 +56,11 @@ class ExpertReader:
         self.layout = packed.layout
         self.note = ""
         self._paths, self._preadv = packed.paths, preadv
-        self.direct = direct and self.layout.expert_stride % ALIGNMENT == 0
         self._opening = threading.Lock()
         self._descriptors: list[int] = []
         self._identity: dict[int, tuple[int, ...]] = {}
         try:
-            self._files = self._open()
+            self._opened = self._open(direct and self.layout.expert_stride % ALIGNMENT == 0)
         except ExpertIOError:
             self._close_files()
             raise
@@ -74,6 +73,11 @@ class ExpertReader:
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._opened[1]
 
     @property
     def record_bytes(self) -> int:
@@ -122,7 +126,8 @@ class ExpertReader:
             self._closed = True
             for queue in self._queue:
                 for read in queue:
-                    read.future.cancel()
+                    if read.future.cancel():
+                        read.future.set_running_or_notify_cancel()  # tells those who wait for the first of several
                 queue.clear()
             self._wake.notify_all()
         for thread in self._threads:
@@ -172,7 +177,8 @@ class ExpertReader:
 
     def _read(self, read: _Read) -> int:
         """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
-        files, direct, size = self._files, self.direct, self.record_bytes
+        files, direct = self._opened  # another thread may open them anew in the meantime
+        size = self.layout.expert_stride if direct else self.layout.expert_size
         start, done = read.expert * self.layout.expert_stride, 0
         while done < size:
             try:
@@ -192,21 +198,21 @@ class ExpertReader:
             done = reached
         return size
 
-    def _open(self) -> dict[int, int]:
+    def _open(self, direct: bool) -> tuple[dict[int, int], bool]:
+        """Descriptors by layer, and whether they read past the page cache."""
         files: dict[int, int] = {}
         try:
             for layer, path in self._paths.items():
-                files[layer] = _open_file(path, self.direct)
+                files[layer] = _open_file(path, direct)
                 self._descriptors.append(files[layer])
                 self._check(layer, path, os.fstat(files[layer]))
         except ExpertIOError:
             raise
         except OSError as error:
-            if not self.direct or error.errno != errno.EINVAL:
+            if not direct or error.errno != errno.EINVAL:
                 raise ExpertIOError(f"cannot open expert files: {error}") from error
-            self._fall_back(error)
-            return self._open()
-        return files
+            return self._open_buffered(error)
+        return files, direct
 
     def _check(self, layer: int, path: os.PathLike[str], found: os.stat_result) -> None:
         """The file has its length, and is the one that was opened first: old and new bytes never mix."""
@@ -220,12 +226,11 @@ class ExpertReader:
         """Opens the files again, through the page cache. Others may still read the old descriptors."""
         with self._opening:
             if self.direct:
-                self._fall_back(error)
-                self._files = self._open()
+                self._opened = self._open_buffered(error)
 
-    def _fall_back(self, error: OSError) -> None:
-        self.direct = False
+    def _open_buffered(self, error: OSError) -> tuple[dict[int, int], bool]:
         self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
+        return self._open(False)
 
 
 def _open_file(path: os.PathLike[str], direct: bool) -> int:

@@ -1,6 +1,7 @@
 """The RAM gate and the expert loader: both modes give the file's bytes, and failures are typed."""
 
 import errno
+import fcntl
 import gc
 import os
 import tempfile
@@ -22,7 +23,7 @@ from moeflux_mlx.io_mode import IoMode, from_environment, select_io_mode
 from moeflux_mlx.layout import ExpertLayout
 from moeflux_mlx.loader import ExpertLoader
 from moeflux_mlx.packed import PackedExperts
-from moeflux_mlx.pool import landing_memory
+from moeflux_mlx.pool import SlotPool, landing_memory
 from moeflux_mlx.reader import ExpertReader
 
 EXPERTS = 6
@@ -207,6 +208,23 @@ def test_refused_direct_io_falls_back_and_says_so(packed):
     loader.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT to refuse")
+def test_direct_io_that_is_refused_at_every_read(packed):
+    """By many threads at once, as some file systems do that accept it when a file is opened."""
+
+    def preadv(fd, buffers, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(fd, buffers, offset)
+
+    size = packed.layout.expert_size // 4
+    for _ in range(20):
+        loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=True, preadv=preadv))
+        assert np.array_equal(blocks(loader.acquire(0, np.arange(EXPERTS)))[:, :size], records(packed, 0)[:, :size])
+        assert "page cache" in loader.note and not loader._reader.direct
+        loader.close()
+
+
 def test_einval_from_buffered_reads_is_an_error(packed):
     faults = Faults()
     loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=False, preadv=faults))
@@ -301,6 +319,75 @@ def test_blocks_copied_to_a_device(packed):
             assert batch.weights()[0].shape[0] == 2
     assert loader.stats.hits == EXPERTS
     loader.close()
+
+
+def copying(packed):
+    """A loader as on CUDA, that has used some blocks."""
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4, copied=True)
+    blocks(loader.acquire(0, np.arange(4)))
+    return loader, loader._pools[0]
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
+    loader, pool = copying(packed)
+    right, calls = mx.eval, []
+
+    def interrupted(*arrays):
+        calls.append(arrays)
+        if len(calls) == n + 1:
+            raise KeyboardInterrupt
+        right(*arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool._finish_copies()
+    for start in (2, 1, 0):
+        wanted = np.arange(start, start + 4)
+        assert np.array_equal(blocks(loader.acquire(1, wanted)), records(packed, 1)[wanted])
+    rows = pool._free + [row for row, _ in pool._copying]
+    assert len(set(rows)) == len(rows) <= len(pool.rows)
+    loader.close()
+
+
+def test_a_copy_that_fails_leaves_a_block_to_ask_for_again(packed, monkeypatch):
+    loader, _ = copying(packed)
+
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotPool, "_copy", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loader.acquire(1, np.array([2, 5])).wait()
+    assert np.array_equal(blocks(loader.acquire(1, np.array([2, 5]))), records(packed, 1)[[2, 5]])
+    loader.close()
+
+
+def test_evicted_blocks_do_not_stay_in_device_memory(packed):
+    loader, pool = copying(packed)
+    for layer, start in ((1, 0), (0, 2), (1, 1)):
+        blocks(loader.acquire(layer, np.arange(start, start + 4)))
+        kept = {id(pool[key].device) for key in pool.blocks()}
+        assert {id(copy) for _, copy in pool._copying} <= kept
+    loader.close()
+
+
+def test_closing_wakes_whoever_waits(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, copied=True, reader=ExpertReader(packed, workers=1, preadv=slow))
+    batch = loader.acquire(0, np.arange(EXPERTS))
+    waiting = threading.Thread(target=lambda: pytest.raises(ExpertIOError, batch.wait))
+    waiting.start()
+    loader._reader.close()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    loader.close()
+
+
+def slow(fd, buffers, offset):
+    time.sleep(0.02)
+    return os.preadv(fd, buffers, offset)
 
 
 def test_a_landing_place_is_one_memory_for_both_sides():
