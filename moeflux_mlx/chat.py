@@ -6,7 +6,6 @@ model's template and computes only what the session does not know yet.
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -68,12 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    try:
-        return execute(run, parser().parse_args(argv))
-    except BrokenPipeError:
-        # Whoever read the answers has gone; keep the interpreter from flushing to nobody at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return execute(run, parser().parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -116,10 +116,9 @@ def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrap
             expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
             prefetch=options.prefetch,
             context=options.context,
+            prefill_step_size=options.prefill_step_size,
         )
     note(model.experts.decision)
-    if model.experts.note:
-        note(model.experts.note)
     if options.verbose:
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     return path, model, tokenizer
@@ -132,6 +131,10 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
         return run(options)
     except MoefluxError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read the text has gone; keep the interpreter from flushing to nobody at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -166,6 +169,7 @@ def expert_statistics(experts: "ExpertLoader", verbose: bool) -> list[str]:
     stats = experts.stats
     read = f"{stats.hits} hits, {stats.misses} misses, {stats.bytes_read / 1e9:.3f} GB read"
     lines = [f"expert I/O: {experts.mode.value}, {read}"]
+    lines += [f"expert I/O: {experts.note}"] if experts.note else []
     if verbose and stats.bytes_read:
         lines.append(
             f"expert I/O: hit rate {stats.hit_rate:.1%}, {stats.gb_per_second:.2f} GB/s, "

@@ -24,12 +24,14 @@ class Figures:
         working_set: Metal's max_recommended_working_set_size.
         buffer: Metal's max_buffer_length.
         name: of `memory`, for messages.
+        copies: mapping a file copies it into `memory` (an NVIDIA GPU); elsewhere the page cache holds it.
     """
 
     memory: int
     working_set: int | None = None
     buffer: int | None = None
     name: str = "RAM"
+    copies: bool = False
 
 
 def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: str | None = None) -> IoMode:
@@ -51,16 +53,20 @@ def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: s
     return IoMode.MMAP if 4 * total_expert_bytes <= 3 * physical_ram_bytes else IoMode.PREAD
 
 
-def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures) -> str:
+def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures, headroom: int = 0) -> str:
     """Why files must not be mapped, with the figure that decides; empty if they may be.
 
     Args:
         total: bytes of all expert files.
         layer_bytes: of one of them.
         fixed: of everything else that is in memory.
+        headroom: to be left alone where mapping copies.
     """
     if select_io_mode(total, figures.memory) is IoMode.PREAD:
         return f"experts exceed three quarters of {figures.name}"
+    if figures.copies and fixed + total + headroom > figures.memory:
+        rest = f"{_gib(fixed)} of resident weights and state"
+        return f"experts and {rest} leave less than {_gib(headroom)} of {figures.name}"
     if figures.working_set is not None and fixed + total > figures.working_set:
         return (
             f"experts and {_gib(fixed)} of resident weights and state exceed "

@@ -16,7 +16,7 @@ from .experts import RoutedExperts
 from .hub import fetch_packed, looks_like_repo
 from .io_mode import Figures
 from .loader import ExpertLoader
-from .memory import DEFAULT_CONTEXT, Demand, MemoryPlan, least_slots, plan_memory
+from .memory import DEFAULT_CONTEXT, PREFILL_STEP_SIZE, Demand, MemoryPlan, least_slots, plan_memory
 from .model import Model
 from .packed import FOLDER, PackedExperts, not_packed_message
 from .ram import usable_ram_bytes
@@ -38,6 +38,7 @@ def load(
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
     context: int | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
     revision: str | None = None,
 ) -> tuple[Model, "TokenizerWrapper"]:
     """Loads a packed model and its tokenizer.
@@ -52,6 +53,7 @@ def load(
             used for the previous token) or "off"; only when reading (pread), and never a different result.
         context: positions for which memory is planned; None means 8192, or the model's own limit if less.
             Longer texts work as long as there is memory.
+        prefill_step_size: prompt tokens that are to run at once, for which memory is planned.
         revision: of the Hugging Face repo.
 
     Raises:
@@ -69,6 +71,7 @@ def load(
         expert_cache_bytes=expert_cache_bytes,
         prefetch=prefetch,
         context=context,
+        prefill_step_size=prefill_step_size,
     )
     return model, load_tokenizer(path)
 
@@ -81,6 +84,7 @@ def load_model(
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
     context: int | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
     revision: str | None = None,
 ) -> Model:
     """`load` without a tokenizer; `model.experts` is the `ExpertLoader`."""
@@ -99,6 +103,7 @@ def load_model(
             resident=resident_bytes(tensors, dtype),
             context=context if context is not None else default_context(args),
             itemsize=dtype.size,
+            prefill_step_size=prefill_step_size,
             in_place=computes_in_place(dtype),
             expert_io=expert_io,
             expert_cache_bytes=expert_cache_bytes,
@@ -134,7 +139,7 @@ def machine_figures() -> Figures:
         return Figures(usable_ram_bytes())
     info = mx.device_info()
     if kernels.backend() == "cuda":
-        return Figures(int(info["free_memory"]), name="free GPU memory")
+        return Figures(int(info["free_memory"]), name="free GPU memory", copies=True)
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
     return Figures(usable_ram_bytes(), working_set, buffer)
 

@@ -10,6 +10,7 @@ from .errors import RequestError
 from .experts import DECODE_ROWS, WAVE_BYTES
 from .io_mode import Figures, IoMode, describe, reason_to_read, select_io_mode
 from .layout import ExpertLayout
+from .stream import PREFILL_STEP_SIZE
 
 HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
@@ -17,7 +18,6 @@ SMALL_MACHINE = 4 << 30  # up to here the share alone counts
 RUNTIME_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = 256  # positions by which caches grow
 DEFAULT_CONTEXT = 8192
-PREFILL_STEP_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,12 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What this process is expected to hold at its peak, in bytes; mapped files not counted."""
-        return self.fixed + self.pool
+        return self.fixed + self.pool + self.copied
+
+    @property
+    def copied(self) -> int:
+        """Bytes of mapped experts that are copied into memory."""
+        return self.experts if self.figures.copies and self.mode is IoMode.MMAP else 0
 
     @property
     def wired(self) -> int | None:
@@ -101,14 +106,14 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     activations = activation_bytes(args, layout, demand)
     fixed = demand.resident + state + activations + RUNTIME_BYTES
     headroom = headroom_bytes(figures.memory)
-    reason = reason_to_read(layout.total_bytes, layout.layer_bytes, fixed, figures)
+    reason = reason_to_read(layout.total_bytes, layout.layer_bytes, fixed, figures, headroom)
     mode = IoMode.PREAD if reason else IoMode.MMAP
     if demand.forced:
         mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
     pool = 0
     if mode is IoMode.PREAD:
         pool = _pool_bytes(args, layout, figures.memory - headroom - fixed, demand)
-    if fixed + max(pool, least_pool(args, layout) if mode is IoMode.PREAD else 0) + headroom > figures.memory:
+    if fixed + max(pool, _least(args, layout, figures, mode)) + headroom > figures.memory:
         raise RequestError(_refusal(args, layout, figures, demand, mode))
     slots = pool // layout.expert_stride
     return MemoryPlan(
@@ -130,6 +135,13 @@ def least_slots(args: ModelArgs) -> int:
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
     return least_slots(args) * layout.expert_stride
+
+
+def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode) -> int:
+    """Bytes of experts that must be in memory."""
+    if mode is IoMode.PREAD:
+        return least_pool(args, layout)
+    return layout.total_bytes if figures.copies else 0
 
 
 def headroom_bytes(memory: int) -> int:
@@ -155,7 +167,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> i
     That is a chunk's expert outputs with one wave of unpacked experts, or the attention of one layer.
     """
     tokens, item = min(demand.prefill_step_size, demand.context), demand.itemsize
-    wave = 0 if demand.in_place else min(2 * max(WAVE_BYTES, layout.expert_stride), layout.layer_bytes)
+    wave = 0 if demand.in_place else min(3 * max(WAVE_BYTES, layout.expert_stride), 2 * layout.layer_bytes)
     rows = tokens * args.num_experts_per_tok
     experts = 2 * rows * args.hidden_size * item + rows * args.moe_intermediate_size * item + wave
     return max(experts, _attention_bytes(args, tokens, demand)) + 6 * tokens * args.hidden_size * item
@@ -170,11 +182,11 @@ def _attention_bytes(args: ModelArgs, tokens: int, demand: Demand) -> int:
 
 def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, mode: IoMode) -> str:
     """Why it does not fit, and the nearest that does: a smaller pool, a shorter context, more memory."""
-    least = least_pool(args, layout) if mode is IoMode.PREAD else 0
+    least = _least(args, layout, figures, mode)
     state = state_bytes(args, demand.context, demand.itemsize)
     temporary = activation_bytes(args, layout, demand) + RUNTIME_BYTES
     fixed, headroom = demand.resident + state + temporary, headroom_bytes(figures.memory)
-    pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else 0
+    pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
         f"{_gb(state)} for a context of {demand.context}, {_gb(temporary)} temporary, "

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--variant", help=f"a known model by name: {', '.join(variants())}")
     add("--ram-gb", type=float, help="plan for this much memory, in units of 1e9 bytes; default: this machine's")
     add("--context", type=int, help="positions that the caches hold; default: 8192, or the model's limit if less")
+    add("--prefill-step-size", type=int, default=512, help="prompt tokens that run at once (%(default)s)")
     add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
     add("--expert-io", choices=("auto", "mmap", "pread"), default="auto", help="how experts are read (%(default)s)")
     add("--expert-cache-gb", type=float, help="memory for streamed experts; default: what is left")
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
         resident=resident,
         context=default_context(args) if options.context is None else options.context,
         itemsize=dtype.size,
+        prefill_step_size=options.prefill_step_size,
         in_place=computes_in_place(dtype),
         expert_io=options.expert_io,
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
@@ -123,6 +125,8 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
         rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
+    if plan.copied:
+        rows.append(("experts", plan.copied, ""))
     rows += [("in all", plan.total, ""), ("left", memory - plan.total, f"  of {_gb(memory)} {plan.figures.name}")]
     return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
 

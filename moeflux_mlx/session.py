@@ -51,7 +51,8 @@ class Session:
 
     Args:
         store: looked at before computing a prompt, and given its state afterwards.
-        checkpoint_bytes: limit of the states kept in memory (recurrent models only).
+        checkpoint_bytes: limit of the states kept in memory (recurrent models only); by default a gibibyte, or a
+            quarter of what the model's plan left alone if that is less.
         checkpoint_every: tokens between kept states.
         prefill_step_size: tokens of a prompt that run at once.
 
@@ -69,7 +70,7 @@ class Session:
         tokenizer: TokenizerWrapper,
         *,
         store: PromptStore | None = None,
-        checkpoint_bytes: int = CHECKPOINT_BYTES,
+        checkpoint_bytes: int | None = None,
         checkpoint_every: int = CHECKPOINT_EVERY,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
@@ -77,13 +78,13 @@ class Session:
         self.checkpoint_every = checkpoint_every
         self.prefill_step_size = prefill_step_size
         self.cache = model.make_cache()
-        self.points = RewindPoints(self.cache, checkpoint_bytes)
+        self.points = RewindPoints(self.cache, _room(model) if checkpoint_bytes is None else checkpoint_bytes)
         self.tokens: list[int] = []
         self.reuse = Reuse()
         self.first_token_seconds = 0.0
         self.last: GenerationResponse | None = None
         self.save_error: PromptCacheError | SnapshotError | None = None
-        self._to_store: list[list[Cache]] = []
+        self._to_store: list[tuple[int, dict[int, Cache]]] = []  # lengths, and what cannot be cut to them later
 
     def respond(
         self,
@@ -184,7 +185,8 @@ class Session:
             prefill(self.model, rest, self.cache, self.prefill_step_size, advanced)
             self.points.keep(end)
             if self.store is not None:
-                self._to_store.append([copy.copy(layer) for layer in self.cache])
+                fixed = {i: copy.copy(layer) for i, layer in enumerate(self.cache) if not layer.is_trimmable()}
+                self._to_store.append((end, fixed))
 
     def _generate(
         self, prompt: list[int], report: Callable[[int, int], Any], generation: dict[str, Any]
@@ -225,13 +227,29 @@ class Session:
 
     def _save_states(self, prompt: list[int]) -> None:
         """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""
-        for caches in self._to_store:
+        for end, fixed in self._to_store:
+            caches = [fixed.get(i) or _cut(layer, end) for i, layer in enumerate(self.cache)]
+            if any(layer.offset != end for layer in caches):
+                continue  # a failure went back further
             try:
                 assert self.store is not None
-                self.store.save(self.model, caches, prompt[: caches[0].offset])
+                self.store.save(self.model, caches, prompt[:end])
             except (PromptCacheError, SnapshotError) as error:
                 self.save_error = error
         self._to_store = []
+
+
+def _room(model: Model) -> int:
+    """Bytes for states that no plan has counted."""
+    plan = getattr(model, "plan", None)
+    return CHECKPOINT_BYTES if plan is None else min(CHECKPOINT_BYTES, plan.headroom // 4)
+
+
+def _cut(layer: Cache, length: int) -> Cache:
+    """The cache as it was at `length`: the same arrays, as far as they had been filled."""
+    cut = copy.copy(layer)
+    cut.trim(layer.offset - length)
+    return cut
 
 
 def _seeing_all(before: list[int], process: LogitsProcessor) -> LogitsProcessor:

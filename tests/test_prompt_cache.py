@@ -94,6 +94,30 @@ def test_the_same_prompt_gives_the_same_bits_after_a_restart(family, kind, tmp_p
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_kept_for_the_store_does_not_double_the_caches(tmp_path, family):
+    """Keys and values are cut out of the caches afterwards; they hold the boundary's, whatever came behind it."""
+    tokenizer, store = load_tokenizer(tiny_directory(family)), directory(tmp_path, family)
+    session = Session(tiny_model(family, mx.float32), tokenizer, store=store)
+    responses = session.respond(text(), boundaries=[20, 30], max_tokens=8)
+    next(responses)
+    ends = [end for end, _ in session._to_store]
+    assert ends == ([30] if session.points.can_trim else [20, 30])
+    for _, fixed in session._to_store:
+        assert not any(layer.is_trimmable() for layer in fixed.values())
+    list(responses)
+    for end in ends:
+        n, cache = restored(store, session.model, text()[: end + 1])
+        assert n == end
+        for layer, want in zip(cache, absorbed(session.model, text()[:end]), strict=True):
+            for got, array in zip(layer.state[:2], want.state[:2], strict=True):
+                np.testing.assert_allclose(held(got, layer), held(array, want), atol=1e-5)
+
+
+def held(array, layer):
+    return np.array(array[..., : layer.offset, :] if layer.is_trimmable() else array)
+
+
 def test_bfloat16_is_restored_exactly(tmp_path):
     model = tiny_model(RECURRENT, mx.bfloat16)
     store = PromptDirectory(tmp_path, printed(RECURRENT, mx.bfloat16))
