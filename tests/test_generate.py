@@ -16,9 +16,9 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
-from moeflux_mlx.generate import main
+from moeflux_mlx.generate import main, parser
+from moeflux_mlx.stream import PREFILL_STEP_SIZE, generate_step
 from moeflux_mlx.stream import generate as library_generate
-from moeflux_mlx.stream import generate_step
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
 PROMPT = list(range(10, 31))
@@ -343,6 +343,20 @@ def test_interrupt_ends_with_the_statistics(copy_dir):
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and "tokens-per-sec" in err and "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error(model_dir):
+    arguments = ["--model", str(model_dir), "--prompt", "abc", "--max-tokens", "300", "--ignore-chat-template"]
+    command = [sys.executable, "-m", "moeflux_mlx.generate", *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.read(1)
+    child.stdout.close()
+    assert "Traceback" not in child.stderr.read() and child.wait(timeout=60) == 1
+    child.stderr.close()
+
+
+def test_the_command_plans_for_the_library_s_step():
+    assert parser().parse_args(["--prompt", "a"]).prefill_step_size == PREFILL_STEP_SIZE
 
 
 def test_bad_option_is_a_usage_error(capfd):

@@ -129,6 +129,25 @@ def test_the_figure_that_decides(total, layer_bytes, fixed, figures, reason):
     assert re.search(reason, found) if reason else found == ""
 
 
+def test_mapped_experts_count_where_they_are_copied():
+    args, layout = named("qwen3-30b-a3b")
+    memory, demand = 32 * GB, Demand(GB, context=131072, itemsize=2)
+    shared = plan_memory(args, layout, Figures(memory), demand)
+    assert shared.mode is IoMode.MMAP and shared.copied == 0
+    tight = plan_memory(args, layout, Figures(memory, copies=True), demand)
+    assert tight.mode is IoMode.PREAD and "leave less than" in tight.decision
+    room = plan_memory(args, layout, Figures(2 * memory, copies=True), demand)
+    assert room.mode is IoMode.MMAP and room.total == room.fixed + layout.total_bytes
+    with pytest.raises(RequestError, match="16.31 GB expert pool"):
+        plan_memory(args, layout, Figures(memory, copies=True), replace(demand, expert_io="mmap"))
+
+
+def test_longer_steps_of_a_prompt_are_planned():
+    path = tiny_directory("qwen3_moe")
+    plans = [load_model(path, context=4096, prefill_step_size=step).plan for step in (512, 4096)]
+    assert plans[1].activations > plans[0].activations
+
+
 def test_a_forced_mapping_that_does_not_fit_warns():
     line = describe(IoMode.MMAP, 100 * GB, METAL, forced=True, reason="experts exceed it")
     assert "mmap (forced)" in line and "warning: experts exceed it" in line
