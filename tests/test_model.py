@@ -74,7 +74,7 @@ def test_bfloat16_stays_close(family):
 @pytest.mark.parametrize("expert_io", ["mmap", "pread"])
 @pytest.mark.parametrize("family", goldens.families())
 def test_same_bits_in_every_io_mode(family, expert_io, monkeypatch):
-    """The compiled step of a GPU model in memory has other bits: MLX fuses its multiplications and additions."""
+    """The compiled step of a GPU model in memory has bits of its own: it attends over caches of fixed size."""
     tokens, _ = expected(family, "mlx4")
     reference = tiny_model(family, mx.float32)
     monkeypatch.setattr(reference, "decode_step", None)
