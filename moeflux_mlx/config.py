@@ -166,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFileError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, not an object")
@@ -263,9 +263,8 @@ def _rope(read: _Reader) -> dict[str, Any]:
 
 
 def _head_dim(read: _Reader) -> int:
-    return read.optional("head_dim", int, None) or read.required("hidden_size", int) // read.required(
-        "num_attention_heads", int
-    )
+    heads = read.required("num_attention_heads", int)
+    return read.optional("head_dim", int, None) or read.required("hidden_size", int) // max(heads, 1)
 
 
 def _sparse_layers(read: _Reader) -> tuple[int, ...]:
@@ -297,6 +296,8 @@ def _layer_types(read: _Reader) -> tuple[str, ...]:
     types = read.optional("layer_types", list, None)
     if types is None:
         interval = read.optional("full_attention_interval", int, 4)
+        if interval < 1:
+            raise ConfigError(f"config field 'full_attention_interval' is {interval}; it must be positive")
         return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(layers))
     if len(types) != layers:
         raise ConfigError(f"config field 'layer_types' has {len(types)} entries for {layers} layers")
@@ -430,13 +431,14 @@ def _check(args: ModelArgs) -> None:
     for name in ("hidden_size", "moe_intermediate_size"):
         if getattr(args, name) % 64:
             raise ConfigError(f"{name} {getattr(args, name)} is not a multiple of the quantisation group, 64")
-    if args.num_experts % args.n_group or not 1 <= args.topk_group <= args.n_group:
+    if not 1 <= args.topk_group <= args.n_group or args.num_experts % args.n_group:
         groups = f"n_group {args.n_group}, topk_group {args.topk_group}"
         raise ConfigError(f"num_experts {args.num_experts}, {groups} do not divide")
-    if LINEAR in args.layer_types and args.linear_num_value_heads % args.linear_num_key_heads:
+    key_heads = args.linear_num_key_heads
+    if LINEAR in args.layer_types and (key_heads < 1 or args.linear_num_value_heads % key_heads):
         raise ConfigError(
             f"linear_num_value_heads {args.linear_num_value_heads} is not a multiple of "
-            f"linear_num_key_heads {args.linear_num_key_heads}"
+            f"linear_num_key_heads {key_heads}"
         )
     if args.rotary_dim <= 0 or args.rotary_dim % 2 or args.rotary_dim > args.head_dim:
         raise ConfigError(f"{args.rotary_dim} rotary dimensions do not fit a head of {args.head_dim}")

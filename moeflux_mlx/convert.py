@@ -1,8 +1,8 @@
 """`python -m moeflux_mlx.convert`: makes a packed model directory from a checkpoint.
 
 Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8), MLX 4-bit conversions and the directories
-of moeflux and flash-moe. Works expert by expert and tensor by tensor, so memory does not grow with the
-model. An interrupted conversion is resumed by running it again; `layout.json` is written last, so an
+of moeflux and flash-moe. Works expert by expert and tensor by tensor, so memory grows with the largest of these
+only. An interrupted conversion is resumed by running it again; `layout.json` is written last, so an
 unfinished directory is never taken for a model.
 """
 
@@ -19,11 +19,12 @@ from .checkpoint import Checkpoint, Tensor, open_checkpoint
 from .config import ModelArgs, read_json
 from .errors import ConfigError, ModelFileError, MoefluxError
 from .expert_file import LayerFile, check_experts, find_experts, layout_json, packed_layers
-from .hub import looks_like_repo
+from .hub import hub_errors, looks_like_repo
 from .layout import GROUP_SIZE, ExpertLayout
 from .matrix import SourceFormat
 from .output import Output, Unit, check_space
 from .packed import FOLDER, PackedExperts
+from .paths import user_path
 from .resident_file import plan_resident
 from .sanitize import canonical_tensors
 
@@ -103,7 +104,7 @@ def convert(
             f"q_bits {q_bits}, q_group_size {q_group_size} is not implemented; use 4 or 8 and {GROUP_SIZE}"
         )
     source = resolve(hf_path, revision)
-    path = Path(mlx_path).expanduser()
+    path = user_path(mlx_path)
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
     checkpoint = open_checkpoint(source)
@@ -123,7 +124,7 @@ def convert(
 
 def resolve(hf_path: str | Path, revision: str | None) -> Path:
     """The checkpoint's local directory; a repo id is downloaded."""
-    path = Path(hf_path).expanduser()
+    path = user_path(hf_path)
     if path.exists() or not looks_like_repo(str(hf_path)):
         return path
     return _download(str(hf_path), revision)
@@ -132,15 +133,11 @@ def resolve(hf_path: str | Path, revision: str | None) -> Path:
 def _download(repo: str, revision: str | None) -> Path:
     """Reads config.json first, so that an unsupported model costs no download."""
     import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
+    with hub_errors(f"{repo} is no directory here and cannot be downloaded"):
         config = read_json(Path(hub.hf_hub_download(repo, "config.json", revision=revision)))
-        ModelArgs.from_dict(_unquantized(config))
+        SourceFormat(config, ModelArgs.from_dict(_unquantized(config)).num_hidden_layers)
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=DOWNLOADED))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelFileError(f"{repo} is no directory here and cannot be downloaded: {reason}") from None
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,6 +202,7 @@ def _write(output: Output, plan: Plan, progress: Progress, total: int) -> list[s
         if output.is_finished(unit):
             kept.append(unit.name)
         else:
+            (output.path / FOLDER / "layout.json").unlink(missing_ok=True)  # nobody loads what is being repaired
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size
         progress(done, total, unit.name)

@@ -3,11 +3,13 @@
 A repository without packed experts is refused before any weight is downloaded.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from .config import ModelArgs
-from .errors import ModelFileError, NotPackedError
+from .errors import ModelFileError, MoefluxError, NotPackedError
 from .packed import FOLDER, not_packed_message
 
 
@@ -24,18 +26,24 @@ def fetch_packed(repo: str, revision: str | None = None) -> Path:
         ModelFileError: there is no such repository, or it cannot be reached.
     """
     import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
+    with hub_errors(f"cannot fetch {repo} from the Hugging Face Hub"):
         if f"{FOLDER}/layout.json" not in hub.list_repo_files(repo, revision=revision):
             config = Path(hub.hf_hub_download(repo, "config.json", revision=revision))
             raise NotPackedError(not_packed_message(repo, ModelArgs.from_file(config.parent)))
         return Path(hub.snapshot_download(repo, revision=revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(f"cannot fetch {repo} from the Hugging Face Hub: {_first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+@contextlib.contextmanager
+def hub_errors(what: str) -> Iterator[None]:
+    """Whatever the Hub's library raises becomes a ModelFileError of one line that begins with `what`.
+
+    It raises errors of its own, of its HTTP client (which one depends on its version), and of the system.
+    """
+    try:
+        yield
+    except MoefluxError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelFileError(f"{what}: {reason}") from error

@@ -7,6 +7,7 @@ here.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -94,7 +95,7 @@ class Output:
         return entry.get("bytes") == unit.size and file.is_file() and file.stat().st_size == unit.size
 
     def _can_link(self, unit: Unit) -> bool:
-        return unit.link is not None and unit.link.stat().st_dev == existing_parent(self.path).stat().st_dev
+        return unit.link is not None and _links_work(unit.link, existing_parent(self.path))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -159,7 +160,7 @@ class Output:
         """
         file, offset = self.path / unit.name, 0
         with _reading(file), open(file, "rb", buffering=0) as opened:
-            for chunk in unit.chunks():
+            for chunk in _slices(unit.chunks()):
                 found = opened.read(len(chunk))
                 if found != chunk:
                     at = offset + next(
@@ -175,6 +176,14 @@ class Output:
 
     def _write_state(self) -> None:
         self.put(STATE, json.dumps({**self.identity, "files": self.files}, indent=1).encode())
+
+
+def _slices(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
+    """In the sizes that one read fills, whatever the system's limit."""
+    for chunk in chunks:
+        view = memoryview(chunk)
+        for start in range(0, len(view), READ_BYTES):
+            yield view[start : start + READ_BYTES]
 
 
 def check_space(path: Path, needed: int) -> None:
@@ -226,6 +235,16 @@ def _hash_all(unit: Unit, advance: Advance) -> str:
         digest.update(chunk)
         advance(len(chunk))
     return digest.hexdigest()
+
+
+@functools.cache
+def _links_work(source: Path, folder: Path) -> bool:
+    """Whether `source` can have a second name in `folder`: tried, because some file systems have none."""
+    trial = folder / f".link-{os.getpid()}{PARTIAL}"
+    try:
+        return _link(source, trial)
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -113,7 +113,11 @@ def test_quantization_overrides():
         ("cogito-v2-671b", {"topk_method": "greedy"}, "'topk_method' is 'greedy'"),
         ("cogito-v2-671b", {"scoring_func": "softmax"}, "'scoring_func'"),
         ("cogito-v2-671b", {"rope_interleave": False}, "'rope_interleave'"),
+        ("qwen3-next-80b-a3b", {"linear_num_key_heads": 0}, "linear_num_key_heads 0"),
+        ("qwen3-next-80b-a3b", {"layer_types": None, "full_attention_interval": 0}, "'full_attention_interval' is 0"),
+        ("qwen3-30b-a3b", {"head_dim": None, "num_attention_heads": 0}, "'num_attention_heads' is 0"),
         ("cogito-v2-671b", {"topk_group": 9}, "topk_group 9"),
+        ("cogito-v2-671b", {"n_group": 0}, "n_group 0"),
         ("cogito-v2-671b", {"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
         (
             "qwen3-30b-a3b",
@@ -140,7 +144,7 @@ def test_unknown_variant_lists_the_known():
         ModelArgs.from_variant("gpt-5")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "[" * 100_000, "[" + "9" * 5000 + "]"])
 def test_bad_json_is_a_model_file_error(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelFileError, match="config.json"):

@@ -560,3 +560,50 @@ def test_as_a_program(tmp_path):
     failed = subprocess.run([*run, str(tmp_path / "full")], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "is not empty and has no convert_state.json" in failed.stderr
+
+
+def test_a_quantisation_that_is_not_supported_costs_no_download(hub, tmp_path):
+    config = {**TINY, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (hub[0] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="gptq"):
+        convert("some/model", tmp_path / "out")
+    assert not hub[1]
+
+
+@pytest.mark.parametrize("name", ["models/qwen--4bit", "models/qwen-"])
+def test_names_that_the_hub_refuses(tmp_path, name):
+    """Its library refuses them before it asks anybody, with an error of its own."""
+    with pytest.raises(ModelFileError, match=f"{name} is no directory here"):
+        convert(name, tmp_path / "out")
+
+
+def test_layers_that_cannot_be_linked_need_room(tmp_path, monkeypatch):
+    source = moeflux_like(tmp_path, WIDE)
+    layers = sum(file.stat().st_size for file in (source / "packed_experts").glob("layer_*.bin"))
+    asked = []
+    monkeypatch.setattr(command, "check_space", lambda path, nbytes: asked.append(nbytes))
+    convert(source, tmp_path / "linked" / "out")
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
+    (tmp_path / "copied").mkdir()
+    convert(source, tmp_path / "copied" / "out")
+    assert asked[1] - asked[0] == layers
+    assert not list(tmp_path.rglob(".link-*"))
+
+
+def test_a_directory_under_repair_is_no_model(tmp_path, monkeypatch):
+    source, out = write_tiny(tmp_path / "source"), tmp_path / "out"
+    convert(source, out)
+    layer = out / "packed_experts" / "layer_00.bin"
+    sound = layer.read_bytes()
+    layer.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moeflux_mlx.output._write_all", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, out)
+    assert not (out / "packed_experts" / "layout.json").exists()
+    convert(source, out)
+    assert layer.read_bytes() == sound and (out / "packed_experts" / "layout.json").exists()

@@ -1,0 +1,22 @@
+"""Paths as users write them."""
+
+from pathlib import Path
+
+from .errors import RequestError
+
+
+def user_path(value: str | Path) -> Path:
+    """The path, with `~` for a home directory; nothing need be there.
+
+    Raises:
+        RequestError: no such user, or a name that no file here can have.
+    """
+    try:
+        path = Path(value).expanduser()
+        if "\0" in str(path):
+            raise ValueError("it holds a null character")
+        path.exists()  # tells of names that are too long, and of folders that are not ours to look into
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{str(value)!r} cannot be used as a path: {reason}") from error
+    return path
