@@ -25,8 +25,10 @@ from .command import (
     open_store,
     parse_template_config,
     sampling,
+    unsafe_letters,
 )
 from .errors import MoefluxError, PromptCacheError, RequestError, TokenizerError
+from .paths import user_path
 
 if TYPE_CHECKING:
     from .session import Session
@@ -41,9 +43,6 @@ HELP = """\
 /help           this list
 /exit           leave (also Ctrl-D)
 A message that begins with / is written with two. Alt-Enter begins a new line. Ctrl-C stops an answer."""
-
-# What would move a terminal's cursor or change its state; a model can be talked into writing it.
-CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 Message = dict[str, str]
 
@@ -159,7 +158,9 @@ class Conversation:
         try:
             rendered = cast(str, self._render(tokenize=False))
             prompt = self.tokenizer.encode(rendered, add_special_tokens=False)
-            self._check_room(prompt)
+            room = self._room(prompt)
+            asked = generation.pop("max_tokens", -1)
+            generation["max_tokens"] = room if asked == -1 else min(asked, room)
             end = before_answer(self.tokenizer, self.messages, prompt, self.template_config)
             splitter = ThinkingSplitter(opens_thinking(rendered))
             for response in self.session.respond(prompt, boundaries=[end], **generation):
@@ -180,9 +181,12 @@ class Conversation:
         self.turns.append(message)
 
     def save(self, path: Path, fingerprint: Any) -> None:
-        """Raises PromptCacheError, SnapshotError."""
+        """Raises PromptCacheError: among others, `path` is something else's file. SnapshotError."""
+        from .prompt_file import read_prompt_header
         from .turns import after_answer
 
+        if path.exists():
+            read_prompt_header(path)
         if self.turns:
             # A recurrent state of more than the next prompt begins with would be of no use to it.
             known = self.session.tokens
@@ -203,12 +207,14 @@ class Conversation:
     def _render(self, **how: Any) -> Any:
         return self.tokenizer.apply_chat_template(self.messages, **self.template_config, **how)
 
-    def _check_room(self, prompt: list[int]) -> None:
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that the model takes after `prompt`."""
         limit = self.session.model.args.max_position_embeddings
         if len(prompt) >= limit:
             raise RequestError(
                 f"the conversation has {len(prompt)} tokens and the model takes {limit}; begin anew with /reset"
             )
+        return limit - len(prompt)
 
 
 def _are_messages(turns: list[Any]) -> bool:
@@ -330,7 +336,7 @@ class Chat:
 def _file(argument: str, command: str) -> Path:
     if not argument:
         raise RequestError(f"{command} needs the name of a file")
-    return Path(argument).expanduser()
+    return user_path(argument)
 
 
 class Display:
@@ -338,7 +344,7 @@ class Display:
 
     def __init__(self, out: TextIO, hide_thinking: bool):
         self.out, self.hide = out, hide_thinking
-        self.dropped = CONTROLS if out.isatty() else {}
+        self.dropped = unsafe_letters(out)
         self.marks = ("\033[2m", "\033[0m\n") if out.isatty() else ("<think>", "</think>\n")
         self.thinking = False
 

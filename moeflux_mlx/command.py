@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .errors import MoefluxError, RequestError
 from .io_mode import from_environment
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+# What would move a terminal's cursor or change its state; a model can be talked into writing it.
+CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +181,11 @@ def expert_statistics(experts: "ExpertLoader", verbose: bool) -> list[str]:
     return lines
 
 
+def unsafe_letters(out: TextIO) -> dict[int, None]:
+    """What to leave out of a model's text for `out`, as `str.translate` takes it."""
+    return CONTROLS if out.isatty() else {}
+
+
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `stream_generate`; seeds the random numbers.
 
@@ -189,6 +196,8 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
     from .sampling import make_logits_processors, make_sampler
 
+    if options.max_tokens == 0 or options.max_tokens < -1:  # before a long prompt has been computed
+        raise RequestError(f"max_tokens is {options.max_tokens}; it must be positive, or -1 for no limit")
     if options.seed is not None:
         mx.random.seed(check_seed(options.seed))
     return {

@@ -18,6 +18,7 @@ from .command import (
     open_store,
     parse_template_config,
     sampling,
+    unsafe_letters,
 )
 from .errors import RequestError
 
@@ -67,6 +68,9 @@ def run(options: argparse.Namespace) -> int:
     tokens = encode(tokenizer, prompt, options, template_config)
     if options.verbose:
         note(f"prompt tokens: {tokens}")
+    limit = model.args.max_position_embeddings
+    if len(tokens) >= limit:
+        note(f"warning: the prompt has {len(tokens)} tokens and the model was made for {limit}")
     session = Session(model, tokenizer, store=store, prefill_step_size=options.prefill_step_size)
     boundaries = []
     if options.prompt_cache_dir and options.system_prompt is not None and not options.ignore_chat_template:
@@ -80,13 +84,13 @@ def stream(
 ) -> int:
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = Progress("prompt")
-    last, code = None, 0
+    last, code, dropped = None, 0, unsafe_letters(sys.stdout)
     try:
         for last in session.respond(
             tokens, boundaries=boundaries, prompt_progress_callback=progress.update, **generation
         ):
             progress.close()
-            print(last.text, end="", flush=True)
+            print(last.text.translate(dropped), end="", flush=True)
     except KeyboardInterrupt:
         code = INTERRUPTED
     finally:

@@ -19,6 +19,7 @@ from .loader import ExpertLoader
 from .memory import DEFAULT_CONTEXT, PREFILL_STEP_SIZE, Demand, MemoryPlan, least_slots, plan_memory
 from .model import Model
 from .packed import FOLDER, PackedExperts, not_packed_message
+from .paths import user_path
 from .ram import usable_ram_bytes
 from .resources import directory
 from .weights import fill, read_resident, resident_bytes
@@ -167,7 +168,7 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
     """The local directory of a packed model, downloading it if need be."""
     if path_or_hf_repo is None:
         return directory("demo")
-    path = Path(path_or_hf_repo).expanduser()
+    path = user_path(path_or_hf_repo)
     if not path.exists():
         if isinstance(path_or_hf_repo, str) and looks_like_repo(path_or_hf_repo):
             return fetch_packed(path_or_hf_repo, revision)

@@ -22,6 +22,7 @@ from .cache import Cache
 from .errors import FingerprintError, PromptCacheError
 from .fingerprint import Fingerprint
 from .model import Model
+from .paths import user_path
 from .prompt_file import TEMPORARY, VERSION, load_prompt, prompt_file_size, read_prompt_header, save_prompt
 from .rewind import RewindPoints
 from .turns import shared_length
@@ -93,7 +94,7 @@ class PromptFile:
     """A store of one prompt, in a file of the caller's choice; a file that cannot be used is an error."""
 
     def __init__(self, path: str | Path, fingerprint: Fingerprint):
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         self.fingerprint = fingerprint
 
     def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[tuple[int, Path]]:
@@ -120,7 +121,7 @@ class PromptDirectory:
     """
 
     def __init__(self, path: str | Path, fingerprint: Fingerprint, max_bytes: int = DEFAULT_MAX_BYTES):
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         self.fingerprint = fingerprint
         self.max_bytes = max_bytes
         try:
@@ -133,8 +134,9 @@ class PromptDirectory:
         return sorted(found, key=lambda entry: (-entry[0], entry[1]))
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
-        """A damaged entry is removed, so that it is looked at only once."""
-        _remove(path)
+        """A damaged entry is removed, so that it is looked at only once; one that could not be read is left."""
+        if not isinstance(error.__cause__, OSError):
+            _remove(path)
 
     def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
         """Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
@@ -162,8 +164,7 @@ class PromptDirectory:
             try:
                 yield path, read_prompt_header(path).tokens
             except PromptCacheError as error:
-                if not isinstance(error.__cause__, OSError):  # otherwise another process was faster
-                    self.refuse(path, error)
+                self.refuse(path, error)
 
     def _covering(self, tokens: np.ndarray) -> Path | None:
         """An entry whose text begins with `tokens`: cut, it serves as well."""

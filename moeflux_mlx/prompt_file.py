@@ -119,10 +119,10 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
     """`read_prompt_header` of a file that is open at its beginning."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(START.size)
-    _check(path, "header", len(start) == START.size)
-    magic, version, metadata_bytes, count, body_bytes = START.unpack(start)
-    if magic != MAGIC:
+    if not start or not MAGIC.startswith(start[: len(MAGIC)]):
         raise PromptCacheError(f"{path} is not a prompt cache file; choose another name")
+    _check(path, "header", len(start) == START.size)
+    _, version, metadata_bytes, count, body_bytes = START.unpack(start)
     if version != VERSION:
         raise PromptCacheError(f"{path} has version {version}; only version {VERSION} is known; delete it")
     body_start = START.size + metadata_bytes + 4 * count + CRC.size
@@ -176,6 +176,8 @@ def _with_checksums(head: bytes, body: Iterable[memoryview]) -> Iterator[bytes |
 
 def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Writes a file beside `path`, makes sure it is on the disk, and gives it the name."""
+    if not path.name:
+        raise PromptCacheError(f"{path} is no name for a file; choose another")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         try:

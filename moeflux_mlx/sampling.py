@@ -24,9 +24,9 @@ def make_sampler(
     temp: float = 0.0,
     top_p: float = 0.0,
     min_p: float = 0.0,
-    *,
-    top_k: int = 0,
     min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    *,
     key: mx.array | None = None,
 ) -> Sampler:
     """Make a function that draws one token for each row of log-probabilities.

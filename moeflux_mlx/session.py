@@ -14,14 +14,14 @@ from typing import Any
 import mlx.core as mx
 
 from .cache import Cache
-from .errors import PromptCacheError, RequestError, SnapshotError
+from .errors import PromptCacheError, SnapshotError
 from .fingerprint import Fingerprint
 from .model import Model
 from .prompt_cache import PromptStore, reuse_prefix
 from .prompt_file import PromptHeader, load_prompt, save_prompt
 from .rewind import RewindPoints
 from .sampling import LogitsProcessor
-from .stream import PREFILL_STEP_SIZE, GenerationResponse, prefill, stream_generate
+from .stream import PREFILL_STEP_SIZE, GenerationResponse, checked_prompt, prefill, stream_generate
 from .tokenizer import TokenizerWrapper
 from .turns import shared_length
 
@@ -105,11 +105,11 @@ class Session:
             generation: as `stream_generate`.
 
         Raises:
-            RequestError: an empty prompt. PromptCacheError: the store is one file and cannot be used.
+            RequestError: an empty prompt, or a token outside the vocabulary. PromptCacheError: the store is one
+                file and cannot be used.
         """
         prompt = list(prompt)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
+        checked_prompt(prompt, self.model.args.vocab_size)
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
         if self.points.can_trim:  # the last state holds all the others
             ends = ends[-1:]

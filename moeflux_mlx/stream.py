@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from . import cpu
 from .cache import Cache
@@ -78,7 +79,7 @@ def generate_step(
         RequestError: an empty prompt, or a token count out of range.
         ModelFileError: the logits are NaN, which damaged weights cause.
     """
-    tokens = _checked_prompt(prompt, model.args.vocab_size)
+    tokens = checked_prompt(prompt, model.args.vocab_size)
     if max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
     cache = model.make_cache() if prompt_cache is None else prompt_cache
@@ -125,7 +126,7 @@ def prefill(
     """Runs `tokens` [N] through the model into `cache`, `step_size` at a time; returns N."""
     if step_size < 1:
         raise RequestError(f"prefill_step_size is {step_size}; it must be positive")
-    done = 0
+    done, step_size = 0, min(step_size, max(len(tokens), 1))
     report(done)
     while done < len(tokens):
         chunk = tokens[done : done + step_size]
@@ -184,19 +185,36 @@ def stream_generate(
             return
 
 
-def generate(model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], **kwargs: Any) -> str:
-    """The whole text of `stream_generate`."""
-    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **kwargs))
+def generate(
+    model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], verbose: bool = False, **kwargs: Any
+) -> str:
+    """The whole text of `stream_generate`; `verbose` also prints it as it comes, and the rates."""
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose:
+        print(f"\n{response.prompt_tokens} prompt tokens, {response.prompt_tps:.1f} a second")
+        print(f"{response.generation_tokens} tokens, {response.generation_tps:.1f} a second")
+    return text
 
 
-def _checked_prompt(prompt: Sequence[int] | mx.array, vocab_size: int) -> mx.array:
-    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), mx.int64)
+def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, vocab_size: int) -> mx.array:
+    """Token ids as uint32 [N].
+
+    Raises:
+        RequestError: there are none, they are no integers, or one is outside the vocabulary.
+    """
+    tokens = np.array(prompt)
     if tokens.size == 0:
         raise RequestError("the prompt is empty; give at least one token")
-    low, high = cast(int, tokens.min().item()), cast(int, tokens.max().item())
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise RequestError(f"the prompt is an array of {tokens.dtype} {tokens.shape}; give one row of token ids")
+    low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise RequestError(f"prompt token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
-    return tokens.astype(mx.uint32)
+    return mx.array(tokens.astype(np.uint32))
 
 
 class _Clock:

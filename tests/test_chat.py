@@ -231,13 +231,29 @@ def test_lines_of_a_pipe(monkeypatch, capsys, tmp_path):
 def test_mistakes_are_said_and_the_chat_goes_on(monkeypatch, capsys, tmp_path):
     (tmp_path / "bad").write_bytes(b"nonsense")
     lines = ["/what", "/save", "/load", f"/load {tmp_path}/none", f"/load {tmp_path}/bad", f"/save {tmp_path}/no/x"]
+    lines += [f"/save {tmp_path}/bad", "/save /", "/save ~nobody-of-that-name/x", f"/load {'x' * 300}"]
     lines += ["/system You are kind.", "/system", "/help", "//literally", "/stats"]
     code, out, err = run(monkeypatch, capsys, lines)
-    assert code == 0 and len(re.findall("^error: ", err, re.M)) == 6
-    for part in ("no command /what", "/save needs", "cannot be read", "damaged", "cannot be written"):
+    assert code == 0 and len(re.findall("^error: ", err, re.M)) == 10
+    for part in ("no command /what", "/save needs", "cannot be read", "not a prompt", "not a prompt", "cannot be used"):
         assert part in err
     assert "message is set" in err and "message is removed" in err and "Alt-Enter" in err
     assert counts(err)[0][0] > 0
+    assert (tmp_path / "bad").read_bytes() == b"nonsense"
+
+
+def test_an_answer_ends_with_the_models_context(monkeypatch):
+    talk, ends = conversation(), []
+
+    def respond(prompt, max_tokens, **_):
+        ends.append(len(prompt) + max_tokens)
+        return iter(())
+
+    monkeypatch.setattr(talk.session, "respond", respond)
+    for n in (-1, 10**6, 5):
+        ask(talk, "Hello", n)
+    limit = talk.session.model.args.max_position_embeddings
+    assert ends[:2] == [limit, limit] and ends[2] < limit
 
 
 def test_bytes_that_are_no_text_are_refused(monkeypatch, capsys):

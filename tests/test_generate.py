@@ -355,6 +355,34 @@ def test_a_reader_that_goes_away_is_no_error(model_dir):
     child.stderr.close()
 
 
+@pytest.mark.parametrize("prompt", [[[5, 6, 7]], [5.5, 6], np.zeros((1, 3), np.int64), ["a"]])
+def test_prompts_that_are_no_row_of_ids(prompt):
+    with pytest.raises(RequestError, match="one row of token ids"):
+        next(generate_step(prompt, tiny_model("qwen3_moe", mx.float32)))
+
+
+def test_prompts_may_be_numpys():
+    model = tiny_model("qwen3_moe", mx.float32)
+    lists, arrays = ([t for t, _ in generate_step(p, model, max_tokens=3)] for p in (PROMPT, np.array(PROMPT)))
+    assert lists == arrays
+
+
+def test_a_step_longer_than_an_int(model_dir):
+    model = tiny_model("qwen3_moe", mx.float32)
+    assert next(generate_step(PROMPT, model, prefill_step_size=10**12))[0] == next(generate_step(PROMPT, model))[0]
+
+
+def test_verbose_prints_the_text(model_dir, capsys):
+    model, tokenizer = load(model_dir)
+    text = library_generate(model, tokenizer, PROMPT, True, max_tokens=5)
+    out = capsys.readouterr().out
+    assert out.startswith(text) and "5 tokens" in out and f"{len(PROMPT)} prompt tokens" in out
+
+
+def test_no_tokens_are_refused_before_the_prompt_is_computed(capfd, model_dir):
+    fails(capfd, "--model", str(model_dir), "--prompt", "abc", "--max-tokens", "0")
+
+
 def test_the_command_plans_for_the_library_s_step():
     assert parser().parse_args(["--prompt", "a"]).prefill_step_size == PREFILL_STEP_SIZE
 

@@ -283,11 +283,26 @@ def test_well_formed_lies_are_noticed(saved):
         refused(path, rebuilt(good, metadata=json.dumps(value).encode()), "metadata")
     refused(path, rebuilt(good, metadata=b"[" * 100_000), "metadata")
     refused(path, rebuilt(good, metadata=b"\xff\xfe"), "metadata")
-    refused(path, b"", "header is wrong")
+    refused(path, b"", "not a prompt cache file")
+    refused(path, good[:12], "header is wrong")
     refused(path, b"GGUF" + good[4:], "not a prompt cache file")
     refused(path, good[:8] + struct.pack("<I", 9) + good[12:], "version 9")
     with pytest.raises(PromptCacheError, match="cannot be read"):
         read_prompt_header(path.parent)
+
+
+def test_an_entry_that_cannot_be_read_now_is_left(tmp_path, monkeypatch):
+    store, model = directory(tmp_path), tiny_model(ATTENTION, mx.float32)
+    keep(store, model, text(10))
+    before = files(tmp_path)
+
+    def full(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mmap.mmap", full)
+        assert restored(store, model, text())[0] == 0
+    assert files(tmp_path) == before and restored(store, model, text())[0] == 10
 
 
 def test_damaged_entries_are_passed_over_and_removed(tmp_path):
@@ -304,7 +319,7 @@ def test_damaged_entries_are_passed_over_and_removed(tmp_path):
     assert files(tmp_path) == [by_size[10].name]
     keep(PromptFile(tmp_path / "one", store.fingerprint), model, text(10))
     (tmp_path / "one").write_bytes(b"nonsense")
-    with pytest.raises(PromptCacheError, match="one is damaged"):
+    with pytest.raises(PromptCacheError, match="one is not a prompt cache file"):
         restored(PromptFile(tmp_path / "one", store.fingerprint), model, text())
 
 
