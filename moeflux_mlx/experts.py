@@ -2,8 +2,8 @@
 
 A few tokens (decode) go through kernels that read packed blocks by slot. More tokens (prefill) go
 expert by expert: rows are sorted by expert, and waves of a few experts are taken apart into dense stacks,
-so that the temporary memory is known in advance. Which path and which waves depend on the tokens and
-the sizes only, never on what happens to be in memory: the result has the same bits in every I/O mode.
+so that the temporary memory is known in advance. The result has the same bits in every I/O mode: which path runs
+depends on the tokens and the sizes only, never on what happens to be in memory, and so do waves where they show.
 """
 
 import time
@@ -154,7 +154,7 @@ class RoutedExperts:
             return native.combine(found, back.reshape(T, K).astype(np.int32), routing.weights, h_mid, shared)
         outs, places = zip(*(self._gpu_wave(x, *wave) for wave in each), strict=True)
         starts = np.cumsum([0, *map(len, outs)])
-        place = np.concatenate([start + own for start, own in zip(starts, places, strict=False)])
+        place = np.concatenate([start + own for start, own in zip(starts[:-1], places, strict=True)])
         expert_out = mx.concatenate(outs)[mx.array(place[back])].reshape(T, K, -1)  # [T, K, H]
         return kernels.moe_combine(expert_out, routing.weights, h_mid, shared)
 
