@@ -195,9 +195,9 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     import mlx.core as mx
 
     from .sampling import make_logits_processors, make_sampler
+    from .stream import check_max_tokens
 
-    if options.max_tokens == 0 or options.max_tokens < -1:  # before a long prompt has been computed
-        raise RequestError(f"max_tokens is {options.max_tokens}; it must be positive, or -1 for no limit")
+    check_max_tokens(options.max_tokens)  # before a long prompt has been computed
     if options.seed is not None:
         mx.random.seed(check_seed(options.seed))
     return {

@@ -22,7 +22,7 @@ from .io_mode import Figures, IoMode
 from .layout import BITS, GROUP_SIZE, ExpertLayout
 from .linear import Weight
 from .load import computes_in_place, default_context, default_dtype, machine_figures, resolve
-from .memory import RUNTIME_BYTES, Demand, MemoryPlan, plan_memory
+from .memory import PREFILL_STEP_SIZE, RUNTIME_BYTES, Demand, MemoryPlan, plan_memory
 from .model import Model
 from .moe import RoutedExpertsCall
 from .packed import PackedExperts
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--variant", help=f"a known model by name: {', '.join(variants())}")
     add("--ram-gb", type=float, help="plan for this much memory, in units of 1e9 bytes; default: this machine's")
     add("--context", type=int, help="positions that the caches hold; default: 8192, or the model's limit if less")
-    add("--prefill-step-size", type=int, default=512, help="prompt tokens that run at once (%(default)s)")
+    add("--prefill-step-size", type=int, default=PREFILL_STEP_SIZE, help="prompt tokens that run at once (%(default)s)")
     add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
     add("--expert-io", choices=("auto", "mmap", "pread"), default="auto", help="how experts are read (%(default)s)")
     add("--expert-cache-gb", type=float, help="memory for streamed experts; default: what is left")

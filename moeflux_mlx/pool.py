@@ -130,7 +130,7 @@ class SlotPool:
         """[words] in device memory, soon."""
         if self._landing is None:
             return on_device(self.rows[row])
-        copy = mx.bitwise_or(self._landing[row : row + 1], mx.array(0, mx.uint32)).reshape(-1)
+        copy = _result(self._landing[row : row + 1]).reshape(-1)
         mx.async_eval(copy)
         return copy
 
@@ -230,6 +230,11 @@ def on_device(rows: np.ndarray) -> mx.array:
     use; the result of an operation lies in device memory.
     """
     host = mx.array(rows)
-    copy = mx.bitwise_or(host, mx.array(0, mx.uint32))
+    copy = _result(host)
     mx.eval(copy)  # while `host` is referred to, so that its memory is not reused for the result
     return copy
+
+
+def _result(array: mx.array) -> mx.array:
+    """The same uint32 values as the result of an operation, which lies in device memory."""
+    return mx.bitwise_or(array, mx.array(0, mx.uint32))

@@ -82,7 +82,10 @@ class ExpertReader:
     @property
     def record_bytes(self) -> int:
         """Bytes of one read: the whole stride past the page cache, only the expert through it."""
-        return self.layout.expert_stride if self.direct else self.layout.expert_size
+        return self._record_bytes(self.direct)
+
+    def _record_bytes(self, direct: bool) -> int:
+        return self.layout.expert_stride if direct else self.layout.expert_size
 
     @property
     def busy_seconds(self) -> float:
@@ -178,7 +181,7 @@ class ExpertReader:
     def _read(self, read: _Read) -> int:
         """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
         files, direct = self._opened  # another thread may open them anew in the meantime
-        size = self.layout.expert_stride if direct else self.layout.expert_size
+        size = self._record_bytes(direct)
         start, done = read.expert * self.layout.expert_stride, 0
         while done < size:
             try:

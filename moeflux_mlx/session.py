@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -108,8 +108,7 @@ class Session:
             RequestError: an empty prompt, or a token outside the vocabulary. PromptCacheError: the store is one
                 file and cannot be used.
         """
-        prompt = list(prompt)
-        checked_prompt(prompt, self.model.args.vocab_size)
+        prompt = cast(list[int], checked_prompt(prompt, self.model.args.vocab_size).tolist())
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
         if self.points.can_trim:  # the last state holds all the others
             ends = ends[-1:]

@@ -80,8 +80,7 @@ def generate_step(
         ModelFileError: the logits are NaN, which damaged weights cause.
     """
     tokens = checked_prompt(prompt, model.args.vocab_size)
-    if max_tokens == 0 or max_tokens < -1:
-        raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
+    check_max_tokens(max_tokens)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     step = _Step(model, cache, sampler or make_sampler(), logits_processors)
     report = prompt_progress_callback or (lambda done, total: None)
@@ -198,6 +197,12 @@ def generate(
         print(f"\n{response.prompt_tokens} prompt tokens, {response.prompt_tps:.1f} a second")
         print(f"{response.generation_tokens} tokens, {response.generation_tps:.1f} a second")
     return text
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises RequestError: it is neither positive nor -1."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
 
 
 def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, vocab_size: int) -> mx.array:

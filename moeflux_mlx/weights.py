@@ -73,13 +73,18 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
         if path not in matrices:
             kept = mx.float32 if leaf in KEPT_FLOAT32 else dtype
             setattr(_module(model, path), leaf, _take_float(left, name, parameter.shape).astype(kept))
-    for module in model.modules():
-        if hasattr(module, "arrange"):
-            module.arrange()
+    arrange(model)
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())
     cpu.settle(model)
+
+
+def arrange(model: Model) -> None:
+    """Lets every module that wants its tensors in another form make it, once all have theirs."""
+    for module in model.modules():
+        if hasattr(module, "arrange"):
+            module.arrange()
 
 
 def _module(model: Model, path: str) -> Any:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+from bench_kernels import random_words
 from mlx.utils import tree_flatten
 
 from moeflux_mlx.command import configure_mlx
@@ -28,6 +29,7 @@ from moeflux_mlx.layout import ExpertLayout
 from moeflux_mlx.linear import Weight
 from moeflux_mlx.model import Model
 from moeflux_mlx.resources import directory
+from moeflux_mlx.weights import arrange
 
 PROMPT, TOKENS, WARMUP = 512, 96, 16
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
@@ -50,11 +52,6 @@ class ResidentExperts:
 
     def demote(self, layer: int, ids: list[int]) -> None:
         """Nothing is ever evicted."""
-
-
-def random_words(*shape: int) -> mx.array:
-    """uint32 of any value: without the highest bit, codes would have a mean and all tokens much the same experts."""
-    return mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), mx.uint16).view(mx.uint32)
 
 
 def random_blob(layout: ExpertLayout) -> mx.array:
@@ -82,9 +79,7 @@ def random_resident(model: Model, args: ModelArgs) -> None:
             for part in owner.split("."):
                 target = target[int(part)] if isinstance(target, list) else getattr(target, part)
             setattr(target, leaf, (mx.random.normal(parameter.shape) * 0.1 + (leaf == "weight")).astype(dtype))
-    for module in model.modules():
-        if hasattr(module, "arrange"):
-            module.arrange()
+    arrange(model)
     mx.eval(model.parameters())
 
 

@@ -45,7 +45,8 @@ Matrix = tuple[mx.array, mx.array, mx.array]
 
 
 def random_words(*shape: int) -> mx.array:
-    """uint32 of any value; mx.random.randint is exact up to 16 bits."""
+    """uint32 of any value; mx.random.randint is exact up to 16 bits. Without the highest bit, codes would have a mean
+    and a model would send all tokens to much the same experts."""
     return mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), dtype=mx.uint16).view(mx.uint32)
 
 
