@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import kernels
+
 
 class _Growing:
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
@@ -20,12 +22,15 @@ class _Growing:
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends [B, heads, L, width] to each array and returns all positions so far."""
+        """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions so far, or, for
+        one token on a GPU, all there is room for."""
         start, self.offset = self.offset, self.offset + keys.shape[2]
         self.keys = _grown(self.keys, keys.shape, keys.dtype, start, self.step)
         self.values = _grown(self.values, values.shape, values.dtype, start, self.step)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
+        if keys.shape[2] == 1 and kernels.has_kernels():
+            return self.keys, self.values
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
 
     def reserve(self, n: int) -> None:
@@ -35,9 +40,18 @@ class _Growing:
             B, heads, _, width = array.shape
             setattr(self, name, _grown(array, (B, heads, n, width), array.dtype, self.offset, self.step))
 
-    def mask(self, length: int) -> str | None:
-        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions."""
-        return "causal" if length > 1 else None
+    def mask(self, length: int) -> mx.array | str | None:
+        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already.
+
+        One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether
+        the experts are in memory or streamed.
+        """
+        if length > 1:
+            return "causal"
+        if kernels.has_kernels():
+            assert self.keys is not None
+            return up_to(self.offset - 1, self.keys.shape[2])
+        return None
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None, int]:
@@ -71,6 +85,11 @@ class _Growing:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in (self.keys, self.values) if array is not None)
+
+
+def up_to(position: int | mx.array, capacity: int) -> mx.array:
+    """The mask [1, 1, 1, capacity] of a token at `position`."""
+    return (mx.arange(capacity) <= position)[None, None, None]
 
 
 def _grown(array: mx.array | None, new: tuple[int, ...], dtype: mx.Dtype, used: int, step: int) -> mx.array:

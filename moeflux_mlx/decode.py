@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .cache import Cache
+from .cache import Cache, up_to
 
 if TYPE_CHECKING:
     from .model import Model
@@ -71,7 +71,7 @@ class DecodeStep:
 
         @lru_cache
         def seen(capacity: int) -> mx.array:
-            return (mx.arange(capacity) <= offset)[None, None, None]
+            return up_to(offset, capacity)
 
         caches: list[Any] = [
             FixedState(first, second) if layer.is_linear else FixedCache(first, second, offset, seen)

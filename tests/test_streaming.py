@@ -36,8 +36,7 @@ def tokens_of(family):
 
 
 def run(model, tokens, chunk):
-    """Logits [T, V] of `tokens` [1, T] fed `chunk` at a time; not by the compiled step, which may round differently."""
-    model.decode_step = None
+    """Logits [T, V] of `tokens` [1, T] fed `chunk` at a time."""
     cache = model.make_cache()
     parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
     return np.array(mx.concatenate(parts, axis=1)[0])
