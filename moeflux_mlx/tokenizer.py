@@ -19,7 +19,7 @@ from .errors import RequestError, TokenizerError
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 THINK_TAGS = ("<think>", "</think>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,7 +39,7 @@ def load_tokenizer(path: str | Path) -> "TokenizerWrapper":
     path = Path(path)
     config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
     if (path / "tokenizer.json").is_file():
-        vocabulary: Vocabulary = BytePairVocabulary(path / "tokenizer.json")
+        vocabulary: Vocabulary = BytePairVocabulary(path / "tokenizer.json", _listed_tokens(config))
     elif (path / "tokenizer.model").is_file():
         vocabulary = SentencePieceVocabulary(path / "tokenizer.model")
     else:
@@ -73,12 +73,17 @@ class Vocabulary(Protocol):
 
 
 class BytePairVocabulary:
-    """`tokenizer.json` with a ByteLevel decoder, as Qwen and DeepSeek models ship it."""
+    """`tokenizer.json` with a ByteLevel decoder, as Qwen and DeepSeek models ship it.
+
+    `listed` are tokens that another file names. As in transformers, those missing here are added in order, and what it
+    says of the others counts.
+    """
 
     trim: float = 0
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, listed: Sequence["AddedToken"] = ()):
         self._tokenizer = _open_tokenizer_json(file)
+        self._tokenizer.add_tokens(list(listed))
         added = self._tokenizer.get_added_tokens_decoder()
         # Added tokens are matched in the text as written; all others are spelt in the byte alphabet.
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
@@ -389,6 +394,23 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             found[name] = token
     return found
+
+
+def _listed_tokens(config: Mapping[str, Any]) -> list["AddedToken"]:
+    """tokenizer_config.json's `added_tokens_decoder`, {"id": {"content": string, "special": bool, ...}}, by id."""
+    from tokenizers import AddedToken
+
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        entries = sorted((int(token_id), entry) for token_id, entry in config.get("added_tokens_decoder", {}).items())
+        return [
+            AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
+            for _, entry in entries
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(
+            f"tokenizer_config.json: added_tokens_decoder is damaged ({error!r}); fetch it again"
+        ) from error
 
 
 def _stop_ids(path: Path, own: int | None) -> list[int]:

@@ -153,6 +153,23 @@ class TestBytePair:
         assert bpe.convert_tokens_to_ids("éé") in bpe.encode(text)
         assert bpe.decode(bpe.encode(text)) == text
 
+    def test_tokens_that_only_the_config_lists_are_added(self, bpe, bpe_dir, tmp_path):
+        """Ids and texts as transformers 5.23 gives them for the same files."""
+        last = bpe.vocab_size
+        listed = {
+            str(last + 1): {"content": "<tool>", "lstrip": True, "special": False, "normalized": False},
+            str(last): {"content": "<extra>", "special": True, "normalized": False},
+            str(bpe.convert_tokens_to_ids("<think>")): {"content": "<think>", "special": True},
+        }
+        shutil.copy(bpe_dir / "tokenizer.json", tmp_path)
+        write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": listed})
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.vocab_size == last + 2
+        ids = tokenizer.encode("the <extra>  <tool> fox<think>")
+        assert ids[-1] == bpe.convert_tokens_to_ids("<think>")
+        assert [i for i in ids if i >= last] == [last, last + 1]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "the <tool> fox"
+
     def test_byte_alphabet_is_the_library_s(self):
         alphabet = _byte_alphabet()
         assert set(alphabet) == set(pre_tokenizers.ByteLevel.alphabet())
@@ -424,6 +441,13 @@ class TestChat:
 
 
 class TestBadFiles:
+    @pytest.mark.parametrize("listed", [[], {"x": {"content": "a"}}, {"5": {}}, {"5": {"content": 3}}, {"5": "a"}])
+    def test_listed_tokens_of_another_form(self, bpe_dir, tmp_path, listed):
+        shutil.copy(bpe_dir / "tokenizer.json", tmp_path)
+        write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": listed})
+        with pytest.raises(TokenizerError, match="added_tokens_decoder"):
+            load_tokenizer(tmp_path)
+
     def test_missing(self, tmp_path):
         for path in (tmp_path, tmp_path / "nowhere"):
             with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
