@@ -18,7 +18,7 @@ find_python() {
 
 # enter_environment EXTRA...: installs the package, editable, with these extras, unless nothing has changed.
 enter_environment() {
-  local extras="$*" stamp wanted
+  local extras="$*" target=. stamp wanted
   if [ -z "${VIRTUAL_ENV:-}" ]; then
     [ -d .venv ] || "$(find_python)" -m venv .venv
     # shellcheck disable=SC1091
@@ -29,7 +29,10 @@ enter_environment() {
   wanted="$(pwd) $(cat pyproject.toml setup.py moeflux_mlx/_native* | cksum)"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing into $VIRTUAL_ENV ..." >&2
-    python -m pip install --quiet --disable-pip-version-check -e ".[$(echo $extras | tr ' ' ',')]"
+    if [ -n "$extras" ]; then target=".[$(echo $extras | tr ' ' ',')]"; fi
+    # uv makes environments without pip.
+    python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null
+    python -m pip install --quiet --disable-pip-version-check -e "$target"
     echo "$wanted" >"$stamp"
   fi
 }
