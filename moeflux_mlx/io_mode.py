@@ -7,6 +7,8 @@ from enum import Enum
 
 from .errors import RequestError
 
+WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
+
 
 class IoMode(str, Enum):
     """`MMAP`: the system pages experts in. `PREAD`: we read them into memory that we own."""
@@ -32,6 +34,11 @@ class Figures:
     buffer: int | None = None
     name: str = "RAM"
     copies: bool = False
+
+    @property
+    def usable_working_set(self) -> int | None:
+        """What weights, experts and temporaries may take of Metal's working set."""
+        return None if self.working_set is None else int(self.working_set * WORKING_SET_SHARE)
 
 
 def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: str | None = None) -> IoMode:
@@ -67,10 +74,11 @@ def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures, h
     if figures.copies and fixed + total + headroom > figures.memory:
         rest = f"{_gib(fixed)} of resident weights and state"
         return f"experts and {rest} leave less than {_gib(headroom)} of {figures.name}"
-    if figures.working_set is not None and fixed + total > figures.working_set:
+    usable = figures.usable_working_set
+    if usable is not None and fixed + total > usable:
         return (
-            f"experts and {_gib(fixed)} of resident weights and state exceed "
-            f"max_recommended_working_set_size {_gib(figures.working_set)}"
+            f"experts and {_gib(fixed)} of resident weights and state exceed {_gib(usable)}, "
+            f"{WORKING_SET_SHARE:.0%} of max_recommended_working_set_size"
         )
     if figures.buffer is not None and layer_bytes > figures.buffer:
         return f"a layer file of {_gib(layer_bytes)} exceeds max_buffer_length {_gib(figures.buffer)}"

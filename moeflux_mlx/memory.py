@@ -112,8 +112,8 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
         mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
     pool = 0
     if mode is IoMode.PREAD:
-        pool = _pool_bytes(args, layout, figures.memory - headroom - fixed, demand)
-    if fixed + max(pool, _least(args, layout, figures, mode)) + headroom > figures.memory:
+        pool = _pool_bytes(args, layout, room(figures) - fixed, demand)
+    if fixed + max(pool, _least(args, layout, figures, mode)) > room(figures):
         raise RequestError(_refusal(args, layout, figures, demand, mode))
     slots = pool // layout.expert_stride
     return MemoryPlan(
@@ -144,6 +144,12 @@ def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode
     return layout.total_bytes if figures.copies else 0
 
 
+def room(figures: Figures) -> int:
+    """Bytes that this process may take: what the headroom leaves, and no more than a Mac's GPU may use."""
+    free = figures.memory - headroom_bytes(figures.memory)
+    return free if figures.usable_working_set is None else min(free, figures.usable_working_set)
+
+
 def headroom_bytes(memory: int) -> int:
     share = int(memory * HEADROOM_SHARE)
     return share if memory <= SMALL_MACHINE else max(share, LEAST_HEADROOM)
@@ -167,7 +173,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> i
     That is a chunk's expert outputs with one wave of unpacked experts, or the attention of one layer.
     """
     tokens, item = min(demand.prefill_step_size, demand.context), demand.itemsize
-    wave = 0 if demand.in_place else min(3 * max(WAVE_BYTES, layout.expert_stride), 2 * layout.layer_bytes)
+    wave = 0 if demand.in_place else min(4 * max(WAVE_BYTES, layout.expert_stride), 3 * layout.layer_bytes)
     rows = tokens * args.num_experts_per_tok
     experts = 2 * rows * args.hidden_size * item + rows * args.moe_intermediate_size * item + wave
     return max(experts, _attention_bytes(args, tokens, demand)) + 6 * tokens * args.hidden_size * item
@@ -185,14 +191,14 @@ def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: De
     least = _least(args, layout, figures, mode)
     state = state_bytes(args, demand.context, demand.itemsize)
     temporary = activation_bytes(args, layout, demand) + RUNTIME_BYTES
-    fixed, headroom = demand.resident + state + temporary, headroom_bytes(figures.memory)
+    fixed, kept = demand.resident + state + temporary, figures.memory - room(figures)
     pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
         f"{_gb(state)} for a context of {demand.context}, {_gb(temporary)} temporary, "
-        f"{_gb(pool)} expert pool, {_gb(headroom)} headroom"
+        f"{_gb(pool)} expert pool, {_gb(kept)} {_why_kept(figures)}"
     )
-    spare = figures.memory - headroom - fixed
+    spare = room(figures) - fixed
     if spare >= least and pool > spare:
         return f"{text}; an expert pool of {_gb(spare)} fits"
     context = _longest_context(args, layout, figures, demand, pool)
@@ -201,17 +207,24 @@ def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: De
     need = (fixed + pool) / (1 - HEADROOM_SHARE)
     if need > SMALL_MACHINE:
         need = max(need, fixed + pool + LEAST_HEADROOM)
+    if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
+        need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
     return f"{text}; {_gb(need)} of memory would do"
+
+
+def _why_kept(figures: Figures) -> str:
+    free = figures.memory - headroom_bytes(figures.memory)
+    return "headroom" if room(figures) == free else "beyond what Metal recommends to use"
 
 
 def _longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, pool: int) -> int:
     """In whole steps of the caches; 0 if not even one fits."""
-    room = figures.memory - headroom_bytes(figures.memory) - demand.resident - RUNTIME_BYTES - pool
+    left = room(figures) - demand.resident - RUNTIME_BYTES - pool
 
     def fits(steps: int) -> bool:
         shorter = replace(demand, context=steps * KV_STEP)
         need = state_bytes(args, shorter.context, demand.itemsize) + activation_bytes(args, layout, shorter)
-        return need <= room
+        return need <= left
 
     low, high = 0, -(-demand.context // KV_STEP)
     while low < high:

@@ -27,6 +27,7 @@ from moeflux_mlx.memory import (
     headroom_bytes,
     least_pool,
     plan_memory,
+    room,
     state_bytes,
 )
 from moeflux_mlx.plan import variant_bytes
@@ -50,18 +51,22 @@ def named(name):
     context=st.integers(1, 50_000),
     cache=st.none() | st.integers(0, 10**12),
     expert_io=st.sampled_from([None, "auto", "mmap", "pread"]),
+    share=st.none() | st.floats(0.6, 0.8),
 )
-def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, expert_io):
+def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, expert_io, share):
+    """`share` is Metal's working set as a share of memory."""
     args, layout = named(name)
     demand = Demand(resident, context, 2, expert_io=expert_io, expert_cache_bytes=cache)
+    figures = machine(memory, share)
     try:
-        made = plan_memory(args, layout, Figures(memory), demand)
+        made = plan_memory(args, layout, figures, demand)
     except RequestError as error:
         advice = ADVICE.search(str(error))
         assert advice and str(f"{memory / GB:.2f} GB") in str(error)
-        plan_memory(args, layout, *followed(advice, memory, demand))
+        plan_memory(args, layout, *followed(advice, memory, demand, share))
         return
-    assert made.total + made.headroom <= memory
+    assert made.total <= room(figures) <= memory - made.headroom
+    assert share is None or made.total <= 0.9 * share * memory
     assert made.slots * layout.expert_stride == made.pool <= layout.total_bytes
     if made.mode is IoMode.PREAD:
         assert made.pool >= least_pool(args, layout)
@@ -70,14 +75,29 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
         assert made.pool == 0
 
 
-def followed(advice, memory, demand):
+def machine(memory, share):
+    return Figures(memory, working_set=None if share is None else int(share * memory))
+
+
+def followed(advice, memory, demand, share):
     """Figures and demand after the advice is taken."""
     context, pool, more = advice.groups()
     if context:
-        return Figures(memory), replace(demand, context=int(context))
+        return machine(memory, share), replace(demand, context=int(context))
     if pool:
-        return Figures(memory), replace(demand, expert_cache_bytes=int(float(pool) * GB - 0.005 * GB))
-    return Figures(int((float(more) + 0.01) * GB)), demand
+        return machine(memory, share), replace(demand, expert_cache_bytes=int(float(pool) * GB - 0.005 * GB))
+    return machine(int((float(more) + 0.01) * GB), share), demand
+
+
+@pytest.mark.parametrize("gb, working_set, name", [(16, 11.9, "qwen3-30b-a3b"), (24, 17.2, "qwen3-30b-a3b")])
+def test_a_pool_stays_within_what_a_mac_s_gpu_may_use(gb, working_set, name):
+    args, layout = named(name)
+    made = plan_memory(args, layout, Figures(gb * GB, working_set=int(working_set * GB)), Demand(GB, itemsize=2))
+    assert made.mode is IoMode.PREAD
+    assert 0.85 * working_set * GB < made.total <= 0.9 * working_set * GB
+    with pytest.raises(RequestError, match="beyond what Metal recommends to use; an expert pool of"):
+        demand = Demand(GB, itemsize=2, expert_io="pread", expert_cache_bytes=int(0.9 * working_set * GB))
+        plan_memory(args, layout, made.figures, demand)
 
 
 def test_more_memory_never_makes_the_pool_smaller():
@@ -115,11 +135,16 @@ METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)
 @pytest.mark.parametrize(
     "total, layer_bytes, fixed, figures, reason",
     [
-        (40 * GB, GB, 5 * GB, METAL, ""),
+        (40 * GB, GB, 3 * GB, METAL, ""),
         (40 * GB, GB, 5 * GB, Figures(64 * GB), ""),
         (49 * GB, GB, 0, METAL, "three quarters of RAM"),
-        (44 * GB, GB, 5 * GB, METAL, "4.66 GiB of resident .* max_recommended_working_set_size 44.70 GiB"),
-        (44 * GB, GB, 4 * GB, METAL, ""),
+        (
+            40 * GB,
+            GB,
+            4 * GB,
+            METAL,
+            "3.73 GiB of resident .* exceed 40.23 GiB, 90% of max_recommended_working_set_size",
+        ),
         (40 * GB, 37 * GB, GB, METAL, "layer file of 34.46 GiB exceeds max_buffer_length 33.53 GiB"),
         (40 * GB, 37 * GB, 20 * GB, Figures(64 * GB), ""),
     ],
