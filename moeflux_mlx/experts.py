@@ -24,7 +24,8 @@ from .moe import Routing
 from .prefetch import Predictor, Trial
 
 DECODE_ROWS = 8  # up to this many tokens the kernels re-read an expert for each token that uses it
-WAVE_BYTES = 128 << 20  # of packed blocks taken apart at a time; of a wave that was read, three times as much exists
+WAVE_BYTES = 128 << 20  # of packed blocks taken apart at a time; of a wave that was read, four times as much exists
+LARGEST_INDEX = 2**31 - 1
 # Rows of an expert that one product takes. CUDA's packed product reads an expert once for each block, at the price
 # of 16 rows or more, and its bits do not depend on the other blocks. On an H200, four layers of 256 experts at 512
 # tokens: 16.5 ms, 35.8 by single rows, 17.6 and 18.9 by 32 and 64. Metal's has tiles for sorted single rows; not
@@ -270,6 +271,9 @@ def dense(blob: mx.array, where: np.ndarray, layout: ExpertLayout, dtype: mx.Dty
     """gate, up and down of the packed blocks `where` of `blob` [S, words], each array dense; scales in `dtype`."""
     made, first = [], where[0]
     run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
+    if not run and blob.size > LARGEST_INDEX:
+        # MLX's gather counts in 32 bits where the view is small, whatever lies between its rows.
+        blob, first, run = mx.take(blob, mx.array(where), axis=0), 0, True
     for component in layout.components:
         columns = blob[:, component.offset // 4 : (component.offset + component.size) // 4]
         words = mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)

@@ -23,8 +23,10 @@ def test_every_row_has_a_place_in_a_block_of_its_expert(counts, size):
     assert np.all(np.delete(source, places) == 0)
 
 
+@pytest.mark.parametrize("largest", [experts.LARGEST_INDEX, 1000])
 @pytest.mark.parametrize("where", [[0], [2, 3, 4], [4, 1], [1, 4, 2, 3], [3, 3], [5, 0, 1]])
-def test_blocks_are_taken_apart_in_the_order_asked_for(where):
+def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypatch):
+    monkeypatch.setattr(experts, "LARGEST_INDEX", largest)
     layout = ExpertLayout(64, 128, 6, 1, (0,), 64 * 128 * 2)
     blob = np.random.default_rng(5).integers(0, 1 << 32, (6, layout.words), np.uint32)
     parts = [a for matrix in experts.dense(mx.array(blob), np.array(where), layout, mx.bfloat16) for a in matrix]
@@ -32,6 +34,20 @@ def test_blocks_are_taken_apart_in_the_order_asked_for(where):
         want = blob.view(np.uint8)[where, component.offset : component.offset + component.size]
         got = np.array(mx.view(part.reshape(len(where), -1), mx.uint8))
         assert np.array_equal(got, want) and part.shape[1] == component.shape[0]
+
+
+def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
+    """MLX would count in 32 bits: see `experts.dense`."""
+    layout = ExpertLayout(64, 128, 6, 1, (0,), 64 * 128 * 2)
+    blob, gathered = mx.zeros((6, layout.words), mx.uint32), []
+    take = mx.take
+    monkeypatch.setattr(mx, "take", lambda a, *rest, **named: gathered.append(a.shape) or take(a, *rest, **named))
+    experts.dense(blob, np.array([4, 1]), layout, mx.bfloat16)
+    assert len(gathered) == 9 and blob.shape not in gathered
+    gathered.clear()
+    monkeypatch.setattr(experts, "LARGEST_INDEX", blob.size - 1)
+    experts.dense(blob, np.array([4, 1]), layout, mx.bfloat16)
+    assert gathered == [blob.shape]
 
 
 @pytest.mark.parametrize("size", [16, 64])
