@@ -1,9 +1,10 @@
-// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), row by row. x, z, out[N, D] X; weight[D] W.
+// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), row by row. x, z, out[N, D] X; weight[D] W;
+// length[0] = N.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per row.
   const uint lane = thread_index_in_simdgroup;
   const uint row = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
-  if (row < N) {
+  if (row < uint(length[0])) {
     const device X* xr = x + size_t(row) * D;
     float squares = 0;
     for (uint i = lane; i < D; i += 32) {

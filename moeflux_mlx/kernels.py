@@ -23,6 +23,7 @@ from .resources import directory
 GROUP = 64  # columns that share one scale and one bias
 MAX_TOKENS = 8
 MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
+LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
 
@@ -247,7 +248,7 @@ def _qmv4_launch(
     rows = w[0]
     good = w == (rows, columns // 8) and scales == (rows, columns // GROUP)
     _require(good, f"w is {w}, scales {scales}; expected [O, {columns // 8}] and [O, {columns // GROUP}]")
-    if target == "ops":
+    if target == "ops" or rows * columns // GROUP < LEAST_ELEMENTS:
         return None
     family, tile = _qmv_tile(target, tokens, rows, columns)
     lanes = _lanes(columns, tile.lanes)

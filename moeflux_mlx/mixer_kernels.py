@@ -15,7 +15,7 @@ from .kernels import backend, build
 FAMILIES = {
     "conv_silu": (["x", "state", "weight", "length"], ["out", "next"]),
     "gated_delta": (["qkv", "a", "b", "A_log", "dt_bias", "state", "length"], ["out", "next"]),
-    "gated_norm": (["x", "z", "weight", "eps"], ["out"]),
+    "gated_norm": (["x", "z", "weight", "eps", "length"], ["out"]),
     "softmax_topk": (["logits"], ["ids", "weights"]),
 }
 SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
@@ -47,9 +47,9 @@ def _launch(
 
 
 @cache
-def _length(tokens: int) -> mx.array:
-    """The number of steps as an array: not a template argument, or each length would be compiled."""
-    return mx.full((8,), tokens, mx.int32)
+def _length(count: int) -> mx.array:
+    """The number of steps or rows as an array: not a template argument, or each length would be compiled."""
+    return mx.full((8,), count, mx.int32)
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -99,9 +99,9 @@ def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.arr
     """rms_norm(x) * weight * silu(z), over the last axis; x, z [..., D], weight [D]."""
     D = x.shape[-1]
     rows = x.size // D
-    template = {"X": x.dtype, "W": weight.dtype, "N": rows, "D": D, "SG": SIMDGROUPS}
+    template = {"X": x.dtype, "W": weight.dtype, "D": D, "SG": SIMDGROUPS}
     groups = (-(-rows // SIMDGROUPS), 1)
-    inputs = [x, z, weight, _epsilon(eps)]
+    inputs = [x, z, weight, _epsilon(eps), _length(rows)]
     return _launch("gated_norm", inputs, template, groups, 32 * SIMDGROUPS, [(x.shape, x.dtype)])[0]
 
 

@@ -151,7 +151,7 @@ def error(got, want):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("T, O, I", [(1, 40, 256), (1, 9, 2048), (3, 40, 256), (8, 24, 192)])
+@pytest.mark.parametrize("T, O, I", [(1, 40, 256), (1, 9, 2048), (1, 1, 64), (3, 40, 256), (8, 24, 192), (2, 7, 64)])
 def test_qmv4_matches_oracle(host, T, O, I, dtype):
     rng = np.random.default_rng([T, O, I])
     matrix = Matrix(rng, O, I)
@@ -361,7 +361,7 @@ def test_no_silent_fallback(monkeypatch):
     """On a GPU a kernel that does not build raises."""
     use(monkeypatch, msl.HostKernel)
     monkeypatch.setattr(kernels, "_text", lambda name: "no such thing;")
-    x, w, s = mx.zeros((1, 64)), mx.zeros((1, 8), mx.uint32), mx.zeros((1, 1))
+    x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):
         kernels.qmv4(x, w, s, s)
     kernels._kernel.cache_clear()
