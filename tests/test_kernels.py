@@ -1,4 +1,5 @@
-"""The kernels' Metal text, executed on the host through the project's own launch code, and their ops twins."""
+"""The kernels and their ops twins against float64, through the project's own launch code: Metal's text executed by
+the harness in `metal`, or, on a machine with a GPU that cannot run it, the real kernels."""
 
 import functools
 import re
@@ -33,21 +34,13 @@ VARIANTS = {  # hidden size, expert width, experts per token
 METAL_TEXTS = sorted(p.name for p in directory("metal").iterdir() if p.suffix == ".metal")
 
 
-# ---- launching on the host
-
-
-def use(monkeypatch, kind, target="metal"):
-    """Launch code believes it is on an Apple GPU; `kind` receives its kernels."""
-    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))
-    monkeypatch.setattr(kernels, "backend", lambda: target)
-    kernels._kernel.cache_clear()
+# ---- launching
 
 
 @pytest.fixture
-def host(monkeypatch):
-    use(monkeypatch, msl.HostKernel)
-    yield
-    kernels._kernel.cache_clear()
+def host():
+    with msl.launching(kernels):
+        yield
 
 
 @pytest.fixture
@@ -198,10 +191,9 @@ def test_random_shapes_match_oracle(data):
     T, K, H, I = draw(1, 3), draw(1, 16), 64 * draw(1, 4), 64 * draw(1, 4)
     dtype = data.draw(st.sampled_from(FLOATS))
     e = Experts(draw(0, 2**32), T, K, H, I, dtype, records=4, padding=4 * draw(0, 3), spread=draw(0, 4))
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, msl.HostKernel)
+    with msl.launching(kernels):
         act, out = e.gate_up(), e.down_combine()
-    kernels._kernel.cache_clear()
+        mx.eval(act, out)
     if np.isfinite(wide(act)).all():  # float16 overflows where the exact value does
         assert error(act, e.want_act()) < LIMITS[dtype] * 2
     if np.isfinite(wide(out)).all():
@@ -244,6 +236,7 @@ def test_slots_may_be_signed_or_not(host):
     assert mx.array_equal(e.gate_up(e.index(mx.int32)), e.gate_up(e.index(mx.uint32)))
 
 
+@msl.needed
 def test_record_offsets_pass_4_gib():
     """The address of a record, computed by the header's own function."""
     source = "out[thread_position_in_grid.x] = q4_record(uint(slots[thread_position_in_grid.x]), WORDS);"
@@ -280,20 +273,19 @@ FAULTS = {
 }  # fmt: skip
 
 
+@msl.needed
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_caught(monkeypatch, name):
+def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     text = kernels._text
     assert old in text(file)
     monkeypatch.setattr(kernels, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
-    use(monkeypatch, msl.HostKernel)
     e = Experts(11, 2, 3, 256, 128, mx.float32)
     try:
         errors = error(e.gate_up(), e.want_act()), error(e.down_combine(), e.want_out())
         caught = not all(e <= LIMITS[mx.float32] for e in errors)  # NaN is caught too
     except msl.Failure:
         caught = True
-    kernels._kernel.cache_clear()
     assert caught
 
 
@@ -325,12 +317,12 @@ def launches(H, I, K, dtype):
         kernels.qmv4(mx.zeros((tokens, H), dtype), w, s, s)
 
 
+@msl.needed
 @pytest.mark.parametrize("name", VARIANTS)
 def test_text_compiles_at_every_variant(monkeypatch, name):
-    use(monkeypatch, msl.TextKernel)
     monkeypatch.setattr(msl.TextKernel, "texts", [])
-    launches(*VARIANTS[name], mx.bfloat16)
-    kernels._kernel.cache_clear()
+    with msl.launching(kernels, kind=msl.TextKernel):
+        launches(*VARIANTS[name], mx.bfloat16)
     assert len(msl.TextKernel.texts) == 5
     for text in msl.TextKernel.texts:
         signature = text[text.index("[[kernel]]") : text.index(") {\n")]
@@ -357,14 +349,13 @@ def test_backend_asks_device_and_availability(monkeypatch, device, metal, cuda, 
     assert kernels.backend() == want
 
 
-def test_no_silent_fallback(monkeypatch):
+@msl.needed
+def test_no_silent_fallback(host, monkeypatch):
     """On a GPU a kernel that does not build raises."""
-    use(monkeypatch, msl.HostKernel)
     monkeypatch.setattr(kernels, "_text", lambda name: "no such thing;")
     x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):
         kernels.qmv4(x, w, s, s)
-    kernels._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("target", ["metal", "cuda"])

@@ -1,4 +1,4 @@
-"""The small kernels' Metal text, executed on the host through the project's launch code, against the numpy oracle."""
+"""The small kernels against the numpy oracle, launched as in `test_kernels`."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +16,15 @@ LIMITS = {mx.float32: 2e-5, mx.bfloat16: 1.2e-2, mx.float16: 2e-3}  # largest er
 
 
 @pytest.fixture
-def host(monkeypatch):
-    """Launch code believes it is on an Apple GPU, and its kernels run on this machine."""
-    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **definition: msl.HostKernel(**definition))
-    monkeypatch.setattr(mixer_kernels, "backend", lambda: "metal")
-    mixer_kernels._kernel.cache_clear()
-    yield
-    mixer_kernels._kernel.cache_clear()
+def host():
+    with msl.launching(mixer_kernels):
+        yield
+
+
+@pytest.fixture
+def text_only():
+    with msl.launching(mixer_kernels, kind=msl.TextKernel):
+        yield
 
 
 def random(rng, *shape, dtype=mx.float32, scale=1.0):
@@ -127,12 +129,9 @@ def test_softmax_topk(seed, T, shape, norm):
     E, K = shape
     rng = np.random.default_rng(seed)
     logits = rng.permuted(np.tile(np.arange(E) * 0.05, (T, 1)), axis=1).astype(np.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.fast, "metal_kernel", lambda **definition: msl.HostKernel(**definition))
-        patch.setattr(mixer_kernels, "backend", lambda: "metal")
-        mixer_kernels._kernel.cache_clear()
+    with msl.launching(mixer_kernels):
         ids, weights = mixer_kernels.softmax_topk(mx.array(logits), K, norm)
-        mixer_kernels._kernel.cache_clear()
+        mx.eval(ids, weights)
     want_ids, want_weights = oracle.softmax_topk(logits, K, norm)
     assert np.array_equal(np.array(ids), want_ids)
     np.testing.assert_allclose(np.array(weights), want_weights, rtol=1e-5)
@@ -158,9 +157,9 @@ NAMED = {  # value heads, key heads, experts, experts per token
 }
 
 
+@msl.needed
 @pytest.mark.parametrize("name", NAMED)
-def test_text_compiles_at_every_variant(host, monkeypatch, name):
-    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **definition: msl.TextKernel(**definition))
+def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     heads, key_heads, E, K = NAMED[name]
     rng = np.random.default_rng(0)
@@ -173,6 +172,7 @@ def test_text_compiles_at_every_variant(host, monkeypatch, name):
     assert len(msl.TextKernel.texts) == 4 and all(text.isascii() for text in msl.TextKernel.texts)
 
 
+@msl.needed
 @pytest.mark.parametrize(
     "file, old, new",
     [

@@ -9,19 +9,30 @@ import ctypes
 import hashlib
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 HERE = pathlib.Path(__file__).parent
 BUILD = pathlib.Path(os.environ.get("MSL_BUILD", pathlib.Path(tempfile.gettempdir()) / f"msl-{os.getuid()}"))
 COMPILER = os.environ.get("MSL_CLANG", "clang++")
+# A GPU machine without clang runs its kernels instead; any other Linux machine must have clang.
+AVAILABLE = (
+    sys.platform == "linux"
+    and platform.machine() == "x86_64"
+    and (shutil.which(COMPILER) is not None or not mx.is_available(mx.gpu))
+)
+needed = pytest.mark.skipif(not AVAILABLE, reason="Metal's text is executed on Linux x86-64 only")
 ORDERS = (0, 1, 7)  # first come, last come, shuffled with this seed
 FLAGS = [
     *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"),
@@ -346,3 +357,28 @@ class TextKernel(HostKernel):
         compile_text(text)
         TextKernel.texts.append(text)
         return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
+
+
+@contextlib.contextmanager
+def launching(*modules: ModuleType, kind: type[HostKernel] = HostKernel) -> Iterator[None]:
+    """Gives the launch code of `modules` a GPU: this harness in place of Metal, else the machine's own."""
+    if AVAILABLE:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))
+            for module in modules:
+                patch.setattr(module, "backend", lambda: "metal")
+                module._kernel.cache_clear()
+            try:
+                yield
+            finally:
+                for module in modules:
+                    module._kernel.cache_clear()
+    elif mx.is_available(mx.gpu):
+        before = mx.default_device()
+        mx.set_default_device(mx.gpu)
+        try:
+            yield
+        finally:
+            mx.set_default_device(before)
+    else:
+        pytest.skip("neither a GPU nor Linux x86-64")

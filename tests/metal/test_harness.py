@@ -6,6 +6,7 @@ import pytest
 
 from . import faults, msl
 
+pytestmark = msl.needed
 SHAPES = [(128, 64), (256, 136), (1024, 192)]
 
 
