@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from .config import read_json
 from .errors import ModelFileError
+from .paths import sync, sync_folder
 
 STATE = "convert_state.json"
 STATE_VERSION = 1
@@ -149,7 +150,7 @@ class Output:
             partial = file.with_name(file.name + PARTIAL)
             partial.write_bytes(data)
             with open(partial, "rb") as written:
-                os.fsync(written.fileno())
+                sync(written.fileno())
             _rename(partial, file)
 
     def compare(self, unit: Unit, advance: Advance) -> None:
@@ -224,7 +225,7 @@ def _write_all(partial: Path, unit: Unit, advance: Advance) -> str:
             digest.update(chunk)
             advance(len(chunk))
         opened.flush()
-        os.fsync(opened.fileno())
+        sync(opened.fileno())
         assert opened.tell() == unit.size, f"{unit.name}: {opened.tell()} bytes written, {unit.size} planned"
     return digest.hexdigest()
 
@@ -259,11 +260,7 @@ def _link(source: Path, target: Path) -> bool:
 def _rename(partial: Path, file: Path) -> None:
     """Both the name and what is behind it survive a power cut."""
     os.replace(partial, file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(file.parent)
 
 
 def _digest(file: Path) -> str:

@@ -32,6 +32,7 @@ from .cache import Cache
 from .errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
 from .fingerprint import Fingerprint
 from .model import Model
+from .paths import sync, sync_folder
 from .snapshot import MAX_LENGTH, load_state, snapshot_length, state_parts, state_size
 
 MAGIC, VERSION = b"MOEFLXPC", 1
@@ -186,21 +187,12 @@ def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
                 for part in parts:
                     file.write(part)
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             os.replace(temporary, path)
-            _sync_directory(path.parent)
+            sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise PromptCacheError(
             f"{path} cannot be written: {error.strerror or error}; make room or choose another place"
         ) from error
-
-
-def _sync_directory(path: Path) -> None:
-    """Makes the new name survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,5 +1,6 @@
 """Conversions that are interrupted, damaged, short of disk or of memory: resumed, found out, or refused."""
 
+import errno
 import fcntl
 import json
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 import goldens
 import pytest
 
+from moeflux_mlx import paths
 from moeflux_mlx.checkpoint import ITEM_BYTES
 from moeflux_mlx.config import ModelArgs
 from moeflux_mlx.convert import convert
@@ -317,3 +319,20 @@ def test_memory_holds_a_few_experts_and_never_a_layer(tmp_path):
     assert kilobytes(tmp_path / "source", tmp_path / "out", "whole") > limit  # one stack would be seen
     args = ModelArgs.from_file(tmp_path / "out")
     assert PackedExperts.open(tmp_path / "out", args).layout == ExpertLayout.from_args(args)
+
+
+def test_macs_empty_the_drive_s_cache(tmp_path, monkeypatch):
+    """fsync does not there; where the stronger call is refused it has to do."""
+    asked, synced = [], []
+    monkeypatch.setattr(paths.os, "fsync", synced.append)
+    monkeypatch.setattr(paths.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(paths.fcntl, "fcntl", lambda descriptor, command: asked.append(command))
+    paths.sync_folder(tmp_path)
+    assert asked == [51] and synced == []
+
+    def refused(descriptor, command):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(paths.fcntl, "fcntl", refused)
+    paths.sync_folder(tmp_path)
+    assert len(synced) == 1
