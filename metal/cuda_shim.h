@@ -27,7 +27,8 @@ inline void threadgroup_barrier(int) {
   __syncthreads();
 }
 
-inline float simd_shuffle_xor(float v, ushort mask) {
+template <typename T>
+inline T simd_shuffle_xor(T v, ushort mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, v, mask);
 }
 

@@ -35,7 +35,7 @@
     }
     for (uint o = 1; o < 32; o *= 2) {
       const float other = simd_shuffle_xor(best, ushort(o));
-      const uint there = as_type<uint>(simd_shuffle_xor(as_type<float>(where), ushort(o)));
+      const uint there = simd_shuffle_xor(where, ushort(o));
       const bool better = other > best || (other == best && there < where);
       best = better ? other : best;
       where = better ? there : where;

@@ -45,7 +45,12 @@ def parser() -> argparse.ArgumentParser:
     which = made.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="directory of a packed model, or Hugging Face repo id org/name")
     which.add_argument("--variant", help=f"a known model by name: {', '.join(variants())}")
-    add("--ram-gb", type=float, help="plan for this much memory, in units of 1e9 bytes; default: this machine's")
+    add(
+        "--ram-gb",
+        type=float,
+        help="plan for this much memory, in units of 1e9 bytes; default: this machine's. "
+        "Only a Mac knows how much of it a Mac's GPU may use",
+    )
     add("--context", type=int, help="positions that the caches hold; default: 8192, or the model's limit if less")
     add("--prefill-step-size", type=int, default=PREFILL_STEP_SIZE, help="prompt tokens that run at once (%(default)s)")
     add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
@@ -89,9 +94,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def figures(ram_gb: float | None) -> Figures:
-    """This machine's, or a machine with so much memory and no other limit."""
-    nbytes = gigabytes("--ram-gb", ram_gb)
-    return machine_figures() if nbytes is None else Figures(nbytes)
+    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion."""
+    nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures()
+    if nbytes is None:
+        return own
+    limits = (own.working_set, own.buffer)
+    working_set, buffer = (None if limit is None else limit * nbytes // own.memory for limit in limits)
+    return Figures(nbytes, working_set, buffer)
 
 
 def variant_bytes(args: ModelArgs, dtype: mx.Dtype) -> int:

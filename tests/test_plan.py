@@ -179,6 +179,14 @@ def test_a_forced_mapping_that_does_not_fit_warns():
     assert "warning" not in describe(IoMode.MMAP, GB, METAL, forced=True, reason="")
 
 
+def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
+    monkeypatch.setattr(plan, "machine_figures", lambda: METAL)
+    assert plan.figures(None) == METAL
+    assert plan.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
+    monkeypatch.setattr(plan, "machine_figures", lambda: Figures(64 * GB, name="free GPU memory", copies=True))
+    assert plan.figures(16.0) == Figures(16 * GB)
+
+
 def test_what_metal_may_wire():
     """Weights and what holds the experts, within Metal's recommendation; nothing elsewhere."""
     args, layout = named("qwen3-30b-a3b")
