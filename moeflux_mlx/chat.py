@@ -6,13 +6,13 @@ model's template and computes only what the session does not know yet.
 
 import argparse
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from .command import (
+    Interruption,
     Progress,
     add_model_options,
     add_prompt_cache_options,
@@ -366,25 +366,6 @@ class Display:
     def _switch(self, is_thinking: bool) -> None:
         self.out.write(self.marks[0] if is_thinking else self.marks[1])
         self.thinking = is_thinking
-
-
-class Interruption:
-    """While entered, the first Ctrl-C only sets `wanted`, so that no layer is left half done; the second raises."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-
-    def __enter__(self) -> "Interruption":
-        self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.wanted:
-            raise KeyboardInterrupt
-        self.wanted = True
 
 
 if __name__ == "__main__":

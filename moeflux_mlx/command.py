@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -283,3 +285,35 @@ class Progress:
         if sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
             self.shown = True
+
+
+class Interruption:
+    """While entered, Ctrl-C sets `wanted`, and raises too if `at_once` is set or it is not the first.
+
+    Raising alone is not enough: MLX drops errors that come up while it looks at a numpy array, so that about one
+    Ctrl-C in two hundred would be lost. A process that ignores Ctrl-C (nohup) goes on ignoring it.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.wanted, self._at_once = False, at_once
+
+    def __enter__(self) -> "Interruption":
+        self._before = signal.getsignal(signal.SIGINT)
+        self._takes = callable(self._before) and threading.current_thread() is threading.main_thread()
+        if self._takes:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._takes:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raises the KeyboardInterrupt that is wanted."""
+        if self.wanted:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: Any) -> None:
+        again, self.wanted = self.wanted, True
+        if again or self._at_once:
+            raise KeyboardInterrupt

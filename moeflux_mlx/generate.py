@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .command import (
     INTERRUPTED,
+    Interruption,
     Progress,
     add_model_options,
     add_prompt_cache_options,
@@ -85,16 +86,21 @@ def stream(
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = Progress("prompt")
     last, code, dropped = None, 0, unsafe_letters(sys.stdout)
-    try:
-        for last in session.respond(
-            tokens, boundaries=boundaries, prompt_progress_callback=progress.update, **generation
-        ):
+    with Interruption(at_once=True) as interruption:
+
+        def update(done: int, total: int) -> None:
+            progress.update(done, total)
+            interruption.check()
+
+        try:
+            for last in session.respond(tokens, boundaries=boundaries, prompt_progress_callback=update, **generation):
+                progress.close()
+                print(last.text.translate(dropped), end="", flush=True)
+                interruption.check()
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        finally:
             progress.close()
-            print(last.text.translate(dropped), end="", flush=True)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    finally:
-        progress.close()
     print(flush=True)
     print_statistics(last, session, verbose)
     return code

@@ -1,5 +1,6 @@
 """The command and the generation loop on tiny models: text, statistics, and one-line errors for bad input."""
 
+import contextlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.generate import main, parser
+from moeflux_mlx.model import Model
 from moeflux_mlx.stream import PREFILL_STEP_SIZE, generate_step
 from moeflux_mlx.stream import generate as library_generate
 
@@ -343,6 +345,27 @@ def test_interrupt_ends_with_the_statistics(copy_dir):
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=60)
     assert run.returncode == 130 and "tokens-per-sec" in err and "Traceback" not in err
+
+
+def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, monkeypatch, capsys):
+    """As when it comes while MLX looks at a numpy array."""
+    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+    forward, calls = Model.__call__, []
+
+    def interrupted(self, tokens, cache=None):
+        calls.append(tokens)
+        if len(calls) == 3:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+        return forward(self, tokens, cache)
+
+    monkeypatch.setattr(Model, "__call__", interrupted)
+    try:
+        assert main(["--model", str(model_dir), "-p", "a", "-m", "30", "--ignore-chat-template"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handled)
+    assert len(calls) < 6 and "tokens-per-sec" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_error(model_dir):
