@@ -180,8 +180,8 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> i
 
 
 def _attention_bytes(args: ModelArgs, tokens: int, demand: Demand) -> int:
-    """Scores of one layer; MLA also expands its latents to keys and values of every head."""
-    scores = args.num_attention_heads * tokens * demand.context * demand.itemsize
+    """Scores of one layer; MLA adds two, and expands its latents to keys and values of every head."""
+    scores = args.num_attention_heads * tokens * demand.context * demand.itemsize * (2 if args.kv_lora_rank else 1)
     widths = args.qk_nope_head_dim + args.v_head_dim if args.kv_lora_rank else 0
     return scores + args.num_attention_heads * demand.context * widths * demand.itemsize
 

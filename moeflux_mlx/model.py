@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import cpu
+from . import cpu, kernels
 from .attention import Attention
 from .cache import Cache, KVCache, LatentCache, RecurrentCache
 from .config import LINEAR, ModelArgs
@@ -49,7 +49,12 @@ class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
     def __call__(self, x: mx.array, h_mid: mx.array) -> mx.array:  # type: ignore[override]
-        return h_mid + super().__call__(x)
+        out = h_mid + super().__call__(x)
+        if x.shape[1] > kernels.MAX_TOKENS and not cpu.takes(out):
+            # Layers of experts are waited for to read the routing. Without a wait here the attention of all
+            # layers before the first of them would be in memory together.
+            mx.eval(out)
+        return out
 
 
 class Decoder(nn.Module):

@@ -9,7 +9,7 @@ from tiny_models import on_cpu, tiny_directory, tiny_model
 import moeflux_mlx.mla as mla
 import moeflux_mlx.rope as rope
 import moeflux_mlx.router as router
-from moeflux_mlx import kernels, linear
+from moeflux_mlx import kernels, linear, native
 from moeflux_mlx.config import Yarn
 from moeflux_mlx.load import load_model
 
@@ -84,6 +84,23 @@ def test_same_bits_in_every_io_mode(family, expert_io):
         for chunk in (1, 16):
             assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
         model.experts.close()
+
+
+def test_dense_layers_of_a_prompt_are_waited_for(monkeypatch):
+    """Else the temporaries of all layers before the first one with experts would exist together."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    model, evaluated, evaluate = tiny_model("deepseek_v3", mx.float32), [], mx.eval
+    tokens = mx.array([[1] * 20])
+    monkeypatch.setattr(
+        mx, "eval", lambda *a: evaluated.extend(x.shape for x in a if isinstance(x, mx.array)) or evaluate(*a)
+    )
+    model(tokens)
+    hidden = (1, 20, model.args.hidden_size)
+    assert evaluated.count(hidden) == model.args.num_hidden_layers - len(model.args.moe_layers) > 0
+    evaluated.clear()
+    model(tokens[:, :8])
+    assert (1, 8, model.args.hidden_size) not in evaluated
 
 
 def breaks(monkeypatch, family, target, name, fault, variant="mlx4", chunk=None):

@@ -167,6 +167,13 @@ def test_mapped_experts_count_where_they_are_copied():
         plan_memory(args, layout, Figures(memory, copies=True), replace(demand, expert_io="mmap"))
 
 
+def test_both_scores_of_latent_attention_are_planned():
+    args, layout = named("cogito-v2-671b")
+    demand = Demand(10 * GB, context=32768, itemsize=2)
+    scores = args.num_attention_heads * 512 * 32768 * 2
+    assert plan_memory(args, layout, Figures(192 * GB), demand).activations > 2 * scores
+
+
 def test_longer_steps_of_a_prompt_are_planned():
     path = tiny_directory("qwen3_moe")
     plans = [load_model(path, context=4096, prefill_step_size=step).plan for step in (512, 4096)]
