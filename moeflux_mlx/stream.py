@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .tokenizer import TokenizerWrapper
 
 PREFILL_STEP_SIZE = 512
+CLEAR_EVERY = 256  # tokens; caches have grown by then, and what they were fits no later request
 
 
 @dataclass
@@ -96,6 +97,8 @@ def generate_step(
             raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
         yield cast(int, token.item()), logprobs
         chunk, produced = token.astype(mx.uint32), produced + 1
+        if produced % CLEAR_EVERY == 0:
+            mx.clear_cache()
 
 
 class _Step:

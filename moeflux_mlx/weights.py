@@ -77,6 +77,7 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())
+    mx.clear_cache()  # what the tensors were before is not for keeping: on a Mac it would stay wired
     cpu.settle(model)
 
 
