@@ -29,7 +29,7 @@ class _Growing:
         self.values = _grown(self.values, values.shape, values.dtype, start, self.step)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
-        if keys.shape[2] == 1 and kernels.has_kernels():
+        if _sees_capacity(keys.shape[2]):
             return self.keys, self.values
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
 
@@ -41,17 +41,11 @@ class _Growing:
             setattr(self, name, _grown(array, (B, heads, n, width), array.dtype, self.offset, self.step))
 
     def mask(self, length: int) -> mx.array | str | None:
-        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already.
-
-        One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether
-        the experts are in memory or streamed.
-        """
-        if length > 1:
-            return "causal"
-        if kernels.has_kernels():
+        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already."""
+        if _sees_capacity(length):
             assert self.keys is not None
             return up_to(self.offset - 1, self.keys.shape[2])
-        return None
+        return "causal" if length > 1 else None
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None, int]:
@@ -85,6 +79,12 @@ class _Growing:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in (self.keys, self.values) if array is not None)
+
+
+def _sees_capacity(length: int) -> bool:
+    """One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether the
+    experts are in memory or streamed."""
+    return length == 1 and kernels.has_kernels()
 
 
 def up_to(position: int | mx.array, capacity: int) -> mx.array:

@@ -5,6 +5,7 @@ Pure arithmetic on a configuration and a few figures; it opens no file and alloc
 
 from dataclasses import dataclass, replace
 
+from .cache import KVCache
 from .config import FULL, ModelArgs
 from .errors import RequestError
 from .experts import DECODE_ROWS, WAVE_BYTES
@@ -16,7 +17,7 @@ HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page 
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to here the share alone counts
 RUNTIME_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
-KV_STEP = 256  # positions by which caches grow
+KV_STEP = KVCache.step  # positions by which caches grow
 DEFAULT_CONTEXT = 8192
 
 
@@ -192,11 +193,12 @@ def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: De
     state = state_bytes(args, demand.context, demand.itemsize)
     temporary = activation_bytes(args, layout, demand) + RUNTIME_BYTES
     fixed, kept = demand.resident + state + temporary, figures.memory - room(figures)
+    why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
     pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
         f"{_gb(state)} for a context of {demand.context}, {_gb(temporary)} temporary, "
-        f"{_gb(pool)} expert pool, {_gb(kept)} {_why_kept(figures)}"
+        f"{_gb(pool)} expert pool, {_gb(kept)} {why}"
     )
     spare = room(figures) - fixed
     if spare >= least and pool > spare:
@@ -210,11 +212,6 @@ def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: De
     if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
         need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
     return f"{text}; {_gb(need)} of memory would do"
-
-
-def _why_kept(figures: Figures) -> str:
-    free = figures.memory - headroom_bytes(figures.memory)
-    return "headroom" if room(figures) == free else "beyond what Metal recommends to use"
 
 
 def _longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, pool: int) -> int:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import cpu
-from .cache import Cache
+from .cache import Cache, KVCache
 from .errors import ModelFileError, RequestError
 from .sampling import LogitsProcessor, Sampler, make_sampler
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .tokenizer import TokenizerWrapper
 
 PREFILL_STEP_SIZE = 512
-CLEAR_EVERY = 256  # tokens; caches have grown by then, and what they were fits no later request
 
 
 @dataclass
@@ -97,7 +96,7 @@ def generate_step(
             raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
         yield cast(int, token.item()), logprobs
         chunk, produced = token.astype(mx.uint32), produced + 1
-        if produced % CLEAR_EVERY == 0:
+        if produced % KVCache.step == 0:  # caches have grown; what they were fits no later request
             mx.clear_cache()
 
 

@@ -81,9 +81,9 @@ class BytePairVocabulary:
 
     trim: float = 0
 
-    def __init__(self, file: Path, listed: Sequence["AddedToken"] = ()):
+    def __init__(self, file: Path, listed: list["AddedToken"]):
         self._tokenizer = _open_tokenizer_json(file)
-        self._tokenizer.add_tokens(list(listed))
+        self._tokenizer.add_tokens(listed)
         added = self._tokenizer.get_added_tokens_decoder()
         # Added tokens are matched in the text as written; all others are spelt in the byte alphabet.
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}

@@ -1,6 +1,7 @@
 """Shared by all tests: the folder itself is importable, and properties run without a deadline."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,3 +22,11 @@ def cpu_device():
 
     with on_cpu():
         yield
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT raises, here and in children. Who runs the tests in the background may have them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

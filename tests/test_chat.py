@@ -310,7 +310,7 @@ def test_generate_refuses_two_places(capsys, tmp_path):
     assert "exclude each other" in capsys.readouterr().err
 
 
-def test_a_first_interrupt_stops_the_answer(monkeypatch, capsys):
+def test_a_first_interrupt_stops_the_answer(interruptible, monkeypatch, capsys):
     talk = conversation()
     display_piece = Display.piece
 
@@ -319,12 +319,10 @@ def test_a_first_interrupt_stops_the_answer(monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Display, "piece", piece)
-    handled = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been ignored
-    try:
-        assert chat.Chat(talk, tiny_directory(RECURRENT), {"max_tokens": 50}).take("Hello")
-    finally:
-        left = signal.signal(signal.SIGINT, handled)
-    assert "(stopped)" in capsys.readouterr().err and left is signal.default_int_handler
+    before = signal.getsignal(signal.SIGINT)
+    told = chat.Chat(talk, tiny_directory(RECURRENT), {"max_tokens": 50})
+    assert told.take("Hello")
+    assert "(stopped)" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is before
     assert len(talk.turns) == 2 and talk.session.last.generation_tokens < 10
 
 

@@ -329,17 +329,11 @@ def test_repo_without_packed_experts_downloads_nothing_but_its_config(monkeypatc
         load("org/name")
 
 
-def test_interrupt_ends_with_the_statistics(copy_dir):
+def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
     edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # outside the vocabulary: it never ends
     (copy_dir / "tokenizer_config.json").write_text("{}")
     arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
-    # Whoever runs the tests in the background may have them ignore SIGINT, and children inherit that.
-    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, handled)
-    with run:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout.read(1)
         time.sleep(0.2)
         run.send_signal(signal.SIGINT)
@@ -347,9 +341,8 @@ def test_interrupt_ends_with_the_statistics(copy_dir):
     assert run.returncode == 130 and "tokens-per-sec" in err and "Traceback" not in err
 
 
-def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, monkeypatch, capsys):
+def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, interruptible, monkeypatch, capsys):
     """As when it comes while MLX looks at a numpy array."""
-    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
     forward, calls = Model.__call__, []
 
     def interrupted(self, tokens, cache=None):
@@ -361,10 +354,7 @@ def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, monkeypa
         return forward(self, tokens, cache)
 
     monkeypatch.setattr(Model, "__call__", interrupted)
-    try:
-        assert main(["--model", str(model_dir), "-p", "a", "-m", "30", "--ignore-chat-template"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, handled)
+    assert main(["--model", str(model_dir), "-p", "a", "-m", "30", "--ignore-chat-template"]) == 130
     assert len(calls) < 6 and "tokens-per-sec" in capsys.readouterr().err
 
 
