@@ -1,8 +1,10 @@
 """Native CPU kernels: matrix products, routed experts and the small operations of a model.
 
 Promises: float32 accumulation; a result depends on the processor's instruction set only, not on the
-number of threads, the slots an expert sits in, or which other rows share the call; read-only inputs
+number of threads, the slots an expert sits in, or the values of other rows in the call; read-only inputs
 (a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
+One thing about the other rows does count: with AVX-512 VNNI, a call that has a single row multiplies
+4-bit weights in integers, as exactly, but not with the bits that the row has among several.
 Calls release the GIL and may come from several threads; they take turns. The thread team is as large
 as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
 
@@ -104,7 +106,7 @@ def threads() -> int:
 
 
 def instruction_paths() -> list[str]:
-    """Instruction sets usable here, fastest first: "avx512", "avx2", "portable". The first is in use."""
+    """Instruction sets usable here, fastest first: "avx512vnni", "avx512", "avx2", "portable". The first is in use."""
     return _kernels().paths()
 
 

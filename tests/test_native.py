@@ -328,6 +328,23 @@ def test_a_lone_row_of_any_size(path, peak):
             assert close(native.linear(x, w, s, b), x.astype(float) @ dense.T, np.abs(x).astype(float) @ parts.T)
 
 
+@few
+@given(tokens=st.integers(2, 9), first=st.integers(0, 8), seed=seeds)
+def test_a_row_does_not_depend_on_the_rows_beside_it(path, tokens, first, seed):
+    """Among several rows its bits are always the same; alone, VNNI's integers may round them otherwise."""
+    first %= tokens
+    rng = np.random.default_rng(seed)
+    w, s, b = weights(rng, 21, 192)
+    x = rng.standard_normal((tokens, 192), dtype=F)
+    others = rng.standard_normal((9, 192), dtype=F) * F(100)
+    others[4] = x[first]
+    got = native.linear(x, w, s, b)[first]
+    assert np.array_equal(got, native.linear(others, w, s, b)[4])
+    alone = native.linear(x[first : first + 1], w, s, b)[0]
+    assert np.array_equal(got, alone) or path == "avx512vnni"
+    np.testing.assert_allclose(got, alone, rtol=1e-4, atol=1e-4)
+
+
 def test_a_lone_row_with_nan(path):
     w, s, b = weights(np.random.default_rng(0), 9, 192)
     x = np.ones((1, 192), F)
