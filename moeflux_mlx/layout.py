@@ -16,6 +16,7 @@ from .errors import ModelFileError
 
 FORMAT_VERSION = 1
 GROUP_SIZE, BITS = 64, 4
+LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where one may begin
 STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and direct I/O both need
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight", "scales", "biases")
@@ -126,8 +127,11 @@ class ExpertLayout:
         if version != FORMAT_VERSION:
             raise ModelFileError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}")
         stride = found.get("expert_stride", self.expert_size)
-        if type(stride) is not int or stride < self.expert_size or stride % 4:
-            raise ModelFileError(f"{where}: expert_stride {stride!r} does not hold {self.expert_size}-byte experts")
+        if type(stride) is not int or stride < self.expert_size or stride % LOAD_BYTES:
+            raise ModelFileError(
+                f"{where}: expert_stride {stride!r} does not hold {self.expert_size}-byte experts "
+                f"at multiples of {LOAD_BYTES}"
+            )
         checked = ExpertLayout(
             self.hidden_size,
             self.moe_intermediate_size,

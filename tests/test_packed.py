@@ -109,6 +109,7 @@ def test_missing_layer_file(model_dir):
         {"expert_stride": 4096},
         {"expert_stride": "16384"},
         {"expert_stride": 2**70 + 1},
+        {"expert_stride": 16384 + 8},  # kernels read 16 bytes at a time
         {"format_version": 2},
         {"group_size": 32},
         {"bits": 8},
