@@ -5,6 +5,7 @@ the caches and replays it. The traced caches have fixed shapes: the position is 
 written at it, and attention masks what lies beyond.
 """
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,16 @@ class FixedState:
 
 
 class DecodeStep:
-    """Runs `model` for one token of one sequence."""
+    """Runs `model` for one token of one sequence. What is traced holds on to the model's arrays until `forget`."""
 
     def __init__(self, model: "Model"):
         self._model = model
-        self._compiled = mx.compile(self._run)
+        # One for each thread: MLX keeps traces by thread, and with a function forgets those of its last caller only.
+        self._compiled: dict[int, Any] = {}
+
+    def forget(self) -> None:
+        """Gives back what the traces hold."""
+        self._compiled = {}
 
     @staticmethod
     def takes(tokens: mx.array, cache: list[Cache]) -> bool:
@@ -61,7 +67,10 @@ class DecodeStep:
             layer.reserve(1)
         offset = mx.array(cache[0].offset, mx.int32)
         state: list[Any] = [array for layer in cache for array in layer.state[:2]]
-        logits, *arrays = self._compiled(tokens, offset, *state)
+        thread = threading.get_ident()
+        if thread not in self._compiled:
+            self._compiled[thread] = mx.compile(self._run)
+        logits, *arrays = self._compiled[thread](tokens, offset, *state)
         for layer, first, second in zip(cache, arrays[::2], arrays[1::2], strict=True):
             layer.state = (first, second, layer.offset + 1)
         return logits
@@ -77,7 +86,7 @@ class DecodeStep:
             FixedState(first, second) if layer.is_linear else FixedCache(first, second, offset, seen)
             for layer, first, second in zip(layers, arrays[::2], arrays[1::2], strict=True)
         ]
-        out = [self._model.lm_head(self._model.hidden(tokens, caches))]
+        out = [self._model.lm_head(self._model.run(tokens, caches))]
         for cache in caches:
             out += [cache.conv, cache.recurrent] if isinstance(cache, FixedState) else [cache.keys, cache.values]
         return out

@@ -4,14 +4,17 @@ In pread mode the pool is the only cache: least recently used blocks give way, a
 still read does not, and reads run on worker threads while the caller computes. It knows bytes, files and
 which expert was used when; it does not know what a transformer is.
 
-Methods are called from one thread at a time: the thread that builds and evaluates MLX graphs.
+Threads that run the model take turns (`turn`); only `prefetch`, `acquire` and what belongs to a batch are called
+within one.
 """
 
+import contextlib
 import mmap
 import os
+import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -26,8 +29,8 @@ from .errors import ExpertIOError
 from .io_mode import IoMode
 from .layout import ExpertLayout
 from .packed import PackedExperts
-from .pool import Key, Slot, SlotPool, on_device
-from .reader import DEFAULT_WORKERS, ExpertReader
+from .pool import Key, Slot, SlotPool, adopt, on_device
+from .reader import DEFAULT_WORKERS, ExpertReader, check_process
 
 DEFAULT_CACHE_BYTES = 2 << 30
 CLOSED = "the expert loader is closed; load the model again"
@@ -158,12 +161,21 @@ class ExpertLoader:
         self.decision = mode.value  # one line that says why this mode; whoever chose it fills it in
         self._stats, self._busy_before = LoaderStats(), 0.0
         self._closed = False
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._callers: set[int] = set()  # threads that have had a turn
+        self._guards: list[mx.array] = []  # given out in this turn
+        self._forgetting: list[Callable[[], object]] = []
+        self._files: dict[int, mmap.mmap] = {}
         self._layers: dict[int, np.ndarray | mx.array] = {}
         self._pools: list[SlotPool] = []
         self._pool_of: dict[int, SlotPool] = {}
         self._ahead: list[Key] = []  # the one generation of speculative reads
         if mode is IoMode.MMAP:
-            self._layers = {layer: _map(path, self.layout) for layer, path in packed.paths.items()}
+            for layer, path in packed.paths.items():
+                self._layers[layer], mapped = _map(path, self.layout)
+                if mapped is not None:
+                    self._files[layer] = mapped
             return
         self._reader = reader or ExpertReader(packed, workers=workers)
         self._stop = weakref.finalize(self, self._reader.close)
@@ -202,6 +214,56 @@ class ExpertLoader:
         """Blocks whose read is under way."""
         return [key for pool in self._pools for key in pool.in_flight()]
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Held by one thread for one call of the model; tells whether its results must be evaluated before it ends.
+
+        A lazy array can be evaluated only by the thread that made it, and what a streamed call leaves lazy reads
+        memory that the next call may use again. So once several threads have called, nothing is left lazy; what a
+        single thread leaves is at least under way.
+
+        Raises:
+            ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
+                file has been cut short.
+        """
+        check_process(self._process)
+        self._check_open()
+        if self.mode is IoMode.MMAP:
+            for layer in self._files if self.is_resident else ():
+                self._check_length(layer)
+            yield False
+            return
+        with self._lock:
+            self._check_open()
+            self._callers.add(threading.get_ident())
+            shared = len(self._callers) > 1
+            try:
+                yield shared
+            finally:
+                guards, self._guards = self._guards, []
+                (mx.eval if shared else mx.async_eval)(guards)
+
+    def at_close(self, forget: Callable[[], object]) -> None:
+        """`forget` is called by `close`: for whoever keeps something of the loader's."""
+        self._forgetting.append(forget)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ExpertIOError(CLOSED)
+
+    def _check_length(self, layer: int) -> None:
+        """Memory behind the end of a mapped file cannot be read: the process would be killed."""
+        if self._files[layer].size() != self.layout.layer_bytes:
+            raise ExpertIOError(
+                f"the file of layer {layer} has {self._files[layer].size()} of {self.layout.layer_bytes} bytes: "
+                "it was cut short while in use; restore it and load the model again"
+            )
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether every layer is one array that kernels index by id."""
+        return all(self.resident(layer) is not None for layer in self.layout.moe_layers)
+
     def resident(self, layer: int) -> mx.array | None:
         """The whole layer as one array [num_experts, words] that kernels can index by id, if there is one."""
         blob = self._layers.get(layer)
@@ -211,11 +273,13 @@ class ExpertLoader:
         """Asks for the blocks of `ids` (any shape, repeats allowed); the missing ones begin to be read.
 
         Raises:
-            ExpertIOError: the loader is closed, or belongs to the process that this one was forked from.
+            ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
+                file has been cut short.
             ValueError: more different experts than the pool has slots that no other batch holds.
         """
-        if self._closed:
-            raise ExpertIOError(CLOSED)
+        self._check_open()
+        if self._files:
+            self._check_length(layer)
         wanted, inverse = np.unique(ids, return_inverse=True)
         keys = [(layer, expert) for expert in wanted.tolist()]
         inverse = inverse.reshape(ids.shape).astype(np.int32)
@@ -266,11 +330,13 @@ class ExpertLoader:
 
     def wait_for(self, layer: int) -> None:
         """Blocks until no read of `layer` is under way. Failed guesses are forgotten."""
-        self._settle([key for key in self.in_flight if key[0] == layer])
+        with self._lock:
+            self._settle([key for key in self.in_flight if key[0] == layer])
 
     def drain(self) -> None:
         """Blocks until no read is under way. Failed guesses are forgotten."""
-        self._settle(self.in_flight)
+        with self._lock:
+            self._settle(self.in_flight)
 
     def invalidate(self) -> None:
         """Forgets every block in the pool, so that the next request reads the files again.
@@ -278,26 +344,35 @@ class ExpertLoader:
         Raises:
             RuntimeError: a batch has not been released.
         """
-        self.drain()
-        for pool in self._pools:
-            if pool.pinned_besides([]):
-                raise RuntimeError("the expert pool cannot be emptied while a batch of experts is in use")
-            self._empty(pool)
+        with self._lock:
+            self.drain()
+            for pool in self._pools:
+                if pool.pinned_besides([]):
+                    raise RuntimeError("the expert pool cannot be emptied while a batch of experts is in use")
+                self._empty(pool)
 
     def reset_stats(self) -> None:
-        self._stats = LoaderStats()
-        self._busy_before = self._reader.busy_seconds if self.mode is IoMode.PREAD else 0.0
+        with self._lock:
+            self._stats = LoaderStats()
+            self._busy_before = self._reader.busy_seconds if self.mode is IoMode.PREAD else 0.0
 
     def close(self) -> None:
-        """Stops the threads, closes the files, gives memory back; what is asked for later raises ExpertIOError."""
-        if self._closed:
-            return
-        if self._pools:
-            self._stop()
-            self._settle(self.in_flight)
-            for pool in self._pools:
-                self._empty(pool)
-        self._closed, self._layers, self._pools = True, {}, []
+        """Stops the threads, closes the files, gives memory back; what is asked for later raises ExpertIOError.
+
+        Waits for a call of the model that another thread has under way.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if self._pools:
+                self._stop()
+                self._settle(self.in_flight)
+                for pool in self._pools:
+                    self._empty(pool)
+            self._closed, self._layers, self._files, self._pools = True, {}, {}, []
+            for forget in self._forgetting:
+                forget()
+            self._forgetting = []
 
     # What a batch calls.
 
@@ -317,17 +392,19 @@ class ExpertLoader:
         return failures[:1]
 
     def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
-        if self._closed:
-            raise ExpertIOError(CLOSED)
+        self._check_open()
         layer = keys[0][0]
         if self._pools:
             return self._pool_of[layer].locate(keys)
         return self._layers[layer], np.array([expert for _, expert in keys], np.int32)
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        if self._pools:
-            for key in keys:
-                self._pool_of[key[0]].unpin(key, out)
+        if not self._pools:
+            return
+        if out is not None:
+            self._guards.append(out)
+        for key in keys:
+            self._pool_of[key[0]].unpin(key, out)
 
     # Inside.
 
@@ -459,8 +536,9 @@ def _pools(
     return [SlotPool(layout, total // count, landing) for _ in range(count)]
 
 
-def _map(path: Path, layout: ExpertLayout) -> np.ndarray | mx.array:
-    """The file as [num_experts, words]: adopted by Metal, copied by CUDA, left mapped for the CPU."""
+def _map(path: Path, layout: ExpertLayout) -> tuple[np.ndarray | mx.array, mmap.mmap | None]:
+    """The file as [num_experts, words]: adopted by Metal, copied by CUDA, left mapped for the CPU; and the mapping
+    behind it, if that is not a copy."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size != layout.layer_bytes:
@@ -470,5 +548,5 @@ def _map(path: Path, layout: ExpertLayout) -> np.ndarray | mx.array:
         raise error if isinstance(error, ExpertIOError) else ExpertIOError(f"cannot map {path}: {error}") from error
     rows = np.frombuffer(mapped, np.uint32).reshape(layout.num_experts, -1)
     if not kernels.has_kernels():
-        return rows
-    return mx.from_dlpack(rows, copy=False) if kernels.backend() == "metal" else on_device(rows)
+        return rows, mapped
+    return (adopt(rows, f"{path} in place"), mapped) if kernels.backend() == "metal" else (on_device(rows), None)

@@ -48,8 +48,11 @@ def _launch(
 
 @cache
 def _length(count: int) -> mx.array:
-    """The number of steps or rows as an array: not a template argument, or each length would be compiled."""
-    return mx.full((8,), count, mx.int32)
+    """The number of steps or rows as an array: not a template argument, or each length would be compiled.
+
+    Made from values, not by an operation: what is not evaluated yet belongs to the thread that made it.
+    """
+    return mx.array([count] * 8, mx.int32)
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -92,7 +95,7 @@ def gated_delta(
 
 @cache
 def _epsilon(eps: float) -> mx.array:
-    return mx.full((8,), eps, mx.float32)
+    return mx.array([eps] * 8, mx.float32)
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -1,20 +1,31 @@
 """The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from . import cpu, kernels
 from .attention import Attention
 from .cache import Cache, KVCache, LatentCache, RecurrentCache
 from .config import LINEAR, ModelArgs
 from .decode import DecodeStep
+from .errors import RequestError
 from .gated_delta import GatedDeltaNet
 from .linear import MLP, Embedding, Linear, RMSNorm
 from .mla import MLA
 from .moe import MoE, RoutedExpertsCall
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises RequestError: one of `tokens` is outside the vocabulary."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise RequestError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
 
 
 class DecoderLayer(nn.Module):
@@ -86,25 +97,58 @@ class Model(nn.Module):
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
         self.suits_cpu = cpu.suits(args)
         self.decode_step: DecodeStep | None = None  # set when every expert is in a GPU's memory
+        self.experts: Any = None  # the `ExpertLoader`, set by whoever loads the model
 
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
 
         Without a cache the tokens stand alone.
+
+        Args:
+            tokens: integers [B, L] of the vocabulary. On a GPU a single token is believed: to look would be to wait.
+
+        Raises:
+            RequestError: tokens of another shape or outside the vocabulary, or another model's caches.
+            ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
         """
-        if self.decode_step is not None and cache is not None and self.decode_step.takes(tokens, cache):
-            return self.decode_step(tokens, cache)
-        return cpu.leave(self.lm_head(self._run(tokens, cache)))
+        return self._in_turn(self._logits, tokens, cache)
 
     def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """The normed hidden states [B, L, hidden_size] that `lm_head` turns into logits."""
-        return cpu.leave(self._run(tokens, cache))
+        return self._in_turn(self.run, tokens, cache)
 
-    def _run(self, tokens: mx.array, cache: list[Cache] | None) -> mx.array:
-        """`hidden`, on the CPU as a numpy array."""
+    def _in_turn(
+        self, compute: Callable[[mx.array, list[Cache]], mx.array], tokens: mx.array, cache: list[Cache] | None
+    ) -> mx.array:
+        """`compute`, one thread at a time where threads share the memory of experts."""
+        cache = self.make_cache() if cache is None else cache
+        with nullcontext(False) if self.experts is None else self.experts.turn() as shared:
+            self._check(tokens, cache)
+            out = cpu.leave(compute(tokens, cache))
+            if shared:
+                mx.eval(out, [layer.state for layer in cache])
+        return out
+
+    def _check(self, tokens: mx.array, cache: list[Cache]) -> None:
+        if not isinstance(tokens, mx.array) or tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
+            form = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, mx.array) else type(tokens).__name__
+            raise RequestError(f"tokens are {form}; give an mx.array of integers [B, L]")
+        if tokens.size == 0:
+            raise RequestError(f"tokens are {tokens.shape}; give at least one")
+        if len(cache) != len(self.layers):
+            raise RequestError(f"{len(cache)} caches for {len(self.layers)} layers; use model.make_cache()")
+        if tokens.size > 1 or not kernels.has_kernels():
+            check_vocabulary(np.array(tokens), self.args.vocab_size)
+
+    def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
+        if self.decode_step is not None and self.decode_step.takes(tokens, cache):
+            return self.decode_step(tokens, cache)
+        return self.lm_head(self.run(tokens, cache))
+
+    def run(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
+        """`hidden` without taking a turn, on the CPU as a numpy array."""
         if self.suits_cpu:
             tokens = cpu.enter(tokens, self.model.norm.weight.dtype)
-        cache = self.make_cache() if cache is None else cache
         h = self.model.embed_tokens(tokens)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache)

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import kernels
+from .errors import ExpertIOError
 from .layout import ExpertLayout
 
 Key = tuple[int, int]  # layer, expert
@@ -56,7 +57,7 @@ class SlotPool:
             self.rows, self._landing = landing_memory(landing, layout.words)
         else:
             self.rows = page_aligned(slots if landing is None else landing, layout.words)
-        self._adopted = mx.from_dlpack(self.rows, copy=False) if kernels.backend() == "metal" else None
+        self._adopted = adopt(self.rows, "the expert pool") if kernels.backend() == "metal" else None
         self._free = list(range(len(self.rows)))
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._pins: Counter[Key] = Counter()
@@ -203,6 +204,17 @@ def page_aligned(rows: int, words: int) -> np.ndarray:
             with contextlib.suppress(OSError):
                 memory.madvise(getattr(mmap, advice))
     return np.frombuffer(memory, np.uint32).reshape(rows, words)
+
+
+def adopt(rows: np.ndarray, what: str) -> mx.array:
+    """The same memory as an MLX array; raises ExpertIOError where Metal refuses it."""
+    try:
+        return mx.from_dlpack(rows, copy=False)
+    except (ValueError, RuntimeError) as error:
+        raise ExpertIOError(
+            f"Metal does not take {what}, {rows.nbytes / 1e9:.2f} GB ({error}); "
+            "give --expert-io pread or a smaller --expert-cache-gb"
+        ) from None
 
 
 def landing_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:

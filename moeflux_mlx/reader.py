@@ -102,8 +102,7 @@ class ExpertReader:
         Raises:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
         """
-        if os.getpid() != self._process:
-            raise ExpertIOError("the model was loaded before this process was forked; load it in this process")
+        check_process(self._process)
         read = _Read(layer, expert, target, Future())
         with self._wake:
             if self._closed:
@@ -234,6 +233,15 @@ class ExpertReader:
     def _open_buffered(self, error: OSError) -> tuple[dict[int, int], bool]:
         self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
         return self._open(False)
+
+
+def check_process(process: int) -> None:
+    """Raises ExpertIOError: this is another process than `process`, where the model was loaded."""
+    if os.getpid() != process:
+        raise ExpertIOError(
+            "the model was loaded before this process was forked, and neither its threads nor MLX's come along; "
+            "start the process with multiprocessing.get_context('spawn') and load the model there"
+        )
 
 
 def _open_file(path: os.PathLike[str], direct: bool) -> int:

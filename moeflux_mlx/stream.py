@@ -12,6 +12,7 @@ import numpy as np
 from . import cpu
 from .cache import Cache, KVCache
 from .errors import ModelFileError, RequestError
+from .model import check_vocabulary
 from .sampling import LogitsProcessor, Sampler, make_sampler
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def stream_generate(
     if isinstance(prompt, str):
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+    prompt = checked_prompt(prompt, model.args.vocab_size)
     detokenizer = tokenizer.detokenizer
     clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
     finish_reason = None
@@ -213,14 +215,17 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, vocab_size: in
     Raises:
         RequestError: there are none, they are no integers, or one is outside the vocabulary.
     """
-    tokens = np.array(prompt)
+    if not isinstance(prompt, (Sequence, np.ndarray, mx.array)):
+        raise RequestError(f"the prompt is {type(prompt).__name__}; give text or one row of token ids")
+    try:
+        tokens = np.array(prompt)
+    except ValueError:
+        raise RequestError("the prompt is a nest of rows; give one row of token ids") from None
     if tokens.size == 0:
         raise RequestError("the prompt is empty; give at least one token")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise RequestError(f"the prompt is an array of {tokens.dtype} {tokens.shape}; give one row of token ids")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        raise RequestError(f"prompt token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
+    check_vocabulary(tokens, vocab_size)
     return mx.array(tokens.astype(np.uint32))
 
 

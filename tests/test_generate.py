@@ -144,6 +144,39 @@ def test_not_a_number_in_expert_scales_is_reported(copy_dir):
         next(generate_step(PROMPT, model))
 
 
+@pytest.mark.parametrize(
+    "tokens, words",
+    [
+        ([[1, 2]], "tokens are list"),
+        (mx.array([1, 2]), r"uint32|int32.*\(2,\); give an mx.array of integers \[B, L\]"),
+        (mx.array([[1.5]]), "float32"),
+        (mx.zeros((1, 0), mx.int32), "at least one"),
+        (mx.array([[1, 256]]), "token 256 is outside the vocabulary of 256"),
+        (mx.array([[-1, 3]]), "token -1 is outside"),
+    ],
+)
+def test_tokens_that_a_model_cannot_take(tokens, words):
+    model = tiny_model("qwen3_moe", mx.float32)
+    cache = model.make_cache()
+    for call in (model, model.hidden):
+        with pytest.raises(RequestError, match=words):
+            call(tokens, cache)
+    assert all(layer.empty() for layer in cache)
+
+
+def test_another_models_caches_are_refused():
+    with pytest.raises(RequestError, match=r"3 caches for \d+ layers; use model.make_cache"):
+        tiny_model("qwen3_next", mx.float32)(mx.array([[1]]), tiny_model("qwen3_moe", mx.float32).make_cache()[:3])
+
+
+@pytest.mark.parametrize("prompt", [None, 7, mx.array([[1, 2]]), mx.array(3), {"a": 1}, True])
+def test_prompts_of_another_kind(model_dir, prompt):
+    model, tokenizer = load(model_dir, dtype=mx.float32)
+    for call in (stream_generate, library_generate):
+        with pytest.raises(RequestError, match="prompt"):
+            list(call(model, tokenizer, prompt))
+
+
 # ---- the command
 
 

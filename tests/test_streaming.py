@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx import experts, kernels, native
+from moeflux_mlx import experts, kernels, loader, native
 from moeflux_mlx.config import ModelArgs
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import RoutedExperts
@@ -370,6 +370,69 @@ def test_a_replaced_file_is_served_only_after_the_next_open(replaceable, mode):
         load_model(path, dtype=mx.float32, expert_io=mode)
     model.experts.close()
     again.experts.close()
+
+
+CUT = """
+    import os, sys
+    import mlx.core as mx
+    from moeflux_mlx import kernels, native
+    from moeflux_mlx.errors import ExpertIOError
+    from moeflux_mlx.load import load_model
+    if sys.argv[2] == "twins":
+        native.available, native.warn_if_missing = (lambda: False), (lambda: None)
+    model = load_model(sys.argv[1], dtype=mx.float32, expert_io="mmap")
+    file = os.path.join(sys.argv[1], "packed_experts", "layer_01.bin")
+    os.truncate(file, os.path.getsize(file) // 2)
+    for tokens in ([[1]], [list(range(40))]):
+        try:
+            mx.eval(model(mx.array(tokens)))
+        except ExpertIOError as error:
+            assert "layer 1" in str(error) and "cut short" in str(error), error
+        else:
+            sys.exit("nothing was said")
+    """
+
+
+@pytest.mark.skipif(kernels.backend() == "cuda", reason="the GPU has a copy of its own")
+@pytest.mark.parametrize("kind", ["native", "twins"])
+def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
+    """The system kills a process that reads behind the end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    script = [sys.executable, "-c", textwrap.dedent(CUT), str(replaceable[0]), kind]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.returncode} ({-signal.SIGBUS}: killed) {done.stderr}"
+
+
+def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
+    """On Metal no request for a layer comes by while a token runs as one graph."""
+    path, file, data = replaceable
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    mapped = loader._map
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_map", lambda *args: (mx.array(mapped(*args)[0]), mapped(*args)[1]))
+        model = load_model(path, dtype=mx.float32, expert_io="mmap")
+    cache = model.make_cache()
+    for _ in range(2):
+        mx.eval(model(mx.array([[1]]), cache))
+    os.truncate(file, len(data) // 2)
+    with pytest.raises(ExpertIOError, match="layer 1 has .* cut short"):
+        model(mx.array([[1]]), cache)
+
+
+def test_what_metal_does_not_adopt_is_said(replaceable, monkeypatch):
+    path, file, _ = replaceable
+
+    def refuse(*_, **__):
+        raise ValueError("[from_dlpack] cannot import without a copy")
+
+    monkeypatch.setattr(mx, "from_dlpack", refuse)
+    packed = PackedExperts.open(path, ModelArgs.from_file(path))
+    monkeypatch.setattr(kernels, "backend", lambda: "metal")
+    with pytest.raises(ExpertIOError, match=f"Metal does not take {path}.*layer_00.bin.*without a copy.*--expert-io"):
+        ExpertLoader(packed, mode=IoMode.MMAP)
+    with pytest.raises(ExpertIOError, match="Metal does not take the expert pool.*--expert-cache-gb"):
+        ExpertLoader(packed, mode=IoMode.PREAD)
 
 
 def test_a_replaced_file_is_not_opened_again(replaceable):
