@@ -3,6 +3,8 @@
 The only place that knows all of them.
 """
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ from .paths import user_path
 from .ram import usable_ram_bytes
 from .resources import directory
 from .weights import fill, read_resident, resident_bytes
+from .wired import wire
 
 if TYPE_CHECKING:
     from .tokenizer import TokenizerWrapper
@@ -43,6 +46,11 @@ def load(
     revision: str | None = None,
 ) -> tuple[Model, "TokenizerWrapper"]:
     """Loads a packed model and its tokenizer.
+
+    A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side by
+    side; if they are read into a pool, calls take turns, and once a second thread has called, what a call returns is
+    evaluated before the next one begins. A process that is forked afterwards cannot use the model; start processes
+    with multiprocessing's "spawn".
 
     Args:
         path_or_hf_repo: a directory made by `convert`, a Hugging Face repo id that holds one, or None
@@ -114,24 +122,36 @@ def load_model(
     model = Model(args, RoutedExperts(loader, PREFETCH[prefetch]), split_latent(tensors))
     model.experts, model.plan = loader, plan
     fill(model, tensors, args.quantization, dtype)
-    if all(loader.resident(layer) is not None for layer in args.moe_layers):
+    if loader.is_resident:
         model.decode_step = DecodeStep(model)
+        loader.at_close(model.decode_step.forget)
     return model
 
 
 def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> ExpertLoader:
-    """The loader that `plan` asks for. On Metal what is wired is limited first: adopted memory counts."""
-    if plan.wired is not None:
-        mx.set_wired_limit(plan.wired)
-    loader = ExpertLoader(
-        packed,
-        mode=plan.mode,
-        cache_bytes=plan.pool,
-        least_slots=least_slots(args),
-        buffer_bytes=plan.figures.buffer,
-    )
+    """The loader that `plan` asks for. On Metal its share of wired memory is asked for first: adopted memory counts."""
+    release = _wire(plan)
+    try:
+        loader = ExpertLoader(
+            packed,
+            mode=plan.mode,
+            cache_bytes=plan.pool,
+            least_slots=least_slots(args),
+            buffer_bytes=plan.figures.buffer,
+        )
+    except BaseException:
+        release()
+        raise
+    loader.at_close(weakref.finalize(loader, release))
     loader.decision = plan.decision
     return loader
+
+
+def _wire(plan: MemoryPlan) -> Callable[[], None]:
+    """Gives the model its share of what MLX keeps wired; what is returned takes it back."""
+    if plan.wired is None or plan.figures.working_set is None:
+        return lambda: None
+    return wire(plan.wired, plan.figures.working_set)
 
 
 def machine_figures() -> Figures:

@@ -87,11 +87,11 @@ class MemoryPlan:
 
     @property
     def wired(self) -> int | None:
-        """Bytes that Metal may keep wired: weights and experts, within what it recommends; None elsewhere."""
+        """Bytes that Metal may keep wired: all that runs on the GPU, within what it recommends; None elsewhere."""
         if self.figures.working_set is None:
             return None
         experts = self.experts if self.mode is IoMode.MMAP else self.pool
-        return min(self.figures.working_set, self.demand.resident + experts)
+        return min(self.figures.working_set, self.demand.resident + self.state + self.activations + experts)
 
 
 def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> MemoryPlan:
@@ -111,6 +111,11 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     mode = IoMode.PREAD if reason else IoMode.MMAP
     if demand.forced:
         mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
+    if mode is IoMode.MMAP and figures.buffer is not None and layout.layer_bytes > figures.buffer:
+        raise RequestError(
+            f"experts cannot be mapped: a layer file of {_gb(layout.layer_bytes)} exceeds Metal's max_buffer_length, "
+            f"{_gb(figures.buffer)}; give --expert-io auto or pread"
+        )
     pool = 0
     if mode is IoMode.PREAD:
         pool = _pool_bytes(args, layout, room(figures) - fixed, demand)

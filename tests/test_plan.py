@@ -1,5 +1,6 @@
 """Memory plans: sums that hold, refusals whose advice works, and the command that prints them."""
 
+import gc
 import importlib
 import os
 import re
@@ -30,6 +31,7 @@ from moeflux_mlx.memory import (
     room,
     state_bytes,
 )
+from moeflux_mlx.packed import PackedExperts
 from moeflux_mlx.plan import variant_bytes
 from moeflux_mlx.ram import group_limits
 from moeflux_mlx.weights import read_resident, resident_bytes
@@ -195,16 +197,57 @@ def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
 
 
 def test_what_metal_may_wire():
-    """Weights and what holds the experts, within Metal's recommendation; nothing elsewhere."""
+    """All that runs on the GPU, within Metal's recommendation; nothing elsewhere."""
     args, layout = named("qwen3-30b-a3b")
-    for figures, mode, wired in (
+    for figures, mode, experts in (
         (Figures(64 * GB), "mmap", None),
-        (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", GB + layout.total_bytes),
-        (Figures(24 * GB, 16 * GB, 12 * GB), "mmap", 16 * GB),
-        (Figures(64 * GB, 48 * GB, 36 * GB), "pread", GB + 2000 * layout.expert_stride),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", layout.total_bytes),
+        (Figures(24 * GB, 16 * GB, 12 * GB), "mmap", 100 * GB),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "pread", 2000 * layout.expert_stride),
     ):
         demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.expert_stride)
-        assert plan_memory(args, layout, figures, demand).wired == wired
+        made = plan_memory(args, layout, figures, demand)
+        if experts is None:
+            assert made.wired is None
+        else:
+            assert made.wired == min(GB + made.state + made.activations + experts, made.figures.working_set)
+            assert made.state > 10**8 and made.activations > 10**8
+
+
+def test_models_share_what_metal_may_wire(monkeypatch):
+    limits, load = [], importlib.import_module("moeflux_mlx.load")
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    monkeypatch.setattr(load, "machine_figures", lambda: replace(METAL, working_set=10**9))
+    path = tiny_directory("qwen3_moe")
+    first, second = (load_model(path, dtype=mx.float32, expert_io="pread") for _ in range(2))
+    one = first.plan.wired
+    assert limits == [one, 2 * one]
+    first.experts.close()
+    first.experts.close()
+    assert limits[2:] == [one]
+    del second
+    gc.collect()
+    assert limits[3:] == [0]
+    limits.clear()
+    packed = PackedExperts.open(path, first.args)
+    tight = replace(first.plan, figures=replace(METAL, working_set=one + 5))
+    loaders = [load.open_experts(packed, first.args, tight) for _ in range(2)]
+    assert limits == [one, one + 5]
+    monkeypatch.setattr(load, "ExpertLoader", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load.open_experts(packed, first.args, tight)
+    assert limits[2:] == [one + 5] * 2
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_layer_beyond_metals_buffers_cannot_be_mapped():
+    args, layout = named("qwen3.5-397b-a17b")
+    figures = Figures(512 * GB, working_set=400 * GB, buffer=3 * GB)
+    demand = Demand(GB, itemsize=2)
+    assert plan_memory(args, layout, figures, demand).mode is IoMode.PREAD
+    with pytest.raises(RequestError, match="layer file of 3.62 GB exceeds .* 3.00 GB; give --expert-io auto"):
+        plan_memory(args, layout, figures, replace(demand, expert_io="mmap"))
 
 
 def write(path, text):
