@@ -5,6 +5,7 @@ no more than it is asked for, and long matrices are quantised a few rows at a ti
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,26 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from .checkpoint import FLOATS, Tensor
+from .config import AFFINE_BITS, AFFINE_GROUPS, Storage, quantization_entries
 from .errors import ConfigError, ModelFileError
 from .layout import BITS, GROUP_SIZE
 from .sanitize import canonical_name
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
-AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
-MODES = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # besides affine: group size and bits
 SUFFIXES = ("weight", "scales", "biases")
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How codes are stored along the input axis."""
-
-    group_size: int
-    bits: int
-    mode: str = "affine"
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits, group_size {self.group_size}, mode {self.mode}"
 
 
 PACKED = Storage(GROUP_SIZE, BITS)
@@ -48,19 +36,14 @@ class SourceFormat:
     def __init__(self, config: Mapping[str, Any], layers: int):
         """Raises ConfigError: a quantisation that is not known; `layers` as for `canonical_name`."""
         hub = _object(config, "quantization_config") or _object(_object(config, "text_config"), "quantization_config")
-        mlx = _object(config, "quantization")
-        if not mlx and "quant_method" not in hub:
-            mlx = hub
-        self.mlx = bool(mlx)
+        entries = quantization_entries(config)
+        if not entries and hub and "quant_method" not in hub:
+            entries = quantization_entries({"quantization": hub})
+        self.mlx = bool(entries)
         self.block = (128, 128) if self.mlx else _fp8_block(hub)
-        self.default = _storage("the model", mlx, PACKED) if mlx else None
-        self.overrides: dict[str, Storage | None] = {}
-        for path, entry in mlx.items():
-            name = canonical_name(f"{path}.weight", layers)
-            if isinstance(entry, Mapping) and name is not None:
-                self.overrides[name] = _storage(path, entry, self.default or PACKED)
-            elif entry is False and name is not None:
-                self.overrides[name] = None
+        self.default = entries.pop("", None)
+        names = {path: canonical_name(f"{path}.weight", layers) for path in entries}
+        self.overrides = {name: entries[path] for path, name in names.items() if name is not None}
 
     def check(self, name: str, found: Storage | None, tensor: Tensor) -> None:
         """Raises ModelFileError: shapes and config.json tell different stories about a matrix."""
@@ -78,21 +61,10 @@ class SourceFormat:
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"config field {name!r} is {value!r}; expected an object")
-    return value
-
-
-def _storage(path: str, entry: Mapping[str, Any], default: Storage) -> Storage:
-    mode = entry.get("mode", default.mode)
-    group_size, bits = entry.get("group_size", default.group_size), entry.get("bits", default.bits)
-    known = group_size in AFFINE_GROUPS and bits in AFFINE_BITS if mode == "affine" else False
-    if not known and not (isinstance(mode, str) and MODES.get(mode) == (group_size, bits)):
-        raise ConfigError(
-            f"quantization of {path}: {bits!r} bits, group_size {group_size!r}, mode {mode!r} is not known"
-        )
-    return Storage(group_size, bits, mode)
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected an object")
+    return value or {}
 
 
 def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:

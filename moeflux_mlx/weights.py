@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from . import cpu
-from .config import Quantization
+from .config import Quantization, Storage
 from .errors import ModelFileError
 from .linear import Weight
 from .model import Model
@@ -129,9 +129,9 @@ def _geometry(
     cols = shape[-1]
     group_size, bits = cols // max(scales.shape[-1], 1), 32 * weight.shape[-1] // cols
     stated = (quantization or Quantization()).of(path)
-    if stated != (group_size, bits):
+    if stated != Storage(group_size, bits):
         raise ModelFileError(
-            f"{path} has group_size {group_size} and {bits} bits by its shapes; config.json says {stated}"
+            f"{path} has group_size {group_size} and {bits} bits by its shapes; config.json says {stated or 'none'}"
         )
     _check_shape(f"{path}.weight", weight, (*shape[:-1], cols * bits // 32))
     return group_size, bits

@@ -16,7 +16,7 @@ import pytest
 from moeflux_mlx import convert as command
 from moeflux_mlx import resident_file
 from moeflux_mlx.checkpoint import read_header
-from moeflux_mlx.config import ModelArgs
+from moeflux_mlx.config import ModelArgs, Storage
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.layout import PARTS, PROJECTIONS, ExpertLayout
@@ -203,7 +203,7 @@ def test_routers(tmp_path, family):
 def test_eight_bits_for_resident_tensors_only(tmp_path):
     out = converted(tmp_path, "qwen3_moe", "hub", q_bits=8)
     quantization = ModelArgs.from_file(out).quantization
-    assert quantization.of("lm_head") == quantization.of("model.layers.0.mlp.gate") == (64, 8)
+    assert quantization.of("lm_head") == quantization.of("model.layers.0.mlp.gate") == Storage(64, 8)
     assert resident(out)["lm_head.weight"][1].shape[-1] == 128 * 8 // 32
     PackedExperts.open(out, ModelArgs.from_file(out))
 
@@ -288,7 +288,7 @@ def test_resident_codes_of_any_affine_kind_are_copied(tmp_path):
     change |= {f"lm_head.{n}": ("F32", np.array(a)) for n, a in (("scales", scales), ("biases", biases))}
     restack(source, {"lm_head": {"group_size": 32, "bits": 6}}, change)
     convert(source, tmp_path / "out")
-    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == (32, 6)
+    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Storage(32, 6)
     got = resident(tmp_path / "out")
     assert all(np.array_equal(got[name][1], array) for name, (_, array) in change.items())
 
@@ -333,7 +333,29 @@ def test_microscaling_checkpoints(tmp_path):
         convert(source, tmp_path / "out")
     report = convert(source, tmp_path / "out", requantize=True, verify=True)
     assert "lm_head.weight" in report.lossy and STACK.replace("switch_mlp", "experts.0") in report.lossy
-    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == (64, 4)
+    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Storage(64, 4)
+
+
+def test_a_module_without_a_mode_is_affine_in_any_file(tmp_path):
+    """mlx-lm writes routers of an mxfp4 model so; and null group sizes where its user gave none."""
+    gate = "model.layers.0.mlp.gate"
+    source, tensors = write_tiny(tmp_path / "source", "BF16"), {}
+    for name, array in mx.load(str(source / "model.safetensors")).items():
+        tensors[name] = array
+        if name == f"{gate}.weight":
+            for suffix, part in zip(PARTS, mx.quantize(array, 64, 8), strict=True):
+                tensors[f"{gate}.{suffix}"] = part
+        elif array.ndim == 2 and array.shape[-1] % 32 == 0:
+            tensors[name], tensors[name.replace("weight", "scales")] = mx.quantize(array, 32, 4, "mxfp4")
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    for router in ({"group_size": 64, "bits": 8}, {"group_size": None, "bits": 8}):
+        config = {**TINY, "quantization": {"group_size": None, "bits": 4, "mode": "mxfp4", gate: router}}
+        (source / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelFileError, match=r"lm_head\.weight is stored with .* mxfp4.*--requantize"):
+            convert(source, tmp_path / "out")
+    report = convert(source, tmp_path / "out", requantize=True)
+    assert f"{gate}.weight" not in report.lossy
+    assert np.array_equal(resident(tmp_path / "out")[f"{gate}.weight"][1], np.array(tensors[f"{gate}.weight"]))
 
 
 # ---- moeflux directories ----
