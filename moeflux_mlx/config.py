@@ -415,15 +415,13 @@ def storage(path: str, entry: Mapping[str, Any]) -> Storage:
         ConfigError: a value is unknown; `path` says whose.
     """
     mode = "affine" if entry.get("mode") is None else entry["mode"]
-    defaults = DEFAULT_STORAGE.get(mode) if isinstance(mode, str) else None
-    values = [entry.get("group_size"), entry.get("bits")]
-    if defaults is not None:
-        values = [default if value is None else value for value, default in zip(values, defaults, strict=True)]
-    group_size, bits = values
-    known = all(type(value) is int for value in values) and (
-        group_size in AFFINE_GROUPS and bits in AFFINE_BITS if mode == "affine" else (group_size, bits) == defaults
+    defaults = DEFAULT_STORAGE.get(mode, (None, None)) if isinstance(mode, str) else (None, None)
+    group_size, bits = (
+        default if entry.get(name) is None else entry[name]
+        for name, default in zip(("group_size", "bits"), defaults, strict=True)
     )
-    if not known:
+    groups, widths = (AFFINE_GROUPS, AFFINE_BITS) if mode == "affine" else ((defaults[0],), (defaults[1],))
+    if type(group_size) is not int or type(bits) is not int or group_size not in groups or bits not in widths:
         raise ConfigError(
             f"quantization of {path}: {reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, "
             f"mode {reprlib.repr(mode)} is not known"

@@ -1,7 +1,6 @@
 """Configurations: the named variants' sizes, every accepted spelling, and errors that name the field."""
 
 import copy
-import dataclasses
 import json
 import math
 import random
@@ -235,7 +234,8 @@ def test_from_file_reads_generation_config(tmp_path):
 VALUES = [
     None, True, False, 0, 1, -1, 2, 3, 64, 4096, 2**31 - 1, 2**31, -(2**31), 2**63, 10**12, 10**30,
     0.0, -0.0, 0.5, 1.0, -1.0, 1e-308, 1e308, -1e308, float("nan"), float("inf"),
-    "", "yarn", "default", "linear", "8", [], [0], [[0]], ["full_attention"], [None] * 3, {}, {"bits": 4}, {"factor": 0},
+    "", "yarn", "default", "linear", "8", [], [0], [[0]], ["full_attention"], [None] * 3, {}, {"bits": 4},
+    {"factor": 0},
 ]  # fmt: skip
 
 
@@ -257,15 +257,15 @@ def places(value, path=()):
             yield from places(value[key], (*path, key))
 
 
-def mutated(rng, config):
+def with_value(config, path, value):
+    """A copy with another value in one place, if the place is still there."""
     config = copy.deepcopy(config)
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        *parents, last = rng.choice(sorted(places(config)))
-        found = config
-        for parent in parents:
-            found = found.get(parent) if isinstance(found, dict) else None
-        if isinstance(found, dict):
-            found[last] = copy.deepcopy(rng.choice(VALUES))
+    *parents, last = path
+    found = config
+    for parent in parents:
+        found = found.get(parent) if isinstance(found, dict) else None
+    if isinstance(found, dict):
+        found[last] = copy.deepcopy(value)
     return config
 
 
@@ -287,31 +287,49 @@ def check_usable(config):
         assert all(0 < n < 2**31 for _, a in tree_flatten(model.parameters()) for n in a.shape)
 
 
-FUZZED = [*variants(), *goldens.families()]
-FIELDS_OF_A_FUZZ = {
-    "quantization": {"group_size": 64, "bits": 4, "lm_head": {"bits": 8}},
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}
+def is_refused(config):
+    """Whether the configuration is refused as it should be; what is not refused must be usable."""
+    try:
+        check_usable(config)
+        SourceFormat(config, 4)
+    except (ConfigError, RequestError) as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
+        return True
+    except Exception as error:
+        error.args = (f"{config}: {error}",)
+        raise
+    return False
 
 
-@pytest.mark.parametrize("name", FUZZED)
-def test_any_configuration_is_usable_or_refused(name):
-    config = small(goldens.config(name) if name in goldens.families() else config_of(name))
-    check_usable(config)
-    config.update(copy.deepcopy(FIELDS_OF_A_FUZZ))
-    rng, refused = random.Random(name), 0
-    for _ in range(600):
-        one = mutated(rng, config)
-        try:
-            check_usable(one)
-            SourceFormat(one, 4)
-        except (ConfigError, RequestError) as error:
-            assert "\n" not in str(error) and len(str(error)) < 400
-            refused += 1
-        except Exception as error:
-            error.args = (f"{one}: {error}",)
-            raise
-    assert 150 < refused < 590  # the values are neither all harmless nor all refused
+def fuzzed(config):
+    """A small configuration with everything in it that is read."""
+    more = {
+        "quantization": {"group_size": 64, "bits": 4, "lm_head": {"bits": 8}},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    config = {**small(config), **more}
+    assert not is_refused(config)
+    return config
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_any_value_in_any_field_is_usable_or_refused(family):
+    config = fuzzed(goldens.config(family))
+    cases = [(path, value) for path in places(config) for value in VALUES]
+    refused = sum(is_refused(with_value(config, *case)) for case in cases)
+    assert len(cases) > 1000 and len(cases) / 4 < refused < len(cases) * 0.9
+
+
+@pytest.mark.parametrize("name", variants())
+def test_any_values_in_several_fields_are_usable_or_refused(name):
+    config, rng, refused = fuzzed(config_of(name)), random.Random(name), 0
+    fields = sorted(places(config))
+    for _ in range(400):
+        one = config
+        for _ in range(rng.choice([2, 3])):
+            one = with_value(one, rng.choice(fields), rng.choice(VALUES))
+        refused += is_refused(one)
+    assert 200 < refused < 399
 
 
 EDGES = [
