@@ -375,7 +375,7 @@ def _own_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_in_a_terminal(tmp_path):
+def test_in_a_terminal(tmp_path, interruptible):
     history = tmp_path / "history"
     model = shutil.copytree(tiny_directory(RECURRENT), tmp_path / "model")
     (model / "generation_config.json").write_text('{"eos_token_id": 999}')  # answers never end by themselves

@@ -439,6 +439,21 @@ def test_bad_option_is_a_usage_error(capfd):
     assert exit_.value.code == 2
 
 
+@pytest.mark.parametrize("step", [4, 20, 512])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1], PROMPT[:2]])
+def test_processors_see_every_token(prompt, step):
+    seen = []
+
+    def look(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    model = tiny_model("qwen3_moe", mx.float32)
+    steps = generate_step(prompt, model, max_tokens=3, prefill_step_size=step, logits_processors=[look])
+    tokens = [token for token, _ in steps]
+    assert seen == [prompt, [*prompt, tokens[0]], [*prompt, *tokens[:2]]]
+
+
 def test_logprobs_are_normalised(model_dir):
     _, logprobs = next(generate_step(PROMPT, tiny_model("qwen3_moe", mx.float32), max_tokens=1))
     assert np.exp(np.array(logprobs)).sum() == pytest.approx(1, abs=1e-5)

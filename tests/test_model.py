@@ -1,8 +1,11 @@
 """Logits of the four families against Hugging Face's, from every checkpoint form, in every chunking."""
 
+import shutil
+
 import goldens
 import mlx.core as mx
 import numpy as np
+import oracle
 import pytest
 from tiny_models import on_cpu, tiny_directory, tiny_model
 
@@ -11,7 +14,10 @@ import moeflux_mlx.rope as rope
 import moeflux_mlx.router as router
 from moeflux_mlx import kernels, linear, native
 from moeflux_mlx.config import Yarn
+from moeflux_mlx.experts import RoutedExperts
+from moeflux_mlx.layout import PARTS
 from moeflux_mlx.load import load_model
+from moeflux_mlx.weights import read_resident
 
 TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
 SAME_GOLDEN = ("hub", "hub_sharded", "transformers5", "mlx4", "moeflux")
@@ -69,6 +75,71 @@ def test_bfloat16_stays_close(family):
     got = run(tiny_model(family, mx.bfloat16), tokens, tokens.shape[1])
     assert (got.argmax(-1) == want.argmax(-1)).mean() > 0.6
     assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_routing_is_float32_whatever_the_activations_are(family, tmp_path):
+    """Against float64 from the stored router and the layer's own input, which is bfloat16 here."""
+    path = with_float32_routers(tiny_directory(family), tmp_path / "model")
+    model, seen = load_model(path, dtype=mx.bfloat16), []
+    call = RoutedExperts.__call__
+
+    class Looking(RoutedExperts):
+        def __call__(self, routing, x, h_mid, shared):
+            seen.append((routing, x))
+            return call(self, routing, x, h_mid, shared)
+
+    for layer in model.args.moe_layers:
+        model.layers[layer].mlp.experts = Looking(model.experts)
+    tokens, _ = expected(family, "mlx4")
+    mx.eval(model(tokens))
+    stored = read_resident(path)
+    assert len(seen) == len(model.args.moe_layers)
+    for routing, x in seen:
+        assert x.dtype == mx.bfloat16
+        want_ids, want = route64(model.args, stored, f"model.layers.{routing.layer}.mlp", x)
+        ids, weights = np.array(routing.ids), np.array(routing.weights)
+        order, want_order = ids.argsort(axis=-1), want_ids.argsort(axis=-1)
+        assert np.array_equal(np.take_along_axis(ids, order, -1), np.take_along_axis(want_ids, want_order, -1))
+        got, wanted = np.take_along_axis(weights, order, -1), np.take_along_axis(want, want_order, -1)
+        np.testing.assert_allclose(got, wanted, rtol=2e-5)
+
+
+def with_float32_routers(source, path):
+    """The model with routers that bfloat16 cannot hold."""
+    shutil.copytree(source, path)
+    (file,) = path.glob("resident*.safetensors")
+    tensors = mx.load(str(file))
+    for name, tensor in tensors.items():
+        if (".mlp.gate." in name or ".e_score_" in name) and tensor.dtype != mx.uint32:
+            tensors[name] = tensor.astype(mx.float32) * 1.0011
+    mx.eval(tensors)
+    mx.save_safetensors(str(file), tensors)
+    return path
+
+
+def route64(args, stored, stem, x):
+    """(ids, weights) by the oracle."""
+    gate = [stored[f"{stem}.gate.{part}"] for part in PARTS if f"{stem}.gate.{part}" in stored]
+    if len(gate) == 3:
+        gate = [mx.dequantize(gate[0], *(part.astype(mx.float32) for part in gate[1:]), group_size=64, bits=8)]
+    logits = np.array(x.astype(mx.float32), np.float64) @ np.array(gate[0].astype(mx.float32), np.float64).T
+    if args.model_type != "deepseek_v3":
+        return oracle.softmax_topk(logits, args.num_experts_per_tok, args.norm_topk_prob)
+    bias = np.array(stored[f"{stem}.e_score_correction_bias"].astype(mx.float32), np.float64)
+    groups = args.n_group, args.topk_group
+    return oracle.noaux_tc_topk(logits, bias, args.num_experts_per_tok, *groups, args.routed_scaling_factor)
+
+
+def test_the_correction_bias_keeps_its_precision(tmp_path):
+    """It decides near ties only, so it is compared itself."""
+    path = with_float32_routers(tiny_directory("deepseek_v3"), tmp_path / "model")
+    model, stored = load_model(path, dtype=mx.bfloat16), read_resident(path)
+    for layer in model.args.moe_layers:
+        kept = model.layers[layer].mlp.e_score_correction_bias
+        want = stored[f"model.layers.{layer}.mlp.e_score_correction_bias"]
+        assert kept.dtype == mx.float32 and mx.array_equal(kept, want)
+        assert not mx.array_equal(want, want.astype(mx.bfloat16)), "rounding would go unseen"
 
 
 @pytest.mark.parametrize("expert_io", ["mmap", "pread"])

@@ -1,5 +1,7 @@
 """Both routers and YaRN against the numpy oracle, for any shape; ties go to the lowest index."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import oracle
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from moeflux_mlx.config import ModelArgs, Yarn
 from moeflux_mlx.mla import softmax_scale
-from moeflux_mlx.rope import yarn_inv_freq
+from moeflux_mlx.rope import RoPE, yarn_inv_freq
 from moeflux_mlx.router import noaux_tc_topk, softmax_topk, top_k
 
 
@@ -72,6 +74,52 @@ def test_yarn_frequencies_of_deepseek_v3():
         3.33380358e-06,
     ]
     np.testing.assert_allclose(inv[[0, 10, 11, 15, 20, 22, 23, 31]], want, rtol=1e-8)
+
+
+# What transformers 5.23's `_compute_yarn_parameters` gives for 64 dimensions and theta 150000, as float32: the factor
+# on cos and sin, and the frequencies of the pairs `PAIRS`.
+PAIRS = [0, 8, 9, 10, 14, 16, 17, 18, 31]
+TRUNCATED_40 = [
+    1.0, 5.08132726e-02, 3.15988697e-02, 1.94208100e-02, 2.25687842e-03, 5.68037562e-04, 2.17940367e-04,
+    3.06470502e-05, 2.41880912e-07,
+]  # fmt: skip
+WHOLE_32 = [
+    1.0, 5.08132726e-02, 3.17056961e-02, 1.93349998e-02, 2.09379266e-03, 4.56483918e-04, 1.29318694e-04,
+    3.83088118e-05, 3.02351140e-07,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "yarn, magnitude, frequencies",
+    [
+        (Yarn(40, 4096, mscale=1.0, mscale_all_dim=0.5), 1.1557219901962608, TRUNCATED_40),
+        (Yarn(40, 4096, mscale=0.707, mscale_all_dim=1.0), 0.9210423553163399, TRUNCATED_40),
+        (Yarn(40, 4096, mscale=1.0, mscale_all_dim=1.0), 1.0, TRUNCATED_40),
+        (Yarn(40, 4096, attention_factor=1.25), 1.25, TRUNCATED_40),
+        (Yarn(32, 4096, truncate=False), 1.3465735902799727, WHOLE_32),
+        (Yarn(8, 2048, mscale=1.0, mscale_all_dim=0.0), 1.2079441541679836, None),
+    ],
+)
+def test_yarn_as_hugging_face_has_it(yarn, magnitude, frequencies):
+    args = replace(ModelArgs.from_variant("cogito-v2-671b"), rope_theta=150000.0, rope_scaling=yarn)
+    rope = RoPE(args)
+    assert rope.magnitude == pytest.approx(magnitude, rel=1e-12)
+    if frequencies is not None:
+        np.testing.assert_allclose(np.frombuffer(rope.frequencies)[PAIRS], frequencies, rtol=2e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_both_rotations_use_frequencies_and_magnitude(interleaved):
+    yarn = Yarn(32, 4096, mscale=1.0, mscale_all_dim=0.5, truncate=False)
+    rope = RoPE(replace(ModelArgs.from_variant("cogito-v2-671b"), rope_scaling=yarn), interleaved)
+    x = np.random.default_rng(3).standard_normal((1, 5, 2, 80)).astype(np.float32)  # 64 of 80 are turned
+    turn = oracle.rope_interleaved if interleaved else oracle.rope_half_split
+    turned = turn(x[0, ..., :64].astype(float), np.frombuffer(rope.frequencies)) * rope.magnitude
+    want = np.concatenate([turned, x[0, ..., 64:]], axis=-1)
+    assert rope.magnitude > 1.1
+    plain = np.array(rope(mx.array(x.transpose(0, 2, 1, 3)), 0)).transpose(0, 2, 1, 3)[0]
+    np.testing.assert_allclose(plain, want, atol=2e-5)
+    np.testing.assert_allclose(rope.rotate(x, 0)[0], want, atol=2e-5)
 
 
 @settings(max_examples=40)

@@ -89,6 +89,16 @@ def test_top_p_keeps_the_reference_set(row, top_p):
     assert kept(keep_top_p(mx.array(row), top_p), row) == top_p_reference(row, top_p)
 
 
+@pytest.mark.parametrize(
+    "top_p, count", [(0.25, 1), (0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (0.875, 3), (0.9, 5)]
+)
+def test_top_p_ends_with_the_token_that_reaches_it(top_p, count):
+    """Probabilities that float32 holds exactly; the two least likely ones are equal, so both stay."""
+    row = np.log(np.array([0.0625, 0.5, 0.0625, 0.125, 0.25], np.float32))
+    likeliest = [1, 4, 3, 0, 2][:count]
+    assert kept(keep_top_p(mx.array(row), top_p), row) == set(likeliest)
+
+
 @QUICK
 @given(row=rows(), min_p=st.floats(0.001, 1), least=st.integers(1, 70))
 def test_min_p_keeps_the_reference_set(row, min_p, least):

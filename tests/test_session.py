@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx import load, stream_generate
+from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
 from moeflux_mlx.cache import KVCache, RecurrentCache
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.rewind import RewindPoints
@@ -170,14 +170,27 @@ def test_progress_and_rates_count_the_whole_prompt():
     assert last.prompt_tokens == N + 20 and last.generation_tokens == 2
 
 
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_states_of_a_text_that_another_one_replaced_are_gone(family, tmp_path):
+    """A prompt found on disk takes the place of a text of which states are kept in memory."""
+    path = tiny_directory(family)
+    store = PromptDirectory(tmp_path, model_fingerprint(path, mx.float32))
+    common, other, found = text(10, 5), text(50, 6), text(45, 7)
+    check(make(family, store=store), common + found)
+    session = make(family, checkpoint_every=8, prefill_step_size=4)
+    check(session, common + other)
+    session.store = store
+    assert check(session, common + found + [1, 2]).disk > 40
+    session.store = None
+    assert check(session, common + found[:20] + [3]).memory <= 30
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(RequestError, match="empty"):
         list(make("qwen3_moe").respond([]))
 
 
 def test_saved_sessions_go_on(tmp_path):
-    from moeflux_mlx import model_fingerprint
-
     path = tiny_directory(RECURRENT)
     fingerprint = model_fingerprint(path, mx.float32)
     model, tokenizer = load(path, dtype=mx.float32)

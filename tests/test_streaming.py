@@ -24,6 +24,8 @@ from moeflux_mlx.io_mode import IoMode
 from moeflux_mlx.load import load_model
 from moeflux_mlx.loader import ExpertLoader
 from moeflux_mlx.packed import PackedExperts
+from moeflux_mlx.pool import landing_memory
+from moeflux_mlx.prefetch import MEMORY, WARMUP, Trial
 from moeflux_mlx.reader import ExpertReader
 from moeflux_mlx.stream import generate_step
 
@@ -124,6 +126,148 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
     monkeypatch.setattr(pool, "locate", locate)
     run(model, tokens_of("qwen3_moe"), 1)
     assert max(alive) <= 12 == model.experts.slots
+    model.experts.close()
+
+
+def merciless(loader):
+    """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
+    unpin = loader.unpin
+    for pool in loader._pools:
+        pool.rows, pool._adopted = landing_memory(*pool.rows.shape)
+
+    def overwrite(keys, out):
+        unpin(keys, out)
+        for pool, key in ((loader._pool_of[key[0]], key) for key in keys):
+            if key in pool and not pool.pinned(key) and pool[key].future is None:
+                row = pool[key].row
+                pool.drop(key)
+                pool.rows[row] = 0xFFFFFFFF
+
+    loader.unpin = overwrite
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("chunk", [1, 3, 20])
+def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    tokens, path = tokens_of("qwen3_moe"), tiny_directory("qwen3_moe")
+    want = run(streamed(path), tokens, chunk)
+    model = streamed(path, least_slots=4 * TOP_K, cache_bytes=1, copied=False)
+    merciless(model.experts)
+    assert np.array_equal(run(model, tokens, chunk), want)
+    model.experts.close()
+
+
+# What is foreseen.
+
+
+def prefetching(model):
+    """Lists (layer, experts) of all that is read ahead while tokens run."""
+    asked, prefetch = [], model.experts.prefetch
+    model.experts.prefetch = lambda layer, ids: asked.append((layer, list(ids))) or prefetch(layer, ids)
+    return asked
+
+
+def using(model):
+    """Lists (layer, experts) of all that is used."""
+    used, acquire = [], model.experts.acquire
+    model.experts.acquire = lambda layer, ids: used.append((layer, ids[0].tolist())) or acquire(layer, ids)
+    return used
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_the_next_layers_router_looks_through_its_own_norm(family):
+    """`Routing.guess` of a layer: the next layer's router on the norm that stands before it."""
+    model = streamed(tiny_directory(family), least_slots=8 * TOP_K, cache_bytes=1)
+    guesses, routed = [], model.layers[model.args.moe_layers[0]].mlp.experts
+    kernels_call = routed.__call__
+
+    class Looking:
+        wants_guess = staticmethod(routed.wants_guess)
+
+        def __call__(self, routing, x, h_mid, shared):
+            guesses.append((routing, np.array(h_mid)))
+            return kernels_call(routing, x, h_mid, shared)
+
+    layers = list(model.args.moe_layers)
+    for layer in layers:
+        model.layers[layer].mlp.experts = Looking()
+    cache = model.make_cache()
+    for chunk in (tokens_of(family)[:, :6], mx.array([[7]])):
+        guesses.clear()
+        mx.eval(model(chunk, cache))
+    assert [routing.layer for routing, _ in guesses] == layers and guesses[-1][0].guess is None
+    for (routing, h_mid), following in zip(guesses, layers[1:], strict=False):
+        after = model.layers[following]
+        normed = after.post_attention_layernorm(mx.array(h_mid))
+        ids, weights = after.mlp.route(after.mlp.gate(normed.astype(mx.float32)))
+        assert routing.guess.layer == following
+        assert np.array_equal(np.array(routing.guess.ids), np.array(ids))
+        np.testing.assert_allclose(np.array(routing.guess.weights), np.array(weights), atol=1e-5)
+    model.experts.close()
+
+
+def test_what_is_foreseen_is_read_for_the_next_layer():
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=8 * TOP_K, cache_bytes=1)
+    routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
+    cache, seen = model.make_cache(), []
+    mx.eval(model(tokens_of("qwen3_moe")[:, :6], cache))
+    asked, read_ahead = prefetching(model), routed._read_ahead
+    routed._read_ahead = lambda routing, ids: seen.append(routing.guess) or read_ahead(routing, ids)
+    mx.eval(model(mx.array([[7]]), cache))
+    wanted = [(g.layer, routed.predictor.confident(np.array(g.ids), np.array(g.weights))) for g in seen if g]
+    assert asked == wanted and [layer for layer, _ in asked] == list(layers[1:])
+    model.experts.close()
+
+
+def test_the_previous_tokens_experts_are_read_for_the_layer_that_used_them():
+    model = streamed(tiny_directory("qwen3_moe"), "previous", least_slots=8 * TOP_K, cache_bytes=1)
+    cache, layers = model.make_cache(), list(model.args.moe_layers)
+    mx.eval(model(tokens_of("qwen3_moe")[:, :6], cache))
+    mx.eval(model(mx.array([[7]]), cache))
+    used = using(model)
+    mx.eval(model(mx.array([[9]]), cache))
+    asked = prefetching(model)
+    mx.eval(model(mx.array([[11]]), cache))
+    before = {layer: sorted(ids) for layer, ids in used[: len(layers)]}
+    assert asked == [(layer, before[layer]) for layer in layers[1:]]
+    model.experts.close()
+
+
+@pytest.mark.parametrize("prefetch", ["lookahead", "previous"])
+def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
+    """The record of each layer is what a count of right and wrong guesses gives; wrong ones end the guessing."""
+    monkeypatch.setattr(Trial, "token", lambda self, seconds: None)  # guessing is never switched off by time
+    model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=5 * 16384)
+    routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
+    ahead, useful, judged = {}, dict.fromkeys(layers, 0.7), dict.fromkeys(layers, 0)
+    acquire, read = model.experts.acquire, model.experts.prefetch
+
+    def note_use(layer, ids):
+        for expert in ahead.pop(layer, []):
+            useful[layer] = MEMORY * useful[layer] + (1 - MEMORY) * (expert in ids)
+            judged[layer] += 1
+        return acquire(layer, ids)
+
+    def note_guess(layer, ids):
+        ahead[layer] = read(layer, ids)
+        return ahead[layer]
+
+    monkeypatch.setattr(model.experts, "acquire", note_use)
+    monkeypatch.setattr(model.experts, "prefetch", note_guess)
+    cache = model.make_cache()
+    for token in range(4):
+        mx.eval(model(mx.array([[token]]), cache))
+    assert sum(judged.values()) > len(layers)
+    for layer in layers:
+        assert routed.predictor.record(layer).judged == judged[layer]
+        assert routed.predictor.record(layer).useful == pytest.approx(useful[layer])
+    for record in map(routed.predictor.record, layers):
+        record.judged, record.useful = WARMUP, 0.0
+    read_ahead = prefetching(model)
+    mx.eval(model(mx.array([[5]]), cache))
+    assert not read_ahead
     model.experts.close()
 
 
