@@ -5,6 +5,7 @@ sentence holds the hero's name and the fact (`demo_stories.restates`). Two contr
 cannot be had by chance:
   wrong fact   the same stories, scored with another listed fact of the same kind;
   swapped      the same prompts asking for that other fact, scored with the original one.
+How many heroes are called "she" or "he" as their names ask for is counted beside.
 Two further sets are reported by --all: invented names with facts put together at random, and the held-out
 cases as the beginning of a story without a chat template.
 `python scripts/demo_eval.py [--model DIR]` runs it on moeflux_mlx (the shipped 4-bit model by default).
@@ -51,6 +52,7 @@ def prove(complete: Complete, count: int = 100, seed: int = 0) -> dict:
         "control_wrong_fact": passed(cases, told, others),
         "control_swapped": passed(cases, swapped, facts),
         "swapped_follow_prompt": passed(cases, swapped, others),
+        "right_pronoun": sum(stories.suits_name(text, case.name) for case, text in zip(cases, told, strict=True)),
         "distinct_stories": len(set(told)),
         "failures": failures(cases, told),
         "examples": told[:3],

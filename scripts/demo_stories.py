@@ -441,3 +441,9 @@ def restates(story: str, name: str, fact: Fact) -> bool:
     before = story.strip()[: -len(last)]
     ended = last.endswith((".", "!", "?"))
     return ended and contains_words(before, name) and contains_words(last, name) and contains_words(last, fact.past)
+
+
+def suits_name(story: str, name: str) -> bool:
+    """Whether a listed hero is spoken of as the lists have it, by the story's first pronoun."""
+    first = re.search(r"\b(?:(she|her)|he|his|him)\b", story, re.IGNORECASE)
+    return first is not None and (first[1] is not None) == (name in GIRL_NAMES)

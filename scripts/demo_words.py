@@ -22,46 +22,88 @@ def lined(text: str) -> list[str]:
 
 
 GIRLS = spaced("""
-Abigail Adelina Agatha Aisha Alessandra Alina Alma Althea Amara Amelia Anais Anastasia Andromeda Anika
-Annabel Antonia Araminta Ariadne Astrid Athena Aurelia Aurora Ava Azalea Beatrix Belinda Bernadette Bettina
-Bianca Birgit Blanche Bonnie Brigitte Bronwen Calista Camilla Candela Carlotta Carmen Cassandra Catalina
-Cecilia Celeste Charlotte Chiara Chloe Clarissa Clementine Clover Colette Constance Cora Cordelia Cosima
-Dafina Dahlia Daphne Delilah Delphine Dora Dorothea Edith Edwina Eleanora Elettra Elif Eliza Elodie Elowen
-Elspeth Emiko Enid Ernestine Esmeralda Estelle Eudora Eugenia Eulalia Evangeline Fatima Federica Fenella
-Fiona Flavia Fleur Flora Francesca Freya Frida Gabriela Gemma Genevieve Georgina Geraldine Ginevra Gisela
-Greta Griselda Guinevere Gwendolyn Hadley Halina Hanako Harriet Hazel Hedwig Helena Henrietta Hermia Hilda
-Honora Hortensia Ianthe Ida Ilaria Imogen Indira Ingrid Iolanthe Irina Isabella Isadora Isolde Ivy Jacinta
-Jasmine Jemima Jessamine Joanna Jocasta Josephine Judith Juniper Kalinda Katarina Keziah Kirsten Larissa
-Lavinia Leocadia Leonora Letitia Lilith Linnea Lorelei Louisa Lucinda Ludmila Lydia Mabel Madeleine Magnolia
-Maja Marguerite Mariposa Marisol Marjorie Matilda Maud Melisande Mercedes Millicent Minerva Mira Miranda
-Miriam Morgana Nadia Naomi Natasha Nerissa Niamh Ninette Noemi Nora Octavia Odette Olga Olympia Ondine
-Ophelia Oriana Ottilie Padma Paloma Pandora Parvati Penelope Perdita Petra Philippa Philomena Polina Pomona
-Portia Priya Prudence Quilla Rafaela Ramona Raquel Rhiannon Rosalind Rosamund Rowena Ruxandra Sabrina
-Saffron Salome Samira Saskia Seraphina Shirin Sibyl Sidonie Sigrid Soledad Sorcha Svetlana Tabitha Tamsin
-Tatiana Thalia Theodora Thomasina Tova Ulrika Una Ursula Valentina Vashti Verity Veronica Victoria Violetta
-Vivienne Wanda Wilhelmina Winifred Xanthe Xenia Yasmin Yolanda Yuki Zara Zelda Zenobia Zinnia Zora Zuleika
+Abigail Ada Adele Adelina Agatha Agnes Aisha Alessandra Alice Alicia Alina Alison Alma Althea Amanda
+Amara Amber Amelia Amy Ana Anais Anastasia Andromeda Angela Angelina Anika Anja Ann Anna Annabel Anne
+Annette Annie Antonia Anya April Arabella Araminta Ariadne Astrid Athena Audrey Aurelia Aurora Ava
+Azalea Barbara Beatrice Beatrix Belinda Bella Bernadette Beth Bettina Betty Bianca Birgit Blanche Bonnie
+Brenda Brianna Bridget Brigitte Bronwen Brooke Calista Camilla Candela Carla Carlotta Carmen Carol
+Caroline Carolyn Cassandra Catalina Catherine Cecilia Celeste Charlotte Cheryl Chiara Chloe Christina
+Christine Cindy Claire Clara Clarissa Claudia Clementine Cleo Clover Colette Connie Constance Cora
+Cordelia Cosima Cristina Cynthia Dafina Dahlia Daisy Daniela Danielle Daphne Dawn Debbie Deborah Delilah
+Delphine Denise Diana Diane Donna Dora Doris Dorothea Dorothy Edith Edna Edwina Eileen Elaine Eleanor
+Eleanora Elena Elettra Elif Elisa Elisabeth Elise Eliza Elizabeth Ella Ellen Ellie Elodie Elowen Elsa
+Elsie Elspeth Emiko Emilia Emily Emma Enid Erica Erika Erin Ernestine Esmeralda Estelle Esther Ethel
+Eudora Eugenia Eulalia Eva Evangeline Eve Evelyn Faith Fanny Fatima Faye Federica Felicia Fenella Fiona
+Flavia Fleur Flora Frances Francesca Freya Frida Gabriela Gabrielle Gemma Genevieve Georgia Georgina
+Geraldine Gertrude Gina Ginevra Gisela Gloria Grace Greta Griselda Guinevere Gwen Gwendolyn Hadley
+Halina Hanako Hanna Hannah Harriet Hazel Heather Hedwig Heidi Helen Helena Henrietta Hermia Hilda Holly
+Honora Hope Hortensia Ianthe Ida Ilaria Imogen Indira Ines Inge Ingrid Iolanthe Irene Irina Iris Isabel
+Isabella Isabelle Isadora Isolde Ivy Jacinta Jacqueline Jana Jane Janet Janice Jasmine Jeanne Jemima
+Jenna Jennifer Jenny Jessamine Jessica Jill Joan Joanna Jocasta Jocelyn Josephine Josie Joy Joyce Juana
+Judith Julia Juliana Julie Juliet June Juniper Kalinda Karen Karin Karla Katarina Kate Katharine
+Katherine Kathleen Kathy Katie Katja Kayla Keziah Kimberly Kira Kirsten Kristen Kristin Kristina Lana
+Lara Larissa Laura Lauren Lavinia Layla Lea Leah Leila Lena Leocadia Leona Leonora Letitia Lila Lilian
+Lilith Lily Lina Linda Linnea Lisa Liv Liza Lola Lorelei Lorraine Lotte Lottie Louisa Lucia Lucie
+Lucinda Lucy Ludmila Luisa Luna Lydia Lynn Mabel Madeleine Maggie Magnolia Maja Mandy Mara Margaret
+Marguerite Maria Marie Marina Mariposa Marisol Marjorie Martha Martina Mary Matilda Maud Maureen Maya
+Megan Melanie Melinda Melisande Melissa Melody Mercedes Mia Michaela Michelle Mila Mildred Milena
+Millicent Millie Minerva Minnie Mira Miranda Miriam Moira Molly Mona Monica Morgana Myra Myrtle Nadia
+Nancy Naomi Natalia Natalie Natasha Nele Nell Nellie Nerissa Niamh Nicole Nika Nina Ninette Noelle Noemi
+Nora Norma Octavia Odette Olga Olivia Olympia Ondine Ophelia Oriana Ottilie Padma Paloma Pamela Pandora
+Parvati Patricia Paula Pauline Pearl Peggy Penelope Perdita Petra Philippa Philomena Phoebe Phyllis Pia
+Polina Polly Pomona Poppy Portia Priya Prudence Quilla Rachel Rafaela Ramona Raquel Rebecca Regina
+Renata Rhiannon Rita Roberta Rosa Rosalie Rosalind Rosamund Rose Rosemary Rosie Rowena Roxanne Ruby Ruth
+Ruxandra Sabrina Sadie Saffron Sally Salome Samantha Samira Sandra Sara Sarah Saskia Scarlett Selma
+Seraphina Serena Sharon Sheila Shirin Shirley Sibyl Sidonie Sigrid Silvia Simone Sofia Soledad Sonia
+Sonja Sophia Sophie Sorcha Stella Stephanie Sue Susan Susanna Susanne Suzanne Svetlana Sylvia Tabitha
+Tamara Tamsin Tanya Tara Tatiana Teresa Tess Tessa Thalia Theodora Theresa Thomasina Tilda Tilly Tina
+Tova Trudy Ulla Ulrika Uma Una Ursula Valentina Valerie Vanessa Vashti Vera Verity Veronica Victoria
+Viola Violet Violetta Virginia Vivian Vivienne Wanda Wendy Wilhelmina Willa Willow Winifred Xanthe Xenia
+Yasmin Yolanda Yuki Yvette Yvonne Zara Zelda Zenobia Zinnia Zoe Zora Zuleika
 """)
 
 BOYS = spaced("""
-Aaron Abelard Abraham Adrian Ahmed Alaric Albert Alejandro Alfonso Algernon Alistair Ambrose Amadeus Anatole
-Anders Andrei Angus Anselm Anton Archibald Arjun Armando Arthur Atticus August Aurelio Balthazar Barnabas
-Bartholomew Basil Benedict Benjamin Bertram Bjorn Boris Bruno Caleb Callum Caspian Cassius Cedric Chandra
-Chester Christophe Clarence Claudio Clement Conrad Constantine Cornelius Cosmo Crispin Cuthbert Cyprian
-Cyrus Damian Darius Demetrius Desmond Dimitri Diego Dmitri Dominic Donovan Duncan Ebenezer Edgar Edmund
-Eduardo Eldred Elias Eliot Emeka Emil Enrique Enzo Erasmus Ernesto Esteban Ethelred Eustace Evander Ezekiel
-Fabian Felix Ferdinand Fergus Fernando Finnegan Fitzroy Florian Francisco Frederick Gabriel Galahad Gareth
-Gaspard Gawain Gennaro Geoffrey Gerard Gideon Gilbert Giovanni Godfrey Gregory Griffin Gulliver Gunther
-Gustavo Hamish Hannibal Haroun Hector Heinrich Hercules Hideo Hieronymus Horatio Hubert Hugo Humphrey
-Ibrahim Ichabod Ignatius Igor Indigo Isaac Isidore Ivan Jabari Jasper Javier Jeremiah Joachim Jonas Joaquin
-Jorge Joshua Julian Justinian Kasimir Kenji Kofi Konrad Lachlan Lancelot Laszlo Laurence Leander Leonardo
-Leopold Linus Lionel Lorenzo Lucian Ludwig Lysander Magnus Malachi Malcolm Marcel Marcus Mateo Matthias
-Maximilian Melchior Merlin Mikhail Milo Montgomery Mordecai Mortimer Muhammad Napoleon Nathaniel Nehemiah
-Nestor Nicodemus Nikolai Noah Octavio Oleg Olivier Omar Orlando Orson Osbert Oscar Osvaldo Otto Pablo
-Palmiro Pascal Patrick Percival Peregrine Phineas Pierre Quentin Quincy Rafael Rainer Rajesh Randolph
-Raymond Reginald Reuben Ricardo Roderick Rodrigo Roland Roscoe Rufus Rupert Salvador Sebastian Septimus
-Sergei Seymour Sheldon Sigmund Silas Simeon Solomon Stanislav Stefan Sterling Sylvester Tadeo Tariq Terence
-Thaddeus Theobald Tiberius Timothy Tobias Torvald Tristan Ulysses Umberto Valentino Vasco Victor Vikram
-Vincent Vladimir Waldo Walter Wendell Wilbur Winston Xavier Yannick Yusuf Zachary Zebedee Zoltan
+Aaron Abel Abelard Abraham Adam Adrian Ahmed Alan Alaric Albert Aldo Alec Alejandro Alexander Alfonso
+Alfred Algernon Ali Alistair Allen Alvin Amadeus Ambrose Amir Anatole Anders Andre Andreas Andrei Andrew
+Andy Angus Anselm Anthony Antoine Anton Antonio Archibald Archie Arjun Armando Arnold Arthur Atticus
+August Aurelio Austin Axel Balthazar Barnabas Barry Bart Bartholomew Basil Ben Benedict Benjamin Benny
+Bernard Bernd Bert Bertram Bill Billy Bjarne Bjorn Bob Bobby Boris Brad Brandon Brendan Brian Bruce
+Bruno Bryan Caleb Callum Calvin Carl Carlo Carlos Caspian Cassius Cecil Cedric Chandra Charles Chester
+Christian Christophe Christopher Clarence Clark Claudio Claus Clement Clifford Clyde Cody Colin Connor
+Conrad Constantine Cornelius Cosmo Craig Crispin Curtis Cuthbert Cyprian Cyrus Damian Dan Daniel Danny
+Dante Darius Darren Dave David Dean Demetrius Dennis Derek Desmond Dexter Diego Dimitri Dirk Dmitri
+Dominic Don Donald Donovan Doug Douglas Duncan Dustin Dwight Dylan Earl Ebenezer Eddie Edgar Edmund
+Eduard Eduardo Edward Edwin Eldred Eli Elias Elijah Eliot Elliot Emanuel Emeka Emil Emmett Enrique Enzo
+Erasmus Eric Erik Ernest Ernesto Ernie Esteban Ethan Ethelred Eugene Eustace Evan Evander Ezekiel Fabian
+Felix Ferdinand Fergus Fernando Finn Finnegan Fitzroy Florian Floyd Francisco Frank Franz Fred Freddie
+Frederick Friedrich Fritz Gabriel Galahad Gareth Gary Gaspard Gavin Gawain Gene Gennaro Geoff Geoffrey
+Georg George Gerald Gerard Gerhard Gideon Gilbert Gino Giovanni Giuseppe Glen Godfrey Gordon Graham
+Grant Greg Gregory Griffin Guido Gulliver Gunther Gus Gustavo Hamish Hannibal Hans Harold Haroun Harry
+Harvey Hassan Heath Hector Heinrich Helmut Henri Henrik Henry Herbert Hercules Herman Hideo Hieronymus
+Homer Horatio Howard Hubert Hugo Humphrey Hunter Ian Ibrahim Ichabod Ignatius Igor Imre Indigo Irving
+Isaac Isaiah Isidore Ivan Ivo Jabari Jack Jackson Jacob Jake Jakob Jamal James Jan Janek Jared Jason
+Jasper Javier Jay Jeff Jeffrey Jens Jeremiah Jeremy Jerome Jerry Jesse Jim Jimmy Joachim Joaquin Jochen
+Joe Joel Johan Johannes John Johnny Jon Jonah Jonas Jonathan Jorge Jose Josef Joseph Josh Joshua Juan
+Jules Julian Julius Jurgen Justin Justinian Kai Karim Karl Kasimir Keith Ken Kenji Kenneth Kevin Kofi
+Konrad Kurt Kyle Lachlan Lance Lancelot Larry Lars Laszlo Laurence Lawrence Leander Lennart Leo Leon
+Leonard Leonardo Leopold Leroy Lester Levi Lewis Liam Linus Lionel Lloyd Logan Lorenzo Lothar Louis Luca
+Lucas Lucian Ludwig Luigi Luis Luka Lukas Luke Luther Lysander Magnus Malachi Malcolm Manfred Manuel
+Marc Marcel Marco Marcus Marek Mario Marius Mark Markus Martin Marvin Mason Mateo Matt Matthew Matthias
+Maurice Max Maxim Maximilian Melchior Melvin Merlin Michael Michel Miguel Mike Mikhail Miles Milo
+Mitchell Mohamed Montgomery Mordecai Moritz Morris Mortimer Moses Muhammad Murray Napoleon Nate Nathan
+Nathaniel Ned Nehemiah Neil Nestor Nicholas Nick Nicodemus Niels Niklas Nikolai Nils Noah Norbert Norman
+Octavio Oleg Oliver Olivier Ollie Omar Orlando Orson Osbert Oscar Osvaldo Otto Owen Pablo Palmiro Pascal
+Patrick Paul Paulo Pedro Percival Percy Peregrine Perry Pete Peter Phil Philip Phineas Pierre Piotr
+Quentin Quincy Rafael Rainer Rajesh Ralph Ramon Randolph Raul Ray Raymond Reginald Reuben Rex Ricardo
+Richard Rick Rob Robert Roberto Rocco Roderick Rodney Rodrigo Roger Roland Rolf Roman Romeo Ron Ronald
+Roscoe Ross Roy Ruben Rudolf Rudy Rufus Rupert Russell Ryan Salim Salvador Samuel Sanjay Santiago Saul
+Scott Sean Sebastian Septimus Sergei Sergio Seth Seymour Shane Sheldon Sigmund Silas Simeon Simon
+Solomon Spencer Stan Stanislav Stanley Stefan Stephen Sterling Steve Steven Stuart Sven Sylvester Tadeo
+Tariq Ted Terence Thaddeus Theo Theobald Theodore Thomas Tiberius Tim Timo Timothy Tito Tobias Toby Todd
+Tom Tomas Tommy Tony Torvald Travis Trevor Tristan Troy Tyler Ulysses Umberto Uwe Vaclav Valentin
+Valentino Vasco Vernon Victor Vikram Viktor Vincent Vito Vladimir Wade Waldo Wallace Walter Warren Wayne
+Wendell Werner Wesley Wilbur Will Willem William Willy Winston Wolfgang Xavier Yannick Yuri Yusuf Zach
+Zachary Zane Zebedee Zoltan
 """)
 
 SYLLABLES = {

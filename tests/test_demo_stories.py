@@ -1,5 +1,6 @@
 """The demo's story grammar, its held-out split, and the scoring that the demo model is judged by."""
 
+import functools
 import random
 import re
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from moeflux_mlx import generate, load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import demo_eval
@@ -105,6 +108,32 @@ def test_planted_faults_fail(case):
 def test_final_sentence_is_not_fooled_by_quotes():
     assert stories.final_sentence('"Go home!" he said. "It is late." Mira had a kite.') == "Mira had a kite."
     assert stories.final_sentence("Only one.") == "Only one."
+
+
+def test_a_listed_name_is_a_girls_or_a_boys():
+    assert not set(stories.words.GIRLS) & set(stories.words.BOYS)
+    assert len(set(stories.NAMES)) == len(stories.NAMES)
+    for case in stories.held_out_cases(50):
+        assert stories.suits_name(told(case), case.name)
+    assert stories.suits_name("A girl named Mira. Her friend was a goat. He slept.", "Mira")
+    assert not stories.suits_name("A girl named Tomas. Her friend was a goat. He slept.", "Tomas")
+    assert not stories.suits_name("Nobody.", "Tomas")
+
+
+COMMON = ("Tomas", "Leo", "Peter", "Max", "Ben", "David", "Paul", "Mira", "Anna", "Emma", "Sophie", "Lucy")
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_the_demo_model_knows_common_names(name):
+    model, tokenizer = demo_model()
+    prompt = demo_eval.chat_text(f"Tell me a story about {name}, who is afraid of geese.")
+    story = generate(model, tokenizer, prompt, max_tokens=80)
+    assert name in story and stories.suits_name(story, name), story
+
+
+@functools.cache
+def demo_model():
+    return load()
 
 
 def test_the_fact_must_be_whole_words():
