@@ -226,7 +226,7 @@ class ExpertLoader:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
                 file has been cut short.
         """
-        check_process(self._process)
+        self.check_process()
         self._check_open()
         if self.mode is IoMode.MMAP:
             for layer in self._files if self.is_resident else ():
@@ -242,6 +242,10 @@ class ExpertLoader:
             finally:
                 guards, self._guards = self._guards, []
                 (mx.eval if shared else mx.async_eval)(guards)
+
+    def check_process(self) -> None:
+        """Raises ExpertIOError: this is not the process that made the loader."""
+        check_process(self._process)
 
     def at_close(self, forget: Callable[[], object]) -> None:
         """`forget` is called by `close`: for whoever keeps something of the loader's."""

@@ -117,6 +117,11 @@ class Model(nn.Module):
         """The normed hidden states [B, L, hidden_size] that `lm_head` turns into logits."""
         return self._in_turn(self.run, tokens, cache)
 
+    def check_process(self) -> None:
+        """Raises ExpertIOError: this process was forked from the one that loaded the model."""
+        if self.experts is not None:
+            self.experts.check_process()
+
     def _in_turn(
         self, compute: Callable[[mx.array, list[Cache]], mx.array], tokens: mx.array, cache: list[Cache] | None
     ) -> mx.array:

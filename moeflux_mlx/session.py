@@ -108,7 +108,7 @@ class Session:
             RequestError: an empty prompt, or a token outside the vocabulary. PromptCacheError: the store is one
                 file and cannot be used.
         """
-        prompt = cast(list[int], checked_prompt(prompt, self.model.args.vocab_size).tolist())
+        prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
         if self.points.can_trim:  # the last state holds all the others
             ends = ends[-1:]

@@ -80,7 +80,7 @@ def generate_step(
         RequestError: an empty prompt, or a token count out of range.
         ModelFileError: the logits are NaN, which damaged weights cause.
     """
-    tokens = checked_prompt(prompt, model.args.vocab_size)
+    tokens = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     step = _Step(model, cache, sampler or make_sampler(), logits_processors)
@@ -161,7 +161,7 @@ def stream_generate(
     if isinstance(prompt, str):
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
-    prompt = checked_prompt(prompt, model.args.vocab_size)
+    prompt = checked_prompt(prompt, model)
     detokenizer = tokenizer.detokenizer
     clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
     finish_reason = None
@@ -209,12 +209,14 @@ def check_max_tokens(max_tokens: int) -> None:
         raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
 
 
-def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, vocab_size: int) -> mx.array:
+def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: "Model") -> mx.array:
     """Token ids as uint32 [N].
 
     Raises:
-        RequestError: there are none, they are no integers, or one is outside the vocabulary.
+        RequestError: there are none, they are no integers, or one is outside the vocabulary. ExpertIOError: this
+            process was forked after `model` was loaded.
     """
+    model.check_process()  # in a forked child a GPU's arrays cannot even be made
     if not isinstance(prompt, (Sequence, np.ndarray, mx.array)):
         raise RequestError(f"the prompt is {type(prompt).__name__}; give text or one row of token ids")
     try:
@@ -225,7 +227,7 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, vocab_size: in
         raise RequestError("the prompt is empty; give at least one token")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise RequestError(f"the prompt is an array of {tokens.dtype} {tokens.shape}; give one row of token ids")
-    check_vocabulary(tokens, vocab_size)
+    check_vocabulary(tokens, model.args.vocab_size)
     return mx.array(tokens.astype(np.uint32))
 
 

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from pathlib import Path
 
 import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model
 
 from moeflux_mlx import experts, kernels, loader, native
 from moeflux_mlx.config import ModelArgs
@@ -29,7 +28,6 @@ from moeflux_mlx.prefetch import MEMORY, WARMUP, Trial
 from moeflux_mlx.reader import ExpertReader
 from moeflux_mlx.stream import generate_step
 
-ROOT = Path(__file__).resolve().parent.parent
 EXPERTS, TOP_K = 16, 4
 
 
@@ -146,7 +144,7 @@ def merciless(loader):
     loader.unpin = overwrite
 
 
-@pytest.mark.usefixtures("cpu_device")
+@on_cpu()  # CUDA keeps blocks elsewhere
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
     monkeypatch.setattr(native, "available", lambda: False)
@@ -445,8 +443,7 @@ def command(path, count):
 
 
 def start(path, count):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command(path, count), stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command(path, count), stdout=subprocess.PIPE, text=True, env=child_environment())
 
 
 def contents(path):
@@ -484,7 +481,7 @@ def test_a_model_on_a_read_only_mount(tmp_path):
         ["unshare", "-m", "sh", "-c", script, "sh", *command(path, 10)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**child_environment(), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) == 65
@@ -541,12 +538,12 @@ CUT = """
 @pytest.mark.parametrize("kind", ["native", "twins"])
 def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
     """The system kills a process that reads behind the end."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     script = [sys.executable, "-c", textwrap.dedent(CUT), str(replaceable[0]), kind]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    done = subprocess.run(script, env=child_environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.returncode} ({-signal.SIGBUS}: killed) {done.stderr}"
 
 
+@on_cpu()  # CUDA has a copy
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     """On Metal no request for a layer comes by while a token runs as one graph."""
     path, file, data = replaceable

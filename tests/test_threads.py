@@ -7,19 +7,17 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from test_decode import make_resident
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import mixer_kernels, native
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.load import load_model
 
-ROOT = Path(__file__).resolve().parent.parent
 THREADS, CALLS = 4, 8
 
 
@@ -127,8 +125,8 @@ CHILD = """
     from moeflux_mlx import generate, load
     from moeflux_mlx.errors import ExpertIOError
     model, tokenizer = load(sys.argv[1], dtype=mx.float32, expert_io=sys.argv[2])
-    calls = {"model": lambda: model(mx.array([[1, 2]])), "generate": lambda: generate(model, tokenizer, "ab")}
-    call = calls[sys.argv[3]]
+    tokens = mx.array([[1, 2]])
+    call = {"model": lambda: model(tokens), "generate": lambda: generate(model, tokenizer, "ab")}[sys.argv[3]]
     call()
     child = os.fork()
     if child == 0:
@@ -147,8 +145,7 @@ CHILD = """
 @pytest.mark.parametrize("call", ["model", "generate"])
 def test_a_forked_child_is_told_at_its_first_call(expert_io, call):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), str(tiny_directory("qwen3_moe"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([*command, expert_io, call], env=environment, timeout=100)
+    done = subprocess.run([*command, expert_io, call], env=child_environment(), timeout=100)
     assert done.returncode == 0, f"the child ended with {done.returncode} ({-signal.SIGALRM}: it hung)"
 
 

@@ -7,7 +7,9 @@ it as users run them; the weights are random, and so is what they write.
 import contextlib
 import functools
 import json
+import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -56,8 +58,16 @@ def on_cpu():
     """MLX computes on the CPU, whatever else there is."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
+    try:
+        yield
+    finally:
+        mx.set_default_device(before)
+
+
+def child_environment():
+    """For a child process that imports what this one can."""
+    root = Path(__file__).resolve().parent.parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
 
 
 def write_tokenizer(path, template):
