@@ -1,11 +1,20 @@
 """Run Mixture-of-Experts language models larger than memory on MLX, streaming experts from disk."""
 
+try:
+    import mlx.core  # noqa: F401
+except ImportError as error:  # on Linux the package mlx alone has no engine
+    raise ImportError(
+        f"MLX cannot be imported ({error}); on Linux it needs a backend: pip install 'mlx[cpu]', or 'mlx[cuda13]' for "
+        "an NVIDIA GPU, which the extras [cpu] and [cuda13] of moeflux-mlx do"
+    ) from None
+
 from .config import ModelArgs
 from .errors import (
     ConfigError,
     ExpertIOError,
     ModelFileError,
     MoefluxError,
+    MoefluxWarning,
     NotPackedError,
     PromptCacheError,
     RequestError,
@@ -34,6 +43,7 @@ __all__ = [
     "ModelArgs",
     "ModelFileError",
     "MoefluxError",
+    "MoefluxWarning",
     "NotPackedError",
     "PromptCacheError",
     "PromptDirectory",

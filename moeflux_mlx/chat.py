@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .command import (
     Interruption,
@@ -17,6 +17,7 @@ from .command import (
     add_model_options,
     add_prompt_cache_options,
     add_sampling_options,
+    beyond_plan,
     execute,
     expert_statistics,
     fingerprint_of,
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moeflux_mlx.chat",
         description="Chat with a packed Mixture-of-Experts model. /help lists the commands inside.",
     )
-    add = made.add_argument
+    add = made.add_argument_group("chat").add_argument
     add("--system-prompt", help="system message")
     add("--hide-thinking", action="store_true", help="do not show the model's reasoning")
     add("--history-file", metavar="FILE", help="remember typed lines in FILE (default: only while running)")
@@ -135,7 +136,10 @@ class Conversation:
         template_config: dict[str, Any],
         system: str | None = None,
     ):
-        self.session, self.tokenizer, self.template_config = session, tokenizer, template_config
+        from .turns import Rendering
+
+        self.session, self.tokenizer = session, tokenizer
+        self.rendering = Rendering(tokenizer, template_config, self._encode)
         self.system = system
         self.turns: list[Message] = []
 
@@ -151,17 +155,16 @@ class Conversation:
         without any answer is taken back.
         """
         from .thinking import ThinkingSplitter, opens_thinking
-        from .turns import before_answer
 
         self.turns.append({"role": "user", "content": text})
         said: dict[bool, str] = {False: "", True: ""}
         try:
-            rendered = cast(str, self._render(tokenize=False))
-            prompt = self.tokenizer.encode(rendered, add_special_tokens=False)
+            rendered = self.rendering.text(self.messages)
+            prompt = self._encode(rendered)
             room = self._room(prompt)
             asked = generation.pop("max_tokens", -1)
             generation["max_tokens"] = room if asked == -1 else min(asked, room)
-            end = before_answer(self.tokenizer, self.messages, prompt, self.template_config)
+            end = self.rendering.before_answer(self.messages, prompt)
             splitter = ThinkingSplitter(opens_thinking(rendered))
             for response in self.session.respond(prompt, boundaries=[end], **generation):
                 pieces = splitter.feed(response.text)
@@ -183,14 +186,12 @@ class Conversation:
     def save(self, path: Path, fingerprint: Any) -> None:
         """Raises PromptCacheError: among others, `path` is something else's file. SnapshotError."""
         from .prompt_file import read_prompt_header
-        from .turns import after_answer
 
         if path.exists():
             read_prompt_header(path)
         if self.turns:
             # A recurrent state of more than the next prompt begins with would be of no use to it.
-            known = self.session.tokens
-            self.session.rewind(after_answer(self.tokenizer, self.messages, known, self.template_config))
+            self.session.rewind(self.rendering.after_answer(self.messages, self.session.tokens))
         self.session.save(path, fingerprint, {"system": self.system, "turns": self.turns})
 
     def load(self, path: Path, fingerprint: Any) -> None:
@@ -204,8 +205,21 @@ class Conversation:
         self.session.load(path, fingerprint)
         self.system, self.turns = system, turns
 
-    def _render(self, **how: Any) -> Any:
-        return self.tokenizer.apply_chat_template(self.messages, **self.template_config, **how)
+    def _encode(self, rendered: str) -> list[int]:
+        """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning.
+
+        A model may write a text in other tokens than the tokenizer does; encoded anew, it would be computed anew.
+        """
+        known = self.session.tokens
+        spelt = self.tokenizer.decode(known)
+        if not spelt or not rendered.startswith(spelt):
+            known, spelt = [], ""
+        return known + self.tokenizer.encode(rendered[len(spelt) :], add_special_tokens=False)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last answer ended because the model takes no more tokens."""
+        return len(self.session.tokens) + 1 >= self.session.model.args.max_position_embeddings
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that the model takes after `prompt`."""
@@ -237,6 +251,7 @@ class Chat:
     ):
         self.conversation, self.path, self.generation = conversation, path, generation
         self.hide_thinking, self.verbose = hide_thinking, verbose
+        self.has_outgrown_plan = False
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
             "/system": self.system,
@@ -293,13 +308,29 @@ class Chat:
                 show.finish()
         if interruption.wanted:
             note("(stopped)")
+        elif session.last is not None and session.last.finish_reason == "length":
+            note(self._why_cut(session.last.generation_tokens))
+        self._note_plan(session.reuse.prompt)
         if session.save_error is not None:
             note(f"warning: the prompt was not saved: {session.save_error}")
         if self.verbose:
             self.stats("")
 
+    def _why_cut(self, tokens: int) -> str:
+        if self.conversation.is_full:
+            limit = self.conversation.session.model.args.max_position_embeddings
+            return f"(cut: the conversation has the {limit} tokens that the model takes; /reset begins anew)"
+        return f"(cut after {tokens} tokens; --max-tokens -1 has no limit)"
+
+    def _note_plan(self, tokens: int) -> None:
+        """Says once that the conversation has outgrown what memory was planned for."""
+        warning = beyond_plan(self.conversation.session.model, tokens)
+        if warning and not self.has_outgrown_plan:
+            self.has_outgrown_plan = True
+            note(warning)
+
     def reset(self, argument: str) -> None:
-        self.conversation.turns = []
+        self.conversation.turns, self.has_outgrown_plan = [], False
         note("The conversation is forgotten.")
 
     def system(self, argument: str) -> None:

@@ -3,16 +3,17 @@
 import argparse
 import json
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .errors import MoefluxError, RequestError
-from .io_mode import from_environment
+from .errors import MoefluxError, MoefluxWarning, RequestError
 
 if TYPE_CHECKING:
     from .fingerprint import Fingerprint
@@ -23,40 +24,57 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+PROMPT_CACHE_GB = 10.0
 # What would move a terminal's cursor or change its state; a model can be talked into writing it.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("model").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
-    add(
-        "--expert-io",
-        choices=("auto", "mmap", "pread"),
-        default="auto",
-        help="how experts are read (%(default)s)",
-    )
-    add("--expert-cache-gb", type=float, help="memory for experts that are read; default: what is left of RAM")
-    add("--context", type=int, help="tokens for which memory is planned; default: 8192, or the model's limit if less")
-    add(
-        "--prefetch",
-        choices=("auto", "off"),
-        default="auto",
-        help="whether experts are read ahead (%(default)s)",
-    )
-    add("--prefill-step-size", type=int, default=512, help="prompt tokens that run at once (%(default)s)")
     add(
         "--chat-template-config",
         default="{}",
         metavar="JSON",
         help="variables for the template (%(default)s)",
     )
+    add = parser.add_argument_group("memory and expert I/O").add_argument
+    add_expert_io(add)
+    add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
+    add(
+        "--prefetch",
+        choices=("auto", "off"),
+        default="auto",
+        help="whether experts are read ahead (%(default)s)",
+    )
+    add(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="for which memory is planned; default: 8192, or the model's limit if less",
+    )
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="of a prompt that run at once (%(default)s)",
+    )
+
+
+def add_expert_io(add: Callable[..., Any]) -> None:
+    add(
+        "--expert-io",
+        choices=("auto", "mmap", "pread"),
+        default="auto",
+        help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("answer").add_argument
     add(
         "--max-tokens",
         "-m",
@@ -83,7 +101,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("prompt cache").add_argument
     if with_file:
         add(
             "--prompt-cache-file",
@@ -98,7 +116,7 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
     add(
         "--prompt-cache-gb",
         type=float,
-        default=10.0,
+        default=PROMPT_CACHE_GB,
         metavar="GB",
         help="least recently used prompts in DIR go beyond this size (%(default)s)",
     )
@@ -116,7 +134,7 @@ def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrap
         model, tokenizer = load(
             path,
             dtype=getattr(mx, options.dtype) if options.dtype else None,
-            expert_io=from_environment(options.expert_io),
+            expert_io=options.expert_io,
             expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
             prefetch=options.prefetch,
             context=options.context,
@@ -125,23 +143,103 @@ def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrap
     note(model.experts.decision)
     if options.verbose:
         note(f"loaded in {time.perf_counter() - start:.2f} s")
+    for line in idle_options(options, model.experts.slots == 0):
+        note(line)
     return path, model, tokenizer
 
 
-def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs a command; returns its exit code. Our own errors become one line on stderr."""
+def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
+    """A line for each reason why something that was asked for has no effect."""
+    given = vars(options)
+    reasons = {
+        "at --temp 0": (
+            ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
+            lambda name: given[name] not in (0, None),
+        ),
+        "where experts are mapped": (
+            ["--expert-cache-gb", "--prefetch"] if is_mapped else [],
+            lambda name: given[name] not in (None, "auto"),
+        ),
+        "with --ignore-chat-template": (
+            ["--system-prompt", "--chat-template-config"] if given.get("ignore_chat_template") else [],
+            lambda name: given[name] not in (None, "{}"),
+        ),
+        "without --prompt-cache-dir": (
+            [] if options.prompt_cache_dir else ["--prompt-cache-gb"],
+            lambda name: given[name] != PROMPT_CACHE_GB,
+        ),
+        "where --model is a directory": (
+            ["--revision"] if options.model is None or Path(options.model).exists() else [],
+            lambda name: given[name] is not None,
+        ),
+    }
+    lines = []
+    for reason, (names, is_given) in reasons.items():
+        idle = [name for name in names if is_given(name[2:].replace("-", "_"))]
+        if idle:
+            lines.append(f"note: {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect {reason}")
+    return lines
+
+
+def beyond_plan(model: "Model", tokens: int) -> str:
+    """What to say of a prompt for which no memory was planned, if it is one."""
+    planned = model.plan.demand.context
+    if tokens <= planned:
+        return ""
+    return (
+        f"warning: the prompt has {tokens} tokens and memory was planned for {planned}; --context {tokens} plans for it"
+    )
+
+
+def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, writes: bool = True) -> int:
+    """Runs a command, which `writes` to stdout or does not; returns its exit code.
+
+    Our own errors and warnings become one line each on stderr.
+    """
     configure_mlx()
-    try:
-        return run(options)
-    except MoefluxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # Whoever read the text has gone; keep the interpreter from flushing to nobody at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MoefluxWarning)
+        warnings.showwarning = _show_warning
+        try:
+            prepare_output(writes)
+            code = run(options)
+            if writes:
+                sys.stdout.flush()
+            return code
+        except MoefluxError as error:
+            note(f"error: {error}")
+        except BrokenPipeError:  # whoever read the text has gone
+            _give_up_stdout()
+        except OSError as error:
+            _give_up_stdout()
+            note(f"error: {error if error.filename else f'the output cannot be written: {error.strerror}'}")
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return 1
+
+
+def prepare_output(writes: bool) -> None:
+    """Lets text be written that a terminal has no letters for: a question mark each.
+
+    Raises:
+        RequestError: stdout is closed, and the command `writes` to it.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
+    if sys.stdout is None and writes:
+        raise RequestError("stdout is closed, so there is nowhere to write to")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _give_up_stdout() -> None:
+    """Keeps the interpreter from flushing to nobody at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """As one line, without the place in the code that a MoefluxWarning is not about."""
+    note(f"warning: {message}" if issubclass(category, MoefluxWarning) else f"{category.__name__}: {message}")
 
 
 def configure_mlx() -> None:
@@ -164,13 +262,15 @@ def gigabytes(option: str, value: float | None) -> int | None:
         RequestError: not a positive, finite number.
     """
     if value is not None and not 0 < value < 1e9:
-        raise RequestError(f"{option} is {value}; it must be positive, in units of 1e9 bytes")
+        raise RequestError(f"{option} is {value}; it must be above 0 and below 1e9, in units of 1e9 bytes")
     return None if value is None else int(value * 1e9)
 
 
 def expert_statistics(experts: "ExpertLoader", verbose: bool) -> list[str]:
     """Lines on what reading experts took."""
     stats = experts.stats
+    if experts.slots == 0:
+        return [f"expert I/O: {experts.mode.value}"] if verbose else []
     read = f"{stats.hits} hits, {stats.misses} misses, {stats.bytes_read / 1e9:.3f} GB read"
     lines = [f"expert I/O: {experts.mode.value}, {read}"]
     lines += [f"expert I/O: {experts.note}"] if experts.note else []
@@ -181,6 +281,12 @@ def expert_statistics(experts: "ExpertLoader", verbose: bool) -> list[str]:
             f"{stats.prefetch_hits} in time, {stats.late} late, {stats.wasted} unused"
         )
     return lines
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has held, in units of 1e9 bytes, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def unsafe_letters(out: TextIO) -> dict[int, None]:

@@ -186,6 +186,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what it says of how tensors are stored."""
+    return {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+
+
 _MISSING = object()
 
 

@@ -9,6 +9,7 @@ unfinished directory is never taken for a model.
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint, Tensor, open_checkpoint
-from .config import ModelArgs, read_json
-from .errors import ConfigError, ModelFileError, MoefluxError
+from .command import INTERRUPTED, execute, note
+from .config import ModelArgs, read_json, unquantized
+from .errors import ConfigError, ModelFileError
 from .expert_file import LayerFile, check_experts, find_experts, layout_json, packed_layers
 from .hub import hub_errors, looks_like_repo
 from .layout import GROUP_SIZE, ExpertLayout
@@ -27,14 +29,14 @@ from .packed import FOLDER, PackedExperts
 from .paths import user_path
 from .resident_file import plan_resident
 from .sanitize import canonical_tensors
+from .unpacked import convert_command
 
-Q_BITS = (4, 8)
+Q_BITS, DEFAULT_Q_BITS = (4, 8), 4
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 DOWNLOADED = ["*.safetensors", "model.safetensors.index.json", "config.json", *COPIED]
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 Progress = Callable[[int, int, str], None]
 
@@ -47,6 +49,7 @@ class ConversionReport:
         path: the packed model directory.
         lossy: checkpoint tensors that were quantised already and had to be quantised again.
         kept: files that an earlier run had finished.
+        repaired: files that an earlier run had finished and that had other bytes now; they were written again.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
     """
@@ -54,6 +57,7 @@ class ConversionReport:
     path: Path
     lossy: tuple[str, ...]
     kept: tuple[str, ...]
+    repaired: tuple[str, ...]
     linked: bool
     verified: bool
 
@@ -76,7 +80,7 @@ def convert(
     hf_path: str | Path,
     mlx_path: str | Path,
     *,
-    q_bits: int = 4,
+    q_bits: int = DEFAULT_Q_BITS,
     q_group_size: int = GROUP_SIZE,
     requantize: bool = False,
     verify: bool = False,
@@ -110,16 +114,29 @@ def convert(
     checkpoint = open_checkpoint(source)
     args = read_args(checkpoint)
     plan = make_plan(checkpoint, args, q_bits, requantize)
-    output = Output(path, {"source": fingerprint(checkpoint), "options": {"q_bits": q_bits, "requantize": requantize}})
+    output = Output(
+        path,
+        {"source": fingerprint(checkpoint), "options": {"q_bits": q_bits, "requantize": requantize}},
+        _command(hf_path, path, q_bits, requantize, revision),
+    )
     check_space(path, output.missing_bytes(plan.units))
     report = progress or (lambda done, total, name: None)
     with output.opened():
-        kept = _write(output, plan, report, plan.total_bytes * (1 + verify))
+        kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
         _write_small_files(output, checkpoint, plan)
         PackedExperts.open(path, ModelArgs.from_file(path))
+        output.finished()
         if verify:
             _verify(output, checkpoint, plan, report)
-    return ConversionReport(path, plan.lossy, tuple(kept), output.linked, verify)
+    return ConversionReport(path, plan.lossy, tuple(kept), tuple(repaired), output.linked, verify)
+
+
+def _command(hf_path: str | Path, path: Path, q_bits: int, requantize: bool, revision: str | None) -> str:
+    """What to type, in any directory, to go on with this conversion."""
+    found = user_path(hf_path)
+    command = convert_command(str(found.absolute() if found.exists() else hf_path), str(path.absolute()), requantize)
+    more = {"--q-bits": None if q_bits == DEFAULT_Q_BITS else str(q_bits), "--revision": revision}
+    return " ".join([command, *(shlex.join([name, value]) for name, value in more.items() if value)])
 
 
 def resolve(hf_path: str | Path, revision: str | None) -> Path:
@@ -136,18 +153,13 @@ def _download(repo: str, revision: str | None) -> Path:
 
     with hub_errors(f"{repo} is no directory here and cannot be downloaded"):
         config = read_json(Path(hub.hf_hub_download(repo, "config.json", revision=revision)))
-        SourceFormat(config, ModelArgs.from_dict(_unquantized(config)).num_hidden_layers)
+        SourceFormat(config, ModelArgs.from_dict(unquantized(config)).num_hidden_layers)
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=DOWNLOADED))
-
-
-def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without what it says about the storage of tensors, which will change."""
-    return {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
 
 
 def read_args(checkpoint: Checkpoint) -> ModelArgs:
     generation = checkpoint.folder / "generation_config.json"
-    return ModelArgs.from_dict(_unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
+    return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
 
 
 def make_plan(checkpoint: Checkpoint, args: ModelArgs, q_bits: int, requantize: bool) -> Plan:
@@ -194,19 +206,22 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _write(output: Output, plan: Plan, progress: Progress, total: int) -> list[str]:
-    """All large files; returns the names of those that were finished already."""
-    kept, done = [], 0
+def _write(output: Output, plan: Plan, progress: Progress, total: int) -> tuple[list[str], list[str]]:
+    """All large files; returns the names of those that an earlier run had finished, intact and damaged ones."""
+    kept: list[str] = []
+    repaired: list[str] = []
+    done = 0
     for unit in plan.units:
         progress(done, total, unit.name)
         if output.is_finished(unit):
             kept.append(unit.name)
         else:
+            repaired += [unit.name] if unit.name in output.files else []
             (output.path / FOLDER / "layout.json").unlink(missing_ok=True)  # nobody loads what is being repaired
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size
         progress(done, total, unit.name)
-    return kept
+    return kept, repaired
 
 
 def _advance(progress: Progress, start: int, total: int, name: str) -> Callable[[int], None]:
@@ -224,7 +239,7 @@ def _small_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, bytes]:
     """Contents by name; layout.json, which makes the directory a model, comes last."""
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
-    config = {**_unquantized(checkpoint.config), "quantization": plan.quantization}
+    config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     files[f"{FOLDER}/layout.json"] = layout_json(plan.layout)
     return files
@@ -255,7 +270,7 @@ def parser() -> argparse.ArgumentParser:
         "--q-bits",
         type=int,
         choices=Q_BITS,
-        default=4,
+        default=DEFAULT_Q_BITS,
         help="of resident layers; experts have 4 (%(default)s)",
     )
     add("--q-group-size", type=int, choices=(GROUP_SIZE,), default=GROUP_SIZE, help="(%(default)s)")
@@ -267,20 +282,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(argv)
+    return execute(run, parser().parse_args(argv), writes=False)
+
+
+def run(options: argparse.Namespace) -> int:
     try:
-        report = _run(options)
-    except (MoefluxError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        report = _convert(options)
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
+        note("interrupted; run the same command again to resume")
         return INTERRUPTED
     _print_report(report)
     return 0
 
 
-def _run(options: argparse.Namespace) -> ConversionReport:
+def _convert(options: argparse.Namespace) -> ConversionReport:
     from tqdm import tqdm
 
     with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr, disable=None) as bar:
@@ -297,6 +312,9 @@ def _print_report(report: ConversionReport) -> None:
     lines = []
     if report.kept:
         lines.append(f"kept {len(report.kept)} files of an earlier run")
+    if report.repaired:
+        names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
+        lines.append(f"repaired {len(report.repaired)} damaged or missing files of an earlier run: {names}")
     if report.linked:
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.lossy:
@@ -306,7 +324,7 @@ def _print_report(report: ConversionReport) -> None:
         )
     if report.verified:
         lines.append("verified: all files equal a fresh conversion")
-    print("\n".join([*lines, f"{report.path} is ready"]), file=sys.stderr)
+    note("\n".join([*lines, f"{report.path} is ready"]))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,16 @@
     `-- RequestError         the caller asked for something impossible (sampler values, token counts, text)
 
 A message names the value, the limit and the remedy in one line, so a command can print it as it is.
+What goes on all the same, but not as well as it could, is a `MoefluxWarning`.
 """
 
 
 class MoefluxError(Exception):
     """Base of all errors raised on purpose; `str(error)` is one line meant for the user."""
+
+
+class MoefluxWarning(RuntimeWarning):
+    """Something is missing, or was asked for in vain; the message has the remedy."""
 
 
 class ConfigError(MoefluxError, ValueError):

@@ -12,12 +12,14 @@ from .command import (
     add_model_options,
     add_prompt_cache_options,
     add_sampling_options,
+    beyond_plan,
     execute,
     expert_statistics,
     load_named,
     note,
     open_store,
     parse_template_config,
+    peak_memory_gb,
     sampling,
     unsafe_letters,
 )
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .stream import GenerationResponse
     from .tokenizer import TokenizerWrapper
 
+WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always share a few
 DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."
 
 
@@ -36,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moeflux_mlx.generate",
         description="Generate text with a packed Mixture-of-Experts model.",
     )
-    add = made.add_argument
+    add = made.add_argument_group("prompt").add_argument
     add(
         "--prompt",
         "-p",
@@ -45,7 +48,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--system-prompt", help="system message for the chat template")
     add("--ignore-chat-template", action="store_true", help="feed the prompt as it is")
-    add("--verbose", action="store_true", help="also print the prompt's tokens, the time to load and more on I/O")
+    made.add_argument(
+        "--verbose", action="store_true", help="also print the prompt's tokens, the time to load and more on I/O"
+    )
     add_sampling_options(made)
     add_model_options(made)
     add_prompt_cache_options(made, with_file=True)
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from .session import Session
-    from .turns import before_question
+    from .turns import Rendering
 
     prompt = read_prompt(options.prompt)
     template_config = parse_template_config(options.chat_template_config)
@@ -72,10 +77,12 @@ def run(options: argparse.Namespace) -> int:
     limit = model.args.max_position_embeddings
     if len(tokens) >= limit:
         note(f"warning: the prompt has {len(tokens)} tokens and the model was made for {limit}")
+    elif warning := beyond_plan(model, len(tokens)):
+        note(warning)
     session = Session(model, tokenizer, store=store, prefill_step_size=options.prefill_step_size)
     boundaries = []
     if options.prompt_cache_dir and options.system_prompt is not None and not options.ignore_chat_template:
-        shared = before_question(tokenizer, messages_of(prompt, options), tokens, template_config)
+        shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), tokens)
         boundaries = [shared, len(tokens) - 1]
     return stream(session, tokens, boundaries, generation, options.verbose)
 
@@ -143,9 +150,17 @@ def print_statistics(last: "GenerationResponse | None", session: "Session", verb
     experts = session.model.experts
     if session.store is not None:
         note(f"prompt cache: {session.reuse.disk} of {last.prompt_tokens} tokens")
+    if session.reuse.out_of_reach >= WORTH_SAYING:
+        note(
+            f"prompt cache: {session.reuse.out_of_reach} more tokens are those of a saved prompt, but this model's "
+            "state can be taken up only where it was kept: at a prompt's end, and after --system-prompt; "
+            "put there what prompts share"
+        )
     note(f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens-per-sec")
     note(f"generation: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
-    note(f"peak memory: {last.peak_memory:.3f} GB")
+    if last.finish_reason == "length":
+        note(f"the text was cut after {last.generation_tokens} tokens; --max-tokens -1 has no limit")
+    note(f"peak memory: {peak_memory_gb():.3f} GB, {last.peak_memory:.3f} GB of it MLX's arrays")
     for line in expert_statistics(experts, verbose):
         note(line)
     if verbose and last.expert_bytes_per_token:

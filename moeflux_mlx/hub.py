@@ -4,13 +4,15 @@ A repository without packed experts is refused before any weight is downloaded.
 """
 
 import contextlib
+import logging
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from .config import ModelArgs
-from .errors import ModelFileError, MoefluxError, NotPackedError
-from .packed import FOLDER, not_packed_message
+from .errors import ModelFileError, MoefluxError, MoefluxWarning
+from .packed import FOLDER
+from .unpacked import not_packed_error
 
 
 def looks_like_repo(name: str) -> bool:
@@ -30,7 +32,7 @@ def fetch_packed(repo: str, revision: str | None = None) -> Path:
     with hub_errors(f"cannot fetch {repo} from the Hugging Face Hub"):
         if f"{FOLDER}/layout.json" not in hub.list_repo_files(repo, revision=revision):
             config = Path(hub.hf_hub_download(repo, "config.json", revision=revision))
-            raise NotPackedError(not_packed_message(repo, ModelArgs.from_file(config.parent)))
+            raise not_packed_error(repo, config.parent)
         return Path(hub.snapshot_download(repo, revision=revision))
 
 
@@ -38,8 +40,11 @@ def fetch_packed(repo: str, revision: str | None = None) -> Path:
 def hub_errors(what: str) -> Iterator[None]:
     """Whatever the Hub's library raises becomes a ModelFileError of one line that begins with `what`.
 
-    It raises errors of its own, of its HTTP client (which one depends on its version), and of the system.
+    It raises errors of its own, of its HTTP client (which one depends on its version), and of the system. What it logs
+    of its retries, two lines each, becomes one MoefluxWarning.
     """
+    log, retries = logging.getLogger("huggingface_hub.utils._http"), _Retries()
+    log.addFilter(retries)
     try:
         yield
     except MoefluxError:
@@ -47,3 +52,22 @@ def hub_errors(what: str) -> Iterator[None]:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelFileError(f"{what}: {reason}") from error
+    finally:
+        log.removeFilter(retries)
+
+
+class _Retries(logging.Filter):
+    """Drops the log's lines on retries, and warns at the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warned = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "thrown while requesting" not in text and "[Retry " not in text:
+            return True
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"the Hugging Face Hub does not answer, trying again: {text}", MoefluxWarning, stacklevel=2)
+        return False

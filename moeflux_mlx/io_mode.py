@@ -1,12 +1,13 @@
 """Decides whether expert files are mapped or read with `pread`: a pure function of a few figures."""
 
 import os
-import sys
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 
-from .errors import RequestError
+from .errors import MoefluxWarning, RequestError
 
+MODES = ("auto", "mmap", "pread")
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 
 
@@ -56,7 +57,7 @@ def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: s
         try:
             return IoMode(override)
         except ValueError:
-            raise RequestError(f"expert_io {override!r} is not one of auto, mmap, pread") from None
+            raise RequestError(f"expert_io {override!r} is not one of {', '.join(MODES)}") from None
     return IoMode.MMAP if 4 * total_expert_bytes <= 3 * physical_ram_bytes else IoMode.PREAD
 
 
@@ -72,16 +73,16 @@ def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures, h
     if select_io_mode(total, figures.memory) is IoMode.PREAD:
         return f"experts exceed three quarters of {figures.name}"
     if figures.copies and fixed + total + headroom > figures.memory:
-        rest = f"{_gib(fixed)} of resident weights and state"
-        return f"experts and {rest} leave less than {_gib(headroom)} of {figures.name}"
+        rest = f"{_gb(fixed)} of resident weights and state"
+        return f"experts and {rest} leave less than {_gb(headroom)} of {figures.name}"
     usable = figures.usable_working_set
     if usable is not None and fixed + total > usable:
         return (
-            f"experts and {_gib(fixed)} of resident weights and state exceed {_gib(usable)}, "
+            f"experts and {_gb(fixed)} of resident weights and state exceed {_gb(usable)}, "
             f"{WORKING_SET_SHARE:.0%} of max_recommended_working_set_size"
         )
     if figures.buffer is not None and layer_bytes > figures.buffer:
-        return f"a layer file of {_gib(layer_bytes)} exceeds max_buffer_length {_gib(figures.buffer)}"
+        return f"a layer file of {_gb(layer_bytes)} exceeds max_buffer_length {_gb(figures.buffer)}"
     return ""
 
 
@@ -89,8 +90,8 @@ def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: s
     """One line with the three figures behind the decision, and the one that decided if it is another."""
     why = "forced" if forced else "auto"
     text = (
-        f"expert I/O: {mode.value} ({why}): experts {_gib(total)}, "
-        f"{figures.name} {_gib(figures.memory)}, threshold {_gib(figures.memory * 3 // 4)}"
+        f"expert I/O: {mode.value} ({why}): experts {_gb(total)}, {figures.name} {_gb(figures.memory)} "
+        f"({figures.memory / 2**30:.1f} GiB), threshold {_gb(figures.memory * 3 // 4)}"
     )
     if forced and mode is IoMode.MMAP and reason:
         return f"{text}; warning: {reason}, so this will page and may run many times slower; --expert-io pread fits"
@@ -98,15 +99,14 @@ def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: s
 
 
 def from_environment(option: str) -> str:
-    """The command line's choice, else `MOEFLUX_EXPERT_IO`; an unknown value there warns and means auto."""
-    if option != "auto":
-        return option
-    value = os.environ.get("MOEFLUX_EXPERT_IO", "auto")
-    if value in ("auto", "mmap", "pread"):
-        return value
-    print(f"warning: MOEFLUX_EXPERT_IO={value!r} is not auto, mmap or pread; using auto", file=sys.stderr)
+    """`option`, or if that is "auto", what `MOEFLUX_EXPERT_IO` says; an unknown value there warns and means auto."""
+    value = os.environ.get("MOEFLUX_EXPERT_IO") or "auto"
+    if option != "auto" or value in MODES:
+        return value if option == "auto" else option
+    message = f"MOEFLUX_EXPERT_IO={value!r} is not {', '.join(MODES[:-1])} or {MODES[-1]}; using auto"
+    warnings.warn(message, MoefluxWarning, stacklevel=2)
     return "auto"
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"

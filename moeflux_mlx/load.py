@@ -13,17 +13,19 @@ import mlx.core as mx
 from . import kernels, native
 from .config import ModelArgs
 from .decode import DecodeStep
-from .errors import ModelFileError, NotPackedError, RequestError
+from .errors import ModelFileError, RequestError
 from .experts import RoutedExperts
 from .hub import fetch_packed, looks_like_repo
-from .io_mode import Figures
+from .io_mode import Figures, from_environment
 from .loader import ExpertLoader
 from .memory import DEFAULT_CONTEXT, PREFILL_STEP_SIZE, Demand, MemoryPlan, least_slots, plan_memory
 from .model import Model
-from .packed import FOLDER, PackedExperts, not_packed_message
+from .output import STATE
+from .packed import FOLDER, PackedExperts
 from .paths import user_path
 from .ram import usable_ram_bytes
 from .resources import directory
+from .unpacked import not_packed_error, unfinished_error
 from .weights import fill, read_resident, resident_bytes
 from .wired import wire
 
@@ -56,7 +58,7 @@ def load(
         path_or_hf_repo: a directory made by `convert`, a Hugging Face repo id that holds one, or None
             for the demo model that ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
-        expert_io: "auto", "mmap" or "pread".
+        expert_io: "mmap", "pread", or "auto": what the environment variable MOEFLUX_EXPERT_IO says, else what fits.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
         prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
@@ -114,7 +116,7 @@ def load_model(
             itemsize=dtype.size,
             prefill_step_size=prefill_step_size,
             in_place=computes_in_place(dtype),
-            expert_io=expert_io,
+            expert_io=from_environment(expert_io),
             expert_cache_bytes=expert_cache_bytes,
         ),
     )
@@ -197,6 +199,9 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
         )
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory")
-    if not (path / FOLDER / "layout.json").exists() and (path / "config.json").exists():
-        raise NotPackedError(not_packed_message(str(path), ModelArgs.from_file(path)))
+    if not (path / FOLDER / "layout.json").exists():
+        if (path / STATE).exists():
+            raise unfinished_error(path)
+        if (path / "config.json").exists():
+            raise not_packed_error(str(path), path)
     return path

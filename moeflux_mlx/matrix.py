@@ -55,6 +55,16 @@ class SourceFormat:
                 f"{tensor.file}: tensor {tensor.name} is stored with {found}; config.json says {stated}"
             )
 
+    @property
+    def must_requantize(self) -> bool:
+        """Whether, by what is stated, some codes cannot be copied into a packed model."""
+        experts = {name for name in self.overrides if ".mlp.switch_mlp." in name or ".mlp.experts." in name}
+        stated = {"": self.default, **self.overrides}
+        return any(
+            one is not None and (one.mode != "affine" or (name in ("", *experts) and one != PACKED))
+            for name, one in stated.items()
+        )
+
     def mode(self, name: str) -> str:
         stated = self.overrides.get(name, self.default)
         return stated.mode if stated else "affine"

@@ -19,22 +19,25 @@ is missing: `available()` is False and the MLX twins in the other modules do the
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shlex
 import warnings
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 import numpy as np
 
-from moeflux_mlx.errors import MoefluxError
+from moeflux_mlx.errors import MoefluxError, MoefluxWarning
 
 Buffer = Any  # numpy array, mx.array or memoryview
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
-    "install a C compiler (gcc or clang), then: "
-    "pip install --force-reinstall --no-deps --no-cache-dir moeflux-mlx"
+    "install a C compiler (gcc or clang), then "
 )
 _warned = False
 
@@ -55,16 +58,30 @@ def available() -> bool:
 
 
 def warn_if_missing() -> None:
-    """Warn (RuntimeWarning) once per process, with the remedy, if the extension was not built."""
+    """Warn (MoefluxWarning) once per process, with the remedy, if the extension was not built."""
     global _warned
     if _native is None and not _warned:
         _warned = True
-        warnings.warn(MISSING, RuntimeWarning, stacklevel=2)
+        warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=2)
+
+
+def reinstall_command() -> str:
+    """How to install the package once more, from where it came: it is on no index."""
+    notes = (found.read_text("direct_url.json") for found in metadata.distributions(name="moeflux-mlx"))
+    origin = json.loads(next(filter(None, notes), "{}"))
+    url = str(origin.get("url", ""))
+    if "vcs_info" in origin:
+        source = [f"{origin['vcs_info'].get('vcs', 'git')}+{url}"]
+    elif url.startswith("file:"):
+        source = [*(["-e"] if origin.get("dir_info", {}).get("editable") else []), unquote(urlparse(url).path)]
+    else:
+        return "install moeflux-mlx again from where it came, with pip's --force-reinstall --no-deps --no-cache-dir"
+    return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])
 
 
 def _kernels() -> ModuleType:
     if _native is None:
-        raise MoefluxError(MISSING)
+        raise MoefluxError(MISSING + reinstall_command())
     return _native
 
 

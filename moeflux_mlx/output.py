@@ -53,11 +53,13 @@ class Output:
     Args:
         path: need not exist.
         identity: what the bytes follow from; a directory begun with another one is refused.
+        command: how to go on with the conversion; noted until it is `finished`, for whoever finds it unfinished.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]):
+    def __init__(self, path: Path, identity: Mapping[str, Any], command: str = ""):
         self.path = path
         self.identity = {"version": STATE_VERSION, **identity}
+        self.command = command
         self.files = self._read_state()
         self.linked = False
 
@@ -75,6 +77,7 @@ class Output:
             return {}
         state = read_json(self.path / STATE)
         files = state.pop("files", None)
+        state.pop("command", None)
         for key in self.identity.keys() | state.keys():
             if state.get(key) != self.identity.get(key):
                 raise ModelFileError(
@@ -153,6 +156,11 @@ class Output:
                 sync(written.fileno())
             _rename(partial, file)
 
+    def finished(self) -> None:
+        """All files are there."""
+        self.command = ""
+        self._write_state()
+
     def compare(self, unit: Unit, advance: Advance) -> None:
         """Reads a file again beside freshly made bytes.
 
@@ -176,7 +184,8 @@ class Output:
                 raise ModelFileError(f"{file} is longer than {offset} bytes; delete it and convert again")
 
     def _write_state(self) -> None:
-        self.put(STATE, json.dumps({**self.identity, "files": self.files}, indent=1).encode())
+        command = {"command": self.command} if self.command else {}
+        self.put(STATE, json.dumps({**self.identity, **command, "files": self.files}, indent=1).encode())
 
 
 def _slices(chunks: Iterable[Bytes]) -> Iterator[memoryview]:

@@ -38,14 +38,3 @@ def check_length(path: Path, wanted: int) -> None:
         raise ModelFileError(f"{path} does not exist; it should hold {wanted} bytes") from None
     if size != wanted:
         raise ModelFileError(f"{path} has {size} bytes; the layout needs {wanted}")
-
-
-def not_packed_message(source: str, args: ModelArgs) -> str:
-    """What to run for a checkpoint that is not packed, and how much disk the packed experts take."""
-    target = source.rstrip("/").rsplit("/", 1)[-1] + "-moeflux"
-    gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
-    return (
-        f"{source} is not packed (no {FOLDER}/layout.json); run: python -m moeflux_mlx.convert "
-        f"--hf-path {source} --mlx-path {target}  "
-        f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint)"
-    )

@@ -12,8 +12,10 @@ def user_path(value: str | Path) -> Path:
     """The path, with `~` for a home directory; nothing need be there.
 
     Raises:
-        RequestError: no such user, or a name that no file here can have.
+        RequestError: no such user, or a name that no file here can have; an empty one, too.
     """
+    if value == "":
+        raise RequestError("a path is empty; give the name of a file or directory")
     try:
         path = Path(value).expanduser()
         if "\0" in str(path):

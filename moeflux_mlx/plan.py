@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .command import DTYPES, execute, gigabytes
+from .command import DTYPES, add_expert_io, execute, gigabytes
 from .config import DEEPSEEK_V3, ModelArgs, variants
 from .errors import RequestError
-from .io_mode import Figures, IoMode
+from .io_mode import Figures, IoMode, from_environment
 from .layout import BITS, GROUP_SIZE, ExpertLayout
 from .linear import Weight
 from .load import computes_in_place, default_context, default_dtype, machine_figures, resolve
@@ -34,6 +34,7 @@ ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # conversions keep them at 8 b
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 MEASURED_BYTES = 1 << 30
 IN_FLIGHT = 16  # reads queued at once when the disk is measured
+DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,22 +42,41 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m moeflux_mlx.plan",
         description="Plan memory, expert I/O and the speed that a disk allows; loads nothing.",
     )
-    add = made.add_argument
-    which = made.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="directory of a packed model, or Hugging Face repo id org/name")
-    which.add_argument("--variant", help=f"a known model by name: {', '.join(variants())}")
+    add = made.add_argument_group("model").add_argument
+    add("--model", help="directory of a packed model, or Hugging Face repo id org/name")
+    add("--variant", help=f"a known model by name: {', '.join(variants())}")
+    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+    add = made.add_argument_group("machine").add_argument
     add(
         "--ram-gb",
         type=float,
+        metavar="GB",
         help="plan for this much memory, in units of 1e9 bytes; default: this machine's. "
         "Only a Mac knows how much of it a Mac's GPU may use",
     )
-    add("--context", type=int, help="positions that the caches hold; default: 8192, or the model's limit if less")
-    add("--prefill-step-size", type=int, default=PREFILL_STEP_SIZE, help="prompt tokens that run at once (%(default)s)")
-    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
-    add("--expert-io", choices=("auto", "mmap", "pread"), default="auto", help="how experts are read (%(default)s)")
-    add("--expert-cache-gb", type=float, help="memory for streamed experts; default: what is left")
-    add("--measure-disk", action="store_true", help="read experts of --model directly, and give tokens per second")
+    add(
+        "--disk-gb-per-s",
+        type=float,
+        metavar="GB",
+        help=f"what the disk reads in a second; default: {', '.join(f'{disk:g}' for disk in DISKS)} side by side",
+    )
+    add("--measure-disk", action="store_true", help="read experts of --model directly, and take that")
+    add = made.add_argument_group("memory and expert I/O").add_argument
+    add_expert_io(add)
+    add("--expert-cache-gb", type=float, metavar="GB", help="memory for streamed experts; default: what is left")
+    add(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="positions that the caches hold; default: 8192, or the model's limit if less",
+    )
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=PREFILL_STEP_SIZE,
+        metavar="TOKENS",
+        help="of a prompt that run at once (%(default)s)",
+    )
     return made
 
 
@@ -67,10 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
-    if options.measure_disk and not options.model:
+    if (options.model is None) == (options.variant is None):
+        raise RequestError("give either --model or --variant")
+    if options.measure_disk and options.variant is not None:
         raise RequestError("--measure-disk reads a model's files; give --model instead of --variant")
+    stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
+    if options.measure_disk and stated is not None:
+        raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
     packed = None
-    if options.variant:
+    if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
     else:
@@ -84,12 +109,15 @@ def run(options: argparse.Namespace) -> int:
         itemsize=dtype.size,
         prefill_step_size=options.prefill_step_size,
         in_place=computes_in_place(dtype),
-        expert_io=options.expert_io,
+        expert_io=from_environment(options.expert_io),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
     )
     plan = plan_memory(args, layout, figures(options.ram_gb), demand)
-    speed = measure_disk(packed) if options.measure_disk and packed is not None else None
-    print("\n".join([*memory_lines(plan, layout), *speed_lines(args, layout, plan, speed)]))
+    disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
+    if options.measure_disk and packed is not None:
+        disks = [int(measure_disk(packed))]
+        lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+    print("\n".join([*memory_lines(plan, layout), *lines, *speed_lines(args, layout, plan, disks)]))
     return 0
 
 
@@ -140,17 +168,18 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
 
 
-def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, speed: float | None) -> list[str]:
-    """Bytes that a token takes from the disk at several hit rates; tokens per second if `speed` (bytes/s) is known."""
-    lines = [] if speed is None else [f"disk: {speed / 1e9:.2f} GB/s reading whole experts past the page cache"]
+def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
+    """What `disks`, in bytes per second, allow: tokens per second at several hit rates, or the time to read all."""
+    names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
     if plan.mode is IoMode.MMAP:
-        first = "" if speed is None else f", which takes at least {plan.experts / speed:.1f} s"
-        return [*lines, f"experts are mapped and stay in memory once they have been read{first}"]
+        seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+        return ["experts are mapped and stay in memory once they have been read, which takes at least:", seconds]
     all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    lines = [f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names)]
     for rate in HIT_RATES:
         nbytes = all_bytes * (1 - rate)
-        bound = "" if speed is None else f"  at most {speed / nbytes:.2f} tokens/s"
-        lines.append(f"hit rate {rate:4.0%}: {_gb(nbytes)} a token{bound}")
+        bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)
+        lines.append(f"{f'hit rate {rate:4.0%}: {_gb(nbytes)} a token':30}{bounds}")
     return lines
 
 

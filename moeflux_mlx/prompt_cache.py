@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -33,13 +33,21 @@ OURS = f"-v{VERSION}{SUFFIX}"  # other versions share the directory and its limi
 ABANDONED = 600  # seconds without a write after which a temporary file's writer must have died
 
 
+class Candidate(NamedTuple):
+    """A file, how many tokens its text shares with a prompt, and how many of these its state can stand for."""
+
+    usable: int
+    shared: int
+    path: Path
+
+
 class PromptStore(Protocol):
     """Where `reuse_prefix` looks."""
 
     fingerprint: Fingerprint
 
-    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[tuple[int, Path]]:
-        """(usable tokens, file), the most usable first."""
+    def candidates(self, tokens: np.ndarray, can_trim: bool) -> "list[Candidate]":
+        """Files that share a beginning with `tokens`, the most usable first."""
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         """Told that a candidate is damaged; raises `error` if it cannot be passed over."""
@@ -68,8 +76,17 @@ def reuse_prefix(
     Raises:
         PromptCacheError: the store is one file, and that is damaged or (FingerprintError) another model's.
     """
+    return restore_prefix(model, cache, tokens, store, longer_than)[0]
+
+
+def restore_prefix(
+    model: Model, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
+) -> tuple[int, int]:
+    """`reuse_prefix`, and the most tokens that a saved text shares with `tokens`, of use or not."""
     points = RewindPoints(cache, 0)
-    for length, path in store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim):
+    found = store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim)
+    shared = max((one.shared for one in found), default=0)
+    for length, _, path in found:
         if length <= longer_than:
             break
         try:
@@ -80,14 +97,13 @@ def reuse_prefix(
         if length < len(header.tokens):
             points.rewind(length)
         _touch(path)
-        return length
-    return 0
+        return length, shared
+    return 0, shared
 
 
-def usable_length(saved: np.ndarray, tokens: np.ndarray, can_trim: bool) -> int:
-    """How many of `tokens` the state after `saved` can stand for."""
+def _candidate(saved: np.ndarray, path: Path, tokens: np.ndarray, can_trim: bool) -> Candidate:
     shared = shared_length(saved, tokens)
-    return shared if can_trim or shared == len(saved) else 0
+    return Candidate(shared if can_trim or shared == len(saved) else 0, shared, path)
 
 
 class PromptFile:
@@ -97,14 +113,14 @@ class PromptFile:
         self.path = user_path(path)
         self.fingerprint = fingerprint
 
-    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[tuple[int, Path]]:
+    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
         if not self.path.exists():
             return []
         header = read_prompt_header(self.path)
         difference = header.fingerprint.difference(self.fingerprint)
         if difference:
             raise FingerprintError(f"{self.path} was made with {difference}; choose another file")
-        return [(usable_length(header.tokens, tokens, can_trim), self.path)]
+        return [_candidate(header.tokens, self.path, tokens, can_trim)]
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         raise error
@@ -129,9 +145,9 @@ class PromptDirectory:
         except OSError as error:
             raise PromptCacheError(f"{self.path} cannot be made: {error.strerror}; choose another") from error
 
-    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[tuple[int, Path]]:
-        found = ((usable_length(saved, tokens, can_trim), path) for path, saved in self._entries())
-        return sorted(found, key=lambda entry: (-entry[0], entry[1]))
+    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
+        found = (_candidate(saved, path, tokens, can_trim) for path, saved in self._entries())
+        return sorted(found, key=lambda one: (-one.usable, one.path))
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         """A damaged entry is removed, so that it is looked at only once; one that could not be read is left."""

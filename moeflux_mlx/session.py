@@ -17,7 +17,7 @@ from .cache import Cache
 from .errors import PromptCacheError, SnapshotError
 from .fingerprint import Fingerprint
 from .model import Model
-from .prompt_cache import PromptStore, reuse_prefix
+from .prompt_cache import PromptStore, restore_prefix
 from .prompt_file import PromptHeader, load_prompt, save_prompt
 from .rewind import RewindPoints
 from .sampling import LogitsProcessor
@@ -35,11 +35,13 @@ class Stopped(Exception):
 
 @dataclass
 class Reuse:
-    """Where the tokens of the last prompt came from."""
+    """Where the tokens of the last prompt came from; `out_of_reach` of the computed ones begin a saved prompt whose
+    state is that of a longer text and cannot be cut."""
 
     prompt: int = 0
     memory: int = 0
     disk: int = 0
+    out_of_reach: int = 0
 
     @property
     def computed(self) -> int:
@@ -60,7 +62,7 @@ class Session:
         tokens: what the caches have absorbed.
         reuse: how the last prompt was come by.
         first_token_seconds: from the call to the first token of the last response.
-        last: the newest response.
+        last: the newest response, None until a prompt has had one.
         save_error: why the store did not take the last prompt, if it did not.
     """
 
@@ -113,7 +115,7 @@ class Session:
         if self.points.can_trim:  # the last state holds all the others
             ends = ends[-1:]
         report = prompt_progress_callback or (lambda done, total: None)
-        self.save_error, self._to_store = None, []
+        self.last, self.save_error, self._to_store = None, None, []
         start = time.perf_counter()
         try:
             self._reuse(prompt)
@@ -158,16 +160,16 @@ class Session:
         """Brings the caches to the longest known prefix of `prompt` that leaves a token to compute."""
         shared = shared_length(self.tokens, prompt[:-1])
         known = shared if shared == len(self.tokens) else self.points.nearest(shared)
-        found = 0
+        found = saved = 0
         if self.store is not None:
-            found = reuse_prefix(self.model, self.cache, prompt, self.store, longer_than=known)
+            found, saved = restore_prefix(self.model, self.cache, prompt, self.store, known)
         if found:
             self.points.drop_after(shared)
             self.tokens = prompt[:found]
             self.points.keep(found)
         else:
             self.rewind(known)
-        self.reuse = Reuse(len(prompt), 0 if found else known, found)
+        self.reuse = Reuse(len(prompt), 0 if found else known, found, max(saved - max(found, known), 0))
 
     def _absorb(self, prompt: list[int], ends: list[int], report: Callable[[int, int], Any]) -> None:
         """Computes up to each of `ends` in turn, and keeps the state there."""

@@ -270,6 +270,11 @@ class TokenizerWrapper:
         return self._template.source
 
     @cached_property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can be called."""
+        return self.chat_template is not None
+
+    @cached_property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's logits may be wider."""
         return len(self.get_vocab())

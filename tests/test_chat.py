@@ -22,10 +22,11 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx import chat, model_fingerprint, stream_generate
 from moeflux_mlx.chat import Conversation, Display
 from moeflux_mlx.errors import PromptCacheError, RequestError
+from moeflux_mlx.load import load_model
 from moeflux_mlx.session import Session
 from moeflux_mlx.thinking import ThinkingSplitter, opens_thinking
 from moeflux_mlx.tokenizer import load_tokenizer
-from moeflux_mlx.turns import after_answer, before_answer, before_question
+from moeflux_mlx.turns import Rendering
 
 # Run instead of imported: as a submodule it would take the place of the function `moeflux_mlx.generate`.
 generate_main = runpy.run_module("moeflux_mlx.generate")["main"]
@@ -65,10 +66,22 @@ def test_each_turn_gives_the_answer_of_a_fresh_computation(family):
     talk = conversation(family, system="You are kind.")
     for text in ("Hello", "Who are you?", "And who am I?"):
         answer = ask(talk, text)
-        prompt = talk.tokenizer.apply_chat_template(talk.messages[:-1])
+        prompt = talk.session.tokens[: talk.session.reuse.prompt]
+        assert talk.tokenizer.decode(prompt) == talk.tokenizer.apply_chat_template(talk.messages[:-1], tokenize=False)
         responses = stream_generate(talk.session.model, talk.tokenizer, prompt, max_tokens=8)
         assert answer == "".join(r.text for r in responses)
-        assert talk.session.reuse.prompt == len(prompt)
+
+
+@pytest.mark.parametrize("family", [ATTENTION, RECURRENT])
+def test_what_was_said_keeps_its_tokens(family):
+    """The tiny models write bytes that are no UTF-8, which the tokenizer would spell with other tokens."""
+    talk = conversation(family)
+    ask(talk, "Hello", 20)
+    said = list(talk.session.tokens)
+    assert talk.tokenizer.encode(talk.tokenizer.decode(said), add_special_tokens=False) != said
+    ask(talk, "More")
+    assert talk.session.tokens[: len(said)] == said
+    assert talk.session.reuse.memory == len(said)
 
 
 def test_a_turn_computes_from_the_last_boundary():
@@ -159,11 +172,12 @@ def test_places_where_prompts_part():
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     prompt = tokenizer.apply_chat_template(messages)
     whole = tokenizer.decode(prompt)
-    assert tokenizer.decode(prompt[: before_question(tokenizer, messages, prompt, {})]).endswith("user\n")
-    assert tokenizer.decode(prompt[: before_answer(tokenizer, messages, prompt, {})]).endswith("Hi<|im_end|>\n")
+    rendering = Rendering(tokenizer, {})
+    assert tokenizer.decode(prompt[: rendering.before_question(messages, prompt)]).endswith("user\n")
+    assert tokenizer.decode(prompt[: rendering.before_answer(messages, prompt)]).endswith("Hi<|im_end|>\n")
     answered = [*messages, {"role": "assistant", "content": "Ho", "reasoning_content": "Hm"}]
     tokens = tokenizer.encode(whole + "<think>\nHm\n</think>\n\nHo", add_special_tokens=False)
-    kept = tokenizer.decode(tokens[: after_answer(tokenizer, answered, tokens, {})])
+    kept = tokenizer.decode(tokens[: rendering.after_answer(answered, tokens)])
     assert kept == whole  # the template drops the reasoning of earlier turns
 
 
@@ -254,6 +268,34 @@ def test_an_answer_ends_with_the_models_context(monkeypatch):
         ask(talk, "Hello", n)
     limit = talk.session.model.args.max_position_embeddings
     assert ends[:2] == [limit, limit] and ends[2] < limit
+
+
+def test_answers_that_were_cut_say_so(monkeypatch, capsys):
+    endless = stopping_at(999)
+    monkeypatch.setattr(chat, "load_named", lambda options: endless)
+    _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
+    assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)") == 2
+    limit = endless[1].args.max_position_embeddings
+    _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
+    assert f"(cut: the conversation has the {limit} tokens that the model takes; /reset begins anew)" in err
+    _, _, err = run(monkeypatch, capsys, ["Hello"], "-m", "-1", "--verbose")
+    assert "(cut: " in err
+    ending = stopping_at(*range(256))
+    monkeypatch.setattr(chat, "load_named", lambda options: ending)
+    assert "(cut" not in run(monkeypatch, capsys, ["Hello"])[2]
+
+
+def stopping_at(*ends):
+    """What `load_named` gives, with other stop tokens."""
+    path = tiny_directory(RECURRENT)
+    tokenizer = load_tokenizer(path)
+    tokenizer.eos_token_ids = set(ends)
+    return path, load_model(path, dtype=mx.float32), tokenizer
+
+
+def test_a_conversation_that_outgrows_the_plan_says_so_once(monkeypatch, capsys):
+    _, _, err = run(monkeypatch, capsys, ["Hello", "Hello again", "And again", "/reset", "Hi"], "--context", "50")
+    assert len(re.findall(r"tokens and memory was planned for 50; --context \d+ plans for it", err)) == 1
 
 
 def test_bytes_that_are_no_text_are_refused(monkeypatch, capsys):

@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import logging
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +16,7 @@ import time
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
@@ -189,9 +192,12 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
         "prompt tokens",
         "generation: 6 tokens",
         "peak memory",
-        "hits",
+        "the text was cut after 6 tokens; --max-tokens -1",
+        "expert I/O: mmap\n",
     ):
         assert words in err, words
+    peak, arrays = map(float, re.search(r"peak memory: ([\d.]+) GB, ([\d.]+) GB of it MLX's", err).groups())
+    assert peak > 0.03 > arrays > 0
     assert "\r" not in err  # progress is for terminals
 
 
@@ -249,7 +255,37 @@ def test_a_file_instead_of_a_directory(capfd, tmp_path):
 def test_checkpoint_that_is_not_packed(capfd, copy_dir):
     shutil.rmtree(copy_dir / "packed_experts")
     line = fails(capfd, "--model", copy_dir)
+    assert f"{copy_dir} holds an unfinished conversion" in line
+    (copy_dir / "convert_state.json").unlink()
+    line = fails(capfd, "--model", copy_dir)
     assert f"python -m moeflux_mlx.convert --hf-path {copy_dir} --mlx-path" in line and "GB" in line
+    assert "requantize" not in line
+
+
+@pytest.mark.parametrize(
+    "quantization, lossy",
+    [
+        ({"group_size": 64, "bits": 4, "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}}, False),
+        ({"group_size": 64, "bits": 8}, True),
+        ({"group_size": None, "bits": 4, "mode": "mxfp4"}, True),
+        ({"group_size": 64, "bits": 4, "model.layers.1.mlp.switch_mlp.down_proj": {"bits": 6}}, True),
+        ({"group_size": 64, "bits": 4, "language_model.lm_head": {"mode": "nvfp4"}}, True),
+        (None, False),
+    ],
+)
+def test_the_command_for_a_checkpoint_can_be_run(copy_dir, quantization, lossy, capfd):
+    """Whatever its directory is called, and with --requantize where `convert` would ask for it."""
+    path = copy_dir.rename(copy_dir.with_name("my model's; $HOME"))
+    shutil.rmtree(path / "packed_experts")
+    (path / "convert_state.json").unlink()
+    edit_json(path / "config.json", quantization=quantization)
+    command = re.search(r"run: (.*?)  \(", fails(capfd, "--model", path))[1]
+    assert shlex.split(command)[:5] == ["python", "-m", "moeflux_mlx.convert", "--hf-path", str(path)]
+    assert (shlex.split(command)[-1] == "--requantize") == lossy
+
+
+def test_an_empty_name_is_no_model(capfd):
+    assert "a path is empty" in fails(capfd, "--model", "")
 
 
 def damage_layer(path, change):
@@ -334,6 +370,24 @@ def test_template_that_raises_or_escapes(capfd, copy_dir, template, words):
     assert words in fails(capfd, "--model", copy_dir)
 
 
+def test_retries_of_the_hub_are_one_line(capfd, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*_, **__):
+        log = logging.getLogger("huggingface_hub.utils._http")
+        for attempt in range(1, 6):
+            log.warning("'[Errno -2] Name or service not known' thrown while requesting GET https://huggingface.co/x")
+            log.warning(f"Retrying in 1s [Retry {attempt}/5].")
+        log.warning("something else")
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
+    code, _, err = command(capfd, "--model", "org/name")
+    warning, error = [line for line in err.splitlines() if line != "something else"]
+    assert code == 1 and error.startswith("error: cannot fetch org/name") and "Name or service not known" in warning
+    assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
+
+
 def test_repo_that_cannot_be_reached(capfd, monkeypatch):
     import huggingface_hub
 
@@ -391,6 +445,36 @@ def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, interrup
     assert len(calls) < 6 and "tokens-per-sec" in capsys.readouterr().err
 
 
+HERE = ["--ignore-chat-template", "--prompt", "abc", "--max-tokens", "3"]
+
+
+def in_shell(line, model_dir, *arguments, **environment):
+    """Runs the command as `line` has it, "$@" in it; returns (exit code, stderr)."""
+    command = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(model_dir), *HERE, *arguments]
+    environment = {**child_environment(), **environment}
+    done = subprocess.run(["sh", "-c", line, "sh", *command], env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    return done.returncode, done.stderr, done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_a_full_stdout_is_one_line(model_dir):
+    code, err, _ = in_shell('"$@" > /dev/full', model_dir)
+    assert code == 1 and "error: the output cannot be written: No space left on device\n" in err
+
+
+def test_a_closed_stdout_is_one_line(model_dir):
+    code, err, _ = in_shell('"$@" >&-', model_dir)
+    assert code == 1 and err == "error: stdout is closed, so there is nowhere to write to\n"
+    assert in_shell('"$@" 2>&-', model_dir)[0] == 0
+
+
+def test_a_terminal_without_the_letters(model_dir):
+    """The tiny model writes arbitrary bytes."""
+    code, _, out = in_shell('"$@"', model_dir, "--max-tokens", "60", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert code == 0 and "?" in out and out.isascii()
+
+
 def test_a_reader_that_goes_away_is_no_error(model_dir):
     arguments = ["--model", str(model_dir), "--prompt", "abc", "--max-tokens", "300", "--ignore-chat-template"]
     command = [sys.executable, "-m", "moeflux_mlx.generate", *arguments]
@@ -423,6 +507,44 @@ def test_verbose_prints_the_text(model_dir, capsys):
     text = library_generate(model, tokenizer, PROMPT, True, max_tokens=5)
     out = capsys.readouterr().out
     assert out.startswith(text) and "5 tokens" in out and f"{len(PROMPT)} prompt tokens" in out
+
+
+def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
+    idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
+    idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]
+    code, _, err = command(capfd, "--model", model_dir, *idle)
+    assert code == 0 and [line for line in err.splitlines() if line.startswith("note: ")] == [
+        "note: --top-p, --seed have no effect at --temp 0",
+        "note: --expert-cache-gb, --prefetch have no effect where experts are mapped",
+        "note: --system-prompt has no effect with --ignore-chat-template",
+        "note: --prompt-cache-gb has no effect without --prompt-cache-dir",
+        "note: --revision has no effect where --model is a directory",
+    ]
+    used = ["--temp", "1", "--top-p", "0.5", "--seed", "3", "--expert-io", "pread", "--expert-cache-gb", "1"]
+    used += ["--system-prompt", "x", "--prompt-cache-dir", tmp_path, "--prompt-cache-gb", "2", "--prefetch", "off"]
+    assert "note: " not in command(capfd, "--model", model_dir, *used, "-p", "a", "-m", "1")[2]
+
+
+def test_a_prompt_beyond_the_planned_context_is_said(capfd, model_dir):
+    base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--ignore-chat-template", "--context"]
+    assert "the prompt has 40 tokens and memory was planned for 30; --context 40" in command(capfd, *base, 30)[2]
+    assert "planned" not in command(capfd, *base, 40)[2]
+
+
+@pytest.mark.parametrize("family, said", [("qwen3_next", True), ("qwen3_moe", False)])
+def test_a_saved_state_that_is_out_of_reach_is_said(capfd, family, said, tmp_path):
+    base = ["--model", tiny_directory(family), "-m", "1", "--prompt-cache-dir", tmp_path, "-p"]
+    common = "x" * 60
+    assert "more tokens are those" not in command(capfd, *base, common + "a" * 20)[2]
+    err = command(capfd, *base, common + "b" * 20)[2]
+    found = re.search(r"prompt cache: (\d+) more tokens are those of a saved prompt.*--system-prompt", err)
+    assert (found is not None) == said and (not said or 60 <= int(found[1]) < 90)
+
+
+def test_help_is_in_groups():
+    text = parser().format_help()
+    for title in ("prompt:", "answer:", "model:", "memory and expert I/O:", "prompt cache:"):
+        assert f"\n{title}\n" in text
 
 
 def test_no_tokens_are_refused_before_the_prompt_is_computed(capfd, model_dir):

@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,8 +19,9 @@ import pytest
 from moeflux_mlx import paths
 from moeflux_mlx.checkpoint import ITEM_BYTES
 from moeflux_mlx.config import ModelArgs
-from moeflux_mlx.convert import convert
+from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.generate import main as generate
 from moeflux_mlx.layout import ExpertLayout
 from moeflux_mlx.output import PARTIAL, STATE
 from moeflux_mlx.packed import PackedExperts
@@ -56,7 +58,7 @@ def copy_of(whole, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from moeflux_mlx.convert import convert
+from moeflux_mlx.convert import convert, main
 def progress(done, total, name):
     if name == sys.argv[3] and done > int(sys.argv[4]):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -124,7 +126,44 @@ def test_a_damaged_layer_is_made_again(tmp_path, source, whole, damage):
         file.write_bytes(changed)
     report = convert(source, out)
     assert list(report.kept) == [name for name in LARGE if name != LAYERS[1]]
+    assert report.repaired == (LAYERS[1],)
     assert tree(out) == tree(whole)
+
+
+def test_what_was_repaired_is_said(tmp_path, source, whole, capsys):
+    out = copy_of(whole, tmp_path)
+    arguments = ["--hf-path", str(source), "--mlx-path", str(out), "--verify"]
+    assert main(arguments) == 0 and "damaged" not in capsys.readouterr().err
+    for name in LARGE:
+        (out / name).write_bytes(bytes((out / name).stat().st_size))
+    assert main(arguments) == 0
+    files = ", ".join(LARGE[:3])
+    assert f"repaired 4 damaged or missing files of an earlier run: {files}, ...\n" in capsys.readouterr().err
+    assert tree(out) == tree(whole)
+
+
+def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole, monkeypatch, capsys):
+    """With the command, wherever it is typed."""
+    out = tmp_path / "my model"
+
+    def stop(done, total, name):
+        if done > total / 2:
+            raise Stopped
+
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(Stopped):
+        convert(source.name, out, q_bits=8, requantize=True, progress=stop)
+    assert generate(["--model", str(out)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"error: {out} holds an unfinished conversion; to finish it run: python -m moeflux_mlx.convert"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(err.partition("run: ")[2])[3:]) == 0
+    assert "kept 1 files" in capsys.readouterr().err or len(tree(out)) == len(tree(whole))
+    assert "command" not in json.loads((out / STATE).read_text())
+    with pytest.raises(ModelFileError, match="begun with another options"):
+        convert(source, out)
 
 
 @pytest.mark.parametrize("name", [LARGE[0], LARGE[3]])
@@ -248,7 +287,7 @@ def test_a_disk_that_fills_up_on_the_way(tmp_path, monkeypatch, source):
 
 MEASURED = """
 import resource, sys
-from moeflux_mlx.convert import convert
+from moeflux_mlx.convert import convert, main
 from moeflux_mlx.checkpoint import open_checkpoint
 from pathlib import Path
 import moeflux_mlx.model, mlx.core as mx

@@ -1,5 +1,6 @@
 """Kernel sources, configurations and the demo model are found in a wheel made from the sdist, and when editable."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,7 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tiny_models import child_environment, on_cpu, tiny_directory
 
+from moeflux_mlx import native
+from moeflux_mlx.generate import main
 from moeflux_mlx.resources import directory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,3 +76,61 @@ def test_an_installed_wheel_finds_its_data(wheel, tmp_path):
 
 def test_the_demo_model_is_small():
     assert sum(file.stat().st_size for file in directory("demo").rglob("*")) < 8_000_000
+
+
+def test_without_a_backend_the_extra_is_named(tmp_path):
+    """As `pip install .` on Linux leaves it: the package mlx alone has no engine."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
+    environment = {**child_environment(), "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "moeflux_mlx.generate", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: MLX cannot be imported (libmlx.so")
+    assert "pip install 'mlx[cpu]', or 'mlx[cuda13]'" in last and "extras [cpu] and [cuda13]" in last
+
+
+@pytest.mark.parametrize(
+    "origin, command",
+    [
+        ({"url": "file:///home/a%20b/moeflux", "dir_info": {"editable": True}}, "-e '/home/a b/moeflux'"),
+        ({"url": "file:///tmp/moeflux.whl", "archive_info": {}}, "/tmp/moeflux.whl"),
+        ({"url": "https://host/m.git", "vcs_info": {"vcs": "git", "commit_id": "1"}}, "git+https://host/m.git"),
+        (None, None),
+    ],
+)
+def test_the_package_is_installed_anew_from_where_it_came(origin, command, monkeypatch):
+    class Installed:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return None if origin is None else json.dumps(origin)
+
+    monkeypatch.setattr(native.metadata, "distributions", lambda name: [Installed()])
+    found = native.reinstall_command()
+    if command is None:
+        assert "from where it came" in found
+    else:
+        assert found == f"pip install --force-reinstall --no-deps --no-cache-dir {command}"
+
+
+def test_a_command_without_native_kernels_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native, "_warned", False)
+    with on_cpu():
+        assert main(["--model", str(tiny_directory("qwen3_moe")), "-p", "a", "-m", "1"]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "native" in line]
+    assert line.startswith("warning: the native CPU kernels are not built") and "pip install" in line
+
+
+def test_the_demo_takes_the_callers_paths(tmp_path):
+    """Relative ones too: the script itself works in the repository."""
+    shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "tiny")
+    environment = {**os.environ, "VIRTUAL_ENV": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$2" = moeflux_mlx.generate ] || exit 0\npwd; echo "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "demo", "--model", "tiny"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}\n-m moeflux_mlx.generate --model tiny\n"

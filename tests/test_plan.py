@@ -145,9 +145,9 @@ METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)
             GB,
             4 * GB,
             METAL,
-            "3.73 GiB of resident .* exceed 40.23 GiB, 90% of max_recommended_working_set_size",
+            "4.00 GB of resident .* exceed 43.20 GB, 90% of max_recommended_working_set_size",
         ),
-        (40 * GB, 37 * GB, GB, METAL, "layer file of 34.46 GiB exceeds max_buffer_length 33.53 GiB"),
+        (40 * GB, 37 * GB, GB, METAL, "layer file of 37.00 GB exceeds max_buffer_length 36.00 GB"),
         (40 * GB, 37 * GB, 20 * GB, Figures(64 * GB), ""),
     ],
 )
@@ -297,16 +297,39 @@ def test_every_variant_can_be_planned(name, capsys):
 def test_a_model_larger_than_memory(capsys):
     code, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--context", "4096")
     assert code == 0
-    assert "pread (auto): experts 202.50 GiB, RAM 59.60 GiB, threshold 44.70 GiB" in out
+    assert "pread (auto): experts 217.43 GB, RAM 64.00 GB (59.6 GiB), threshold 48.00 GB" in out
     assert re.search(r"expert pool +\d+\.\d+ GB  \d+ slots, [\d.]+ of 512 a layer", out)
-    assert "hit rate   0%: 4.247 GB a token" in out
+    assert re.search(r"at most, tokens/s +3 GB/s +5 GB/s +7 GB/s\n", out)
+    assert re.search(r"hit rate   0%: 4.247 GB a token +0.71 +1.18 +1.65\n", out)
+    assert re.search(r"hit rate  90%: 0.425 GB a token +7.06 +11.77 +16.48\n", out)
+    _, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--disk-gb-per-s", "2.5")
+    assert re.search(r"at most, tokens/s +2.5 GB/s\nhit rate   0%: 4.247 GB a token +0.59\n", out)
+
+
+def test_a_mapped_model_is_read_once(capsys):
+    code, out, _ = command(capsys, "--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--dtype", "bfloat16")
+    assert code == 0 and "once they have been read" in out
+    assert out.endswith("5.4 s at 3 GB/s, 3.3 s at 5 GB/s, 2.3 s at 7 GB/s\n")
+
+
+def test_the_environment_decides_for_the_plan_and_for_loading(monkeypatch, capsys):
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "pread")
+    assert "pread (forced)" in command(capsys, "--variant", "qwen3-30b-a3b", "--ram-gb", "64")[1]
+    assert "mmap (forced)" in command(capsys, "--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--expert-io", "mmap")[1]
+    for expert_io, mode in (("auto", IoMode.PREAD), ("mmap", IoMode.MMAP)):
+        model = load_model(tiny_directory("qwen3_moe"), expert_io=expert_io)
+        assert model.experts.mode is mode
+        model.experts.close()
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "")
+    assert load_model(tiny_directory("qwen3_moe")).experts.mode is IoMode.MMAP
 
 
 def test_the_disk_is_measured(capsys):
     path = str(tiny_directory("qwen3_moe"))
     code, out, _ = command(capsys, "--model", path, "--expert-io", "pread", "--measure-disk")
     assert code == 0 and re.search(r"disk: [\d.]+ GB/s", out)
-    assert re.search(r"hit rate  50%: 0.000 GB a token  at most \d+\.\d+ tokens/s", out)
+    assert re.search(r"at most, tokens/s +[\d.e+-]+ GB/s\n", out)
+    assert re.search(r"hit rate  50%: 0.000 GB a token +\d+\.\d+\n", out)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +338,12 @@ def test_the_disk_is_measured(capsys):
         (["--variant", "qwen3.5-397b-a17b", "--ram-gb", "4"], "GB of memory would do"),
         (["--variant", "qwen3-30b-a3b", "--ram-gb", "8", "--context", "400000"], "a context of [0-9]+ fits"),
         (["--variant", "qwen3-30b-a3b", "--measure-disk"], "give --model"),
+        (["--model", "x", "--measure-disk", "--disk-gb-per-s", "3"], "exclude each other"),
+        (["--variant", "qwen3-30b-a3b", "--disk-gb-per-s", "0"], "--disk-gb-per-s is 0.0"),
+        ([], "give either --model or --variant"),
+        (["--model", "x", "--variant", "qwen3-30b-a3b"], "give either --model or --variant"),
+        (["--variant", "qwen3-30b-a3b", "--expert-cache-gb", "1e9"], "above 0 and below 1e9"),
+        (["--model", ""], "a path is empty"),
         (["--variant", "qwen3-30b-a3b", "--ram-gb", "-1"], "--ram-gb is -1.0"),
         (["--variant", "qwen3-30b-a3b", "--ram-gb", "nan"], "--ram-gb is nan"),
         (["--variant", "no-such"], "no variant 'no-such'"),
