@@ -229,7 +229,7 @@ class ExpertLoader:
         self.check_process()
         self._check_open()
         if self.mode is IoMode.MMAP:
-            for layer in self._files if self.is_resident else ():
+            for layer in self._files if self._files and self.is_resident else ():
                 self._check_length(layer)
             yield False
             return
