@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from moeflux_mlx.convert import convert
 from moeflux_mlx.load import load_model
 
+ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 THINK = ("<think>", "</think>")
@@ -64,10 +65,9 @@ def on_cpu():
         mx.set_default_device(before)
 
 
-def child_environment():
-    """For a child process that imports what this one can."""
-    root = Path(__file__).resolve().parent.parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+def child_environment(first=ROOT):
+    """For a child process that imports what this one can, from the folder `first` before all others."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), *sys.path])}
 
 
 def write_tokenizer(path, template):
