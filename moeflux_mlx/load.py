@@ -144,7 +144,9 @@ def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> Ex
     except BaseException:
         release()
         raise
-    loader.at_close(weakref.finalize(loader, release))
+    forgotten = weakref.finalize(loader, release)
+    forgotten.atexit = False  # MLX goes first
+    loader.at_close(forgotten)
     loader.decision = plan.decision
     return loader
 

@@ -163,7 +163,7 @@ class ExpertLoader:
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._callers: set[int] = set()  # threads that have had a turn
+        self._callers: set[int] = set()  # the first two threads that have had a turn
         self._guards: list[mx.array] = []  # given out in this turn
         self._forgetting: list[Callable[[], object]] = []
         self._files: dict[int, mmap.mmap] = {}
@@ -235,7 +235,8 @@ class ExpertLoader:
             return
         with self._lock:
             self._check_open()
-            self._callers.add(threading.get_ident())
+            if len(self._callers) < 2:
+                self._callers.add(threading.get_ident())
             shared = len(self._callers) > 1
             try:
                 yield shared
