@@ -27,6 +27,8 @@ from .command import (
     parse_template_config,
     sampling,
     unsafe_letters,
+    why_cut,
+    within_limit,
 )
 from .errors import MoefluxError, PromptCacheError, RequestError, TokenizerError
 from .paths import user_path
@@ -100,7 +102,7 @@ def lines(history_file: str | None) -> Iterator[str]:
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.output import create_output
 
-    history: History = FileHistory(history_file) if history_file else InMemoryHistory()
+    history: History = InMemoryHistory() if history_file is None else FileHistory(str(user_path(history_file)))
     words = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
     prompt: PromptSession[str] = PromptSession(
         history=history,
@@ -161,9 +163,9 @@ class Conversation:
         try:
             rendered = self.rendering.text(self.messages)
             prompt = self._encode(rendered)
-            room = self._room(prompt)
-            asked = generation.pop("max_tokens", -1)
-            generation["max_tokens"] = room if asked == -1 else min(asked, room)
+            self._check_room(prompt)
+            asked = generation.get("max_tokens", -1)
+            generation["max_tokens"] = within_limit(self.session.model, len(prompt), asked)
             end = self.rendering.before_answer(self.messages, prompt)
             splitter = ThinkingSplitter(opens_thinking(rendered))
             for response in self.session.respond(prompt, boundaries=[end], **generation):
@@ -209,26 +211,27 @@ class Conversation:
         """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning.
 
         A model may write a text in other tokens than the tokenizer does; encoded anew, it would be computed anew.
+        Where the texts part, tokens are known up to the last special one before: no other depends on what follows.
         """
-        known = self.session.tokens
-        spelt = self.tokenizer.decode(known)
-        if not spelt or not rendered.startswith(spelt):
-            known, spelt = [], ""
-        return known + self.tokenizer.encode(rendered[len(spelt) :], add_special_tokens=False)
+        known, specials = self.session.tokens, self.tokenizer.all_special_ids
+        speller, spelt, kept, kept_letters = self.tokenizer.detokenizer, 0, 0, 0
+        for count, token in enumerate(known, start=1):
+            speller.add_token(token)
+            piece = speller.last_segment
+            if not rendered.startswith(piece, spelt):
+                break
+            spelt += len(piece)
+            if token in specials or count == len(known):
+                kept, kept_letters = count, spelt
+        return known[:kept] + self.tokenizer.encode(rendered[kept_letters:], add_special_tokens=False)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the last answer ended because the model takes no more tokens."""
-        return len(self.session.tokens) + 1 >= self.session.model.args.max_position_embeddings
-
-    def _room(self, prompt: list[int]) -> int:
-        """Tokens that the model takes after `prompt`."""
+    def _check_room(self, prompt: list[int]) -> None:
+        """Raises RequestError: the model takes no token after `prompt`."""
         limit = self.session.model.args.max_position_embeddings
         if len(prompt) >= limit:
             raise RequestError(
                 f"the conversation has {len(prompt)} tokens and the model takes {limit}; begin anew with /reset"
             )
-        return limit - len(prompt)
 
 
 def _are_messages(turns: list[Any]) -> bool:
@@ -289,6 +292,7 @@ class Chat:
         with Interruption() as interruption:
 
             def update(done: int, total: int) -> None:
+                self._note_plan(total)
                 progress.update(done, total)
                 if interruption.wanted:
                     raise Stopped
@@ -309,18 +313,12 @@ class Chat:
         if interruption.wanted:
             note("(stopped)")
         elif session.last is not None and session.last.finish_reason == "length":
-            note(self._why_cut(session.last.generation_tokens))
-        self._note_plan(session.reuse.prompt)
+            why = why_cut(session.model, session.last.prompt_tokens, session.last.generation_tokens)
+            note(f"({why})")
         if session.save_error is not None:
             note(f"warning: the prompt was not saved: {session.save_error}")
         if self.verbose:
             self.stats("")
-
-    def _why_cut(self, tokens: int) -> str:
-        if self.conversation.is_full:
-            limit = self.conversation.session.model.args.max_position_embeddings
-            return f"(cut: the conversation has the {limit} tokens that the model takes; /reset begins anew)"
-        return f"(cut after {tokens} tokens; --max-tokens -1 has no limit)"
 
     def _note_plan(self, tokens: int) -> None:
         """Says once that the conversation has outgrown what memory was planned for."""

@@ -1,6 +1,8 @@
 """What the commands share: options, loading what they name, and lines on stderr. Light to import."""
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import resource
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROMPT_CACHE_GB = 10.0
+UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # what writing to stdout ends in
 # What would move a terminal's cursor or change its state; a model can be talked into writing it.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
@@ -165,7 +168,7 @@ def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
             lambda name: given[name] not in (None, "{}"),
         ),
         "without --prompt-cache-dir": (
-            [] if options.prompt_cache_dir else ["--prompt-cache-gb"],
+            ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
             lambda name: given[name] != PROMPT_CACHE_GB,
         ),
         "where --model is a directory": (
@@ -183,12 +186,27 @@ def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
 
 def beyond_plan(model: "Model", tokens: int) -> str:
     """What to say of a prompt for which no memory was planned, if it is one."""
-    planned = model.plan.demand.context
+    planned, limit = model.plan.demand.context, model.args.max_position_embeddings
     if tokens <= planned:
         return ""
     return (
-        f"warning: the prompt has {tokens} tokens and memory was planned for {planned}; --context {tokens} plans for it"
+        f"warning: the prompt has {tokens} tokens and memory was planned for {planned}; "
+        f"--context {min(2 * tokens, limit)} leaves room for an answer"
     )
+
+
+def within_limit(model: "Model", prompt_tokens: int, max_tokens: int) -> int:
+    """`max_tokens`, or what the model takes after the prompt if that is less; at least 1."""
+    room = max(model.args.max_position_embeddings - prompt_tokens, 1)
+    return room if max_tokens == -1 else min(max_tokens, room)
+
+
+def why_cut(model: "Model", prompt_tokens: int, answer_tokens: int) -> str:
+    """Why an answer ended without an end."""
+    limit = model.args.max_position_embeddings
+    if prompt_tokens + answer_tokens >= limit:
+        return f"the text has the {limit} tokens that the model takes"
+    return f"cut after {answer_tokens} tokens; --max-tokens -1 has no limit"
 
 
 def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, writes: bool = True) -> int:
@@ -201,7 +219,7 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
         warnings.simplefilter("always", MoefluxWarning)
         warnings.showwarning = _show_warning
         try:
-            prepare_output(writes)
+            prepare_streams(writes)
             code = run(options)
             if writes:
                 sys.stdout.flush()
@@ -211,22 +229,33 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
         except BrokenPipeError:  # whoever read the text has gone
             _give_up_stdout()
         except OSError as error:
-            _give_up_stdout()
-            note(f"error: {error if error.filename else f'the output cannot be written: {error.strerror}'}")
+            is_output = error.errno in UNWRITABLE and error.filename is None
+            if is_output:
+                _give_up_stdout()
+            note(f"error: the output cannot be written: {error.strerror}" if is_output else f"error: {error}")
         except KeyboardInterrupt:
             return INTERRUPTED
     return 1
 
 
-def prepare_output(writes: bool) -> None:
-    """Lets text be written that a terminal has no letters for: a question mark each.
+def prepare_streams(writes: bool) -> None:
+    """Lets text be written that a terminal has no letters for, a question mark each, and closed streams be used.
+
+    A file that is opened in the place of a closed one would be taken for it, and MLX reads none at 0.
 
     Raises:
         RequestError: stdout is closed, and the command `writes` to it.
     """
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
-    if sys.stdout is None and writes:
+    is_closed = sys.stdout is None
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if is_closed and writes:
         raise RequestError("stdout is closed, so there is nowhere to write to")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
@@ -261,8 +290,8 @@ def gigabytes(option: str, value: float | None) -> int | None:
     Raises:
         RequestError: not a positive, finite number.
     """
-    if value is not None and not 0 < value < 1e9:
-        raise RequestError(f"{option} is {value}; it must be above 0 and below 1e9, in units of 1e9 bytes")
+    if value is not None and not 1e-9 <= value < 1e9:
+        raise RequestError(f"{option} is {value}; it must be positive and below 1e9, in units of 1e9 bytes")
     return None if value is None else int(value * 1e9)
 
 
@@ -331,13 +360,13 @@ def open_store(options: argparse.Namespace, path: Path, model: "Model") -> "Prom
     from .prompt_cache import PromptDirectory, PromptFile
 
     file = getattr(options, "prompt_cache_file", None)
-    if file and options.prompt_cache_dir:
+    if file is not None and options.prompt_cache_dir is not None:
         raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
     if not options.prompt_cache_gb > 0:
         raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
-    if file:
+    if file is not None:
         return PromptFile(file, fingerprint_of(path, model))
-    if options.prompt_cache_dir:
+    if options.prompt_cache_dir is not None:
         size = min(options.prompt_cache_gb * 1e9, 2.0**62)
         return PromptDirectory(options.prompt_cache_dir, fingerprint_of(path, model), int(size))
     return None
@@ -363,7 +392,9 @@ def check_seed(seed: int) -> int:
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """One line or more on stderr; that nobody can read them is no reason to stop."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Progress:

@@ -210,8 +210,8 @@ class _Reader:
             value = self.config.get(name)
             if value is None:
                 continue
-            if kind is float and type(value) is int and abs(value) <= LARGEST:
-                value = float(value)
+            if kind is float and type(value) is int:
+                value = float(value) if abs(value) < 2**1023 else math.inf
             if not isinstance(value, kind) or (kind in (int, float) and isinstance(value, bool)):
                 raise _out_of_range(name, value, kind.__name__)
             if isinstance(value, float) and not math.isfinite(value):

@@ -9,7 +9,6 @@ unfinished directory is never taken for a model.
 import argparse
 import hashlib
 import json
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from .expert_file import LayerFile, check_experts, find_experts, layout_json, pa
 from .hub import hub_errors, looks_like_repo
 from .layout import GROUP_SIZE, ExpertLayout
 from .matrix import SourceFormat
-from .output import Output, Unit, check_space
+from .output import STATE, Output, Unit, check_space
 from .packed import FOLDER, PackedExperts
 from .paths import user_path
 from .resident_file import plan_resident
 from .sanitize import canonical_tensors
-from .unpacked import convert_command
 
 Q_BITS, DEFAULT_Q_BITS = (4, 8), 4
 COPIED = (
@@ -50,6 +48,7 @@ class ConversionReport:
         lossy: checkpoint tensors that were quantised already and had to be quantised again.
         kept: files that an earlier run had finished.
         repaired: files that an earlier run had finished and that had other bytes now; they were written again.
+        quantized: how many resident matrices came as floats and have `q_bits` now.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
     """
@@ -58,6 +57,7 @@ class ConversionReport:
     lossy: tuple[str, ...]
     kept: tuple[str, ...]
     repaired: tuple[str, ...]
+    quantized: int
     linked: bool
     verified: bool
 
@@ -70,6 +70,7 @@ class Plan:
     units: tuple[Unit, ...]
     quantization: Mapping[str, Any]
     lossy: tuple[str, ...]
+    quantized: int
 
     @property
     def total_bytes(self) -> int:
@@ -108,6 +109,8 @@ def convert(
             f"q_bits {q_bits}, q_group_size {q_group_size} is not implemented; use 4 or 8 and {GROUP_SIZE}"
         )
     source = resolve(hf_path, revision)
+    if (source / STATE).exists() and not (source / FOLDER / "layout.json").exists():
+        raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     path = user_path(mlx_path)
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
@@ -117,7 +120,7 @@ def convert(
     output = Output(
         path,
         {"source": fingerprint(checkpoint), "options": {"q_bits": q_bits, "requantize": requantize}},
-        _command(hf_path, path, q_bits, requantize, revision),
+        {"hf_path": str(source.absolute() if user_path(hf_path).exists() else hf_path), "revision": revision},
     )
     check_space(path, output.missing_bytes(plan.units))
     report = progress or (lambda done, total, name: None)
@@ -125,18 +128,9 @@ def convert(
         kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
         _write_small_files(output, checkpoint, plan)
         PackedExperts.open(path, ModelArgs.from_file(path))
-        output.finished()
         if verify:
             _verify(output, checkpoint, plan, report)
-    return ConversionReport(path, plan.lossy, tuple(kept), tuple(repaired), output.linked, verify)
-
-
-def _command(hf_path: str | Path, path: Path, q_bits: int, requantize: bool, revision: str | None) -> str:
-    """What to type, in any directory, to go on with this conversion."""
-    found = user_path(hf_path)
-    command = convert_command(str(found.absolute() if found.exists() else hf_path), str(path.absolute()), requantize)
-    more = {"--q-bits": None if q_bits == DEFAULT_Q_BITS else str(q_bits), "--revision": revision}
-    return " ".join([command, *(shlex.join([name, value]) for name, value in more.items() if value)])
+    return ConversionReport(path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, output.linked, verify)
 
 
 def resolve(hf_path: str | Path, revision: str | None) -> Path:
@@ -185,7 +179,8 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, q_bits: int, requantize: 
             lossy += again
             layers.append(LayerFile(layout, layer, experts))
     _check_all_used(tensors, used)
-    return Plan(layout, (*resident.files(), *layers), resident.quantization(), tuple(lossy))
+    units = (*resident.files(), *layers)
+    return Plan(layout, units, resident.quantization(), tuple(lossy), resident.quantized(q_bits))
 
 
 def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
@@ -291,7 +286,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         note("interrupted; run the same command again to resume")
         return INTERRUPTED
-    _print_report(report)
+    _print_report(report, options)
     return 0
 
 
@@ -299,8 +294,13 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
     from tqdm import tqdm
 
     with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr, disable=None) as bar:
+        named = ""
 
         def show(done: int, total: int, name: str) -> None:
+            nonlocal named
+            if bar.disable and name != named:  # in a log, a line for each file
+                named = name
+                note(f"{done / total:4.0%} {name}")
             bar.total = total
             bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
             bar.update(done - bar.n)
@@ -308,13 +308,23 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
         return convert(**vars(options), progress=show)
 
 
-def _print_report(report: ConversionReport) -> None:
+def _files(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
+
+
+def _print_report(report: ConversionReport, options: argparse.Namespace) -> None:
     lines = []
+    if options.requantize and not report.lossy:
+        lines.append("note: --requantize had no effect: everything could be copied")
+    if options.q_bits != DEFAULT_Q_BITS and not report.quantized:
+        lines.append("note: --q-bits had no effect: the checkpoint's matrices are quantised already, and were copied")
+    if not any((report.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        lines.append("warning: the checkpoint has no tokenizer.json or tokenizer.model; generate needs one of them")
     if report.kept:
-        lines.append(f"kept {len(report.kept)} files of an earlier run")
+        lines.append(f"kept {_files(len(report.kept))} of an earlier run")
     if report.repaired:
         names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
-        lines.append(f"repaired {len(report.repaired)} damaged or missing files of an earlier run: {names}")
+        lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
     if report.linked:
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.lossy:

@@ -22,6 +22,8 @@ from .command import (
     peak_memory_gb,
     sampling,
     unsafe_letters,
+    why_cut,
+    within_limit,
 )
 from .errors import RequestError
 
@@ -77,11 +79,13 @@ def run(options: argparse.Namespace) -> int:
     limit = model.args.max_position_embeddings
     if len(tokens) >= limit:
         note(f"warning: the prompt has {len(tokens)} tokens and the model was made for {limit}")
-    elif warning := beyond_plan(model, len(tokens)):
-        note(warning)
+    else:
+        generation["max_tokens"] = within_limit(model, len(tokens), generation["max_tokens"])
+        if warning := beyond_plan(model, len(tokens)):
+            note(warning)
     session = Session(model, tokenizer, store=store, prefill_step_size=options.prefill_step_size)
     boundaries = []
-    if options.prompt_cache_dir and options.system_prompt is not None and not options.ignore_chat_template:
+    if options.prompt_cache_dir is not None and options.system_prompt is not None and not options.ignore_chat_template:
         shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), tokens)
         boundaries = [shared, len(tokens) - 1]
     return stream(session, tokens, boundaries, generation, options.verbose)
@@ -147,19 +151,23 @@ def print_statistics(last: "GenerationResponse | None", session: "Session", verb
         note(f"warning: the prompt was not saved: {session.save_error}")
     if last is None:
         return
-    experts = session.model.experts
+    experts, reuse = session.model.experts, session.reuse
     if session.store is not None:
-        note(f"prompt cache: {session.reuse.disk} of {last.prompt_tokens} tokens")
-    if session.reuse.out_of_reach >= WORTH_SAYING:
+        note(f"prompt cache: {reuse.disk} of {last.prompt_tokens} tokens")
+    if reuse.out_of_reach >= WORTH_SAYING:
         note(
-            f"prompt cache: {session.reuse.out_of_reach} more tokens are those of a saved prompt, but this model's "
+            f"prompt cache: {reuse.out_of_reach} more tokens are those of a saved prompt, but this model's "
             "state can be taken up only where it was kept: at a prompt's end, and after --system-prompt; "
             "put there what prompts share"
         )
-    note(f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens-per-sec")
+    if reuse.computed < reuse.prompt:
+        waited = f"{session.first_token_seconds:.2f} s"
+        note(f"prompt: {reuse.prompt} tokens, {reuse.computed} of them computed, first token after {waited}")
+    else:
+        note(f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens-per-sec")
     note(f"generation: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
     if last.finish_reason == "length":
-        note(f"the text was cut after {last.generation_tokens} tokens; --max-tokens -1 has no limit")
+        note(why_cut(session.model, last.prompt_tokens, last.generation_tokens))
     note(f"peak memory: {peak_memory_gb():.3f} GB, {last.peak_memory:.3f} GB of it MLX's arrays")
     for line in expert_statistics(experts, verbose):
         note(line)

@@ -23,6 +23,7 @@ from .model import Model
 from .output import STATE
 from .packed import FOLDER, PackedExperts
 from .paths import user_path
+from .process import claim_process
 from .ram import usable_ram_bytes
 from .resources import directory
 from .unpacked import not_packed_error, unfinished_error
@@ -51,8 +52,10 @@ def load(
 
     A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side by
     side; if they are read into a pool, calls take turns, and once a second thread has called, what a call returns is
-    evaluated before the next one begins. A process that is forked afterwards cannot use the model; start processes
-    with multiprocessing's "spawn".
+    evaluated before the next one begins. A cache can go on in another thread once its arrays are evaluated:
+    `mx.eval([layer.state for layer in cache])`. On a GPU that holds every expert each thread compiles its own step, so
+    a thread that stays is better than one for each request. A process that is forked afterwards cannot use the model,
+    nor load another; start processes with multiprocessing's "spawn".
 
     Args:
         path_or_hf_repo: a directory made by `convert`, a Hugging Face repo id that holds one, or None
@@ -71,6 +74,7 @@ def load(
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
         NotPackedError: a checkpoint that needs converting; the message holds the command.
         TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory.
+        ExpertIOError: this process was forked from one that had loaded a model.
     """
     from .tokenizer import load_tokenizer
 
@@ -99,6 +103,7 @@ def load_model(
     revision: str | None = None,
 ) -> Model:
     """`load` without a tokenizer; `model.experts` is the `ExpertLoader`."""
+    claim_process()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
     path = resolve(path_or_hf_repo, revision)
@@ -204,6 +209,7 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
     if not (path / FOLDER / "layout.json").exists():
         if (path / STATE).exists():
             raise unfinished_error(path)
-        if (path / "config.json").exists():
-            raise not_packed_error(str(path), path)
+        for folder in (path, path / "mlx"):  # the second is moeflux's
+            if (folder / "config.json").exists():
+                raise not_packed_error(str(path), folder)
     return path

@@ -30,10 +30,12 @@ from .io_mode import IoMode
 from .layout import ExpertLayout
 from .packed import PackedExperts
 from .pool import Key, Slot, SlotPool, adopt, on_device
-from .reader import DEFAULT_WORKERS, ExpertReader, check_process
+from .process import check_process
+from .reader import DEFAULT_WORKERS, ExpertReader
 
 DEFAULT_CACHE_BYTES = 2 << 30
 CLOSED = "the expert loader is closed; load the model again"
+LOOK_EVERY = 0.1  # seconds between looks at the files that a GPU has adopted: a look costs as much as 60 launches
 
 
 @dataclass
@@ -167,6 +169,7 @@ class ExpertLoader:
         self._guards: list[mx.array] = []  # given out in this turn
         self._forgetting: list[Callable[[], object]] = []
         self._files: dict[int, mmap.mmap] = {}
+        self._looked = 0.0
         self._layers: dict[int, np.ndarray | mx.array] = {}
         self._pools: list[SlotPool] = []
         self._pool_of: dict[int, SlotPool] = {}
@@ -229,8 +232,7 @@ class ExpertLoader:
         self.check_process()
         self._check_open()
         if self.mode is IoMode.MMAP:
-            for layer in self._files if self._files and self.is_resident else ():
-                self._check_length(layer)
+            self._look_at_files()
             yield False
             return
         with self._lock:
@@ -241,8 +243,16 @@ class ExpertLoader:
             try:
                 yield shared
             finally:
-                guards, self._guards = self._guards, []
-                (mx.eval if shared else mx.async_eval)(guards)
+                (mx.eval if shared else mx.async_eval)(self._guards)
+                self._guards = []
+
+    def _look_at_files(self) -> None:
+        """Where layers are asked for one by one, each is looked at then; a GPU's compiled step asks for none."""
+        now = time.monotonic()
+        if self._files and now - self._looked > LOOK_EVERY and self.is_resident:
+            self._looked = now
+            for layer in self._files:
+                self._check_length(layer)
 
     def check_process(self) -> None:
         """Raises ExpertIOError: this is not the process that made the loader."""
@@ -258,9 +268,10 @@ class ExpertLoader:
 
     def _check_length(self, layer: int) -> None:
         """Memory behind the end of a mapped file cannot be read: the process would be killed."""
-        if self._files[layer].size() != self.layout.layer_bytes:
+        file = self._files.get(layer)  # another thread may have closed them
+        if file is not None and file.size() < self.layout.layer_bytes:
             raise ExpertIOError(
-                f"the file of layer {layer} has {self._files[layer].size()} of {self.layout.layer_bytes} bytes: "
+                f"the file of layer {layer} has {file.size()} of {self.layout.layer_bytes} bytes: "
                 "it was cut short while in use; restore it and load the model again"
             )
 
@@ -283,8 +294,7 @@ class ExpertLoader:
             ValueError: more different experts than the pool has slots that no other batch holds.
         """
         self._check_open()
-        if self._files:
-            self._check_length(layer)
+        self._check_length(layer)
         wanted, inverse = np.unique(ids, return_inverse=True)
         keys = [(layer, expert) for expert in wanted.tolist()]
         inverse = inverse.reshape(ids.shape).astype(np.int32)
@@ -292,7 +302,11 @@ class ExpertLoader:
         batch = ExpertBatch(self, keys, inverse, ready)
         if self._pools:
             self._collect()
-            self._admit(self._pool_of[layer], keys, ready)
+            try:
+                self._admit(self._pool_of[layer], keys, ready)
+            except BaseException:
+                batch.release()
+                raise
         batch.ready = ready[inverse]
         return batch
 
@@ -364,7 +378,7 @@ class ExpertLoader:
     def close(self) -> None:
         """Stops the threads, closes the files, gives memory back; what is asked for later raises ExpertIOError.
 
-        Waits for a call of the model that another thread has under way.
+        Waits for a call that another thread has under way, if experts are streamed.
         """
         with self._lock:
             if self._closed:
@@ -401,7 +415,10 @@ class ExpertLoader:
         layer = keys[0][0]
         if self._pools:
             return self._pool_of[layer].locate(keys)
-        return self._layers[layer], np.array([expert for _, expert in keys], np.int32)
+        blob = self._layers.get(layer)
+        if blob is None:  # closed this moment, by another thread
+            raise ExpertIOError(CLOSED)
+        return blob, np.array([expert for _, expert in keys], np.int32)
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
         if not self._pools:

@@ -101,8 +101,9 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
         RequestError: it does not fit, or a value is impossible; the message has the figures and the
             nearest that fits.
     """
-    if demand.context < 1:
-        raise RequestError(f"context is {demand.context}; it must be positive")
+    for name, value in (("context", demand.context), ("prefill_step_size", demand.prefill_step_size)):
+        if value < 1:
+            raise RequestError(f"{name} is {value}; it must be positive")
     state = state_bytes(args, demand.context, demand.itemsize)
     activations = activation_bytes(args, layout, demand)
     fixed = demand.resident + state + activations + RUNTIME_BYTES
@@ -228,7 +229,7 @@ def _longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, de
         need = state_bytes(args, shorter.context, demand.itemsize) + activation_bytes(args, layout, shorter)
         return need <= left
 
-    low, high = 0, -(-demand.context // KV_STEP)
+    low, high = 0, -(-min(demand.context, args.max_position_embeddings) // KV_STEP)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,9 +21,9 @@ from .mla import MLA
 from .moe import MoE, RoutedExpertsCall
 
 
-def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises RequestError: one of `tokens` is outside the vocabulary."""
-    low, high = int(tokens.min()), int(tokens.max())
+def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:
+    """Raises RequestError: a token is outside the vocabulary."""
+    low, high = (tokens, tokens) if isinstance(tokens, int) else (int(tokens.min()), int(tokens.max()))
     if low < 0 or high >= vocab_size:
         raise RequestError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
 
@@ -108,7 +108,7 @@ class Model(nn.Module):
             tokens: integers [B, L] of the vocabulary. On a GPU a single token is believed: to look would be to wait.
 
         Raises:
-            RequestError: tokens of another shape or outside the vocabulary, or another model's caches.
+            RequestError: tokens of another shape or outside the vocabulary, or not one cache for each layer.
             ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
         """
         return self._in_turn(self._logits, tokens, cache)
@@ -143,7 +143,7 @@ class Model(nn.Module):
         if len(cache) != len(self.layers):
             raise RequestError(f"{len(cache)} caches for {len(self.layers)} layers; use model.make_cache()")
         if tokens.size > 1 or not kernels.has_kernels():
-            check_vocabulary(np.array(tokens), self.args.vocab_size)
+            check_vocabulary(cast(Any, tokens.item()) if tokens.size == 1 else np.array(tokens), self.args.vocab_size)
 
     def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
         if self.decode_step is not None and self.decode_step.takes(tokens, cache):

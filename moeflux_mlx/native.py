@@ -67,13 +67,16 @@ def warn_if_missing() -> None:
 
 def reinstall_command() -> str:
     """How to install the package once more, from where it came: it is on no index."""
-    notes = (found.read_text("direct_url.json") for found in metadata.distributions(name="moeflux-mlx"))
-    origin = json.loads(next(filter(None, notes), "{}"))
+    here = Path(__file__).resolve().parent
+    installed = [one for one in metadata.distributions(name="moeflux-mlx") if one.read_text("direct_url.json")]
+    origin = json.loads(installed[0].read_text("direct_url.json") or "") if installed else {}
     url = str(origin.get("url", ""))
-    if "vcs_info" in origin:
+    if (here.parent / "pyproject.toml").exists():  # the source tree, whatever is installed beside it
+        source = ["-e", str(here.parent)]
+    elif "vcs_info" in origin:
         source = [f"{origin['vcs_info'].get('vcs', 'git')}+{url}"]
     elif url.startswith("file:"):
-        source = [*(["-e"] if origin.get("dir_info", {}).get("editable") else []), unquote(urlparse(url).path)]
+        source = [unquote(urlparse(url).path)]
     else:
         return "install moeflux-mlx again from where it came, with pip's --force-reinstall --no-deps --no-cache-dir"
     return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])

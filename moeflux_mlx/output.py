@@ -23,6 +23,7 @@ from .paths import sync, sync_folder
 STATE = "convert_state.json"
 STATE_VERSION = 1
 PARTIAL = ".partial"
+BEGUN = {"source": "from another checkpoint", "options": "with other options", "version": "by another version"}
 READ_BYTES = 1 << 22
 
 Advance = Callable[[int], None]
@@ -53,13 +54,13 @@ class Output:
     Args:
         path: need not exist.
         identity: what the bytes follow from; a directory begun with another one is refused.
-        command: how to go on with the conversion; noted until it is `finished`, for whoever finds it unfinished.
+        origin: noted beside, for whoever finds the conversion unfinished.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], command: str = ""):
+    def __init__(self, path: Path, identity: Mapping[str, Any], origin: Mapping[str, Any] | None = None):
         self.path = path
         self.identity = {"version": STATE_VERSION, **identity}
-        self.command = command
+        self.origin = dict(origin or {})
         self.files = self._read_state()
         self.linked = False
 
@@ -77,11 +78,11 @@ class Output:
             return {}
         state = read_json(self.path / STATE)
         files = state.pop("files", None)
-        state.pop("command", None)
+        state.pop("origin", None)
         for key in self.identity.keys() | state.keys():
             if state.get(key) != self.identity.get(key):
                 raise ModelFileError(
-                    f"{self.path} was begun with another {key}; choose another directory, or delete this one"
+                    f"{self.path} was begun {BEGUN.get(key, 'otherwise')}; choose another directory, or delete this one"
                 )
         if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
             raise ModelFileError(f"{self.path / STATE} is damaged; delete {self.path} and convert again")
@@ -156,11 +157,6 @@ class Output:
                 sync(written.fileno())
             _rename(partial, file)
 
-    def finished(self) -> None:
-        """All files are there."""
-        self.command = ""
-        self._write_state()
-
     def compare(self, unit: Unit, advance: Advance) -> None:
         """Reads a file again beside freshly made bytes.
 
@@ -184,8 +180,7 @@ class Output:
                 raise ModelFileError(f"{file} is longer than {offset} bytes; delete it and convert again")
 
     def _write_state(self) -> None:
-        command = {"command": self.command} if self.command else {}
-        self.put(STATE, json.dumps({**self.identity, **command, "files": self.files}, indent=1).encode())
+        self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())
 
 
 def _slices(chunks: Iterable[Bytes]) -> Iterator[memoryview]:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .command import DTYPES, add_expert_io, execute, gigabytes
+from .command import DTYPES, add_expert_io, execute, gigabytes, note
 from .config import DEEPSEEK_V3, ModelArgs, variants
 from .errors import RequestError
 from .io_mode import Figures, IoMode, from_environment
@@ -113,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
     )
     plan = plan_memory(args, layout, figures(options.ram_gb), demand)
+    if plan.mode is IoMode.MMAP and options.expert_cache_gb is not None:
+        note("note: --expert-cache-gb has no effect where experts are mapped")
     disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
     if options.measure_disk and packed is not None:
         disks = [int(measure_disk(packed))]
@@ -162,18 +164,20 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
         rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
-    if plan.copied:
-        rows.append(("experts", plan.copied, ""))
-    rows += [("in all", plan.total, ""), ("left", memory - plan.total, f"  of {_gb(memory)} {plan.figures.name}")]
+    mapped = plan.experts if plan.mode is IoMode.MMAP else 0
+    if mapped:
+        rows.append(("experts", mapped, "" if plan.copied else "  mapped: in the system's cache of files"))
+    total = plan.total - plan.copied + mapped
+    rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
     return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
 
 
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
     """What `disks`, in bytes per second, allow: tokens per second at several hit rates, or the time to read all."""
     names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
-    if plan.mode is IoMode.MMAP:
+    if plan.mode is IoMode.MMAP and plan.fixed + plan.experts <= plan.figures.memory:
         seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
-        return ["experts are mapped and stay in memory once they have been read, which takes at least:", seconds]
+        return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
     all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
     lines = [f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names)]
     for rate in HIT_RATES:

@@ -143,7 +143,8 @@ class PromptDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise PromptCacheError(f"{self.path} cannot be made: {error.strerror}; choose another") from error
+            why = "it is a file" if self.path.exists() else error.strerror
+            raise PromptCacheError(f"{self.path} cannot be made a directory: {why}; choose another") from error
 
     def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
         found = (_candidate(saved, path, tokens, can_trim) for path, saved in self._entries())

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from .errors import ExpertIOError
 from .packed import PackedExperts
+from .process import check_process
 
 ALIGNMENT = 4096  # what O_DIRECT wants of offsets, lengths and addresses on every common device
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
@@ -233,15 +234,6 @@ class ExpertReader:
     def _open_buffered(self, error: OSError) -> tuple[dict[int, int], bool]:
         self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
         return self._open(False)
-
-
-def check_process(process: int) -> None:
-    """Raises ExpertIOError: this is another process than `process`, where the model was loaded."""
-    if os.getpid() != process:
-        raise ExpertIOError(
-            "the model was loaded before this process was forked, and neither its threads nor MLX's come along; "
-            "start the process with multiprocessing.get_context('spawn') and load the model there"
-        )
 
 
 def _open_file(path: os.PathLike[str], direct: bool) -> int:

@@ -161,6 +161,11 @@ class ResidentPlan:
                 entry[path] = {"group_size": storage.group_size, "bits": storage.bits} if storage else False
         return entry
 
+    def quantized(self, bits: int) -> int:
+        """How many matrices come as floats and get `bits`."""
+        made = (source for source in self.sources if isinstance(source, MatrixSource))
+        return sum(source.bits == bits and source.matrix.storage is None for source in made)
+
     def files(self) -> list["ResidentFile"]:
         """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
         groups: list[list[Source]] = [[]]

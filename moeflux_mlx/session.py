@@ -123,9 +123,9 @@ class Session:
             for response in self._generate(prompt, report, generation):
                 if response.generation_tokens == 1:
                     self.first_token_seconds = time.perf_counter() - start
-                self.last = response
                 rate = self.reuse.computed / self.first_token_seconds
-                yield replace(response, prompt_tokens=len(prompt), prompt_tps=rate)
+                self.last = replace(response, prompt_tokens=len(prompt), prompt_tps=rate)
+                yield self.last
         except (Stopped, GeneratorExit):
             raise
         except BaseException:

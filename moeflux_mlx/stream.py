@@ -204,9 +204,9 @@ def generate(
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Raises RequestError: it is neither positive nor -1."""
-    if max_tokens == 0 or max_tokens < -1:
-        raise RequestError(f"max_tokens is {max_tokens}; it must be positive, or -1 for no limit")
+    """Raises RequestError: it is neither a positive integer nor -1."""
+    if not isinstance(max_tokens, (int, np.integer)) or max_tokens == 0 or max_tokens < -1:
+        raise RequestError(f"max_tokens is {max_tokens!r}; it must be a positive integer, or -1 for no limit")
 
 
 def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: "Model") -> mx.array:
@@ -217,8 +217,6 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: "Model"
             process was forked after `model` was loaded.
     """
     model.check_process()  # in a forked child a GPU's arrays cannot even be made
-    if not isinstance(prompt, (Sequence, np.ndarray, mx.array)):
-        raise RequestError(f"the prompt is {type(prompt).__name__}; give text or one row of token ids")
     try:
         tokens = np.array(prompt)
     except ValueError:
@@ -226,7 +224,7 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: "Model"
     if tokens.size == 0:
         raise RequestError("the prompt is empty; give at least one token")
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise RequestError(f"the prompt is an array of {tokens.dtype} {tokens.shape}; give one row of token ids")
+        raise RequestError(f"the prompt is {tokens.dtype} {tokens.shape}; give text or one row of token ids")
     check_vocabulary(tokens, model.args.vocab_size)
     return mx.array(tokens.astype(np.uint32))
 

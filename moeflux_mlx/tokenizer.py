@@ -309,7 +309,7 @@ class TokenizerWrapper:
         """Text of the token ids; ids the vocabulary lacks are left out, invalid UTF-8 becomes U+FFFD."""
         detokenizer = self.detokenizer
         for token in ids:
-            if not (skip_special_tokens and token in self._special_ids):
+            if not (skip_special_tokens and token in self.all_special_ids):
                 detokenizer.add_token(token)
         detokenizer.finalize()
         return detokenizer.text
@@ -344,7 +344,8 @@ class TokenizerWrapper:
         return ChatTemplate(find_templates(self._path, self._config), self._special_tokens)
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def all_special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are not text: control tokens, and those that the model's files name."""
         named = (self._id_of(token) for token in self._special_tokens.values())
         return self._vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
 

@@ -11,10 +11,9 @@ from .output import STATE
 from .packed import FOLDER
 
 
-def convert_command(hf_path: str, mlx_path: str, requantize: bool) -> str:
-    """The shell command that converts `hf_path`."""
-    words = ["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path]
-    return shlex.join([*words, *(["--requantize"] if requantize else [])])
+def convert_command(hf_path: str, mlx_path: str, *more: str) -> str:
+    """The shell command that converts `hf_path`; `more` are further words of it."""
+    return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *more])
 
 
 def not_packed_error(source: str, folder: Path) -> NotPackedError:
@@ -25,12 +24,13 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     """
     config = read_json(folder / "config.json")
     args = ModelArgs.from_dict(unquantized(config))
-    target = source.rstrip("/").rsplit("/", 1)[-1] + "-moeflux"
+    name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
     requantize = SourceFormat(config, args.num_hidden_layers).must_requantize
+    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
     gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
     return NotPackedError(
-        f"{source} is not packed (no {FOLDER}/layout.json); run: {convert_command(source, target, requantize)}  "
+        f"{source} is not packed (no {FOLDER}/layout.json); run: {command}  "
         f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
     )
 
@@ -41,6 +41,18 @@ def unfinished_error(path: Path) -> NotPackedError:
     Raises:
         ModelFileError: its state file cannot be read.
     """
-    command = read_json(path / STATE).get("command")
-    finish = command if isinstance(command, str) else "the same python -m moeflux_mlx.convert command again"
-    return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {finish}")
+    state = read_json(path / STATE)
+    origin, options = (found if isinstance(found := state.get(key), dict) else {} for key in ("origin", "options"))
+    hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
+    if not hf_path:
+        return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
+    more = ["--requantize"] if options.get("requantize") is True else []
+    more += ["--q-bits", "8"] if options.get("q_bits") == 8 else []
+    more += ["--revision", revision] if revision else []
+    command = convert_command(hf_path, str(path.absolute()), *more)
+    return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")
+
+
+def _line(value: object) -> str:
+    """The text, if it is one that a terminal can be shown: the file may be anybody's."""
+    return value if isinstance(value, str) and value.isprintable() else ""

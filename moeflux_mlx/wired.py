@@ -1,6 +1,6 @@
-"""MLX's limit of wired memory (Metal), shared by all models of the process.
+"""MLX's limit of wired memory (Metal), which is one for the process, shared by the models in it.
 
-The limit is one for the process, so each model adds its share while it lives. It knows numbers of bytes only.
+It knows numbers of bytes only.
 """
 
 import threading
@@ -8,23 +8,31 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection in here may release another model's share
 _shares: dict[object, int] = {}
 
 
 def wire(nbytes: int, at_most: int) -> Callable[[], None]:
     """Raises the limit by `nbytes`, to `at_most` in all; calling what is returned takes the share back, once."""
     share = object()
-    _shares[share] = nbytes
-    _set(at_most)
 
     def release() -> None:
-        if _shares.pop(share, None) is not None:
-            _set(at_most)
+        with _lock:
+            if _shares.pop(share, None) is not None:
+                _set(at_most)
 
+    with _lock:
+        _shares[share] = nbytes
+        try:
+            _set(at_most)
+        except BaseException:
+            del _shares[share]
+            raise
     return release
 
 
 def _set(at_most: int) -> None:
-    with _lock:
-        mx.set_wired_limit(min(sum(_shares.values()), at_most))
+    total = None
+    while total != sum(_shares.values()):  # until no share was released meanwhile
+        total = sum(_shares.values())
+        mx.set_wired_limit(min(total, at_most))

@@ -2,7 +2,7 @@
 """Times llama.cpp on the CPU at the shapes of a packed random model, for comparison with bench_cpu.py's figures.
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python gguf
-    scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
+    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
     scripts/bench_llama_cpp.py MODEL FILE.gguf
 
 The first run writes FILE.gguf: the same shapes with random weights of its own, every matrix in Q4_0, which is

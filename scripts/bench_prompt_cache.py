@@ -45,9 +45,11 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="prompts-") as folder:
-        runs = [{case: run(case, folder) for case in CASES} for _ in range(options.rounds)]
-        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+    runs = []
+    for _ in range(options.rounds):  # each with nothing saved at first
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="prompts-") as folder:
+            runs.append({case: run(case, folder) for case in CASES})
+            size = sum(file.stat().st_size for file in Path(folder).iterdir())
     results = {case: median([one[case] for one in runs]) for case in CASES}
     report(results, size)
     context = {"model": options.model, "tokens": options.tokens, "rounds": options.rounds}

@@ -18,15 +18,19 @@ find_python() {
 
 # enter_environment EXTRA...: installs the package, editable, with these extras, unless nothing has changed.
 enter_environment() {
-  local extras="$*" target=. stamp wanted
+  local extras="$*" target=. stamp wanted backend="${MOEFLUX_BACKEND:-cpu}"
+  case "$backend" in cpu | cuda13) ;; *)
+    echo "error: MOEFLUX_BACKEND is $backend; expected cpu or cuda13" >&2
+    return 1
+  esac
   if [ -z "${VIRTUAL_ENV:-}" ]; then
     [ -d .venv ] || "$(find_python)" -m venv .venv
     # shellcheck disable=SC1091
     source .venv/bin/activate
   fi
-  if [ "$(uname)" = Linux ]; then extras="$extras ${MOEFLUX_BACKEND:-cpu}"; fi
+  if [ "$(uname)" = Linux ]; then extras="$extras $backend"; fi
   stamp="$VIRTUAL_ENV/.moeflux-$(echo "$extras" | tr ' ' '-')"
-  wanted="$(pwd) $(cat pyproject.toml setup.py moeflux_mlx/_native* | cksum)"
+  wanted="$(pwd) $(cat pyproject.toml setup.py moeflux_mlx/_native*.[ch] | cksum)"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing into $VIRTUAL_ENV ..." >&2
     if [ -n "$extras" ]; then target=".[$(echo $extras | tr ' ' ',')]"; fi

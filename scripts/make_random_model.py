@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes a packed model with a named variant's shapes and random weights, at disk speed, for benchmarks.
 
-    scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
+    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
 
 Weights have the spread of a trained model's (standard deviation 1/sqrt(inputs)), so activations stay finite
 and routing is spread over all experts. Expert blocks are drawn from a small set of distinct ones; every

@@ -84,6 +84,21 @@ def test_what_was_said_keeps_its_tokens(family):
     assert talk.session.reuse.memory == len(said)
 
 
+def test_tokens_are_known_up_to_where_texts_part():
+    """A changed answer: the tokens of the one before it stay, up to a token that no letter can join."""
+    talk = conversation(ATTENTION)
+    for text in ("Hello", "And then?"):
+        ask(talk, text, 20)
+    said, marker = list(talk.session.tokens), talk.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    talk.turns[-1] = {"role": "assistant", "content": "Something else."}
+    ask(talk, "More")
+    tokens = talk.session.tokens[: talk.session.reuse.prompt]
+    assert talk.tokenizer.decode(tokens) == talk.tokenizer.apply_chat_template(talk.messages[:-1], tokenize=False)
+    second_question = [i for i, token in enumerate(said) if token == marker][2]
+    assert tokens[: second_question + 1] == said[: second_question + 1]
+    assert talk.session.reuse.memory > second_question
+
+
 def test_a_turn_computes_from_the_last_boundary():
     talk = conversation()
     ask(talk, "Hello")
@@ -274,15 +289,13 @@ def test_answers_that_were_cut_say_so(monkeypatch, capsys):
     endless = stopping_at(999)
     monkeypatch.setattr(chat, "load_named", lambda options: endless)
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
-    assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)") == 2
+    assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)\n") == 2
     limit = endless[1].args.max_position_embeddings
     _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
-    assert f"(cut: the conversation has the {limit} tokens that the model takes; /reset begins anew)" in err
-    _, _, err = run(monkeypatch, capsys, ["Hello"], "-m", "-1", "--verbose")
-    assert "(cut: " in err
+    assert f"(the text has the {limit} tokens that the model takes)" in err
     ending = stopping_at(*range(256))
     monkeypatch.setattr(chat, "load_named", lambda options: ending)
-    assert "(cut" not in run(monkeypatch, capsys, ["Hello"])[2]
+    assert "(cut" not in (err := run(monkeypatch, capsys, ["Hello"])[2]) and "(the text" not in err
 
 
 def stopping_at(*ends):
@@ -295,7 +308,8 @@ def stopping_at(*ends):
 
 def test_a_conversation_that_outgrows_the_plan_says_so_once(monkeypatch, capsys):
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello again", "And again", "/reset", "Hi"], "--context", "50")
-    assert len(re.findall(r"tokens and memory was planned for 50; --context \d+ plans for it", err)) == 1
+    said = re.findall(r"the prompt has (\d+) tokens and memory was planned for 50; --context (\d+) leaves room", err)
+    assert len(said) == 1 and int(said[0][1]) == 2 * int(said[0][0])
 
 
 def test_bytes_that_are_no_text_are_refused(monkeypatch, capsys):

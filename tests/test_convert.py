@@ -545,6 +545,36 @@ def test_the_command_reports_what_is_lossy(tmp_path, capsys):
     assert f"1 quantised tensors were quantised again (lossy), the first is {STACK}" in capsys.readouterr().err
 
 
+def test_options_without_effect_and_files_that_lack_are_said(tmp_path, capsys):
+    quantised = goldens.write_variant(tmp_path / "mlx4", "qwen3_moe", "mlx4")
+    arguments = ["--hf-path", str(quantised), "--mlx-path", str(tmp_path / "out"), "--requantize", "--q-bits", "8"]
+    assert main(arguments) == 0
+    err = capsys.readouterr().err
+    for words in ("--requantize had no effect", "--q-bits had no effect", "has no tokenizer.json or tokenizer.model"):
+        assert words in err
+    floats = write_tiny(tmp_path / "floats")
+    (floats / "tokenizer.json").write_text("{}")
+    assert main(["--hf-path", str(floats), "--mlx-path", str(tmp_path / "eight"), "--q-bits", "8"]) == 0
+    err = capsys.readouterr().err
+    assert "no effect" not in err and "warning" not in err
+
+
+def test_a_log_has_a_line_for_each_file(tmp_path, capsys):
+    assert main(["--hf-path", str(write_tiny(tmp_path / "source")), "--mlx-path", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    names = [line[5:] for line in lines if "%" in line[:5]]
+    assert names == ["resident.safetensors", "packed_experts/layer_00.bin", "packed_experts/layer_01.bin"]
+    assert lines[0] == "  0% resident.safetensors"
+
+
+def test_an_unfinished_conversion_is_no_checkpoint(tmp_path, capsys):
+    source = write_tiny(tmp_path / "source")
+    convert(source, tmp_path / "out")
+    (tmp_path / "out" / "packed_experts" / "layout.json").unlink()
+    with pytest.raises(ModelFileError, match="is an unfinished conversion; give the checkpoint"):
+        convert(tmp_path / "out", tmp_path / "again")
+
+
 def test_errors_are_one_line(tmp_path, capsys):
     assert main(["--hf-path", str(tmp_path / "nowhere"), "--mlx-path", str(tmp_path / "out")]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]

@@ -1,6 +1,8 @@
 """The command and the generation loop on tiny models: text, statistics, and one-line errors for bad input."""
 
+import argparse
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -19,6 +21,8 @@ import pytest
 from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
+from moeflux_mlx.command import execute
+from moeflux_mlx.config import read_json
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.generate import main, parser
 from moeflux_mlx.model import Model
@@ -131,6 +135,8 @@ def test_same_seed_same_text(model_dir):
         ([-1], {}, "-1 is outside"),
         ([1], {"max_tokens": 0}, "max_tokens is 0"),
         ([1], {"max_tokens": -2}, "max_tokens is -2"),
+        ([1], {"max_tokens": 1.5}, "max_tokens is 1.5"),
+        ([1], {"max_tokens": None}, "max_tokens is None"),
         ([1], {"prefill_step_size": 0}, "prefill_step_size is 0"),
     ],
 )
@@ -192,12 +198,12 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
         "prompt tokens",
         "generation: 6 tokens",
         "peak memory",
-        "the text was cut after 6 tokens; --max-tokens -1",
+        "cut after 6 tokens; --max-tokens -1",
         "expert I/O: mmap\n",
     ):
         assert words in err, words
     peak, arrays = map(float, re.search(r"peak memory: ([\d.]+) GB, ([\d.]+) GB of it MLX's", err).groups())
-    assert peak > 0.03 > arrays > 0
+    assert peak > arrays > 0 and peak > 0.03
     assert "\r" not in err  # progress is for terminals
 
 
@@ -282,6 +288,15 @@ def test_the_command_for_a_checkpoint_can_be_run(copy_dir, quantization, lossy, 
     command = re.search(r"run: (.*?)  \(", fails(capfd, "--model", path))[1]
     assert shlex.split(command)[:5] == ["python", "-m", "moeflux_mlx.convert", "--hf-path", str(path)]
     assert (shlex.split(command)[-1] == "--requantize") == lossy
+
+
+def test_the_target_has_the_checkpoints_name(copy_dir, monkeypatch, capfd):
+    shutil.rmtree(copy_dir / "packed_experts")
+    (copy_dir / "convert_state.json").unlink()
+    (copy_dir / "below").mkdir()
+    for folder, name in ((copy_dir, "."), (copy_dir / "below", ".."), (copy_dir.parent, "model/")):
+        monkeypatch.chdir(folder)
+        assert f"--hf-path {name.rstrip('/')} --mlx-path model-moeflux" in fails(capfd, "--model", name)
 
 
 def test_an_empty_name_is_no_model(capfd):
@@ -416,7 +431,31 @@ def test_repo_without_packed_experts_downloads_nothing_but_its_config(monkeypatc
         load("org/name")
 
 
+def test_a_text_ends_with_the_models_context(copy_dir, capfd):
+    """Beyond it a model was never trained."""
+    edit_json(copy_dir / "generation_config.json", eos_token_id=[999])
+    (copy_dir / "tokenizer_config.json").write_text("{}")
+    config = read_json(copy_dir / "config.json")
+    config["text_config"]["max_position_embeddings"] = 60
+    (copy_dir / "config.json").write_text(json.dumps(config))
+    base = ["--model", copy_dir, "--ignore-chat-template", "-p"]
+    for limit in (-1, 100):
+        err = command(capfd, *base, "a" * 50, "-m", limit)[2]
+        assert "generation: 10 tokens" in err and "the text has the 60 tokens that the model takes" in err
+    assert "generation: 5 tokens" in command(capfd, *base, "a" * 50, "-m", 5)[2]
+    err = command(capfd, *base, "a" * 70, "-m", 3)[2]
+    assert "the prompt has 70 tokens and the model was made for 60" in err and "generation: 3 tokens" in err
+
+
+@pytest.mark.parametrize("option", ["--prompt-cache-file", "--prompt-cache-dir"])
+def test_an_empty_place_for_prompts_is_none(capfd, model_dir, option):
+    assert "a path is empty" in fails(capfd, "--model", model_dir, option, "")
+
+
 def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
+    config = read_json(copy_dir / "config.json")
+    config["text_config"]["max_position_embeddings"] = 10**6
+    (copy_dir / "config.json").write_text(json.dumps(config))
     edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # outside the vocabulary: it never ends
     (copy_dir / "tokenizer_config.json").write_text("{}")
     arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
@@ -469,6 +508,27 @@ def test_a_closed_stdout_is_one_line(model_dir):
     assert in_shell('"$@" 2>&-', model_dir)[0] == 0
 
 
+def test_a_closed_stdin_is_nothing_to_read(model_dir):
+    assert in_shell('"$@" <&-', model_dir)[0] == 0
+    code, err, _ = in_shell('"$@" <&-', model_dir, "--prompt", "-")
+    assert code == 1 and "error: the prompt is empty" in err
+    assert in_shell('"$@" <&- >&- 2>&-', model_dir)[0] == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_statistics_that_nobody_can_read_stop_no_answer(model_dir):
+    code, _, out = in_shell('"$@" 2> /dev/full', model_dir)
+    assert code == 0 and out
+
+
+def test_other_errors_of_the_system_are_not_the_outputs(monkeypatch, capsys):
+    def fail(options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    assert execute(fail, argparse.Namespace()) == 1
+    assert capsys.readouterr().err == "error: [Errno 12] Cannot allocate memory\n"
+
+
 def test_a_terminal_without_the_letters(model_dir):
     """The tiny model writes arbitrary bytes."""
     code, _, out = in_shell('"$@"', model_dir, "--max-tokens", "60", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
@@ -509,6 +569,13 @@ def test_verbose_prints_the_text(model_dir, capsys):
     assert out.startswith(text) and "5 tokens" in out and f"{len(PROMPT)} prompt tokens" in out
 
 
+def test_a_prompt_that_is_known_is_counted_as_such(capfd, model_dir, tmp_path):
+    base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--prompt-cache-dir", tmp_path]
+    assert re.search(r"prompt: \d+ tokens, [\d.]+ tokens-per-sec\n", command(capfd, *base)[2])
+    err = command(capfd, *base)[2]
+    assert re.search(r"prompt: \d+ tokens, 1 of them computed, first token after \d+\.\d\d s\n", err)
+
+
 def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
     idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]
@@ -527,7 +594,7 @@ def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
 
 def test_a_prompt_beyond_the_planned_context_is_said(capfd, model_dir):
     base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--ignore-chat-template", "--context"]
-    assert "the prompt has 40 tokens and memory was planned for 30; --context 40" in command(capfd, *base, 30)[2]
+    assert "the prompt has 40 tokens and memory was planned for 30; --context 80" in command(capfd, *base, 30)[2]
     assert "planned" not in command(capfd, *base, 40)[2]
 
 

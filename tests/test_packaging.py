@@ -92,7 +92,7 @@ def test_without_a_backend_the_extra_is_named(tmp_path):
 @pytest.mark.parametrize(
     "origin, command",
     [
-        ({"url": "file:///home/a%20b/moeflux", "dir_info": {"editable": True}}, "-e '/home/a b/moeflux'"),
+        ({"url": "file:///home/a%20b/moeflux", "dir_info": {}}, "'/home/a b/moeflux'"),
         ({"url": "file:///tmp/moeflux.whl", "archive_info": {}}, "/tmp/moeflux.whl"),
         ({"url": "https://host/m.git", "vcs_info": {"vcs": "git", "commit_id": "1"}}, "git+https://host/m.git"),
         (None, None),
@@ -105,6 +105,8 @@ def test_the_package_is_installed_anew_from_where_it_came(origin, command, monke
             return None if origin is None else json.dumps(origin)
 
     monkeypatch.setattr(native.metadata, "distributions", lambda name: [Installed()])
+    assert native.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
+    monkeypatch.setattr(native, "__file__", "/usr/lib/site-packages/moeflux_mlx/native.py")
     found = native.reinstall_command()
     if command is None:
         assert "from where it came" in found
@@ -119,6 +121,13 @@ def test_a_command_without_native_kernels_says_so_in_one_line(monkeypatch, capsy
         assert main(["--model", str(tiny_directory("qwen3_moe")), "-p", "a", "-m", "1"]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "native" in line]
     assert line.startswith("warning: the native CPU kernels are not built") and native.reinstall_command() in line
+
+
+def test_a_misspelt_backend_is_named(tmp_path):
+    done = subprocess.run(
+        [ROOT / "scripts" / "demo"], env={**os.environ, "MOEFLUX_BACKEND": "cuda"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr == "error: MOEFLUX_BACKEND is cuda; expected cpu or cuda13\n"
 
 
 def test_the_demo_takes_the_callers_paths(tmp_path):

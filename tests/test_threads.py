@@ -126,7 +126,12 @@ CHILD = """
     from moeflux_mlx.errors import ExpertIOError
     model, tokenizer = load(sys.argv[1], dtype=mx.float32, expert_io=sys.argv[2])
     tokens = mx.array([[1, 2]])
-    call = {"model": lambda: model(tokens), "generate": lambda: generate(model, tokenizer, "ab")}[sys.argv[3]]
+    calls = {
+        "model": lambda: model(tokens),
+        "generate": lambda: generate(model, tokenizer, "ab"),
+        "load": lambda: load(sys.argv[1], dtype=mx.float32, expert_io=sys.argv[2]),
+    }
+    call = calls[sys.argv[3]]
     call()
     child = os.fork()
     if child == 0:
@@ -142,7 +147,7 @@ CHILD = """
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("expert_io", ["mmap", "pread"])
-@pytest.mark.parametrize("call", ["model", "generate"])
+@pytest.mark.parametrize("call", ["model", "generate", "load"])
 def test_a_forked_child_is_told_at_its_first_call(expert_io, call):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), str(tiny_directory("qwen3_moe"))]
     done = subprocess.run([*command, expert_io, call], env=child_environment(), timeout=100)

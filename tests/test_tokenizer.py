@@ -414,7 +414,7 @@ class TestChat:
     PROMPT = "<|im_start|>user\nthe  fox & <ball><|im_end|>\n<|im_start|>assistant\n"
 
     def test_prompt_text_and_tokens(self, any_tokenizer):
-        assert any_tokenizer.chat_template == CHATML
+        assert any_tokenizer.chat_template == CHATML and any_tokenizer.has_chat_template
         assert any_tokenizer.apply_chat_template(self.CHAT, tokenize=False) == self.PROMPT
         ids = any_tokenizer.apply_chat_template(self.CHAT)
         assert ids == any_tokenizer.encode(self.PROMPT, add_special_tokens=False)
@@ -435,7 +435,8 @@ class TestChat:
 
     def test_no_template(self, bpe_dir, tmp_path):
         shutil.copy(bpe_dir / "tokenizer.json", tmp_path)
-        assert load_tokenizer(tmp_path).chat_template is None
+        bare = load_tokenizer(tmp_path)
+        assert bare.chat_template is None and not bare.has_chat_template
         with pytest.raises(TokenizerError, match="--ignore-chat-template"):
             load_tokenizer(tmp_path).apply_chat_template(self.CHAT)
 
