@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from .errors import MoefluxError, MoefluxWarning, RequestError
 
@@ -241,24 +241,27 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
 def prepare_streams(writes: bool) -> None:
     """Lets text be written that a terminal has no letters for, a question mark each, and closed streams be used.
 
-    A file that is opened in the place of a closed one would be taken for it, and MLX reads none at 0.
-
     Raises:
         RequestError: stdout is closed, and the command `writes` to it.
     """
     is_closed = sys.stdout is None
-    for descriptor in (0, 1, 2):
+    for descriptor in (0, 1, 2):  # a file that is opened in the place of a stream is taken for it: MLX reads none at 0
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or _nowhere(mode) for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
     if is_closed and writes:
         raise RequestError("stdout is closed, so there is nowhere to write to")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
+
+
+def _nowhere(mode: str) -> TextIO:
+    """The null device, at the lowest descriptor that is free; it stays open."""
+    return cast(TextIO, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
 
 
 def _give_up_stdout() -> None:

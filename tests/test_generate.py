@@ -515,6 +515,18 @@ def test_a_closed_stdin_is_nothing_to_read(model_dir):
     assert in_shell('"$@" <&- >&- 2>&-', model_dir)[0] == 1
 
 
+def test_a_file_in_the_place_of_a_closed_stream_is_left_alone(model_dir, tmp_path):
+    """As imports may open one, at the lowest descriptor that is free."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nos.open({str(tmp_path / 'theirs')!r}, os.O_RDWR | os.O_CREAT)"
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])}
+    for line in ('"$@" 2>&-', '"$@" <&-'):
+        assert in_shell(line, model_dir, **path)[0] == 0
+    assert in_shell('"$@" >&-', model_dir, **path)[0] == 1
+    assert (tmp_path / "theirs").read_bytes() == b""
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
 def test_statistics_that_nobody_can_read_stop_no_answer(model_dir):
     code, _, out = in_shell('"$@" 2> /dev/full', model_dir)
