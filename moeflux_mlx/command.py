@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROMPT_CACHE_GB = 10.0
+TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
+NOT_GIVEN = {
+    "top_p": 0.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "chat_template_config": "{}",
+    "prefetch": "auto",
+    "prompt_cache_gb": PROMPT_CACHE_GB,
+    "ignore_chat_template": False,
+}  # what options are by default; None where it does not say
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # what writing to stdout ends in
 # What would move a terminal's cursor or change its state; a model can be talked into writing it.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
@@ -153,35 +163,21 @@ def load_named(options: argparse.Namespace) -> "tuple[Path, Model, TokenizerWrap
 
 def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
     """A line for each reason why something that was asked for has no effect."""
-    given = vars(options)
-    reasons = {
-        "at --temp 0": (
-            ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
-            lambda name: given[name] not in (0, None),
-        ),
-        "where experts are mapped": (
-            ["--expert-cache-gb", "--prefetch"] if is_mapped else [],
-            lambda name: given[name] not in (None, "auto"),
-        ),
-        "with --ignore-chat-template": (
-            ["--system-prompt", "--chat-template-config"] if given.get("ignore_chat_template") else [],
-            lambda name: given[name] not in (None, "{}"),
-        ),
-        "without --prompt-cache-dir": (
-            ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
-            lambda name: given[name] != PROMPT_CACHE_GB,
-        ),
-        "where --model is a directory": (
-            ["--revision"] if options.model is None or Path(options.model).exists() else [],
-            lambda name: given[name] is not None,
-        ),
+    given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value != NOT_GIVEN.get(name)}
+    is_local = options.model is None or Path(options.model).exists()
+    idle = {
+        "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
+        "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if is_mapped else [],
+        "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
+        "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
+        "where --model is a directory": ["--revision"] if is_local else [],
     }
-    lines = []
-    for reason, (names, is_given) in reasons.items():
-        idle = [name for name in names if is_given(name[2:].replace("-", "_"))]
-        if idle:
-            lines.append(f"note: {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect {reason}")
-    return lines
+    found = {reason: [name for name in names if name in given] for reason, names in idle.items()}
+    return [
+        f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}"
+        for reason, names in found.items()
+        if names
+    ]
 
 
 def beyond_plan(model: "Model", tokens: int) -> str:
