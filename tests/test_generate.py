@@ -21,7 +21,7 @@ import pytest
 from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
-from moeflux_mlx.command import execute
+from moeflux_mlx.command import NOT_GIVEN, execute
 from moeflux_mlx.config import read_json
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.generate import main, parser
@@ -602,6 +602,13 @@ def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     used = ["--temp", "1", "--top-p", "0.5", "--seed", "3", "--expert-io", "pread", "--expert-cache-gb", "1"]
     used += ["--system-prompt", "x", "--prompt-cache-dir", tmp_path, "--prompt-cache-gb", "2", "--prefetch", "off"]
     assert "note: " not in command(capfd, "--model", model_dir, *used, "-p", "a", "-m", "1")[2]
+
+
+def test_what_an_option_is_by_default_is_known():
+    defaults = vars(parser().parse_args([]))
+    assert {name: defaults[name] for name in NOT_GIVEN} == NOT_GIVEN
+    for name in ("seed", "expert_cache_gb", "revision", "system_prompt", "prompt_cache_dir"):
+        assert defaults[name] is None and name not in NOT_GIVEN
 
 
 def test_a_prompt_beyond_the_planned_context_is_said(capfd, model_dir):
