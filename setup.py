@@ -11,9 +11,9 @@ FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-Wno-psabi"]
 setup(
     ext_modules=[
         Extension(
-            "moeflux_mlx._native",
-            sources=["moeflux_mlx/_native.c"],
-            depends=["moeflux_mlx/_native_kernels.h", "moeflux_mlx/_native_team.h", "moeflux_mlx/_native_vnni.h"],
+            "moeflux_mlx.ops._native",
+            sources=["native/native.c"],
+            depends=["native/kernels.h", "native/team.h", "native/vnni.h"],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
             optional=True,

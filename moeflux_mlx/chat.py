@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .command import (
+from .cli.command import (
     Interruption,
     Progress,
     add_model_options,
@@ -31,11 +31,11 @@ from .command import (
     within_limit,
 )
 from .errors import MoefluxError, PromptCacheError, RequestError, TokenizerError
-from .paths import user_path
+from .files import user_path
 
 if TYPE_CHECKING:
-    from .session import Session
-    from .tokenizer import TokenizerWrapper
+    from .engine.session import Session
+    from .text.tokenizer import TokenizerWrapper
 
 HELP = """\
 /reset          forget the conversation (the system message stays)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .session import Session
+    from .engine.session import Session
 
     template_config = parse_template_config(options.chat_template_config)
     generation = sampling(options)
@@ -138,7 +138,7 @@ class Conversation:
         template_config: dict[str, Any],
         system: str | None = None,
     ):
-        from .turns import Rendering
+        from .text.boundaries import Rendering
 
         self.session, self.tokenizer = session, tokenizer
         self.rendering = Rendering(tokenizer, template_config, self._encode)
@@ -156,7 +156,7 @@ class Conversation:
         What was answered is part of the conversation also when the iterator is closed or fails; a message
         without any answer is taken back.
         """
-        from .thinking import ThinkingSplitter, opens_thinking
+        from .text.channels import ThinkingSplitter, opens_thinking
 
         self.turns.append({"role": "user", "content": text})
         said: dict[bool, str] = {False: "", True: ""}
@@ -187,7 +187,7 @@ class Conversation:
 
     def save(self, path: Path, fingerprint: Any) -> None:
         """Raises PromptCacheError: among others, `path` is something else's file. SnapshotError."""
-        from .prompt_file import read_prompt_header
+        from .state.prompt_file import read_prompt_header
 
         if path.exists():
             read_prompt_header(path)
@@ -198,7 +198,7 @@ class Conversation:
 
     def load(self, path: Path, fingerprint: Any) -> None:
         """Raises PromptCacheError: the file is damaged, foreign, or holds no conversation."""
-        from .prompt_file import read_prompt_header
+        from .state.prompt_file import read_prompt_header
 
         extra = read_prompt_header(path).extra
         system, turns = extra.get("system"), extra.get("turns")
@@ -285,7 +285,7 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the model's answer as it comes; Ctrl-C stops it."""
-        from .session import Stopped
+        from .engine.session import Stopped
 
         progress, show = Progress("prompt"), Display(sys.stdout, self.hide_thinking)
         session = self.conversation.session

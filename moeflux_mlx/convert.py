@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, Tensor, open_checkpoint
-from .command import INTERRUPTED, execute, note
-from .config import ModelArgs, read_json, unquantized
+from .cli.command import INTERRUPTED, execute, note
 from .errors import ConfigError, ModelFileError
-from .expert_file import LayerFile, check_experts, find_experts, layout_json, packed_layers
-from .hub import hub_errors, looks_like_repo
-from .layout import GROUP_SIZE, ExpertLayout
-from .matrix import SourceFormat
-from .output import STATE, Output, Unit, check_space
-from .packed import FOLDER, PackedExperts
-from .paths import user_path
-from .resident_file import plan_resident
-from .sanitize import canonical_tensors
+from .files import user_path
+from .formats.checkpoint import Checkpoint, Tensor, open_checkpoint
+from .formats.hub import hub_errors, looks_like_repo
+from .formats.packed import FOLDER, PackedExperts
+from .formats.record import GROUP_SIZE, ExpertLayout
+from .packing.experts import LayerFile, check_experts, find_experts, layout_json, packed_layers
+from .packing.matrix import SourceFormat
+from .packing.resident import plan_resident
+from .packing.sanitize import canonical_tensors
+from .packing.writer import STATE, Output, Unit, check_space
+from .spec import ModelArgs, read_json, unquantized
 
 Q_BITS, DEFAULT_Q_BITS = (4, 8), 4
 COPIED = (

@@ -15,20 +15,20 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .command import DTYPES, add_expert_io, execute, gigabytes, note
-from .config import DEEPSEEK_V3, ModelArgs, variants
+from .cli.command import DTYPES, add_expert_io, execute, gigabytes, note
+from .engine.budget import PREFILL_STEP_SIZE, RUNTIME_BYTES, Demand, MemoryPlan, plan_memory
+from .engine.io_mode import Figures, IoMode, from_environment
+from .engine.load import computes_in_place, default_context, default_dtype, machine_figures, resolve
 from .errors import RequestError
-from .io_mode import Figures, IoMode, from_environment
-from .layout import BITS, GROUP_SIZE, ExpertLayout
-from .linear import Weight
-from .load import computes_in_place, default_context, default_dtype, machine_figures, resolve
-from .memory import PREFILL_STEP_SIZE, RUNTIME_BYTES, Demand, MemoryPlan, plan_memory
-from .model import Model
-from .moe import RoutedExpertsCall
-from .packed import PackedExperts
-from .pool import page_aligned
-from .reader import ExpertReader
-from .weights import read_resident, resident_bytes
+from .experts.pool import page_aligned
+from .experts.reader import ExpertReader
+from .formats.packed import PackedExperts
+from .formats.record import BITS, GROUP_SIZE, ExpertLayout
+from .model.decoder import Model
+from .model.linear import Weight
+from .model.moe import RoutedExpertsCall
+from .model.weights import read_resident, resident_bytes
+from .spec import DEEPSEEK_V3, ModelArgs, variants
 
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # conversions keep them at 8 bits
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)

@@ -26,12 +26,13 @@ from mlx_lm.models import qwen3_moe
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from moeflux_mlx import load_model, native
-from moeflux_mlx.config import read_json
-from moeflux_mlx.layout import PROJECTIONS
-from moeflux_mlx.linear import Weight
-from moeflux_mlx.model import Model
-from moeflux_mlx.packed import PackedExperts
+from moeflux_mlx import load_model
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.record import PROJECTIONS
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.linear import Weight
+from moeflux_mlx.ops import native
+from moeflux_mlx.spec import read_json
 
 READ_BYTES = 1 << 30
 OURS, FLOAT32, BFLOAT16 = "moeflux-mlx float32", "mlx-lm float32", "mlx-lm bfloat16"

@@ -20,16 +20,16 @@ import mlx.core as mx
 from bench_kernels import random_words
 from mlx.utils import tree_flatten
 
-from moeflux_mlx.command import configure_mlx
-from moeflux_mlx.config import DEEPSEEK_V3, ModelArgs, read_json, variants
-from moeflux_mlx.decode import DecodeStep
-from moeflux_mlx.experts import RoutedExperts
-from moeflux_mlx.io_mode import IoMode
-from moeflux_mlx.layout import ExpertLayout
-from moeflux_mlx.linear import Weight
-from moeflux_mlx.model import Model
+from moeflux_mlx.cli.command import configure_mlx
+from moeflux_mlx.engine.io_mode import IoMode
+from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.compiled import DecodeStep
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.linear import Weight
+from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.resources import directory
-from moeflux_mlx.weights import arrange
+from moeflux_mlx.spec import DEEPSEEK_V3, ModelArgs, read_json, variants
 
 PROMPT, TOKENS, WARMUP = 512, 96, 16
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx import kernels
-from moeflux_mlx.command import configure_mlx
+from moeflux_mlx.cli.command import configure_mlx
+from moeflux_mlx.ops import kernels
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
 PRODUCTS = [

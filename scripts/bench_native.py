@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from moeflux_mlx import native
+from moeflux_mlx.ops import native
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 

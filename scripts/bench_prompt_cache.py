@@ -30,9 +30,9 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx import load, model_fingerprint
-from moeflux_mlx.prompt_cache import PromptDirectory
-from moeflux_mlx.session import Session
-from moeflux_mlx.snapshot import activation_dtype
+from moeflux_mlx.engine.session import Session
+from moeflux_mlx.state.prompt_store import PromptDirectory
+from moeflux_mlx.state.snapshot import activation_dtype
 
 CASES = ("first", "first, saving", "again", "second turn", "second, anew")
 BASELINE = {"again": "first", "second turn": "second, anew"}

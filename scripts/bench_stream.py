@@ -29,16 +29,16 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.config import ModelArgs
-from moeflux_mlx.io_mode import IoMode
-from moeflux_mlx.layout import ExpertLayout
-from moeflux_mlx.load import load_model
-from moeflux_mlx.loader import ExpertLoader
-from moeflux_mlx.packed import PackedExperts
+from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.engine.io_mode import IoMode
+from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.engine.sampling import make_sampler
+from moeflux_mlx.experts.pool import page_aligned
+from moeflux_mlx.experts.source import ExpertLoader
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.plan import measure_disk
-from moeflux_mlx.pool import page_aligned
-from moeflux_mlx.sampling import make_sampler
-from moeflux_mlx.stream import generate_step
+from moeflux_mlx.spec import ModelArgs
 
 GROUPS = Path("/sys/fs/cgroup")
 WAYS = {"none": "off", "previous": "previous", "lookahead": "auto"}

@@ -30,7 +30,7 @@ enter_environment() {
   fi
   if [ "$(uname)" = Linux ]; then extras="$extras $backend"; fi
   stamp="$VIRTUAL_ENV/.moeflux-$(echo "$extras" | tr ' ' '-')"
-  wanted="$(pwd) $(cat pyproject.toml setup.py moeflux_mlx/_native*.[ch] | cksum)"
+  wanted="$(pwd) $(cat pyproject.toml setup.py native/* | cksum)"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing into $VIRTUAL_ENV ..." >&2
     if [ -n "$extras" ]; then target=".[$(echo $extras | tr ' ' ',')]"; fi

@@ -20,12 +20,12 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from moeflux_mlx.config import DEEPSEEK_V3, ModelArgs, read_json, variants
-from moeflux_mlx.layout import BITS, GROUP_SIZE, ExpertLayout
-from moeflux_mlx.linear import Weight
-from moeflux_mlx.model import Model
-from moeflux_mlx.packed import FOLDER
+from moeflux_mlx.formats.packed import FOLDER
+from moeflux_mlx.formats.record import BITS, GROUP_SIZE, ExpertLayout
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.linear import Weight
 from moeflux_mlx.resources import directory
+from moeflux_mlx.spec import DEEPSEEK_V3, ModelArgs, read_json, variants
 
 DISTINCT_BLOCKS = 16
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15

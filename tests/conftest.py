@@ -1,4 +1,4 @@
-"""Shared by all tests: the folder itself is importable, and properties run without a deadline."""
+"""Shared by all tests: they can import one another, and properties run without a deadline."""
 
 import os
 import signal
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # an NVIDIA GPU's float32 products otherwise keep 10 bits
 settings.register_profile("moeflux", deadline=None, print_blob=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from tiny_models import child_environment, on_cpu, tiny_directory
 
-from moeflux_mlx import native
-from moeflux_mlx.generate import main
+from moeflux_mlx.generate.__main__ import main
+from moeflux_mlx.ops import native
 from moeflux_mlx.resources import directory
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("pyproject.toml", "setup.py", "README.md", "moeflux_mlx", "metal", "configs")
+SHIPPED = ("pyproject.toml", "setup.py", "README.md", "moeflux_mlx", "metal", "configs", "native")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_wheel_made_from_the_sdist_has_all_data(wheel):
 def test_an_installed_wheel_finds_its_data(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
-        "from moeflux_mlx.config import variants; from moeflux_mlx.resources import directory;"
+        "from moeflux_mlx.spec import variants; from moeflux_mlx.resources import directory;"
         "import moeflux_mlx; print(moeflux_mlx.__file__, len(variants()), (directory('metal') / 'qmv4.metal').exists(),"
         "(directory('demo') / 'config.json').exists())"
     )
@@ -106,7 +106,7 @@ def test_the_package_is_installed_anew_from_where_it_came(origin, command, monke
 
     monkeypatch.setattr(native.metadata, "distributions", lambda name: [Installed()])
     assert native.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
-    monkeypatch.setattr(native, "__file__", "/usr/lib/site-packages/moeflux_mlx/native.py")
+    monkeypatch.setattr(native, "__file__", "/usr/lib/site-packages/moeflux_mlx/ops/native.py")
     found = native.reinstall_command()
     if command is None:
         assert "from where it came" in found

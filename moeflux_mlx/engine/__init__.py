@@ -1,0 +1,1 @@
+"""Puts a model together from its parts, and runs it: memory, loading, sessions, generation."""

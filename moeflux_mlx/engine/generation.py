@@ -1,0 +1,273 @@
+"""The generation loop: tokens in, text out. It knows a model only by its call and its cache."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ModelFileError, RequestError
+from ..model.decoder import check_vocabulary
+from ..ops import cpu
+from ..state.cache import Cache, KVCache
+from .sampling import LogitsProcessor, Sampler, make_sampler
+
+if TYPE_CHECKING:
+    from ..experts.source import LoaderStats
+    from ..model.decoder import Model
+    from ..text.tokenizer import TokenizerWrapper
+
+PREFILL_STEP_SIZE = 512
+
+
+@dataclass
+class GenerationResponse:
+    """One step of `stream_generate`.
+
+    `text` is what this step adds; `logprobs` [vocab_size]; rates in tokens per second; `peak_memory` in
+    GB (1e9 bytes) of MLX's allocations. The last response has `finish_reason` "stop" or "length".
+    The figures of expert I/O are those of the tokens after the first: the share of experts that were in
+    memory, bytes read for a token, GB/s while the drive was reading, seconds that computing waited; all 0
+    when experts are mapped.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+    expert_hit_rate: float = 0.0
+    expert_bytes_per_token: float = 0.0
+    expert_gb_per_second: float = 0.0
+    expert_wait_seconds: float = 0.0
+
+
+def make_prompt_cache(model: "Model") -> list[Cache]:
+    """An empty cache for `model`, to be given to several calls in turn."""
+    return model.make_cache()
+
+
+def generate_step(
+    prompt: Sequence[int] | mx.array,
+    model: "Model",
+    *,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    prompt_cache: list[Cache] | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prompt_progress_callback: Callable[[int, int], Any] | None = None,
+) -> Iterator[tuple[int, mx.array]]:
+    """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
+
+    Args:
+        prompt: token ids.
+        sampler: logprobs [1, V] -> token [1]; None takes the most likely.
+        logits_processors: (tokens so far, logits [1, V]) -> logits.
+        prompt_cache: continues after what it has seen, and is updated.
+        prefill_step_size: tokens of the prompt that run at once.
+        prompt_progress_callback: called with (tokens done, tokens in all).
+
+    Raises:
+        RequestError: an empty prompt, or a token count out of range.
+        ModelFileError: the logits are NaN, which damaged weights cause.
+    """
+    tokens = checked_prompt(prompt, model)
+    check_max_tokens(max_tokens)
+    cache = model.make_cache() if prompt_cache is None else prompt_cache
+    step = _Step(model, cache, sampler or make_sampler(), logits_processors)
+    report = prompt_progress_callback or (lambda done, total: None)
+    done = prefill(model, tokens[:-1], cache, prefill_step_size, lambda n: report(n, len(tokens)))
+    step.seen = tokens[:done]
+    chunk, produced = tokens[done:], 0
+    while produced != max_tokens:
+        token, logprobs = step(chunk)
+        mx.eval(token, logprobs)
+        if produced == 0:
+            report(len(tokens), len(tokens))
+        if math.isnan(cast(float, logprobs[0].item())):
+            raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
+        yield cast(int, token.item()), logprobs
+        chunk, produced = token.astype(mx.uint32), produced + 1
+        if produced % KVCache.step == 0:  # caches have grown; what they were fits no later request
+            mx.clear_cache()
+
+
+class _Step:
+    """One call of the model: chunk [L] in, the next token [1] and its logprobs [vocab_size] out."""
+
+    def __init__(self, model: "Model", cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
+        self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
+        self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
+
+    def __call__(self, chunk: mx.array) -> tuple[mx.array, mx.array]:
+        logits = self.model(chunk[None], self.cache)[:, -1].astype(mx.float32)
+        if self.processors:
+            self.seen = mx.concatenate([self.seen, chunk])
+            for process in self.processors:
+                logits = process(self.seen, logits)
+        logprobs = cpu.log_softmax(logits)
+        return self.sampler(logprobs), logprobs[0]
+
+
+def prefill(
+    model: "Model",
+    tokens: mx.array,
+    cache: list[Cache],
+    step_size: int,
+    report: Callable[[int], Any] = lambda n: None,
+) -> int:
+    """Runs `tokens` [N] through the model into `cache`, `step_size` at a time; returns N."""
+    if step_size < 1:
+        raise RequestError(f"prefill_step_size is {step_size}; it must be positive")
+    done, step_size = 0, min(step_size, max(len(tokens), 1))
+    report(done)
+    while done < len(tokens):
+        chunk = tokens[done : done + step_size]
+        model.hidden(chunk[None], cache)
+        mx.eval([c.state for c in cache])
+        done += len(chunk)
+        report(done)
+        mx.clear_cache()
+    return done
+
+
+def stream_generate(
+    model: "Model",
+    tokenizer: "TokenizerWrapper",
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    max_tokens: int = 256,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]:
+    """Generates text piece by piece until an end-of-text token or `max_tokens`.
+
+    Args:
+        prompt: text (encoded as it is, with the tokenizer's special tokens unless it begins with them)
+            or token ids.
+        kwargs: as `generate_step`.
+
+    Raises:
+        RequestError, ModelFileError: as `generate_step`.
+    """
+    if isinstance(prompt, str):
+        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+    prompt = checked_prompt(prompt, model)
+    detokenizer = tokenizer.detokenizer
+    clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
+    finish_reason = None
+    for n, (token, logprobs) in enumerate(generate_step(prompt, model, max_tokens=max_tokens, **kwargs), start=1):
+        clock.tick()
+        if token in tokenizer.eos_token_ids:
+            finish_reason = "stop"
+        else:
+            detokenizer.add_token(token)
+            finish_reason = "length" if n == max_tokens else None
+        if finish_reason:
+            detokenizer.finalize()
+        yield GenerationResponse(
+            text=detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=False,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            **clock.rates(),
+            **meter.figures(n),
+        )
+        if finish_reason:
+            return
+
+
+def generate(
+    model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], verbose: bool = False, **kwargs: Any
+) -> str:
+    """The whole text of `stream_generate`; `verbose` also prints it as it comes, and the rates."""
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose:
+        print(f"\n{response.prompt_tokens} prompt tokens, {response.prompt_tps:.1f} a second")
+        print(f"{response.generation_tokens} tokens, {response.generation_tps:.1f} a second")
+    return text
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises RequestError: it is neither a positive integer nor -1."""
+    if not isinstance(max_tokens, (int, np.integer)) or max_tokens == 0 or max_tokens < -1:
+        raise RequestError(f"max_tokens is {max_tokens!r}; it must be a positive integer, or -1 for no limit")
+
+
+def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: "Model") -> mx.array:
+    """Token ids as uint32 [N].
+
+    Raises:
+        RequestError: there are none, they are no integers, or one is outside the vocabulary. ExpertIOError: this
+            process was forked after `model` was loaded.
+    """
+    model.check_process()  # in a forked child a GPU's arrays cannot even be made
+    try:
+        tokens = np.array(prompt)
+    except ValueError:
+        raise RequestError("the prompt is a nest of rows; give one row of token ids") from None
+    if tokens.size == 0:
+        raise RequestError("the prompt is empty; give at least one token")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise RequestError(f"the prompt is {tokens.dtype} {tokens.shape}; give text or one row of token ids")
+    check_vocabulary(tokens, model.args.vocab_size)
+    return mx.array(tokens.astype(np.uint32))
+
+
+class _Clock:
+    """Prompt and generation rates: the prompt's time ends with the first token."""
+
+    def __init__(self, prompt_tokens: int):
+        self.prompt_tokens, self.tokens = prompt_tokens, 0
+        self.start = self.first = self.last = time.perf_counter()
+
+    def tick(self) -> None:
+        self.tokens += 1
+        self.last = time.perf_counter()
+        if self.tokens == 1:
+            self.first = self.last
+
+    def rates(self) -> dict[str, Any]:
+        generating = self.last - self.first
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tps": self.prompt_tokens / max(self.first - self.start, 1e-9),
+            "generation_tokens": self.tokens,
+            "generation_tps": (self.tokens - 1) / generating if self.tokens > 1 else 0.0,
+        }
+
+
+class _ExpertMeter:
+    """Expert I/O of the tokens after the first."""
+
+    def __init__(self, model: "Model"):
+        self.experts = getattr(model, "experts", None)
+        self.before: LoaderStats | None = None
+
+    def figures(self, tokens: int) -> dict[str, Any]:
+        """Call after each token; `tokens` is how many there have been."""
+        if self.experts is None or self.before is None:
+            self.before = None if self.experts is None else replace(self.experts.stats)
+            return {}
+        since = self.experts.stats.since(self.before)
+        return {
+            "expert_hit_rate": since.hit_rate,
+            "expert_bytes_per_token": since.bytes_read / (tokens - 1),
+            "expert_gb_per_second": since.gb_per_second,
+            "expert_wait_seconds": since.wait_seconds,
+        }

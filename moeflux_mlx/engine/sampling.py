@@ -1,0 +1,195 @@
+"""Choosing the next token: samplers and logits processors, in mlx-lm's words and with its meaning.
+
+A sampler maps log-probabilities [B, V] to token ids [B]; a logits processor maps (tokens so far, logits [B,
+V]) to logits [B, V]. Both compute in float32, and both check their settings when they are made, not at the
+first token. Nothing here knows about models, tokenizers or text.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import mlx.core as mx
+
+from ..errors import RequestError
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+# 1 / temp must stay finite in float32.
+MIN_TEMP = 1e-30
+NEG_INF = -math.inf
+
+
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    *,
+    key: mx.array | None = None,
+) -> Sampler:
+    """Make a function that draws one token for each row of log-probabilities.
+
+    The filters run in the order top-p, min-p, top-k, each on what the one before left, and all of them on the
+    probabilities at temperature 1; the temperature is applied last, in the draw.
+
+    Args:
+        temp: 0 takes the most likely token (the lowest id of several equal ones) and ignores everything else;
+            otherwise at least 1e-30.
+        top_p: in [0, 1]. Keep the most likely tokens whose probabilities first add up to `top_p`; tokens as
+            likely as the last one kept stay too. 0 and 1 switch it off.
+        min_p: in [0, 1]. Keep tokens at least `min_p` times as likely as the most likely one. 0 is off.
+        top_k: keep exactly this many most likely tokens; which of several equal ones at the edge stay is not
+            specified. 0, or anything from the vocabulary size up, is off.
+        min_tokens_to_keep: at least 1. This many most likely tokens are safe from min-p.
+        key: a key from `mx.random.key(seed)`. The sampler then draws from its own sequence, whatever else
+            uses random numbers. None draws from MLX's global state, which `mx.random.seed(seed)` sets.
+
+    Returns:
+        f(logprobs [B, V], any float dtype) -> tokens [B], uint32.
+
+    Raises:
+        RequestError: a setting is outside its range.
+    """
+    _check_sampler(temp, top_p, min_p, top_k, min_tokens_to_keep)
+    if temp == 0:
+        return greedy
+
+    filters: list[Callable[[mx.array], mx.array]] = []
+    if 0 < top_p < 1:
+        filters.append(lambda x: keep_top_p(x, top_p))
+    if min_p > 0:
+        filters.append(lambda x: keep_min_p(x, min_p, min_tokens_to_keep))
+    if top_k > 0:
+        filters.append(lambda x: keep_top_k(x, top_k))
+
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal key
+        logprobs = logprobs.astype(mx.float32)
+        for keep in filters:
+            logprobs = keep(logprobs)
+        draw = None
+        if key is not None:
+            key, draw = mx.random.split(key)
+        return mx.random.categorical(logprobs * (1 / temp), key=draw)
+
+    return sample
+
+
+def make_logits_processors(
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int = 20,
+) -> list[LogitsProcessor]:
+    """Make the functions that change logits before they become probabilities, in the order they apply.
+
+    Args:
+        logit_bias: token id -> what is added to its logit; -inf bans the token.
+        repetition_penalty: logits of recent tokens are divided by it where positive and multiplied where
+            negative (CTRL, arXiv:1909.05858, section 4.1). None or 0 is off.
+        repetition_context_size: how many of the last tokens count as recent, at least 1.
+
+    Returns:
+        A list of f(tokens [T], logits [B, V]) -> logits [B, V], float32. The arguments are left as they were.
+
+    Raises:
+        RequestError: a setting is outside its range; a biased token id that is not in the vocabulary is
+            noticed at the first call.
+    """
+    processors = []
+    if logit_bias:
+        processors.append(_logit_bias(logit_bias))
+    if repetition_penalty is not None and repetition_penalty != 0:
+        processors.append(_repetition_penalty(repetition_penalty, repetition_context_size))
+    return processors
+
+
+def greedy(logprobs: mx.array) -> mx.array:
+    """The most likely token of each row [B, V] -> [B]; the lowest id of several equal ones."""
+    return mx.argmax(logprobs, axis=-1)
+
+
+def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
+    """Set to -inf all but the smallest set of most likely tokens that holds `top_p` of each row's mass."""
+    ascending = mx.sort(logprobs, axis=-1)
+    probs = mx.exp(ascending)
+    likelier = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
+    total = likelier[..., :1] + probs[..., :1]
+    # A token goes when the tokens likelier than it already hold the mass asked for.
+    dropped = mx.sum(likelier >= top_p * total, axis=-1, keepdims=True)
+    least = mx.take_along_axis(ascending, dropped, axis=-1)
+    return mx.where(logprobs < least, NEG_INF, logprobs)
+
+
+def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
+    """Set to -inf the tokens less than `min_p` times as likely as the most likely one of their row."""
+    least = mx.max(logprobs, axis=-1, keepdims=True) + math.log(min_p)
+    kept = mx.where(logprobs < least, NEG_INF, logprobs)
+    count = min(min_tokens_to_keep, logprobs.shape[-1])
+    if count == 1:
+        return kept
+    top = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[..., :count]
+    return mx.put_along_axis(kept, top, mx.take_along_axis(logprobs, top, axis=-1), axis=-1)
+
+
+def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
+    """Set to -inf all but the `top_k` most likely tokens of each row."""
+    if top_k >= logprobs.shape[-1]:
+        return logprobs
+    rest = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)[..., top_k:]
+    return mx.put_along_axis(logprobs, rest, mx.array(NEG_INF, logprobs.dtype), axis=-1)
+
+
+def _logit_bias(bias: Mapping[int, float]) -> LogitsProcessor:
+    for token, value in bias.items():
+        _check_int("logit_bias token id", token, 0)
+        if not (_is_number(value) and value < math.inf):
+            raise RequestError(f"logit_bias for token {token} is {value!r}; it must be finite, or -inf to ban it")
+    largest = max(bias)
+    ids, values = mx.array(list(bias)), mx.array(list(bias.values()), dtype=mx.float32)
+
+    def add_bias(_tokens: mx.array, logits: mx.array) -> mx.array:
+        # MLX does not check indices, so an id past the end would write elsewhere.
+        if largest >= logits.shape[-1]:
+            raise RequestError(f"logit_bias names token {largest}; the largest is {logits.shape[-1] - 1}")
+        return logits.astype(mx.float32).at[..., ids].add(values)
+
+    return add_bias
+
+
+def _repetition_penalty(penalty: float, context_size: int) -> LogitsProcessor:
+    if not (_is_number(penalty) and 0 < penalty < math.inf):
+        raise RequestError(f"repetition_penalty is {penalty!r}; it must be positive and finite, or 0 for none")
+    _check_int("repetition_context_size", context_size, 1)
+
+    def penalise(tokens: mx.array, logits: mx.array) -> mx.array:
+        logits = logits.astype(mx.float32)
+        if len(tokens) == 0:
+            return logits
+        recent = mx.array(tokens[-context_size:])
+        recent = mx.broadcast_to(recent, (*logits.shape[:-1], recent.size))
+        found = mx.take_along_axis(logits, recent, axis=-1)
+        found = mx.where(found < 0, found * penalty, found / penalty)
+        return mx.put_along_axis(logits, recent, found, axis=-1)
+
+    return penalise
+
+
+def _check_sampler(temp: float, top_p: float, min_p: float, top_k: int, min_tokens_to_keep: int) -> None:
+    if not (_is_number(temp) and (temp == 0 or MIN_TEMP <= temp < math.inf)):
+        raise RequestError(f"temp is {temp!r}; it must be 0 (greedy) or a finite number from {MIN_TEMP} up")
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if not (_is_number(value) and 0 <= value <= 1):
+            raise RequestError(f"{name} is {value!r}; it must be a number between 0 and 1")
+    _check_int("top_k", top_k, 0)
+    _check_int("min_tokens_to_keep", min_tokens_to_keep, 1)
+
+
+def _check_int(name: str, value: int, least: int) -> None:
+    if not (_is_number(value) and isinstance(value, int) and value >= least):
+        raise RequestError(f"{name} is {value!r}; it must be an integer, at least {least}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""Files as they lie on disk: packed experts, checkpoints, the Hub."""

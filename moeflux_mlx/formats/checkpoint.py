@@ -1,0 +1,279 @@
+"""Opens a checkpoint directory and reads its tensors one at a time, or a few rows of one.
+
+Two containers are understood: safetensors (one file, or shards with or without an index), and the
+`model_weights.bin` + `model_weights.json` of moeflux and flash-moe with `packed_experts/` beside it.
+Headers are checked before anything is read, so a damaged or hostile file is an error and never a read
+out of place. Nothing here knows what a tensor is for.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ModelFileError
+from ..spec import read_json
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+NUMPY = {"U8": "<u1", "F8_E4M3": "<u1", "BF16": "<u2", "F16": "<f2", "U32": "<u4", "F32": "<f4"}
+FLOATS = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor, or consecutive rows of one, in a file. `bits` is what a moeflux manifest may state."""
+
+    name: str
+    file: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    bits: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def rows(self, start: int, stop: int) -> "Tensor":
+        """Rows `start` to `stop` of the leading axis."""
+        step = math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
+        return replace(self, offset=self.offset + start * step, shape=(stop - start, *self.shape[1:]))
+
+    def __getitem__(self, index: int) -> "Tensor":
+        """One entry of the leading axis."""
+        row = self.rows(index, index + 1)
+        return replace(row, shape=row.shape[1:])
+
+    def read(self) -> mx.array:
+        """The values; 8-bit floats come as their codes, uint8.
+
+        Raises:
+            ModelFileError: a dtype that is never part of a supported model, or the file cannot be read.
+        """
+        if self.dtype not in NUMPY:
+            raise ModelFileError(f"{self.file}: tensor {self.name} is {self.dtype}; supported: {', '.join(NUMPY)}")
+        values = np.empty(self.shape, NUMPY[self.dtype])
+        _read_into(self.file, self.offset, values.reshape(-1).view(np.uint8))
+        array = mx.array(values)
+        return array.view(mx.bfloat16) if self.dtype == "BF16" else array
+
+
+def read_bytes(file: Path, offset: int, size: int) -> bytearray:
+    """Raises ModelFileError: the file ends early or cannot be read."""
+    data = bytearray(size)
+    _read_into(file, offset, memoryview(data))
+    return data
+
+
+def _read_into(file: Path, offset: int, target: Any) -> None:
+    """Plain reads and no mapping: what is held in memory is what was asked for."""
+    done = 0
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(offset)
+            while done < len(target):
+                got = opened.readinto(target[done:])
+                if not got:
+                    raise ModelFileError(f"{file} ends at byte {offset + done}; {offset + len(target)} are needed")
+                done += got
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a directory holds.
+
+    `folder` has config.json and the tokenizer; `files` are all files behind `tensors` and `packed`;
+    `packed` is the folder of already packed experts, when the checkpoint has one.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: tuple[Path, ...]
+    packed: Path | None = None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Finds out what `path` holds, and reads headers and config.json but no tensor.
+
+    Raises:
+        ModelFileError: nothing that can be converted is there, or a header contradicts its file.
+    """
+    if not path.is_dir():
+        raise ModelFileError(f"{path} is not a directory; give a checkpoint directory or a repo id org/name")
+    if (path / "packed_experts" / "layout.json").exists() and any(path.glob("resident*.safetensors")):
+        raise ModelFileError(f"{path} is already packed; there is nothing to convert")
+    if _find(path, "model_weights.json", "artifacts") or _find(path, "model_weights.bin", "artifacts"):
+        return _open_moeflux(path)
+    files = safetensors_files(path)
+    if not files:
+        raise ModelFileError(
+            f"{path} holds no checkpoint: neither *.safetensors nor model_weights.bin with packed_experts/"
+        )
+    return Checkpoint(path, read_json(path / "config.json"), _merge(map(read_header, files)), tuple(files))
+
+
+# ---- safetensors ----
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """The files that the index names, or all of `model*.safetensors`, or all of `*.safetensors`."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelFileError(f"{index}: weight_map is not an object of file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ModelFileError(f"{index}: {name!r} is not a plain file name")
+        if not (path / name).is_file():
+            raise ModelFileError(f"{path / name} does not exist; {index.name} lists it: download the checkpoint again")
+    return [path / name for name in names]
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file (format: https://github.com/huggingface/safetensors#format).
+
+    Raises:
+        ModelFileError: anything in the header contradicts the format or the length of the file.
+    """
+    size = _size(file)
+    length = int.from_bytes(read_bytes(file, 0, 8), "little") if size >= 8 else size
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise ModelFileError(f"{file} is not a safetensors file: {size} bytes cannot hold a {length}-byte header")
+    header = _parse(file, bytes(read_bytes(file, 8, length)))
+    header.pop("__metadata__", None)
+    data = 8 + length
+    tensors = {name: _tensor(file, data, name, entry) for name, entry in header.items()}
+    end = data
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+        if tensor.offset != end:
+            raise ModelFileError(f"{file}: tensor {tensor.name} starts at byte {tensor.offset}, expected {end}")
+        end += tensor.nbytes
+    if end != size:
+        raise ModelFileError(f"{file} has {size} bytes; its header describes {end}: download it again")
+    return tensors
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{file}: the safetensors header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ModelFileError(f"{file}: the safetensors header is a JSON {type(header).__name__}, not an object")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _tensor(file: Path, data: int, name: str, entry: Any) -> Tensor:
+    """One header entry; offsets count from the end of the header."""
+    where = f"{file}: tensor {name}"
+    dtype, shape = _dtype_and_shape(where, entry)
+    offsets = entry.get("data_offsets")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ModelFileError(f"{where}: data_offsets {offsets!r} are not two byte counts")
+    tensor = Tensor(name, file, data + offsets[0], dtype, shape)
+    if offsets[1] - offsets[0] != tensor.nbytes:
+        raise ModelFileError(f"{where}: {dtype} {list(shape)} needs {tensor.nbytes} bytes; data_offsets are {offsets}")
+    return tensor
+
+
+def _dtype_and_shape(where: str, entry: Any) -> tuple[str, tuple[int, ...]]:
+    if not isinstance(entry, dict):
+        raise ModelFileError(f"{where}: the entry is not an object")
+    dtype, shape = entry.get("dtype"), entry.get("shape", ())
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ModelFileError(f"{where}: dtype {dtype!r} is not known")
+    if not _are_sizes(shape):
+        raise ModelFileError(f"{where}: shape {shape!r} is not a list of sizes")
+    return dtype, tuple(shape)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _merge(headers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for header in headers:
+        for name in header.keys() & tensors.keys():
+            raise ModelFileError(f"tensor {name} is in {tensors[name].file} and in {header[name].file}")
+        tensors.update(header)
+    return tensors
+
+
+# ---- moeflux and flash-moe ----
+
+
+def _open_moeflux(path: Path) -> Checkpoint:
+    """All parts in one directory, or below moeflux's `mlx/`, `artifacts/` and `root/`."""
+    config = _required(path, "config.json", "mlx")
+    manifest = _required(path, "model_weights.json", "artifacts")
+    weights = _required(path, "model_weights.bin", "artifacts")
+    packed = _required(path, "packed_experts", "root")
+    tensors = read_manifest(manifest, weights)
+    files = (manifest, weights, *sorted(packed.glob("layer_*.bin")))
+    return Checkpoint(config.parent, read_json(config), tensors, files, packed)
+
+
+def _find(path: Path, name: str, below: str) -> Path | None:
+    return next((one for one in (path / name, path / below / name) if one.exists()), None)
+
+
+def _required(path: Path, name: str, below: str) -> Path:
+    found = _find(path, name, below)
+    if found is None:
+        raise ModelFileError(f"{path / name} does not exist, nor does {path / below / name}")
+    return found
+
+
+def read_manifest(manifest: Path, weights: Path) -> dict[str, Tensor]:
+    """The tensors of `model_weights.bin`; every one must lie inside the file.
+
+    Raises:
+        ModelFileError: the manifest contradicts itself or the length of the file.
+    """
+    entries, size = read_json(manifest).get("tensors"), _size(weights)
+    if not isinstance(entries, dict):
+        raise ModelFileError(f"{manifest}: 'tensors' is not an object")
+    tensors = {}
+    for name, entry in entries.items():
+        where = f"{manifest}: tensor {name}"
+        dtype, shape = _dtype_and_shape(where, entry)
+        offset, stated, bits = entry.get("offset"), entry.get("size"), entry.get("bits")
+        if not _are_sizes([offset, stated]) or not (bits is None or type(bits) is int):
+            raise ModelFileError(f"{where}: offset {offset!r}, size {stated!r}, bits {bits!r} are not all integers")
+        tensor = Tensor(name, weights, offset, dtype, shape, bits)
+        if tensor.nbytes != stated or offset + stated > size:
+            raise ModelFileError(
+                f"{where}: {dtype} {list(shape)}, {stated} bytes at {offset}, does not fit the file's {size}"
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None

@@ -1,0 +1,40 @@
+"""Opens `packed_experts/`: finds the layer files and checks every length before anything runs.
+
+It knows files and sizes; what a block means is `layout`'s, when to read it is `loader`'s.
+"""
+
+from pathlib import Path
+
+from ..errors import ModelFileError
+from ..spec import ModelArgs, read_json
+from .record import ExpertLayout
+
+FOLDER = "packed_experts"
+
+
+class PackedExperts:
+    """The layer files of one model: `layout`, and the checked path of each MoE layer."""
+
+    def __init__(self, layout: ExpertLayout, paths: dict[int, Path]):
+        self.layout = layout
+        self.paths = paths
+
+    @classmethod
+    def open(cls, model_path: str | Path, args: ModelArgs) -> "PackedExperts":
+        """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
+        folder = Path(model_path) / FOLDER
+        layout_file = folder / "layout.json"
+        layout = ExpertLayout.from_args(args).check_json(read_json(layout_file), layout_file)
+        paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
+        for path in paths.values():
+            check_length(path, layout.layer_bytes)
+        return cls(layout, paths)
+
+
+def check_length(path: Path, wanted: int) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise ModelFileError(f"{path} does not exist; it should hold {wanted} bytes") from None
+    if size != wanted:
+        raise ModelFileError(f"{path} has {size} bytes; the layout needs {wanted}")

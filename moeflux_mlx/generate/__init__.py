@@ -1,0 +1,1 @@
+"""`python -m moeflux_mlx.generate`: a prompt in, text out."""

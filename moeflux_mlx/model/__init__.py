@@ -1,0 +1,1 @@
+"""The decoder: parameters and wiring."""

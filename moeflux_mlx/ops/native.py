@@ -1,0 +1,282 @@
+"""Native CPU kernels: matrix products, routed experts and the small operations of a model.
+
+Promises: float32 accumulation; a result depends on the processor's instruction set only, not on the
+number of threads, the slots an expert sits in, or the values of other rows in the call; read-only inputs
+(a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
+One thing about the other rows does count: with AVX-512 VNNI, a call that has a single row multiplies
+4-bit weights in integers, as exactly, but not with the bits that the row has among several.
+Calls release the GIL and may come from several threads; they take turns. The thread team is as large
+as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
+
+Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
+unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits) or float32.
+`out` receives the result if given; it must be writable and overlap no input.
+
+Does not know: models, files, MLX streams. Where no compiler was at hand at install time the extension
+is missing: `available()` is False and the MLX twins in the other modules do the work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import warnings
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+
+from ..errors import MoefluxError, MoefluxWarning
+
+Buffer = Any  # numpy array, mx.array or memoryview
+
+MISSING = (
+    "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
+    "install a C compiler (gcc or clang), then "
+)
+_warned = False
+
+
+def _load() -> ModuleType | None:
+    try:
+        return importlib.import_module("moeflux_mlx.ops._native")
+    except ImportError:
+        return None
+
+
+_native = _load()
+
+
+def available() -> bool:
+    """True if the extension was built."""
+    return _native is not None
+
+
+def warn_if_missing() -> None:
+    """Warn (MoefluxWarning) once per process, with the remedy, if the extension was not built."""
+    global _warned
+    if _native is None and not _warned:
+        _warned = True
+        warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=2)
+
+
+def reinstall_command() -> str:
+    """How to install the package once more, from where it came: it is on no index."""
+    here = Path(__file__).resolve().parents[1]
+    installed = [one for one in metadata.distributions(name="moeflux-mlx") if one.read_text("direct_url.json")]
+    origin = json.loads(installed[0].read_text("direct_url.json") or "") if installed else {}
+    url = str(origin.get("url", ""))
+    if (here.parent / "pyproject.toml").exists():  # the source tree, whatever is installed beside it
+        source = ["-e", str(here.parent)]
+    elif "vcs_info" in origin:
+        source = [f"{origin['vcs_info'].get('vcs', 'git')}+{url}"]
+    elif url.startswith("file:"):
+        source = [unquote(urlparse(url).path)]
+    else:
+        return "install moeflux-mlx again from where it came, with pip's --force-reinstall --no-deps --no-cache-dir"
+    return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])
+
+
+def _kernels() -> ModuleType:
+    if _native is None:
+        raise MoefluxError(MISSING + reinstall_command())
+    return _native
+
+
+def _first_sibling(cpu: int) -> int:
+    """Lowest logical CPU on the same core; hyperthreads share one core's bandwidth and vector units."""
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return cpu
+    return int(text.replace("-", ",").split(",")[0])
+
+
+def _quota() -> float:
+    """CPUs that a container limit allows (cgroup v2), or infinity."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return float("inf")
+    return float("inf") if limit == "max" else int(limit) / int(period)
+
+
+def cores() -> int:
+    """Physical cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len({_first_sibling(cpu) for cpu in os.sched_getaffinity(0)})
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, int(min(cpus, _quota())))
+
+
+def set_threads(count: int) -> None:
+    """Size of the thread team, at least 1 (no helpers) and at most 64; results do not depend on it."""
+    _kernels().set_threads(count)
+
+
+def threads() -> int:
+    """Size of the thread team."""
+    return _kernels().threads()
+
+
+def instruction_paths() -> list[str]:
+    """Instruction sets usable here, fastest first: "avx512vnni", "avx512", "avx2", "portable". The first is in use."""
+    return _kernels().paths()
+
+
+def _result(out: np.ndarray | None, *shape: int) -> np.ndarray:
+    return np.empty(shape, np.float32) if out is None else out
+
+
+def linear(
+    x: Buffer, w: Buffer, scales: Buffer | None = None, biases: Buffer | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """x[T, I] @ W.T -> [T, O].
+
+    W is 4-bit (w uint32 [O, I/8], element 8i+j of a row in bits 4j..4j+3 of word i) or 8-bit (w [O, I/4]) with
+    scales and biases [O, I/64] and I a multiple of 64; or dense float32 [O, I] without them, I a multiple of 16.
+    Up to T = 4 the weights are read from memory once, beyond that again from the cache.
+    """
+    out = _result(out, x.shape[0], w.shape[0])
+    _kernels().linear(x, w, scales, biases, out)
+    return out
+
+
+def dequantize(w: Buffer, scales: Buffer, biases: Buffer, out: np.ndarray | None = None) -> np.ndarray:
+    """w uint32 [O, I/8] or [O, I/4], scales and biases [O, I/64] -> float32 [O, I]."""
+    out = _result(out, w.shape[0], 64 * scales.shape[1])
+    _kernels().dequantize(w, scales, biases, out)
+    return out
+
+
+def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, width: int, out: np.ndarray | None = None) -> np.ndarray:
+    """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, width].
+
+    x [T, H]; blob uint32 [S, words]: one packed block per record (gate w, scales, biases | up | down,
+    bfloat16 scales and biases, padding after it allowed), read in place; slots int32 [T, K] are record
+    numbers. An expert that several tokens share is read once per call.
+    """
+    out = _result(out, *slots.shape, width)
+    _kernels().expert_gate_up(x, blob, slots, out)
+    return out
+
+
+def expert_down_combine(
+    act: Buffer,
+    blob: Buffer,
+    slots: Buffer,
+    weights: Buffer,
+    mid: Buffer,
+    shared: Buffer | None = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """(sum_k weights[t, k] * down_{slots[t, k]} act[t, k], k ascending) + mid + shared -> [T, H].
+
+    act [T, K, I]; blob and slots as in expert_gate_up; weights [T, K]; mid and shared [T, H].
+    """
+    out = _result(out, *mid.shape)
+    _kernels().expert_down_combine(act, blob, slots, weights, mid, shared, out)
+    return out
+
+
+def combine(
+    y: Buffer, where: Buffer, weights: Buffer, mid: Buffer, shared: Buffer | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """(sum_k weights[t, k] * y[where[t, k]], k ascending) + mid + shared -> [T, H].
+
+    y [N, H]; where int32 [T, K]; weights [T, K]; mid and shared [T, H].
+    """
+    out = _result(out, *mid.shape)
+    _kernels().combine(y, where, weights, mid, shared, out)
+    return out
+
+
+def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | None = None) -> np.ndarray:
+    """x[N, D] / sqrt(mean(x^2) + eps) * weight[D] -> [N, D]; D is a multiple of 16."""
+    out = _result(out, *x.shape)
+    _kernels().rms_norm(x, weight, eps, out)
+    return out
+
+
+def silu_mul(gate: Buffer, up: Buffer, out: np.ndarray | None = None) -> np.ndarray:
+    """silu(gate) * up, all [N, D]."""
+    out = _result(out, *gate.shape)
+    _kernels().silu_mul(gate, up, out)
+    return out
+
+
+def rope(
+    x: Buffer, cosine: Buffer, sine: Buffer, neighbours: bool = False, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Rotates the first R values of every head of x[T, H, D] by the angles of its token -> [T, H, D].
+
+    cosine and sine [T, R/2]. Value i turns with value i + R/2, or with `neighbours` 2i with 2i + 1.
+    """
+    out = _result(out, *x.shape)
+    _kernels().rope(x, cosine, sine, neighbours, out)
+    return out
+
+
+def conv_silu(state: Buffer, x: Buffer, weight: Buffer, out: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Causal depthwise convolution over time, then silu -> ([T, C], next state); C is a multiple of 16.
+
+    state [taps-1, C] holds the previous inputs, oldest first; x [T, C]; weight [taps, C], last row for
+    the newest input.
+    """
+    out, following = _result(out, *x.shape), _result(None, *state.shape)
+    _kernels().conv_silu(state, x, weight, following, out)
+    return out, following
+
+
+def attend(q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.ndarray | None = None) -> np.ndarray:
+    """Causal grouped-query attention of the newest T tokens over a key/value cache -> [T, Hq, Dv].
+
+    q [T, Hq, Dk]; k [Hkv, C, Dk] and v [Hkv, C, Dv] hold `length` valid rows of capacity C, the newest
+    T of them for q's tokens; query head h reads kv head h // (Hq / Hkv). Dk, Dv are multiples of 16.
+    """
+    out = _result(out, q.shape[0], q.shape[1], v.shape[2])
+    _kernels().attend(q, k, v, length, scale, out)
+    return out
+
+
+def gated_delta(
+    state: Buffer,
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    decay: Buffer,
+    beta: Buffer,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """T steps of the gated delta rule from state [Hv, Dv, Dk] -> (out [T, Hv, Dv], next state).
+
+    Per step and value head: S *= decay; S += outer((v - S k) * beta, k); o = S q, with key head
+    h // (Hv / Hk). q, k [T, Hk, Dk]; v [T, Hv, Dv]; decay (a factor, not its logarithm) and beta
+    [T, Hv]; Dk is a multiple of 16.
+    """
+    out, following = _result(out, *v.shape), _result(None, *state.shape)
+    _kernels().gated_delta(state, q, k, v, decay, beta, following, out)
+    return out, following
+
+
+def huge_pages(array: Buffer) -> int:
+    """Moves the array's memory into huge pages where Linux can; returns how many bytes of it lie in them.
+
+    The content does not change. Products with large matrices get about a tenth faster.
+    """
+    return _kernels().huge_pages(array)
+
+
+def checksum(words: Buffer) -> int:
+    """XOR of uint32 words [N], at the team's read bandwidth: the yardstick of the benchmarks."""
+    return _kernels().fold(words)
+
+
+if _native is not None:
+    _native.set_threads(cores())

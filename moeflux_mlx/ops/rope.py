@@ -1,0 +1,84 @@
+"""Rotary position embedding, plain (arXiv:2104.09864) and YaRN-scaled (arXiv:2309.00071)."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+
+from ..spec import ModelArgs, Yarn
+from . import cpu, native
+
+
+class RoPE:
+    """Rotates the first `rotary_dim` dimensions of each head.
+
+    DeepSeek pairs neighbours (2i, 2i+1), the others pair (i, i + rotary_dim/2): `interleaved` chooses.
+    """
+
+    def __init__(self, args: ModelArgs, interleaved: bool = False):
+        self.dims, self.interleaved, self.base = args.rotary_dim, interleaved, args.rope_theta
+        self.periods: mx.array | None = None
+        self.magnitude = 1.0
+        frequencies = self.base ** -(np.arange(0, self.dims, 2) / self.dims)
+        if args.rope_scaling is not None:
+            frequencies = yarn_inv_freq(self.dims, self.base, args.rope_scaling)
+            self.periods = mx.array(1.0 / frequencies, mx.float32)
+            self.magnitude = yarn_magnitude(args.rope_scaling)
+        self.frequencies = frequencies.tobytes()
+
+    def __call__(self, x: mx.array, offset: int) -> mx.array:
+        """x [B, heads, L, head_dim] at positions offset .. offset + L - 1."""
+        if self.magnitude != 1.0:
+            x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
+        return mx.fast.rope(
+            x,
+            self.dims,
+            traditional=self.interleaved,
+            base=None if self.periods is not None else self.base,
+            scale=1.0,
+            offset=offset,
+            freqs=self.periods,
+        )
+
+    def rotate(self, x: cpu.Array, offset: int) -> cpu.Array:
+        """The same on the CPU, for x [B, L, heads, head_dim]."""
+        B, L = x.shape[:2]
+        cosine, sine = cpu.angles(self.frequencies, self.magnitude, offset, L)
+        rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
+        return cpu.stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
+
+
+def yarn_inv_freq(dims: int, theta: float, yarn: Yarn) -> np.ndarray:
+    """float64 [dims/2] radians per position: interpolated below `low`, unchanged above `high`.
+
+    The ramp's ends are the dimensions that turn `beta_fast` and `beta_slow` times within the original
+    context (section 3.2 of the paper, as in Hugging Face's `_compute_yarn_parameters`).
+    """
+    exponent = np.arange(0, dims, 2, dtype=np.float64) / dims
+    plain = theta**-exponent
+    ends = [
+        _turning(beta, dims, theta, yarn.original_max_position_embeddings) for beta in (yarn.beta_fast, yarn.beta_slow)
+    ]
+    low, high = (math.floor(ends[0]), math.ceil(ends[1])) if yarn.truncate else ends
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return plain / yarn.factor * ramp + plain * (1 - ramp)
+
+
+def _turning(turns: float, dims: int, theta: float, context: int) -> float:
+    """The (fractional) pair index whose angle makes `turns` full turns over `context` positions."""
+    return dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def yarn_magnitude(yarn: Yarn) -> float:
+    """The factor on cos and sin."""
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        return mscale(yarn.factor, yarn.mscale) / mscale(yarn.factor, yarn.mscale_all_dim)
+    return mscale(yarn.factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """0.1 * weight * ln(factor) + 1 for factor > 1, else 1 (YaRN, equation 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

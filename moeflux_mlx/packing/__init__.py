@@ -1,0 +1,1 @@
+"""Makes packed models of checkpoints."""

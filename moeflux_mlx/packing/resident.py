@@ -1,0 +1,312 @@
+"""The resident tensors of a packed model: what each is made of, and the safetensors files they fill.
+
+Everything is planned from shapes first; tensors are then read, converted and passed on one by one.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..errors import ModelFileError
+from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor
+from ..formats.record import GROUP_SIZE
+from ..model.decoder import Model
+from ..model.linear import Weight
+from ..spec import DEEPSEEK_V3, LINEAR, ModelArgs
+from .matrix import SUFFIXES, Matrix, SourceFormat, Storage, find_matrix, finite
+from .sanitize import add_one, channels_first, has_zero_centred_norms, interleaved_rows, is_zero_centred
+from .writer import Bytes
+
+SHARD_BYTES = 4 << 30
+Pieces = tuple[tuple[str, np.ndarray | None], ...]
+ROUTER_BITS = 8
+DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of the output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Source(Protocol):
+    """Tensors that are made together; `arrays` yields them in the order of `written`."""
+
+    @property
+    def written(self) -> tuple[Written, ...]: ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    def arrays(self) -> Iterator[mx.array]: ...
+
+
+@dataclass(frozen=True)
+class PlainSource:
+    """A tensor that is never quantised: norm, convolution, decay rate, router bias."""
+
+    name: str
+    tensor: Tensor
+    centred: bool = False
+    convolution: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        shape = self.tensor.shape
+        if self.convolution:
+            shape = (shape[0], shape[2], shape[1])
+        return (Written(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        values = finite(self.tensor, self.tensor.read())
+        if self.centred:
+            values = add_one(values)
+        yield channels_first(values) if self.convolution else values
+
+
+@dataclass(frozen=True)
+class MatrixSource:
+    """A matrix, kept as stored (`bits` None, `dense` empty), quantised to `bits`, or kept in floats `dense`.
+
+    `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
+    """
+
+    matrix: Matrix
+    pieces: Pieces
+    bits: int | None = None
+    dense: str = ""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.matrix.tensors
+
+    @property
+    def storage(self) -> Storage | None:
+        """Of the output; None: floats."""
+        return Storage(GROUP_SIZE, self.bits) if self.bits else self.matrix.storage
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        return tuple(
+            Written(f"{path}.{suffix}", dtype, shape if rows is None else (len(rows), *shape[1:]))
+            for path, rows in self.pieces
+            for suffix, dtype, shape in self._parts()
+        )
+
+    def _parts(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        *lead, cols = self.matrix.shape
+        if self.dense:
+            return [("weight", self.dense, self.matrix.shape)]
+        if self.bits:
+            shapes = [(*lead, cols * self.bits // 32)] + [(*lead, cols // GROUP_SIZE)] * 2
+            return list(zip(SUFFIXES, ("U32", "BF16", "BF16"), shapes, strict=True))
+        return [(s, t.dtype, t.shape) for s, t in zip(SUFFIXES, self.matrix.tensors, strict=True)]
+
+    def arrays(self) -> Iterator[mx.array]:
+        parts = self._make()
+        for _, rows in self.pieces:
+            for part in parts:
+                yield part if rows is None else part[mx.array(rows)]
+
+    def _make(self) -> tuple[mx.array, ...]:
+        if self.bits:
+            return self.matrix.quantized(self.bits)
+        if not self.dense:
+            return self.matrix.codes()
+        values = self.matrix.values()
+        kept = next(dtype for dtype, name in DTYPES.items() if name == self.dense)
+        return (finite(self.matrix.weight, values.astype(kept)),)
+
+
+@dataclass(frozen=True)
+class ResidentPlan:
+    """All resident tensors; `lossy` are quantised ones that have to be quantised again."""
+
+    sources: tuple[Source, ...]
+    lossy: tuple[str, ...] = ()
+
+    def quantization(self) -> dict[str, Any]:
+        """The output's `quantization` for config.json: the most frequent storage, and all exceptions."""
+        storages = {
+            path: source.storage
+            for source in self.sources
+            if isinstance(source, MatrixSource)
+            for path, _ in source.pieces
+        }
+        default = Counter(s for s in storages.values() if s).most_common(1)
+        usual = default[0][0] if default else Storage(GROUP_SIZE, 4)
+        entry: dict[str, Any] = {"group_size": usual.group_size, "bits": usual.bits, "mode": "affine"}
+        for path, storage in storages.items():
+            if storage != usual:
+                entry[path] = {"group_size": storage.group_size, "bits": storage.bits} if storage else False
+        return entry
+
+    def quantized(self, bits: int) -> int:
+        """How many matrices come as floats and get `bits`."""
+        made = (source for source in self.sources if isinstance(source, MatrixSource))
+        return sum(source.bits == bits and source.matrix.storage is None for source in made)
+
+    def files(self) -> list["ResidentFile"]:
+        """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
+        groups: list[list[Source]] = [[]]
+        size = 0
+        for source in self.sources:
+            more = sum(one.nbytes for one in source.written)
+            if groups[-1] and size + more > SHARD_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(source)
+            size += more
+        if len(groups) == 1:
+            return [ResidentFile("resident.safetensors", tuple(groups[0]))]
+        return [
+            ResidentFile(f"resident-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+            for i, group in enumerate(groups, 1)
+        ]
+
+
+def plan_resident(
+    args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, q_bits: int, requantize: bool
+) -> ResidentPlan:
+    """Finds every resident tensor that the model needs and decides how it is stored.
+
+    Args:
+        tensors: by canonical name.
+        q_bits: of linear layers and embeddings that come as floats.
+        requantize: quantise again what is stored in a way that the engine cannot use.
+
+    Raises:
+        ModelFileError: a tensor is missing, misshapen, or stored in a way that needs `requantize`.
+    """
+    matrices, plain = needed(args, any(name.endswith(".embed_q.weight") for name in tensors))
+    grouped = _grouped_projections(args, tensors)
+    made = {path for pieces in grouped.values() for path, _ in pieces}
+    pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in made}
+    sources: list[Source] = []
+    lossy: list[str] = []
+    as_stored = any(name.endswith(".scales") for name in tensors)
+    for path, pieces in (pieces_of | grouped).items():
+        shape = matrices.get(path) or (
+            sum(len(rows) for _, rows in pieces if rows is not None),
+            args.hidden_size,
+        )
+        matrix = find_matrix(tensors, path, shape, form)
+        if matrix.storage and matrix.storage.mode != "affine":
+            if not requantize:
+                raise ModelFileError(not_kept(matrix, "resident tensors are kept in mode affine"))
+            lossy.append(matrix.weight.name)
+        sources.append(_matrix_source(args, matrix, pieces, q_bits, as_stored))
+    centred = has_zero_centred_norms(args, tensors)
+    sources += [_plain_source(name, shape, tensors, centred) for name, shape in plain.items()]
+    sources.sort(key=lambda source: source.written[0].name)
+    return ResidentPlan(tuple(sources), tuple(lossy))
+
+
+def not_kept(matrix: Matrix, rule: str) -> str:
+    """The message for codes that cannot be copied."""
+    stored = f"{matrix.storage}, {' and '.join(t.dtype for t in matrix.tensors[1:])} scales"
+    return f"tensor {matrix.weight.name} is stored with {stored}; {rule}: add --requantize (lossy) to convert it"
+
+
+def needed(args: ModelArgs, split_latent: bool) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of the model's matrices by module path, and of its other tensors by name."""
+    model = Model(args, None, split_latent)
+    matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
+    names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
+    return matrices, {name: shape for name, shape in names.items() if name.rpartition(".")[0] not in matrices}
+
+
+def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    """Qwen3-Next's interleaved projections that the checkpoint has, with the flat ones they split into."""
+    layers = [layer for layer, kind in enumerate(args.layer_types) if kind == LINEAR]
+    return {
+        path: pieces
+        for layer in layers
+        for path, pieces in interleaved_rows(args, layer).items()
+        if f"{path}.weight" in tensors
+    }
+
+
+def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, q_bits: int, as_stored: bool) -> MatrixSource:
+    """Affine codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
+    path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
+    is_router = path.endswith((".mlp.gate", ".mlp.shared_expert_gate"))
+    if matrix.storage and matrix.storage.mode == "affine":
+        return MatrixSource(matrix, pieces)
+    if matrix.storage is None and (as_stored or is_router and args.model_type == DEEPSEEK_V3):
+        return MatrixSource(matrix, pieces, dense=floats)
+    if matrix.shape[-1] % GROUP_SIZE:
+        return MatrixSource(matrix, pieces, dense="BF16")
+    return MatrixSource(matrix, pieces, bits=ROUTER_BITS if is_router else q_bits)
+
+
+def _plain_source(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], centred: bool) -> PlainSource:
+    """Raises ModelFileError: missing, or neither the model's shape nor Hugging Face's form of it."""
+    if name not in tensors:
+        raise ModelFileError(f"tensor {name} is missing")
+    tensor = tensors[name]
+    convolution = name.endswith(".conv1d.weight") and centred
+    wanted = (shape[0], shape[2], shape[1]) if convolution else shape
+    if tensor.shape != wanted or tensor.dtype not in FLOATS:
+        raise ModelFileError(
+            f"{tensor.file}: tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
+            f"the model needs floats {list(wanted)}"
+        )
+    return PlainSource(name, tensor, centred and is_zero_centred(name), convolution)
+
+
+@dataclass(frozen=True)
+class ResidentFile:
+    """One safetensors file: an 8-byte length, a JSON header, then the tensors without gaps."""
+
+    name: str
+    sources: tuple[Source, ...]
+    link: Path | None = None
+
+    @cached_property
+    def header(self) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+        offset = 0
+        for one in (written for source in self.sources for written in source.written):
+            end = offset + one.nbytes
+            entries[one.name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(one.nbytes for source in self.sources for one in source.written)
+
+    def chunks(self) -> Iterator[Bytes]:
+        yield self.header
+        for source in self.sources:
+            for array, written in zip(source.arrays(), source.written, strict=True):
+                assert (DTYPES[array.dtype], tuple(array.shape)) == (written.dtype, written.shape), written.name
+                yield array_bytes(array)
+
+
+def array_bytes(array: mx.array) -> memoryview:
+    """The values in C order, little-endian."""
+    return np.asarray(mx.contiguous(array).view(mx.uint8)).reshape(-1).data

@@ -1,0 +1,58 @@
+"""What to say of a checkpoint, or of an unfinished conversion, that was given as a model: the command to run."""
+
+import shlex
+from pathlib import Path
+
+from ..errors import NotPackedError
+from ..formats.packed import FOLDER
+from ..formats.record import ExpertLayout
+from ..spec import ModelArgs, read_json, unquantized
+from .matrix import SourceFormat
+from .writer import STATE
+
+
+def convert_command(hf_path: str, mlx_path: str, *more: str) -> str:
+    """The shell command that converts `hf_path`; `more` are further words of it."""
+    return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *more])
+
+
+def not_packed_error(source: str, folder: Path) -> NotPackedError:
+    """For the checkpoint `source`, a path or repo id, whose config.json lies in `folder`; says what disk it takes.
+
+    Raises:
+        ModelFileError: config.json cannot be read. ConfigError: it is of a model that cannot be converted either.
+    """
+    config = read_json(folder / "config.json")
+    args = ModelArgs.from_dict(unquantized(config))
+    name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
+    requantize = SourceFormat(config, args.num_hidden_layers).must_requantize
+    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
+    lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
+    gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
+    return NotPackedError(
+        f"{source} is not packed (no {FOLDER}/layout.json); run: {command}  "
+        f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
+    )
+
+
+def unfinished_error(path: Path) -> NotPackedError:
+    """For a directory that a conversion has begun to fill.
+
+    Raises:
+        ModelFileError: its state file cannot be read.
+    """
+    state = read_json(path / STATE)
+    origin, options = (found if isinstance(found := state.get(key), dict) else {} for key in ("origin", "options"))
+    hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
+    if not hf_path:
+        return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
+    more = ["--requantize"] if options.get("requantize") is True else []
+    more += ["--q-bits", "8"] if options.get("q_bits") == 8 else []
+    more += ["--revision", revision] if revision else []
+    command = convert_command(hf_path, str(path.absolute()), *more)
+    return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")
+
+
+def _line(value: object) -> str:
+    """The text, if it is one that a terminal can be shown: the file may be anybody's."""
+    return value if isinstance(value, str) and value.isprintable() else ""

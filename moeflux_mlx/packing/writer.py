@@ -1,0 +1,275 @@
+"""Writes the files of a model directory so that an interruption never leaves half a file under its name.
+
+A file is written as `.partial`, synced and renamed; then its length and SHA-256 go into a small state
+file, so that the next run can tell what is finished and intact. Which bytes go into a file is not known
+here.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import ModelFileError
+from ..files import sync, sync_folder
+from ..spec import read_json
+
+STATE = "convert_state.json"
+STATE_VERSION = 1
+PARTIAL = ".partial"
+BEGUN = {"source": "from another checkpoint", "options": "with other options", "version": "by another version"}
+READ_BYTES = 1 << 22
+
+Advance = Callable[[int], None]
+Bytes = bytes | bytearray | memoryview
+
+
+class Unit(Protocol):
+    """One file to write: `name` relative to the directory, `size` in bytes, and its bytes in order.
+
+    `link` is an existing file with the same bytes, which may be linked to instead of written.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def link(self) -> Path | None: ...
+
+    def chunks(self) -> Iterator[Bytes]: ...
+
+
+class Output:
+    """The directory that a conversion fills.
+
+    Args:
+        path: need not exist.
+        identity: what the bytes follow from; a directory begun with another one is refused.
+        origin: noted beside, for whoever finds the conversion unfinished.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], origin: Mapping[str, Any] | None = None):
+        self.path = path
+        self.identity = {"version": STATE_VERSION, **identity}
+        self.origin = dict(origin or {})
+        self.files = self._read_state()
+        self.linked = False
+
+    def _read_state(self) -> dict[str, Any]:
+        """The finished files that the state file lists.
+
+        Raises:
+            ModelFileError: the directory belongs to something else.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ModelFileError(f"{self.path} exists and is not a directory")
+        if not (self.path / STATE).exists():
+            if self.path.exists() and any(file.suffix != PARTIAL for file in self.path.iterdir()):
+                raise ModelFileError(f"{self.path} is not empty and has no {STATE}; choose an empty directory")
+            return {}
+        state = read_json(self.path / STATE)
+        files = state.pop("files", None)
+        state.pop("origin", None)
+        for key in self.identity.keys() | state.keys():
+            if state.get(key) != self.identity.get(key):
+                raise ModelFileError(
+                    f"{self.path} was begun {BEGUN.get(key, 'otherwise')}; choose another directory, or delete this one"
+                )
+        if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+            raise ModelFileError(f"{self.path / STATE} is damaged; delete {self.path} and convert again")
+        return files
+
+    def missing_bytes(self, units: Iterable[Unit]) -> int:
+        """Disk that is still needed, going by lengths only; what an interrupted file holds is used again."""
+        missing = [unit for unit in units if not self._has_length(unit) and not self._can_link(unit)]
+        begun = sum(file.stat().st_size for file in self.path.rglob(f"*{PARTIAL}"))
+        return max(0, sum(unit.size for unit in missing) - begun)
+
+    def _has_length(self, unit: Unit) -> bool:
+        file = self.path / unit.name
+        entry = self.files.get(unit.name, {})
+        return entry.get("bytes") == unit.size and file.is_file() and file.stat().st_size == unit.size
+
+    def _can_link(self, unit: Unit) -> bool:
+        return unit.link is not None and _links_work(unit.link, existing_parent(self.path))
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Makes the directory and keeps every other conversion out of it.
+
+        Raises:
+            ModelFileError: another process is converting into it, or it cannot be written.
+        """
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ModelFileError(f"{self.path} is being written by another conversion") from None
+            self._write_state()
+            yield
+        finally:
+            os.close(lock)
+
+    def is_finished(self, unit: Unit) -> bool:
+        """Whether an earlier run wrote the file and it still has the same bytes."""
+        if not self._has_length(unit):
+            return False
+        return _digest(self.path / unit.name) == self.files[unit.name].get("sha256")
+
+    def write(self, unit: Unit, advance: Advance) -> None:
+        """Writes (or links) one file; afterwards it counts as finished.
+
+        Raises:
+            ModelFileError: the disk is full or the file cannot be written.
+        """
+        file = self.path / unit.name
+        with _writing(file):
+            file.parent.mkdir(exist_ok=True)
+            partial = file.with_name(file.name + PARTIAL)
+            partial.unlink(missing_ok=True)
+            linked = unit.link is not None and _link(unit.link, partial)
+            sha256 = _hash_all(unit, advance) if linked else _write_all(partial, unit, advance)
+            _rename(partial, file)
+        self.linked |= linked
+        self.files[unit.name] = {"bytes": unit.size, "sha256": sha256}
+        self._write_state()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a small file."""
+        file = self.path / name
+        with _writing(file):
+            file.parent.mkdir(exist_ok=True)
+            partial = file.with_name(file.name + PARTIAL)
+            partial.write_bytes(data)
+            with open(partial, "rb") as written:
+                sync(written.fileno())
+            _rename(partial, file)
+
+    def compare(self, unit: Unit, advance: Advance) -> None:
+        """Reads a file again beside freshly made bytes.
+
+        Raises:
+            ModelFileError: they differ.
+        """
+        file, offset = self.path / unit.name, 0
+        with _reading(file), open(file, "rb", buffering=0) as opened:
+            for chunk in _slices(unit.chunks()):
+                found = opened.read(len(chunk))
+                if found != chunk:
+                    at = offset + next(
+                        (i for i, (a, b) in enumerate(zip(found, chunk, strict=False)) if a != b), len(found)
+                    )
+                    raise ModelFileError(
+                        f"{file} differs from the checkpoint at byte {at}; delete it and convert again"
+                    )
+                offset += len(chunk)
+                advance(len(chunk))
+            if opened.read(1):
+                raise ModelFileError(f"{file} is longer than {offset} bytes; delete it and convert again")
+
+    def _write_state(self) -> None:
+        self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())
+
+
+def _slices(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
+    """In the sizes that one read fills, whatever the system's limit."""
+    for chunk in chunks:
+        view = memoryview(chunk)
+        for start in range(0, len(view), READ_BYTES):
+            yield view[start : start + READ_BYTES]
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Raises ModelFileError: the file system that will hold `path` has less than `needed` bytes free."""
+    free = shutil.disk_usage(existing_parent(path)).free
+    if needed > free:
+        raise ModelFileError(
+            f"{path} needs {needed} more bytes ({needed / 1e9:.1f} GB) and {free} ({free / 1e9:.1f} GB) "
+            "are free; free some disk space or choose another disk"
+        )
+
+
+def existing_parent(path: Path) -> Path:
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+@contextlib.contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be written: {error.strerror}; run the same command to resume") from None
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _write_all(partial: Path, unit: Unit, advance: Advance) -> str:
+    digest = hashlib.sha256()
+    with open(partial, "wb") as opened:
+        for chunk in unit.chunks():
+            opened.write(chunk)
+            digest.update(chunk)
+            advance(len(chunk))
+        opened.flush()
+        sync(opened.fileno())
+        assert opened.tell() == unit.size, f"{unit.name}: {opened.tell()} bytes written, {unit.size} planned"
+    return digest.hexdigest()
+
+
+def _hash_all(unit: Unit, advance: Advance) -> str:
+    digest = hashlib.sha256()
+    for chunk in unit.chunks():
+        digest.update(chunk)
+        advance(len(chunk))
+    return digest.hexdigest()
+
+
+@functools.cache
+def _links_work(source: Path, folder: Path) -> bool:
+    """Whether `source` can have a second name in `folder`: tried, because some file systems have none."""
+    trial = folder / f".link-{os.getpid()}{PARTIAL}"
+    try:
+        return _link(source, trial)
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """A hard link; False where the file system has none or is another one."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        return False
+    return True
+
+
+def _rename(partial: Path, file: Path) -> None:
+    """Both the name and what is behind it survive a power cut."""
+    os.replace(partial, file)
+    sync_folder(file.parent)
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with _reading(file), open(file, "rb", buffering=0) as opened:
+        while data := opened.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""What a model remembers between calls, in memory and in files."""

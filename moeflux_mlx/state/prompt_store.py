@@ -1,0 +1,231 @@
+"""Saved prompts on disk: find the longest that a new prompt begins with, and compute only the rest.
+
+`PromptDirectory` keeps many, by use and within a limit of bytes; `PromptFile` keeps one. Any number of
+processes may share either: files appear complete or not at all, a file in use survives its removal, and
+nothing else is shared. Entries of several models lie side by side and each model looks at its own.
+
+Attention caches can be cut, so a saved text is of use up to where it parts from the prompt; a recurrent
+state cannot, so there a saved text is of use only as a whole.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..errors import FingerprintError, PromptCacheError
+from ..files import user_path
+from ..model.decoder import Model
+from ..text.boundaries import shared_length
+from .cache import Cache
+from .fingerprint import Fingerprint
+from .prompt_file import TEMPORARY, VERSION, load_prompt, prompt_file_size, read_prompt_header, save_prompt
+from .rewind import RewindPoints
+
+DEFAULT_MAX_BYTES = 10 << 30
+SUFFIX = ".prompt"
+OURS = f"-v{VERSION}{SUFFIX}"  # other versions share the directory and its limit
+ABANDONED = 600  # seconds without a write after which a temporary file's writer must have died
+
+
+class Candidate(NamedTuple):
+    """A file, how many tokens its text shares with a prompt, and how many of these its state can stand for."""
+
+    usable: int
+    shared: int
+    path: Path
+
+
+class PromptStore(Protocol):
+    """Where `reuse_prefix` looks."""
+
+    fingerprint: Fingerprint
+
+    def candidates(self, tokens: np.ndarray, can_trim: bool) -> "list[Candidate]":
+        """Files that share a beginning with `tokens`, the most usable first."""
+
+    def refuse(self, path: Path, error: PromptCacheError) -> None:
+        """Told that a candidate is damaged; raises `error` if it cannot be passed over."""
+
+    def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+        """Keeps the state of `cache`, which has absorbed exactly `tokens`."""
+
+
+def reuse_prefix(
+    model: Model,
+    cache: list[Cache],
+    tokens: Sequence[int],
+    store: PromptStore,
+    *,
+    longer_than: int = 0,
+) -> int:
+    """Restores into `cache` the longest saved prefix of `tokens` and returns its length.
+
+    At least the last token is always left to compute, because its logits were not saved. Go on with
+    `stream_generate(model, tokenizer, tokens[n:], prompt_cache=cache)`.
+
+    Args:
+        cache: from `make_prompt_cache(model)`; its state is replaced, or left alone when 0 is returned.
+        longer_than: only restore what is longer than this.
+
+    Raises:
+        PromptCacheError: the store is one file, and that is damaged or (FingerprintError) another model's.
+    """
+    return restore_prefix(model, cache, tokens, store, longer_than)[0]
+
+
+def restore_prefix(
+    model: Model, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
+) -> tuple[int, int]:
+    """`reuse_prefix`, and the most tokens that a saved text shares with `tokens`, of use or not."""
+    points = RewindPoints(cache, 0)
+    found = store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim)
+    shared = max((one.shared for one in found), default=0)
+    for length, _, path in found:
+        if length <= longer_than:
+            break
+        try:
+            header = load_prompt(path, model, cache, store.fingerprint)
+        except PromptCacheError as error:
+            store.refuse(path, error)
+            continue
+        if length < len(header.tokens):
+            points.rewind(length)
+        _touch(path)
+        return length, shared
+    return 0, shared
+
+
+def _candidate(saved: np.ndarray, path: Path, tokens: np.ndarray, can_trim: bool) -> Candidate:
+    shared = shared_length(saved, tokens)
+    return Candidate(shared if can_trim or shared == len(saved) else 0, shared, path)
+
+
+class PromptFile:
+    """A store of one prompt, in a file of the caller's choice; a file that cannot be used is an error."""
+
+    def __init__(self, path: str | Path, fingerprint: Fingerprint):
+        self.path = user_path(path)
+        self.fingerprint = fingerprint
+
+    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
+        if not self.path.exists():
+            return []
+        header = read_prompt_header(self.path)
+        difference = header.fingerprint.difference(self.fingerprint)
+        if difference:
+            raise FingerprintError(f"{self.path} was made with {difference}; choose another file")
+        return [_candidate(header.tokens, self.path, tokens, can_trim)]
+
+    def refuse(self, path: Path, error: PromptCacheError) -> None:
+        raise error
+
+    def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+        save_prompt(self.path, model, cache, tokens, self.fingerprint)
+
+
+class PromptDirectory:
+    """A store of many prompts; the least recently used go when `max_bytes` is passed.
+
+    Raises:
+        PromptCacheError: the directory cannot be made.
+    """
+
+    def __init__(self, path: str | Path, fingerprint: Fingerprint, max_bytes: int = DEFAULT_MAX_BYTES):
+        self.path = user_path(path)
+        self.fingerprint = fingerprint
+        self.max_bytes = max_bytes
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = "it is a file" if self.path.exists() else error.strerror
+            raise PromptCacheError(f"{self.path} cannot be made a directory: {why}; choose another") from error
+
+    def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
+        found = (_candidate(saved, path, tokens, can_trim) for path, saved in self._entries())
+        return sorted(found, key=lambda one: (-one.usable, one.path))
+
+    def refuse(self, path: Path, error: PromptCacheError) -> None:
+        """A damaged entry is removed, so that it is looked at only once; one that could not be read is left."""
+        if not isinstance(error.__cause__, OSError):
+            _remove(path)
+
+    def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+        """Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
+        size = prompt_file_size(model, tokens)
+        if size > self.max_bytes:
+            raise PromptCacheError(
+                f"the state of {len(tokens)} tokens takes {size} bytes and the prompt cache may hold "
+                f"{self.max_bytes}; allow it more"
+            )
+        wanted = np.asarray(tokens, np.uint32)
+        path = self.path / f"{self.fingerprint.key}-{_digest(wanted)}{OURS}"
+        can_trim = RewindPoints(cache, 0).can_trim
+        covering = path if path.exists() else self._covering(wanted) if can_trim else None
+        if covering:
+            _touch(covering)
+            return
+        save_prompt(path, model, cache, tokens, self.fingerprint)
+        if can_trim:
+            self._remove_covered(wanted)
+        self._evict(path)
+
+    def _entries(self) -> Iterator[tuple[Path, np.ndarray]]:
+        """This model's files and the tokens they hold; damaged ones are removed on the way."""
+        for path in sorted(self.path.glob(f"{self.fingerprint.key}-*{OURS}")):
+            try:
+                yield path, read_prompt_header(path).tokens
+            except PromptCacheError as error:
+                self.refuse(path, error)
+
+    def _covering(self, tokens: np.ndarray) -> Path | None:
+        """An entry whose text begins with `tokens`: cut, it serves as well."""
+        return next((path for path, saved in self._entries() if shared_length(saved, tokens) == len(tokens)), None)
+
+    def _remove_covered(self, tokens: np.ndarray) -> None:
+        for path, saved in self._entries():
+            if len(saved) < len(tokens) and shared_length(saved, tokens) == len(saved):
+                _remove(path)
+
+    def _evict(self, newest: Path) -> None:
+        """Removes the least recently used files, of any model, until the limit is kept."""
+        self._remove_abandoned()
+        sizes = {path: stat for path in self.path.glob(f"*{SUFFIX}") if (stat := _stat(path))}
+        total = sum(stat.st_size for stat in sizes.values())
+        for path in sorted(sizes, key=lambda path: sizes[path].st_mtime_ns):
+            if total > self.max_bytes and path != newest:
+                _remove(path)
+                total -= sizes[path].st_size
+
+    def _remove_abandoned(self) -> None:
+        for path in self.path.glob(f".*{TEMPORARY}"):
+            stat = _stat(path)
+            if stat and time.time() - stat.st_mtime > ABANDONED:
+                _remove(path)
+
+
+def _digest(tokens: np.ndarray) -> str:
+    return hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=16).hexdigest()
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _touch(path: Path) -> None:
+    """Counts as a use, for the order of eviction. A directory that we may only read works without."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

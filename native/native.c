@@ -1,0 +1,1025 @@
+/* Native CPU kernels of moeflux_mlx: products with 4-bit, 8-bit and dense matrices, and the small operations.
+ *
+ * Every function takes C-contiguous buffers (numpy, mlx, memoryview), checks dtype, shape, alignment,
+ * bounds and overlap with the GIL held, then works without it and writes into `out`. A result depends
+ * on the instruction set, and on whether its row of x is the only one: never on the number of threads, the
+ * slots, or what other rows hold.
+ * The documented face is native.py.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25 /* Linux 6.1; earlier ones refuse it */
+#endif
+#endif
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "4-bit words and bfloat16 pairs are read as little-endian"
+#endif
+
+#include "team.h"
+
+/* Weight bytes asked for ahead of use; 6 KiB is where two Zen 5 cores reach their read bandwidth. */
+#define PREFETCH_BYTES 6144
+/* Weight bytes per unit of work: large, as each start waits for memory, but small enough to balance, and half
+ * of it where several passes should find the weights in L2. */
+#define CHUNK_BYTES 262144
+#define MAX_CHUNK_ROWS 512
+#define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
+#define PLAIN_BATCH 64    /* rows of x multiplied by one unpacked row of an 8-bit or dense matrix */
+#define CACHE_AHEAD 16    /* keys or values asked for before their turn */
+#define GQA_HEADS 8       /* query heads that share one pass over keys and values */
+#define MAX_ARGS 8
+
+/* Small arrays of accumulators stay in registers only if the loops over them are unrolled. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#endif
+
+typedef struct {
+    const uint32_t *w;  /* [rows, in / 8] words of 4-bit codes, [rows, in / 4] of 8-bit ones, or floats [rows, in] */
+    const void *s, *b;  /* [rows, in / 64], float32 or bfloat16 bits; NULL if dense */
+    ptrdiff_t in;
+    int bits;           /* 4, 8, or 32: dense */
+    int is_f32;
+    /* What will be read after the last row asked for, or NULL: a prefetch hint. */
+    const uint32_t *next;
+    const char *next_s, *next_b;
+} Matrix;
+
+typedef struct {
+    const char *name;
+    ptrdiff_t width;
+    void (*pack)(const float *, float *, ptrdiff_t);
+    void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    void (*plain_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *, float *);
+    void (*dequantize)(const Matrix *, ptrdiff_t, ptrdiff_t, float *);
+    void (*combine)(const float *const *, const float *, ptrdiff_t, const float *, const float *, float *, ptrdiff_t,
+                    ptrdiff_t);
+    void (*silu_mul)(const float *, const float *, float *, ptrdiff_t);
+    void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
+    void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
+    void (*attend)(const float *, ptrdiff_t, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, float,
+                   float *, ptrdiff_t, float *);
+    void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
+    void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
+    uint32_t (*fold)(const uint32_t *, ptrdiff_t);
+    /* A single row of x has its own kernel if that is faster, else NULL. */
+    void (*single_pack)(const float *, float *, ptrdiff_t);
+    void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
+} Path;
+
+static inline ptrdiff_t table_bytes(const Matrix *m) { return m->in / 64 * (m->is_f32 ? 4 : 2); }
+
+/* Ask for a row's scales and biases (past r1, of what comes next); else every few rows wait for memory. */
+static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
+    ptrdiff_t bytes = table_bytes(m);
+    int over = row >= r1 && m->next;
+    const char *s = over ? m->next_s + (row - r1) * bytes : (const char *)m->s + row * bytes;
+    const char *b = over ? m->next_b + (row - r1) * bytes : (const char *)m->b + row * bytes;
+    for (ptrdiff_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(s + at);
+        __builtin_prefetch(b + at);
+    }
+}
+
+/* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
+static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
+    m->next = then->w + row * (then->in / 8);
+    m->next_s = (const char *)then->s + row * table_bytes(then);
+    m->next_b = (const char *)then->b + row * table_bytes(then);
+}
+
+static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
+
+static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+
+#if defined(__x86_64__)
+#define PATH avx512
+#define path_name_avx512 "avx512"
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define W 16
+#include "kernels.h"
+#include "vnni.h"
+#define PATH avx2
+#define path_name_avx2 "avx2"
+#define TARGET __attribute__((target("avx2,fma")))
+#define W 8
+#include "kernels.h"
+#endif
+#define PATH portable
+#define path_name_portable "portable"
+#define TARGET
+#define W 4
+#include "kernels.h"
+
+/* Fastest first; `usable_paths` of them run on this processor. */
+static const Path *paths[4];
+static int usable_paths;
+static const Path *path;
+
+static void find_paths(void) {
+    usable_paths = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    static Path vnni;
+    vnni = path_avx512;
+    vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows;
+    if (avx512 && __builtin_cpu_supports("avx512vnni")) paths[usable_paths++] = &vnni;
+    if (avx512) paths[usable_paths++] = &path_avx512;
+    if (avx2) paths[usable_paths++] = &path_avx2;
+#endif
+    paths[usable_paths++] = &path_portable;
+    path = paths[0];
+}
+
+/* ---- arguments ---------------------------------------------------------------------------- */
+
+typedef enum { F32, U32, I32, SCALE } Kind;
+
+typedef struct {
+    Py_buffer view[MAX_ARGS];
+    int writable[MAX_ARGS], n;
+} Args;
+
+static int kind_matches(Kind kind, const Py_buffer *view) {
+    const char *f = view->format ? view->format : "B";
+    if (*f == '@' || *f == '=' || *f == '<') f++;
+    if (kind == SCALE && view->itemsize == 2) return !strcmp(f, "H") || !strcmp(f, "bfloat16");
+    if (view->itemsize != 4) return 0;
+    if (kind == U32) return !strcmp(f, "I") || !strcmp(f, "L");
+    if (kind == I32) return !strcmp(f, "i") || !strcmp(f, "l");
+    return !strcmp(f, "f");
+}
+
+/* Borrow a buffer until args_done; NULL with an exception if it is not what the operation needs. */
+static Py_buffer *take(Args *args, PyObject *object, const char *name, Kind kind, int ndim, int writable) {
+    static const char *const wanted[] = {"float32", "uint32", "int32", "bfloat16, uint16 (bfloat16 bits) or float32"};
+    Py_buffer *view = &args->view[args->n];
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)))
+        return NULL;
+    args->writable[args->n++] = writable;
+    if (!kind_matches(kind, view)) {
+        PyErr_Format(PyExc_TypeError, "%s: buffer format '%s', expected %s", name, view->format ? view->format : "B",
+                     wanted[kind]);
+        return NULL;
+    }
+    if (view->ndim != ndim) {
+        PyErr_Format(PyExc_ValueError, "%s: %d dimensions, expected %d", name, view->ndim, ndim);
+        return NULL;
+    }
+    if (view->len && (uintptr_t)view->buf % (size_t)view->itemsize) {
+        PyErr_Format(PyExc_ValueError, "%s: address %p is not a multiple of its item size %zd", name, view->buf,
+                     view->itemsize);
+        return NULL;
+    }
+    return view;
+}
+
+/* True if dimension `axis` is `size`; otherwise sets the exception. */
+static int dim(const Py_buffer *view, const char *name, int axis, Py_ssize_t size) {
+    if (view->shape[axis] == size) return 1;
+    PyErr_Format(PyExc_ValueError, "%s: dimension %d is %zd, expected %zd", name, axis, view->shape[axis], size);
+    return 0;
+}
+
+static int dims2(const Py_buffer *view, const char *name, Py_ssize_t a, Py_ssize_t b) {
+    return dim(view, name, 0, a) && dim(view, name, 1, b);
+}
+
+static int dims3(const Py_buffer *view, const char *name, Py_ssize_t a, Py_ssize_t b, Py_ssize_t c) {
+    return dims2(view, name, a, b) && dim(view, name, 2, c);
+}
+
+static int multiple(const char *name, Py_ssize_t size, Py_ssize_t of) {
+    if (size > 0 && size % of == 0) return 1;
+    PyErr_Format(PyExc_ValueError, "%s is %zd, expected a positive multiple of %zd", name, size, of);
+    return 0;
+}
+
+/* Threads write while others read, so no written buffer may touch another argument. */
+static int disjoint(const Args *args) {
+    for (int i = 0; i < args->n; i++) {
+        if (!args->writable[i]) continue;
+        const char *lo = args->view[i].buf, *hi = lo + args->view[i].len;
+        for (int j = 0; j < args->n; j++) {
+            const char *other = args->view[j].buf;
+            if (j == i || hi <= other || other + args->view[j].len <= lo) continue;
+            PyErr_SetString(PyExc_ValueError, "a written buffer overlaps another argument");
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static PyObject *args_done(Args *args, int ok) {
+    while (args->n) PyBuffer_Release(&args->view[--args->n]);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+static int arity(Py_ssize_t got, Py_ssize_t want) {
+    if (got == want) return 1;
+    PyErr_Format(PyExc_TypeError, "%zd arguments, expected %zd", got, want);
+    return 0;
+}
+
+/* w, scales, biases of a matrix with rows of `in` values: 4-bit or 8-bit codes by the length of w's rows. */
+static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
+    Py_buffer *w = take(args, object[0], "w", U32, 2, 0);
+    Py_buffer *s = w ? take(args, object[1], "scales", SCALE, 2, 0) : NULL;
+    Py_buffer *b = s ? take(args, object[2], "biases", SCALE, 2, 0) : NULL;
+    if (!b || !multiple("row length", in, 64)) return 0;
+    *rows = w->shape[0];
+    int bits = w->shape[1] == in / 4 ? 8 : 4;
+    if (!dim(w, "w", 1, in * bits / 32) || !dims2(s, "scales", *rows, in / 64) || !dims2(b, "biases", *rows, in / 64))
+        return 0;
+    if (s->itemsize != b->itemsize) {
+        PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
+        return 0;
+    }
+    *m = (Matrix){w->buf, s->buf, b->buf, in, bits, s->itemsize == 4, NULL, NULL, NULL};
+    return 1;
+}
+
+/* As take_codes, or with None for scales and biases a dense float32 matrix. */
+static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
+    if (object[1] != Py_None || object[2] != Py_None) return take_codes(args, object, in, m, rows);
+    Py_buffer *w = take(args, object[0], "w", F32, 2, 0);
+    if (!w || !multiple("row length", in, 16) || !dim(w, "w", 1, in)) return 0;
+    *rows = w->shape[0];
+    *m = (Matrix){w->buf, NULL, NULL, in, 32, 0, NULL, NULL, NULL};
+    return 1;
+}
+
+/* ---- shared pieces of work ---------------------------------------------------------------- */
+
+static void *scratch(ptrdiff_t bytes) {
+    void *memory = NULL;
+    return posix_memalign(&memory, 64, bytes > 0 ? (size_t)bytes : 64) ? NULL : memory;
+}
+
+/* Rows per unit of work that meets `batch` rows of x: about CHUNK_BYTES, less when that leaves threads idle. */
+static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch) {
+    ptrdiff_t fit = (batch <= 4 ? CHUNK_BYTES : CHUNK_BYTES / 2) / row_bytes;
+    ptrdiff_t fair = rows / (4 * (ptrdiff_t)atomic_load(&team.size)), floor = CHUNK_BYTES / 16 / row_bytes;
+    ptrdiff_t chunk = fair < fit ? fair : fit;
+    if (chunk < floor) chunk = floor;
+    chunk = (chunk + 7) / 8 * 8;
+    return chunk < 8 ? 8 : chunk > MAX_CHUNK_ROWS ? MAX_CHUNK_ROWS : chunk;
+}
+
+static ptrdiff_t packed_floats(const Path *p, ptrdiff_t in) { return chunks_of(in / 8, p->width) * 9 * p->width; }
+
+typedef struct {
+    const Path *path;
+    const float *x;
+    float *packed;
+    ptrdiff_t in;
+    int single; /* each row will meet its matrix alone */
+} Pack;
+
+static void pack_job(void *ctx, ptrdiff_t row, int member) {
+    Pack *c = ctx;
+    (void)member;
+    (c->single ? c->path->single_pack : c->path->pack)(c->x + row * c->in,
+                                                       c->packed + row * packed_floats(c->path, c->in), c->in);
+}
+
+/* ---- linear, dequantize ------------------------------------------------------------------- */
+
+typedef struct {
+    const Path *path;
+    Matrix m;
+    ptrdiff_t rows, chunk, batch;
+    const float **x;
+    float **y; /* start of each output row */
+    int single;
+    float *out, *row; /* row: m.in floats for each member of the team, if rows are unpacked first */
+} Product;
+
+/* How many of `left` rows of x go through a matrix together: up to 4, but 5 as 3 and 2, as one alone is slow. */
+static ptrdiff_t share(ptrdiff_t left) { return left == 5 ? 3 : least(4, left); }
+
+/* Rows r0..r1 of m times n packed rows of x. */
+static void multiply(const Path *path, int single, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
+                     const float *const *x, float *const *y) {
+    if (single) path->single_rows(m, r0, r1, x[0], y[0]);
+    else path->rows(m, r0, r1, n, x, y);
+}
+
+static void product_job(void *ctx, ptrdiff_t chunk, int member) {
+    Product *c = ctx;
+    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
+    for (ptrdiff_t t = 0, n; t < c->batch; t += n) {
+        float *y[4];
+        n = share(c->batch - t);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
+        multiply(c->path, c->single, &c->m, r0, r1, n, c->x + t, y);
+    }
+    (void)member;
+}
+
+static void plain_job(void *ctx, ptrdiff_t chunk, int member) {
+    Product *c = ctx;
+    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
+    float *y[PLAIN_BATCH];
+    for (ptrdiff_t t = 0; t < c->batch; t += PLAIN_BATCH) {
+        ptrdiff_t n = least(PLAIN_BATCH, c->batch - t);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
+        c->path->plain_rows(&c->m, r0, r1, n, c->x + t, y, c->row + member * c->m.in);
+    }
+}
+
+static int run_product(Product *c, const float *x) {
+    int is_packed = c->m.bits == 4;
+    ptrdiff_t size = is_packed ? packed_floats(c->path, c->m.in) : c->m.in;
+    /* Rows for the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
+    float *memory = scratch((is_packed ? c->batch * size : MAX_TEAM * c->m.in) * 4);
+    c->x = scratch(c->batch * (ptrdiff_t)sizeof *c->x);
+    c->y = scratch(c->batch * (ptrdiff_t)sizeof *c->y);
+    int ok = memory && c->x && c->y;
+    if (ok) {
+        for (ptrdiff_t t = 0; t < c->batch; t++)
+            c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
+        c->row = memory, c->single = c->batch == 1 && c->path->single_rows;
+        if (is_packed) team_run(pack_job, &(Pack){c->path, x, memory, c->m.in, c->single}, c->batch);
+        team_run(is_packed ? product_job : plain_job, c, chunks_of(c->rows, c->chunk));
+    }
+    free(memory), free(c->x), free(c->y);
+    return ok;
+}
+
+/* linear(x[T, I], w[O, I/8 or I/4], scales[O, I/64], biases[O, I/64], out[T, O]), or w[O, I], None, None */
+static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Product c = {.path = path};
+    if (!arity(n, 5)) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
+    int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
+    Py_buffer *out = ok ? take(&args, a[4], "out", F32, 2, 1) : NULL;
+    if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
+    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8, c.batch);
+    Py_BEGIN_ALLOW_THREADS;
+    ok = run_product(&c, x->buf);
+    Py_END_ALLOW_THREADS;
+    if (!ok) PyErr_NoMemory();
+    return args_done(&args, ok);
+}
+
+static void dequantize_job(void *ctx, ptrdiff_t chunk, int member) {
+    Product *c = ctx;
+    ptrdiff_t r0 = chunk * c->chunk;
+    (void)member;
+    c->path->dequantize(&c->m, r0, least(r0 + c->chunk, c->rows), c->out + r0 * c->m.in);
+}
+
+/* dequantize(w[O, I/8 or I/4], scales[O, I/64], biases[O, I/64], out[O, I]) */
+static PyObject *op_dequantize(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Product c = {.path = path};
+    if (!arity(n, 4)) return NULL;
+    Py_buffer *out = take(&args, a[3], "out", F32, 2, 1);
+    if (!out || !take_codes(&args, a, out->shape[1], &c.m, &c.rows) || !dim(out, "out", 0, c.rows) || !disjoint(&args))
+        return args_done(&args, 0);
+    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8, 1);
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(dequantize_job, &c, chunks_of(c.rows, c.chunk));
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+/* ---- routed experts ----------------------------------------------------------------------- */
+
+typedef struct {
+    int32_t slot;
+    ptrdiff_t index; /* t * K + k */
+} Pair;
+
+typedef struct {
+    const Path *path;
+    const uint32_t *blob;
+    ptrdiff_t stride;             /* words per record */
+    ptrdiff_t hidden, inner;      /* H, I */
+    ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
+    Pair *pair;                   /* sorted by slot, so pairs that share an expert are neighbours */
+    ptrdiff_t *group;             /* first pair of each expert, and the end */
+    const float **x;              /* packed input of each sorted pair */
+    float **y;                    /* output row of each sorted pair */
+    const float **by_token;       /* the same rows in t * K + k order */
+    const float *weight, *mid, *shared;
+    float *out;
+    int single;                   /* one token: every expert meets one row */
+} Experts;
+
+/* Words of one projection with its scales and biases (bfloat16, 64 to a group). */
+static ptrdiff_t projection_words(ptrdiff_t hidden, ptrdiff_t inner) { return hidden * inner / 8 + hidden * inner / 64; }
+
+/* Projection 0 gate, 1 up, 2 down of the record in `slot`. */
+static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
+    ptrdiff_t size = c->hidden * c->inner;
+    const uint32_t *w = c->blob + slot * c->stride + which * projection_words(c->hidden, c->inner);
+    return (Matrix){w, w + size / 8, w + size / 8 + size / 128, which == 2 ? c->inner : c->hidden, 4, 0, NULL, NULL, NULL};
+}
+
+static int by_slot(const void *a, const void *b) {
+    const Pair *p = a, *q = b;
+    if (p->slot != q->slot) return p->slot < q->slot ? -1 : 1;
+    return p->index < q->index ? -1 : p->index > q->index;
+}
+
+/* Check and copy the slots (nothing read later can change them), then group equal ones. */
+static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
+    const int32_t *slot = slots->buf;
+    c->tokens = slots->shape[0], c->top_k = slots->shape[1], c->pairs = c->tokens * c->top_k;
+    c->pair = scratch(c->pairs * (ptrdiff_t)sizeof *c->pair);
+    c->group = scratch((c->pairs + 1) * (ptrdiff_t)sizeof *c->group);
+    c->x = scratch(c->pairs * (ptrdiff_t)sizeof *c->x);
+    c->y = scratch(c->pairs * (ptrdiff_t)sizeof *c->y);
+    c->by_token = scratch(c->pairs * (ptrdiff_t)sizeof *c->by_token);
+    if (!c->pair || !c->group || !c->x || !c->y || !c->by_token) return PyErr_NoMemory(), 0;
+    for (ptrdiff_t i = 0; i < c->pairs; i++) {
+        c->pair[i] = (Pair){slot[i], i};
+        if (c->pair[i].slot >= 0 && c->pair[i].slot < records) continue;
+        PyErr_Format(PyExc_ValueError, "slots: value %d at position %zd, expected 0 to %zd", (int)c->pair[i].slot,
+                     (Py_ssize_t)i, records - 1);
+        return 0;
+    }
+    qsort(c->pair, (size_t)c->pairs, sizeof *c->pair, by_slot);
+    for (ptrdiff_t i = 0; i < c->pairs; i++)
+        if (!i || c->pair[i].slot != c->pair[i - 1].slot) c->group[c->groups++] = i;
+    c->group[c->groups] = c->pairs;
+    c->single = c->tokens == 1 && c->groups == c->pairs && c->path->single_rows;
+    return 1;
+}
+
+static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
+
+static int take_experts(Args *args, PyObject *blob, PyObject *slots, Experts *c) {
+    if (!multiple("H", c->hidden, 64) || !multiple("I", c->inner, 64)) return 0;
+    Py_buffer *b = take(args, blob, "blob", U32, 2, 0);
+    Py_buffer *s = b ? take(args, slots, "slots", I32, 2, 0) : NULL;
+    if (!s) return 0;
+    c->blob = b->buf, c->stride = b->shape[1];
+    /* Divide first: hidden * inner of a hostile call may not fit. */
+    if (c->inner > c->stride * 8 / c->hidden || 3 * projection_words(c->hidden, c->inner) > c->stride) {
+        PyErr_Format(PyExc_ValueError, "blob: records of %zd words cannot hold H=%zd, I=%zd", b->shape[1],
+                     (Py_ssize_t)c->hidden, (Py_ssize_t)c->inner);
+        return 0;
+    }
+    return plan(c, s, b->shape[0]);
+}
+
+static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
+    Experts *c = ctx;
+    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->inner);
+    Matrix gate = projection(c, c->pair[c->group[g]].slot, 0), up = projection(c, c->pair[c->group[g]].slot, 1);
+    float other[4][MAX_CHUNK_ROWS];
+    (void)member;
+    follow(&gate, &up, r0);
+    if (r1 < c->inner) follow(&up, &gate, r1);
+    else if (g + 1 < c->groups) {
+        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
+        follow(&up, &then, 0);
+    }
+    for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
+        float *y[4], *u[4] = {other[0], other[1], other[2], other[3]};
+        n = share(c->group[g + 1] - p);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
+        multiply(c->path, c->single, &gate, r0, r1, n, c->x + p, y);
+        multiply(c->path, c->single, &up, r0, r1, n, c->x + p, u);
+        for (ptrdiff_t i = 0; i < n; i++) c->path->silu_mul(y[i], u[i], y[i], r1 - r0);
+    }
+}
+
+static int run_gate_up(Experts *c, const float *x) {
+    ptrdiff_t size = packed_floats(c->path, c->hidden);
+    float *packed = scratch(c->tokens * size * 4);
+    if (!packed) return 0;
+    for (ptrdiff_t p = 0; p < c->pairs; p++) {
+        c->x[p] = packed + c->pair[p].index / c->top_k * size;
+        c->y[p] = c->out + c->pair[p].index * c->inner;
+    }
+    c->chunk = chunk_rows(c->inner * c->groups, c->hidden / 2, c->tokens);
+    c->per_group = chunks_of(c->inner, c->chunk);
+    team_run(pack_job, &(Pack){c->path, x, packed, c->hidden, c->single}, c->tokens);
+    team_run(gate_up_job, c, c->groups * c->per_group);
+    free(packed);
+    return 1;
+}
+
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], out[T, K, I]) */
+static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Experts c = {.path = path};
+    int ok = 0;
+    if (!arity(n, 4)) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
+    Py_buffer *out = x ? take(&args, a[3], "out", F32, 3, 1) : NULL;
+    if (!out) return args_done(&args, 0);
+    c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
+    if (take_experts(&args, a[1], a[2], &c) && dim(x, "x", 0, c.tokens) &&
+        dims3(out, "out", c.tokens, c.top_k, c.inner) && disjoint(&args)) {
+        Py_BEGIN_ALLOW_THREADS;
+        ok = run_gate_up(&c, x->buf);
+        Py_END_ALLOW_THREADS;
+        if (!ok) PyErr_NoMemory();
+    }
+    plan_free(&c);
+    return args_done(&args, ok);
+}
+
+static void down_job(void *ctx, ptrdiff_t chunk, int member) {
+    Experts *c = ctx;
+    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
+    (void)member;
+    for (ptrdiff_t g = 0; g < c->groups; g++) {
+        Matrix down = projection(c, c->pair[c->group[g]].slot, 2);
+        if (g + 1 < c->groups) {
+            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 2);
+            follow(&down, &then, r0);
+        }
+        for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
+            float *y[4];
+            n = share(c->group[g + 1] - p);
+            for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
+            multiply(c->path, c->single, &down, r0, r1, n, c->x + p, y);
+        }
+    }
+    for (ptrdiff_t t = 0; t < c->tokens; t++)
+        c->path->combine(c->by_token + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + t * c->hidden,
+                         c->shared ? c->shared + t * c->hidden : NULL, c->out + t * c->hidden, r0, r1);
+}
+
+static int run_down(Experts *c, const float *act) {
+    ptrdiff_t size = packed_floats(c->path, c->inner);
+    float *packed = scratch(c->pairs * size * 4), *rows = scratch(c->pairs * c->hidden * 4);
+    int ok = packed && rows;
+    if (ok) {
+        for (ptrdiff_t p = 0; p < c->pairs; p++) {
+            c->x[p] = packed + c->pair[p].index * size;
+            c->y[p] = rows + c->pair[p].index * c->hidden;
+            c->by_token[p] = rows + p * c->hidden;
+        }
+        c->chunk = chunk_rows(c->hidden, c->inner / 2, c->tokens);
+        team_run(pack_job, &(Pack){c->path, act, packed, c->inner, c->single}, c->pairs);
+        team_run(down_job, c, chunks_of(c->hidden, c->chunk));
+    }
+    free(packed), free(rows);
+    return ok;
+}
+
+/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], weights[T, K], mid[T, H], shared[T, H] or None,
+ * out[T, H]) */
+static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Experts c = {.path = path};
+    int ok = 0;
+    if (!arity(n, 7)) return NULL;
+    Py_buffer *act = take(&args, a[0], "act", F32, 3, 0);
+    Py_buffer *weights = act ? take(&args, a[3], "weights", F32, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[4], "mid", F32, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[5] != Py_None ? take(&args, a[5], "shared", F32, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[5] == Py_None) ? take(&args, a[6], "out", F32, 2, 1) : NULL;
+    if (!out) return args_done(&args, 0);
+    c.hidden = mid->shape[1], c.inner = act->shape[2], c.out = out->buf;
+    c.weight = weights->buf, c.mid = mid->buf, c.shared = shared ? shared->buf : NULL;
+    if (take_experts(&args, a[1], a[2], &c) && dims3(act, "act", c.tokens, c.top_k, c.inner) &&
+        dims2(weights, "weights", c.tokens, c.top_k) && dims2(mid, "mid", c.tokens, c.hidden) &&
+        (!shared || dims2(shared, "shared", c.tokens, c.hidden)) && dims2(out, "out", c.tokens, c.hidden) &&
+        disjoint(&args)) {
+        Py_BEGIN_ALLOW_THREADS;
+        ok = run_down(&c, act->buf);
+        Py_END_ALLOW_THREADS;
+        if (!ok) PyErr_NoMemory();
+    }
+    plan_free(&c);
+    return args_done(&args, ok);
+}
+
+typedef struct {
+    const Path *path;
+    const float **rows; /* by t * K + k */
+    const float *weight, *mid, *shared;
+    float *out;
+    ptrdiff_t tokens, top_k, hidden;
+} Combine;
+
+static void combine_job(void *ctx, ptrdiff_t t, int member) {
+    Combine *c = ctx;
+    ptrdiff_t at = t * c->hidden;
+    (void)member;
+    c->path->combine(c->rows + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + at,
+                     c->shared ? c->shared + at : NULL, c->out + at, 0, c->hidden);
+}
+
+/* The checked row of y that each (t, k) stands for; NULL with an exception. */
+static const float **rows_of(const Py_buffer *y, const Py_buffer *where) {
+    Py_ssize_t n = where->shape[0] * where->shape[1];
+    const float **rows = scratch(n * (ptrdiff_t)sizeof *rows);
+    if (!rows) return (const float **)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int32_t row = ((const int32_t *)where->buf)[i];
+        rows[i] = (const float *)y->buf + row * y->shape[1];
+        if (row >= 0 && row < y->shape[0]) continue;
+        PyErr_Format(PyExc_ValueError, "where: value %d at position %zd, expected 0 to %zd", (int)row, i,
+                     y->shape[0] - 1);
+        return free(rows), NULL;
+    }
+    return rows;
+}
+
+/* combine(y[N, H], where[T, K], weights[T, K], mid[T, H], shared[T, H] or None, out[T, H]) */
+static PyObject *op_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    if (!arity(n, 6)) return NULL;
+    Py_buffer *y = take(&args, a[0], "y", F32, 2, 0);
+    Py_buffer *where = y ? take(&args, a[1], "where", I32, 2, 0) : NULL;
+    Py_buffer *weights = where ? take(&args, a[2], "weights", F32, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[3], "mid", F32, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[4] != Py_None ? take(&args, a[4], "shared", F32, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[4] == Py_None) ? take(&args, a[5], "out", F32, 2, 1) : NULL;
+    if (!out) return args_done(&args, 0);
+    Combine c = {path,      NULL, weights->buf, mid->buf, shared ? shared->buf : NULL, out->buf, mid->shape[0],
+                 where->shape[1], mid->shape[1]};
+    if (!dim(where, "where", 0, c.tokens) || !dims2(weights, "weights", c.tokens, c.top_k) ||
+        !dim(y, "y", 1, c.hidden) || (shared && !dims2(shared, "shared", c.tokens, c.hidden)) ||
+        !dims2(out, "out", c.tokens, c.hidden) || !disjoint(&args) || !(c.rows = rows_of(y, where)))
+        return args_done(&args, 0);
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(combine_job, &c, c.tokens);
+    Py_END_ALLOW_THREADS;
+    free(c.rows);
+    return args_done(&args, 1);
+}
+
+/* ---- small decode operations -------------------------------------------------------------- */
+
+typedef struct {
+    const Path *path;
+    const float *x, *weight, *state;
+    float *out, *next;
+    float eps;
+    ptrdiff_t rows, width, chunk, taps;
+} Rowwise;
+
+static void rms_norm_job(void *ctx, ptrdiff_t chunk, int member) {
+    Rowwise *c = ctx;
+    (void)member;
+    for (ptrdiff_t r = chunk * c->chunk; r < least((chunk + 1) * c->chunk, c->rows); r++)
+        c->path->rms_norm(c->x + r * c->width, c->weight, c->eps, c->out + r * c->width, c->width);
+}
+
+/* rms_norm(x[N, D], weight[D] or None, eps, out[N, D]) */
+static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Rowwise c = {.path = path};
+    if (!arity(n, 4)) return NULL;
+    c.eps = (float)PyFloat_AsDouble(a[2]);
+    if (PyErr_Occurred()) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
+    Py_buffer *weight = x && a[1] != Py_None ? take(&args, a[1], "weight", F32, 1, 0) : NULL;
+    Py_buffer *out = x && (weight || a[1] == Py_None) ? take(&args, a[3], "out", F32, 2, 1) : NULL;
+    if (!out || !multiple("D", x->shape[1], 16) || (weight && !dim(weight, "weight", 0, x->shape[1])) ||
+        !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
+        return args_done(&args, 0);
+    c.x = x->buf, c.weight = weight ? weight->buf : NULL, c.out = out->buf;
+    c.rows = x->shape[0], c.width = x->shape[1], c.chunk = 1 + SMALL_CHUNK / c.width;
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(rms_norm_job, &c, chunks_of(c.rows, c.chunk));
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+static void silu_mul_job(void *ctx, ptrdiff_t chunk, int member) {
+    Rowwise *c = ctx;
+    ptrdiff_t at = chunk * SMALL_CHUNK;
+    (void)member;
+    c->path->silu_mul(c->x + at, c->weight + at, c->out + at, least(SMALL_CHUNK, c->width - at));
+}
+
+/* silu_mul(gate[N, D], up[N, D], out[N, D]) */
+static PyObject *op_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Rowwise c = {.path = path};
+    if (!arity(n, 3)) return NULL;
+    Py_buffer *gate = take(&args, a[0], "gate", F32, 2, 0);
+    Py_buffer *up = gate ? take(&args, a[1], "up", F32, 2, 0) : NULL;
+    Py_buffer *out = up ? take(&args, a[2], "out", F32, 2, 1) : NULL;
+    if (!out || !dims2(up, "up", gate->shape[0], gate->shape[1]) ||
+        !dims2(out, "out", gate->shape[0], gate->shape[1]) || !disjoint(&args))
+        return args_done(&args, 0);
+    c.x = gate->buf, c.weight = up->buf, c.out = out->buf, c.width = gate->len / 4;
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(silu_mul_job, &c, chunks_of(c.width, SMALL_CHUNK));
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+static void conv_job(void *ctx, ptrdiff_t chunk, int member) {
+    Rowwise *c = ctx;
+    ptrdiff_t c0 = chunk * c->chunk, c1 = least(c0 + c->chunk, c->width);
+    (void)member;
+    for (ptrdiff_t j = 0; j < c->taps - 1; j++)
+        memcpy(c->next + j * c->width + c0, c->state + j * c->width + c0, (size_t)(c1 - c0) * 4);
+    for (ptrdiff_t t = 0; t < c->rows; t++)
+        c->path->conv(c->next, c->x + t * c->width, c->weight, c->taps, c->width, c0, c1, c->out + t * c->width);
+}
+
+/* conv_silu(state[taps-1, C], x[T, C], weight[taps, C], next[taps-1, C], out[T, C]) */
+static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Rowwise c = {.path = path, .chunk = 2048};
+    if (!arity(n, 5)) return NULL;
+    Py_buffer *state = take(&args, a[0], "state", F32, 2, 0);
+    Py_buffer *x = state ? take(&args, a[1], "x", F32, 2, 0) : NULL;
+    Py_buffer *weight = x ? take(&args, a[2], "weight", F32, 2, 0) : NULL;
+    Py_buffer *next = weight ? take(&args, a[3], "next", F32, 2, 1) : NULL;
+    Py_buffer *out = next ? take(&args, a[4], "out", F32, 2, 1) : NULL;
+    if (!out || !multiple("C", x->shape[1], 16) || !dims2(weight, "weight", state->shape[0] + 1, x->shape[1]) ||
+        !dim(state, "state", 1, x->shape[1]) || !dims2(next, "next", state->shape[0], x->shape[1]) ||
+        !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
+        return args_done(&args, 0);
+    c.x = x->buf, c.weight = weight->buf, c.state = state->buf, c.next = next->buf, c.out = out->buf;
+    c.rows = x->shape[0], c.width = x->shape[1], c.taps = weight->shape[0];
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(conv_job, &c, chunks_of(c.width, c.chunk));
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+typedef struct {
+    const Path *path;
+    const float *q, *k, *v;
+    float *out, *scores;
+    float scale;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, n, dk, dv, pad, parts;
+} Attention;
+
+static void attend_job(void *ctx, ptrdiff_t unit, int member) {
+    Attention *c = ctx;
+    ptrdiff_t part = unit % c->parts, kv = unit / c->parts % c->kv_heads, t = unit / c->parts / c->kv_heads;
+    ptrdiff_t group = c->q_heads / c->kv_heads, first = part * GQA_HEADS;
+    ptrdiff_t row = t * c->q_heads + kv * group + first;
+    c->path->attend(c->q + row * c->dk, least(GQA_HEADS, group - first), c->k + kv * c->capacity * c->dk,
+                    c->v + kv * c->capacity * c->dv, c->n - c->tokens + t + 1, c->dk, c->dv, c->scale,
+                    c->scores + member * GQA_HEADS * c->pad, c->pad, c->out + row * c->dv);
+}
+
+static int run_attend(Attention *c) {
+    c->pad = chunks_of(c->n, 16) * 16;
+    c->parts = chunks_of(c->q_heads / c->kv_heads, GQA_HEADS);
+    /* For the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
+    c->scores = scratch(MAX_TEAM * GQA_HEADS * c->pad * 4);
+    if (!c->scores) return 0;
+    team_run(attend_job, c, c->tokens * c->kv_heads * c->parts);
+    free(c->scores);
+    return 1;
+}
+
+/* attend(q[T, Hq, Dk], k[Hkv, C, Dk], v[Hkv, C, Dv], n, scale, out[T, Hq, Dv]) */
+static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Attention c = {.path = path};
+    if (!arity(n, 6)) return NULL;
+    c.n = PyNumber_AsSsize_t(a[3], PyExc_ValueError);
+    c.scale = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(a[4]);
+    if (PyErr_Occurred()) return NULL;
+    Py_buffer *q = take(&args, a[0], "q", F32, 3, 0);
+    Py_buffer *k = q ? take(&args, a[1], "k", F32, 3, 0) : NULL;
+    Py_buffer *v = k ? take(&args, a[2], "v", F32, 3, 0) : NULL;
+    Py_buffer *out = v ? take(&args, a[5], "out", F32, 3, 1) : NULL;
+    if (!out || !multiple("Dk", q->shape[2], 16) || !multiple("Dv", v->shape[2], 16) ||
+        !multiple("k: heads", k->shape[0], 1) || !multiple("q: heads", q->shape[1], k->shape[0]) ||
+        !dim(k, "k", 2, q->shape[2]) || !dim(v, "v", 0, k->shape[0]) || !dim(v, "v", 1, k->shape[1]) ||
+        !dims3(out, "out", q->shape[0], q->shape[1], v->shape[2]) || !disjoint(&args))
+        return args_done(&args, 0);
+    if (c.n < q->shape[0] || c.n > k->shape[1]) {
+        PyErr_Format(PyExc_ValueError, "n is %zd, expected %zd (queries) to %zd (cache rows)", (Py_ssize_t)c.n,
+                     q->shape[0], k->shape[1]);
+        return args_done(&args, 0);
+    }
+    c.q = q->buf, c.k = k->buf, c.v = v->buf, c.out = out->buf, c.tokens = q->shape[0], c.q_heads = q->shape[1];
+    c.kv_heads = k->shape[0], c.capacity = k->shape[1], c.dk = q->shape[2], c.dv = v->shape[2];
+    int ok;
+    Py_BEGIN_ALLOW_THREADS;
+    ok = run_attend(&c);
+    Py_END_ALLOW_THREADS;
+    if (!ok) PyErr_NoMemory();
+    return args_done(&args, ok);
+}
+
+typedef struct {
+    const Path *path;
+    const float *state;
+    float *next, *out;
+    const float *q, *k, *v, *decay, *beta;
+    ptrdiff_t tokens, k_heads, v_heads, dk, dv;
+} Delta;
+
+static void delta_job(void *ctx, ptrdiff_t head, int member) {
+    Delta *c = ctx;
+    ptrdiff_t size = c->dv * c->dk;
+    const float *state = c->state + head * size;
+    float *next = c->next + head * size;
+    (void)member;
+    if (!c->tokens) memcpy(next, state, (size_t)size * 4);
+    for (ptrdiff_t t = 0; t < c->tokens; t++) {
+        ptrdiff_t at = t * c->v_heads + head, key = t * c->k_heads + head / (c->v_heads / c->k_heads);
+        c->path->delta(t ? next : state, next, c->q + key * c->dk, c->k + key * c->dk, c->v + at * c->dv, c->decay[at],
+                       c->beta[at], c->out + at * c->dv, c->dv, c->dk);
+    }
+}
+
+/* gated_delta(state[Hv, Dv, Dk], q[T, Hk, Dk], k[T, Hk, Dk], v[T, Hv, Dv], decay[T, Hv], beta[T, Hv],
+ * next[Hv, Dv, Dk], out[T, Hv, Dv]) */
+static PyObject *op_gated_delta(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    static const char *const name[] = {"state", "q", "k", "v", "decay", "beta", "next", "out"};
+    static const int ndim[] = {3, 3, 3, 3, 2, 2, 3, 3};
+    Args args = {.n = 0};
+    Py_buffer *b[8];
+    if (!arity(n, 8)) return NULL;
+    for (int i = 0; i < 8; i++)
+        if (!(b[i] = take(&args, a[i], name[i], F32, ndim[i], i >= 6))) return args_done(&args, 0);
+    const Py_ssize_t *state = b[0]->shape, *q = b[1]->shape;
+    if (!multiple("Dk", state[2], 16) || !multiple("q: heads", q[1], 1) || !multiple("state: heads", state[0], q[1]) ||
+        !dim(b[1], "q", 2, state[2]) || !dims3(b[2], "k", q[0], q[1], q[2]) ||
+        !dims3(b[3], "v", q[0], state[0], state[1]) || !dims2(b[4], "decay", q[0], state[0]) ||
+        !dims2(b[5], "beta", q[0], state[0]) || !dims3(b[6], "next", state[0], state[1], state[2]) ||
+        !dims3(b[7], "out", q[0], state[0], state[1]) || !disjoint(&args))
+        return args_done(&args, 0);
+    Delta c = {path,      b[0]->buf, b[6]->buf, b[7]->buf, b[1]->buf, b[2]->buf, b[3]->buf,
+               b[4]->buf, b[5]->buf, q[0],      q[1],      state[0],  state[2],  state[1]};
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(delta_job, &c, c.v_heads);
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+typedef struct {
+    const Path *path;
+    const float *x, *cosine, *sine;
+    float *out;
+    ptrdiff_t heads, width, half;
+    int neighbours;
+} Rotation;
+
+static void rope_job(void *ctx, ptrdiff_t t, int member) {
+    Rotation *c = ctx;
+    (void)member;
+    for (ptrdiff_t h = 0; h < c->heads; h++) {
+        ptrdiff_t at = (t * c->heads + h) * c->width;
+        c->path->rope(c->x + at, c->cosine + t * c->half, c->sine + t * c->half, c->half, c->neighbours, c->out + at,
+                      c->width);
+    }
+}
+
+/* rope(x[T, H, D], cosine[T, R/2], sine[T, R/2], neighbours, out[T, H, D]) */
+static PyObject *op_rope(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    if (!arity(n, 5)) return NULL;
+    int neighbours = PyObject_IsTrue(a[3]);
+    if (neighbours < 0) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", F32, 3, 0);
+    Py_buffer *cosine = x ? take(&args, a[1], "cosine", F32, 2, 0) : NULL;
+    Py_buffer *sine = cosine ? take(&args, a[2], "sine", F32, 2, 0) : NULL;
+    Py_buffer *out = sine ? take(&args, a[4], "out", F32, 3, 1) : NULL;
+    if (!out || !dims2(cosine, "cosine", x->shape[0], least(cosine->shape[1], x->shape[2] / 2)) ||
+        !dims2(sine, "sine", x->shape[0], cosine->shape[1]) ||
+        !dims3(out, "out", x->shape[0], x->shape[1], x->shape[2]) || !disjoint(&args))
+        return args_done(&args, 0);
+    Rotation c = {path,        x->buf,      cosine->buf,      sine->buf, out->buf,
+                  x->shape[1], x->shape[2], cosine->shape[1], neighbours};
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(rope_job, &c, x->shape[0]);
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
+}
+
+/* ---- control ------------------------------------------------------------------------------ */
+
+typedef struct {
+    const Path *path;
+    const uint32_t *words;
+    ptrdiff_t n;
+    atomic_uint folded;
+} Fold;
+
+enum { FOLD_WORDS = 1 << 18 };
+
+static void fold_job(void *ctx, ptrdiff_t chunk, int member) {
+    Fold *c = ctx;
+    ptrdiff_t at = chunk * FOLD_WORDS;
+    (void)member;
+    atomic_fetch_xor(&c->folded, c->path->fold(c->words + at, least(FOLD_WORDS, c->n - at)));
+}
+
+/* fold(words[N]) -> XOR of all words */
+static PyObject *op_fold(PyObject *self, PyObject *object) {
+    Args args = {.n = 0};
+    Py_buffer *words = take(&args, object, "words", U32, 1, 0);
+    if (!words) return args_done(&args, 0);
+    Fold c = {.path = path, .words = words->buf, .n = words->shape[0]};
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(fold_job, &c, chunks_of(c.n, FOLD_WORDS));
+    Py_END_ALLOW_THREADS;
+    args_done(&args, 0);
+    return PyLong_FromUnsignedLong(atomic_load(&c.folded));
+}
+
+enum { HUGE_PAGE = 1 << 21 };
+
+/* huge_pages(array) -> bytes now in huge pages; 0 where the system cannot */
+static PyObject *op_huge_pages(PyObject *self, PyObject *object) {
+    Py_buffer view;
+    Py_ssize_t bytes = 0;
+    if (PyObject_GetBuffer(object, &view, PyBUF_C_CONTIGUOUS)) return NULL;
+#if defined(__linux__)
+    char *start = (char *)(((uintptr_t)view.buf + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+    char *end = (char *)(((uintptr_t)view.buf + (uintptr_t)view.len) / HUGE_PAGE * HUGE_PAGE);
+    Py_BEGIN_ALLOW_THREADS;
+    if (start < end && !madvise(start, (size_t)(end - start), MADV_COLLAPSE)) bytes = end - start;
+    Py_END_ALLOW_THREADS;
+#endif
+    PyBuffer_Release(&view);
+    return PyLong_FromSsize_t(bytes);
+}
+
+static PyObject *op_paths(PyObject *self, PyObject *none) {
+    PyObject *list = PyList_New(usable_paths);
+    for (int i = 0; list && i < usable_paths; i++) {
+        PyObject *name = PyUnicode_FromString(paths[i]->name);
+        if (!name) return Py_DECREF(list), NULL;
+        PyList_SET_ITEM(list, i, name);
+    }
+    return list;
+}
+
+/* _force(name): for tests; the fastest path is chosen at import. */
+static PyObject *op_force(PyObject *self, PyObject *object) {
+    const char *name = PyUnicode_AsUTF8(object);
+    if (!name) return NULL;
+    for (int i = 0; i < usable_paths; i++) {
+        if (strcmp(paths[i]->name, name)) continue;
+        path = paths[i];
+        Py_RETURN_NONE;
+    }
+    return PyErr_Format(PyExc_ValueError, "path '%s' does not run on this processor", name);
+}
+
+static PyObject *op_set_threads(PyObject *self, PyObject *object) {
+    Py_ssize_t size = PyNumber_AsSsize_t(object, PyExc_ValueError);
+    if (size == -1 && PyErr_Occurred()) return NULL;
+    if (size < 1) return PyErr_Format(PyExc_ValueError, "threads: %zd, expected at least 1", size);
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_mutex_lock(&team.turn);
+    atomic_store(&team.size, (int)least(size, MAX_TEAM));
+    pthread_mutex_unlock(&team.turn);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *op_threads(PyObject *self, PyObject *none) { return PyLong_FromLong(atomic_load(&team.size)); }
+
+#define FAST(name) {#name, (PyCFunction)(void (*)(void))op_##name, METH_FASTCALL, NULL}
+static PyMethodDef methods[] = {
+    FAST(linear),
+    FAST(dequantize),
+    FAST(expert_gate_up),
+    FAST(expert_down_combine),
+    FAST(combine),
+    FAST(rms_norm),
+    FAST(silu_mul),
+    FAST(conv_silu),
+    FAST(attend),
+    FAST(gated_delta),
+    FAST(rope),
+    {"fold", op_fold, METH_O, NULL},
+    {"huge_pages", op_huge_pages, METH_O, NULL},
+    {"paths", op_paths, METH_NOARGS, NULL},
+    {"_force", op_force, METH_O, NULL},
+    {"set_threads", op_set_threads, METH_O, NULL},
+    {"threads", op_threads, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    find_paths();
+    pthread_atfork(NULL, NULL, team_after_fork);
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,667 @@
+"""The command and the generation loop on tiny models: text, statistics, and one-line errors for bad input."""
+
+import argparse
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import child_environment, tiny_directory, tiny_model
+
+from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
+from moeflux_mlx.cli.command import NOT_GIVEN, execute
+from moeflux_mlx.engine.generation import PREFILL_STEP_SIZE, generate_step
+from moeflux_mlx.engine.generation import generate as library_generate
+from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
+from moeflux_mlx.generate.__main__ import main, parser
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.spec import read_json
+
+FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+PROMPT = list(range(10, 31))
+
+
+def tokens_of(model, **kwargs):
+    return [token for token, _ in generate_step(PROMPT, model, max_tokens=12, **kwargs)]
+
+
+@pytest.fixture(scope="module")
+def model_dir():
+    return tiny_directory("qwen3_5_moe")
+
+
+@pytest.fixture
+def copy_dir(model_dir, tmp_path):
+    """A model directory that a test may damage."""
+    return shutil.copytree(model_dir, tmp_path / "model")
+
+
+def command(capfd, *arguments):
+    """(exit code, stdout, stderr) of the command, run in this process."""
+    code = main([str(a) for a in arguments])
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def fails(capfd, *arguments):
+    """The one line that the command prints when it refuses."""
+    code, out, err = command(capfd, *arguments)
+    assert code == 1 and out == ""
+    lines = [line for line in err.splitlines() if not line.startswith("expert I/O")]
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "Traceback" not in err
+    return lines[0]
+
+
+# ---- the loop
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_step_does_not_change_the_tokens(family):
+    model = tiny_model(family, mx.float32)
+    assert tokens_of(model) == tokens_of(model, prefill_step_size=5) == tokens_of(model, prefill_step_size=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlx_lm_generates_the_same_tokens(family):
+    """Our model and tokenizer, as they are, in mlx-lm's own loop."""
+    mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm needs Python 3.11")
+    model, tokenizer = load(tiny_directory(family), dtype=mx.float32)
+    ours = [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=12)]
+    theirs = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=12)]
+    assert ours == theirs[: len(ours)] and len(ours) >= 1
+
+
+def test_a_prompt_cache_continues(model_dir):
+    model = tiny_model("qwen3_5_moe", mx.float32)
+    whole = tokens_of(model)
+    cache = make_prompt_cache(model)
+    first = next(generate_step(PROMPT[:9], model, max_tokens=1, prompt_cache=cache))
+    assert isinstance(first[0], int)
+    rest = [token for token, _ in generate_step(PROMPT[9:], model, max_tokens=12, prompt_cache=cache)]
+    assert rest == whole
+
+
+def test_responses_add_up(model_dir):
+    model, tokenizer = load(model_dir, dtype=mx.float32)
+    responses = list(stream_generate(model, tokenizer, "Once upon", max_tokens=9))
+    last = responses[-1]
+    assert last.finish_reason in ("length", "stop") and last.generation_tokens == len(responses)
+    assert all(r.finish_reason is None for r in responses[:-1])
+    assert last.prompt_tokens == len(tokenizer.encode("Once upon"))
+    assert last.logprobs.shape == (model.args.vocab_size,)
+    text = "".join(r.text for r in responses)
+    assert text == library_generate(model, tokenizer, "Once upon", max_tokens=9)
+    kept = [r.token for r in responses if r.token not in tokenizer.eos_token_ids]
+    assert text == tokenizer.decode(kept)
+
+
+def test_stops_at_end_of_text(model_dir):
+    model, tokenizer = load(model_dir, dtype=mx.float32)
+    end = min(tokenizer.eos_token_ids)
+
+    def sampler(logprobs):
+        return mx.array([end])
+
+    responses = list(stream_generate(model, tokenizer, "a", max_tokens=5, sampler=sampler))
+    assert [(r.token, r.finish_reason, r.text) for r in responses] == [(end, "stop", "")]
+
+
+def test_same_seed_same_text(model_dir):
+    model = tiny_model("qwen3_5_moe", mx.float32)
+
+    def sampled(seed):
+        return tokens_of(model, sampler=make_sampler(temp=1.0, key=mx.random.key(seed)))
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+@pytest.mark.parametrize(
+    "prompt, kwargs, words",
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 99999], {}, "99999 is outside the vocabulary"),
+        ([-1], {}, "-1 is outside"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0"),
+        ([1], {"max_tokens": -2}, "max_tokens is -2"),
+        ([1], {"max_tokens": 1.5}, "max_tokens is 1.5"),
+        ([1], {"max_tokens": None}, "max_tokens is None"),
+        ([1], {"prefill_step_size": 0}, "prefill_step_size is 0"),
+    ],
+)
+def test_impossible_requests(prompt, kwargs, words):
+    with pytest.raises(RequestError, match=words):
+        next(generate_step(prompt, tiny_model("qwen3_moe", mx.float32), **kwargs))
+
+
+def test_not_a_number_in_expert_scales_is_reported(copy_dir):
+    for file in (copy_dir / "packed_experts").glob("layer_*.bin"):
+        file.write_bytes(b"\xff" * file.stat().st_size)  # bfloat16 0xffff is NaN
+    model, _ = load(copy_dir, dtype=mx.float32)
+    with pytest.raises(ModelFileError, match="NaN"):
+        next(generate_step(PROMPT, model))
+
+
+@pytest.mark.parametrize(
+    "tokens, words",
+    [
+        ([[1, 2]], "tokens are list"),
+        (mx.array([1, 2]), r"uint32|int32.*\(2,\); give an mx.array of integers \[B, L\]"),
+        (mx.array([[1.5]]), "float32"),
+        (mx.zeros((1, 0), mx.int32), "at least one"),
+        (mx.array([[1, 256]]), "token 256 is outside the vocabulary of 256"),
+        (mx.array([[-1, 3]]), "token -1 is outside"),
+    ],
+)
+def test_tokens_that_a_model_cannot_take(tokens, words):
+    model = tiny_model("qwen3_moe", mx.float32)
+    cache = model.make_cache()
+    for call in (model, model.hidden):
+        with pytest.raises(RequestError, match=words):
+            call(tokens, cache)
+    assert all(layer.empty() for layer in cache)
+
+
+def test_another_models_caches_are_refused():
+    with pytest.raises(RequestError, match=r"3 caches for \d+ layers; use model.make_cache"):
+        tiny_model("qwen3_next", mx.float32)(mx.array([[1]]), tiny_model("qwen3_moe", mx.float32).make_cache()[:3])
+
+
+@pytest.mark.parametrize("prompt", [None, 7, mx.array([[1, 2]]), mx.array(3), {"a": 1}, True])
+def test_prompts_of_another_kind(model_dir, prompt):
+    model, tokenizer = load(model_dir, dtype=mx.float32)
+    for call in (stream_generate, library_generate):
+        with pytest.raises(RequestError, match="prompt"):
+            list(call(model, tokenizer, prompt))
+
+
+# ---- the command
+
+
+def test_command_writes_text_and_statistics(capfd, model_dir):
+    code, out, err = command(capfd, "--model", model_dir, "--prompt", "hi", "--max-tokens", "6", "--verbose")
+    assert code == 0 and out.endswith("\n")
+    for words in (
+        "expert I/O: mmap (auto)",
+        "threshold",
+        "prompt tokens",
+        "generation: 6 tokens",
+        "peak memory",
+        "cut after 6 tokens; --max-tokens -1",
+        "expert I/O: mmap\n",
+    ):
+        assert words in err, words
+    peak, arrays = map(float, re.search(r"peak memory: ([\d.]+) GB, ([\d.]+) GB of it MLX's", err).groups())
+    assert peak > arrays > 0 and peak > 0.03
+    assert "\r" not in err  # progress is for terminals
+
+
+def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode())))
+    code, _, err = command(capfd, "--model", model_dir, "-p", "-", "-m", "2", "--ignore-chat-template", "--verbose")
+    assert code == 0 and f"prompt: {len('naïve'.encode())} tokens" in err
+
+
+def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "pread")
+    assert "pread (forced)" in command(capfd, "--model", model_dir, "-p", "a", "-m", "1")[2]
+    assert "mmap (forced)" in command(capfd, "--model", model_dir, "-p", "a", "-m", "1", "--expert-io", "mmap")[2]
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "turbo")
+    err = command(capfd, "--model", model_dir, "-p", "a", "-m", "1")[2]
+    assert "warning: MOEFLUX_EXPERT_IO='turbo'" in err and "(auto)" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--prompt", "  "], "prompt is empty"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--temp", "-1"], "temp"),
+        (["--temp", "nan"], "temp"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--min-p", "-0.1"], "min_p"),
+        (["--top-k", "-3"], "top_k"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--repetition-penalty", "-1"], "penalty"),
+        (["--prefill-step-size", "0"], "prefill_step_size is 0"),
+        (["--chat-template-config", "{"], "not JSON"),
+        (["--chat-template-config", "[]"], "expected an object"),
+        (["--chat-template-config", '{"tokenize": false}'], "cannot set tokenize"),
+    ],
+)
+def test_bad_values(capfd, model_dir, arguments, words):
+    assert words in fails(capfd, "--model", model_dir, *arguments)
+
+
+def test_prompt_that_is_not_utf8(capfd, model_dir, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    assert "not UTF-8: byte 2" in fails(capfd, "--model", model_dir, "--prompt", "-")
+
+
+def test_missing_directory(capfd, tmp_path):
+    assert "does not exist" in fails(capfd, "--model", tmp_path / "nowhere")
+
+
+def test_a_file_instead_of_a_directory(capfd, tmp_path):
+    (tmp_path / "model").write_text("")
+    assert "is not a directory" in fails(capfd, "--model", tmp_path / "model")
+
+
+def test_checkpoint_that_is_not_packed(capfd, copy_dir):
+    shutil.rmtree(copy_dir / "packed_experts")
+    line = fails(capfd, "--model", copy_dir)
+    assert f"{copy_dir} holds an unfinished conversion" in line
+    (copy_dir / "convert_state.json").unlink()
+    line = fails(capfd, "--model", copy_dir)
+    assert f"python -m moeflux_mlx.convert --hf-path {copy_dir} --mlx-path" in line and "GB" in line
+    assert "requantize" not in line
+
+
+@pytest.mark.parametrize(
+    "quantization, lossy",
+    [
+        ({"group_size": 64, "bits": 4, "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}}, False),
+        ({"group_size": 64, "bits": 8}, True),
+        ({"group_size": None, "bits": 4, "mode": "mxfp4"}, True),
+        ({"group_size": 64, "bits": 4, "model.layers.1.mlp.switch_mlp.down_proj": {"bits": 6}}, True),
+        ({"group_size": 64, "bits": 4, "language_model.lm_head": {"mode": "nvfp4"}}, True),
+        (None, False),
+    ],
+)
+def test_the_command_for_a_checkpoint_can_be_run(copy_dir, quantization, lossy, capfd):
+    """Whatever its directory is called, and with --requantize where `convert` would ask for it."""
+    path = copy_dir.rename(copy_dir.with_name("my model's; $HOME"))
+    shutil.rmtree(path / "packed_experts")
+    (path / "convert_state.json").unlink()
+    edit_json(path / "config.json", quantization=quantization)
+    command = re.search(r"run: (.*?)  \(", fails(capfd, "--model", path))[1]
+    assert shlex.split(command)[:5] == ["python", "-m", "moeflux_mlx.convert", "--hf-path", str(path)]
+    assert (shlex.split(command)[-1] == "--requantize") == lossy
+
+
+def test_the_target_has_the_checkpoints_name(copy_dir, monkeypatch, capfd):
+    shutil.rmtree(copy_dir / "packed_experts")
+    (copy_dir / "convert_state.json").unlink()
+    (copy_dir / "below").mkdir()
+    for folder, name in ((copy_dir, "."), (copy_dir / "below", ".."), (copy_dir.parent, "model/")):
+        monkeypatch.chdir(folder)
+        assert f"--hf-path {name.rstrip('/')} --mlx-path model-moeflux" in fails(capfd, "--model", name)
+
+
+def test_an_empty_name_is_no_model(capfd):
+    assert "a path is empty" in fails(capfd, "--model", "")
+
+
+def damage_layer(path, change):
+    file = path / "packed_experts" / "layer_01.bin"
+    data = file.read_bytes()
+    file.unlink() if change is None else file.write_bytes(data[:change] if change < 0 else data + bytes(change))
+
+
+@pytest.mark.parametrize("change", [-1, 1, None])
+def test_damaged_layer_file(capfd, copy_dir, change):
+    damage_layer(copy_dir, change)
+    assert "layer_01.bin" in fails(capfd, "--model", copy_dir)
+
+
+def edit_json(file, **change):
+    value = json.loads(file.read_text())
+    file.write_text(json.dumps({**value, **change}))
+
+
+def test_layout_that_lies(capfd, copy_dir):
+    edit_json(copy_dir / "packed_experts" / "layout.json", num_experts=3)
+    assert "num_experts is 3" in fails(capfd, "--model", copy_dir)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [({"model_type": "llama"}, "model_type 'llama'"), ({"text_config": {}}, "is missing")],
+)
+def test_config_that_is_not_implemented(capfd, copy_dir, change, words):
+    edit_json(copy_dir / "config.json", **change)
+    assert words in fails(capfd, "--model", copy_dir)
+
+
+def rewrite_resident(path, name, change):
+    (file,) = path.glob("resident*.safetensors")
+    tensors = mx.load(str(file))
+    mx.eval(tensors)
+    key = next(key for key in sorted(tensors) if key.endswith(name))
+    tensors[key] = change(tensors[key])
+    mx.save_safetensors(str(file), {key: value for key, value in tensors.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("o_proj.scales", lambda a: a * mx.array(float("nan"), a.dtype), "NaN or infinite"),
+        ("o_proj.scales", lambda a: a.astype(mx.int32), "int32"),
+        ("o_proj.scales", lambda a: None, "is missing"),
+        ("o_proj.weight", lambda a: a[:-1], "has shape"),
+        ("o_proj.weight", lambda a: a.astype(mx.int32), "uint32"),
+        ("input_layernorm.weight", lambda a: a[:-1], "has shape"),
+        ("input_layernorm.weight", lambda a: None, "is missing"),
+    ],
+)
+def test_damaged_resident_tensors(capfd, copy_dir, name, change, words):
+    rewrite_resident(copy_dir, name, change)
+    assert words in fails(capfd, "--model", copy_dir)
+
+
+def test_unknown_resident_tensor(capfd, copy_dir):
+    (file,) = copy_dir.glob("resident*.safetensors")
+    mx.save_safetensors(str(file.with_name("resident-2.safetensors")), {"model.extra": mx.zeros((1,))})
+    assert "model.extra" in fails(capfd, "--model", copy_dir)
+
+
+def test_truncated_resident_file(capfd, copy_dir):
+    (file,) = copy_dir.glob("resident*.safetensors")
+    os.truncate(file, file.stat().st_size // 2)
+    assert "resident" in fails(capfd, "--model", copy_dir)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "template"),
+        ("{% for %}", "template"),
+    ],
+)
+def test_template_that_raises_or_escapes(capfd, copy_dir, template, words):
+    (copy_dir / "chat_template.jinja").write_text(template)
+    assert words in fails(capfd, "--model", copy_dir)
+
+
+def test_retries_of_the_hub_are_one_line(capfd, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*_, **__):
+        log = logging.getLogger("huggingface_hub.utils._http")
+        for attempt in range(1, 6):
+            log.warning("'[Errno -2] Name or service not known' thrown while requesting GET https://huggingface.co/x")
+            log.warning(f"Retrying in 1s [Retry {attempt}/5].")
+        log.warning("something else")
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
+    code, _, err = command(capfd, "--model", "org/name")
+    warning, error = [line for line in err.splitlines() if line != "something else"]
+    assert code == 1 and error.startswith("error: cannot fetch org/name") and "Name or service not known" in warning
+    assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
+
+
+def test_repo_that_cannot_be_reached(capfd, monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
+    assert "cannot fetch org/name" in fails(capfd, "--model", "org/name")
+
+
+def test_repo_without_packed_experts_downloads_nothing_but_its_config(monkeypatch, model_dir, capfd):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: ["config.json", "model.safetensors"])
+
+    def download(repo, name, **_):
+        asked.append(name)
+        return str(model_dir / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded weights"))
+    line = fails(capfd, "--model", "org/name")
+    assert "--hf-path org/name" in line and asked == ["config.json"]
+    with pytest.raises(NotPackedError):
+        load("org/name")
+
+
+def test_a_text_ends_with_the_models_context(copy_dir, capfd):
+    """Beyond it a model was never trained."""
+    edit_json(copy_dir / "generation_config.json", eos_token_id=[999])
+    (copy_dir / "tokenizer_config.json").write_text("{}")
+    config = read_json(copy_dir / "config.json")
+    config["text_config"]["max_position_embeddings"] = 60
+    (copy_dir / "config.json").write_text(json.dumps(config))
+    base = ["--model", copy_dir, "--ignore-chat-template", "-p"]
+    for limit in (-1, 100):
+        err = command(capfd, *base, "a" * 50, "-m", limit)[2]
+        assert "generation: 10 tokens" in err and "the text has the 60 tokens that the model takes" in err
+    assert "generation: 5 tokens" in command(capfd, *base, "a" * 50, "-m", 5)[2]
+    err = command(capfd, *base, "a" * 70, "-m", 3)[2]
+    assert "the prompt has 70 tokens and the model was made for 60" in err and "generation: 3 tokens" in err
+
+
+@pytest.mark.parametrize("option", ["--prompt-cache-file", "--prompt-cache-dir"])
+def test_an_empty_place_for_prompts_is_none(capfd, model_dir, option):
+    assert "a path is empty" in fails(capfd, "--model", model_dir, option, "")
+
+
+def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
+    config = read_json(copy_dir / "config.json")
+    config["text_config"]["max_position_embeddings"] = 10**6
+    (copy_dir / "config.json").write_text(json.dumps(config))
+    edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # outside the vocabulary: it never ends
+    (copy_dir / "tokenizer_config.json").write_text("{}")
+    arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout.read(1)
+        time.sleep(0.2)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "tokens-per-sec" in err and "Traceback" not in err
+
+
+def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, interruptible, monkeypatch, capsys):
+    """As when it comes while MLX looks at a numpy array."""
+    forward, calls = Model.__call__, []
+
+    def interrupted(self, tokens, cache=None):
+        calls.append(tokens)
+        if len(calls) == 3:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+        return forward(self, tokens, cache)
+
+    monkeypatch.setattr(Model, "__call__", interrupted)
+    assert main(["--model", str(model_dir), "-p", "a", "-m", "30", "--ignore-chat-template"]) == 130
+    assert len(calls) < 6 and "tokens-per-sec" in capsys.readouterr().err
+
+
+HERE = ["--ignore-chat-template", "--prompt", "abc", "--max-tokens", "3"]
+
+
+def in_shell(line, model_dir, *arguments, **environment):
+    """Runs the command as `line` has it, "$@" in it; returns (exit code, stderr)."""
+    command = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(model_dir), *HERE, *arguments]
+    environment = {**child_environment(), **environment}
+    done = subprocess.run(["sh", "-c", line, "sh", *command], env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    return done.returncode, done.stderr, done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_a_full_stdout_is_one_line(model_dir):
+    code, err, _ = in_shell('"$@" > /dev/full', model_dir)
+    assert code == 1 and "error: the output cannot be written: No space left on device\n" in err
+
+
+def test_a_closed_stdout_is_one_line(model_dir):
+    code, err, _ = in_shell('"$@" >&-', model_dir)
+    assert code == 1 and err == "error: stdout is closed, so there is nowhere to write to\n"
+    assert in_shell('"$@" 2>&-', model_dir)[0] == 0
+
+
+def test_a_closed_stdin_is_nothing_to_read(model_dir):
+    assert in_shell('"$@" <&-', model_dir)[0] == 0
+    code, err, _ = in_shell('"$@" <&-', model_dir, "--prompt", "-")
+    assert code == 1 and "error: the prompt is empty" in err
+    assert in_shell('"$@" <&- >&- 2>&-', model_dir)[0] == 1
+
+
+def test_a_file_in_the_place_of_a_closed_stream_is_left_alone(model_dir, tmp_path):
+    """As imports may open one, at the lowest descriptor that is free."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nos.open({str(tmp_path / 'theirs')!r}, os.O_RDWR | os.O_CREAT)"
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])}
+    for line in ('"$@" 2>&-', '"$@" <&-'):
+        assert in_shell(line, model_dir, **path)[0] == 0
+    assert in_shell('"$@" >&-', model_dir, **path)[0] == 1
+    assert (tmp_path / "theirs").read_bytes() == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+def test_statistics_that_nobody_can_read_stop_no_answer(model_dir):
+    code, _, out = in_shell('"$@" 2> /dev/full', model_dir)
+    assert code == 0 and out
+
+
+def test_other_errors_of_the_system_are_not_the_outputs(monkeypatch, capsys):
+    def fail(options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    assert execute(fail, argparse.Namespace()) == 1
+    assert capsys.readouterr().err == "error: [Errno 12] Cannot allocate memory\n"
+
+
+def test_a_terminal_without_the_letters(model_dir):
+    """The tiny model writes arbitrary bytes."""
+    code, _, out = in_shell('"$@"', model_dir, "--max-tokens", "60", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert code == 0 and "?" in out and out.isascii()
+
+
+def test_a_reader_that_goes_away_is_no_error(model_dir):
+    arguments = ["--model", str(model_dir), "--prompt", "abc", "--max-tokens", "300", "--ignore-chat-template"]
+    command = [sys.executable, "-m", "moeflux_mlx.generate", *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child.stdout.read(1)
+    child.stdout.close()
+    assert "Traceback" not in child.stderr.read() and child.wait(timeout=60) == 1
+    child.stderr.close()
+
+
+@pytest.mark.parametrize("prompt", [[[5, 6, 7]], [5.5, 6], np.zeros((1, 3), np.int64), ["a"]])
+def test_prompts_that_are_no_row_of_ids(prompt):
+    with pytest.raises(RequestError, match="one row of token ids"):
+        next(generate_step(prompt, tiny_model("qwen3_moe", mx.float32)))
+
+
+def test_prompts_may_be_numpys():
+    model = tiny_model("qwen3_moe", mx.float32)
+    lists, arrays = ([t for t, _ in generate_step(p, model, max_tokens=3)] for p in (PROMPT, np.array(PROMPT)))
+    assert lists == arrays
+
+
+def test_a_step_longer_than_an_int(model_dir):
+    model = tiny_model("qwen3_moe", mx.float32)
+    assert next(generate_step(PROMPT, model, prefill_step_size=10**12))[0] == next(generate_step(PROMPT, model))[0]
+
+
+def test_verbose_prints_the_text(model_dir, capsys):
+    model, tokenizer = load(model_dir)
+    text = library_generate(model, tokenizer, PROMPT, True, max_tokens=5)
+    out = capsys.readouterr().out
+    assert out.startswith(text) and "5 tokens" in out and f"{len(PROMPT)} prompt tokens" in out
+
+
+def test_a_prompt_that_is_known_is_counted_as_such(capfd, model_dir, tmp_path):
+    base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--prompt-cache-dir", tmp_path]
+    assert re.search(r"prompt: \d+ tokens, [\d.]+ tokens-per-sec\n", command(capfd, *base)[2])
+    err = command(capfd, *base)[2]
+    assert re.search(r"prompt: \d+ tokens, 1 of them computed, first token after \d+\.\d\d s\n", err)
+
+
+def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
+    idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
+    idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]
+    code, _, err = command(capfd, "--model", model_dir, *idle)
+    assert code == 0 and [line for line in err.splitlines() if line.startswith("note: ")] == [
+        "note: --top-p, --seed have no effect at --temp 0",
+        "note: --expert-cache-gb, --prefetch have no effect where experts are mapped",
+        "note: --system-prompt has no effect with --ignore-chat-template",
+        "note: --prompt-cache-gb has no effect without --prompt-cache-dir",
+        "note: --revision has no effect where --model is a directory",
+    ]
+    used = ["--temp", "1", "--top-p", "0.5", "--seed", "3", "--expert-io", "pread", "--expert-cache-gb", "1"]
+    used += ["--system-prompt", "x", "--prompt-cache-dir", tmp_path, "--prompt-cache-gb", "2", "--prefetch", "off"]
+    assert "note: " not in command(capfd, "--model", model_dir, *used, "-p", "a", "-m", "1")[2]
+
+
+def test_what_an_option_is_by_default_is_known():
+    defaults = vars(parser().parse_args([]))
+    assert {name: defaults[name] for name in NOT_GIVEN} == NOT_GIVEN
+    for name in ("seed", "expert_cache_gb", "revision", "system_prompt", "prompt_cache_dir"):
+        assert defaults[name] is None and name not in NOT_GIVEN
+
+
+def test_a_prompt_beyond_the_planned_context_is_said(capfd, model_dir):
+    base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--ignore-chat-template", "--context"]
+    assert "the prompt has 40 tokens and memory was planned for 30; --context 80" in command(capfd, *base, 30)[2]
+    assert "planned" not in command(capfd, *base, 40)[2]
+
+
+@pytest.mark.parametrize("family, said", [("qwen3_next", True), ("qwen3_moe", False)])
+def test_a_saved_state_that_is_out_of_reach_is_said(capfd, family, said, tmp_path):
+    base = ["--model", tiny_directory(family), "-m", "1", "--prompt-cache-dir", tmp_path, "-p"]
+    common = "x" * 60
+    assert "more tokens are those" not in command(capfd, *base, common + "a" * 20)[2]
+    err = command(capfd, *base, common + "b" * 20)[2]
+    found = re.search(r"prompt cache: (\d+) more tokens are those of a saved prompt.*--system-prompt", err)
+    assert (found is not None) == said and (not said or 60 <= int(found[1]) < 90)
+
+
+def test_help_is_in_groups():
+    text = parser().format_help()
+    for title in ("prompt:", "answer:", "model:", "memory and expert I/O:", "prompt cache:"):
+        assert f"\n{title}\n" in text
+
+
+def test_no_tokens_are_refused_before_the_prompt_is_computed(capfd, model_dir):
+    fails(capfd, "--model", str(model_dir), "--prompt", "abc", "--max-tokens", "0")
+
+
+def test_the_command_plans_for_the_library_s_step():
+    assert parser().parse_args(["--prompt", "a"]).prefill_step_size == PREFILL_STEP_SIZE
+
+
+def test_bad_option_is_a_usage_error(capfd):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--expert-io", "quick"])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize("step", [4, 20, 512])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1], PROMPT[:2]])
+def test_processors_see_every_token(prompt, step):
+    seen = []
+
+    def look(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    model = tiny_model("qwen3_moe", mx.float32)
+    steps = generate_step(prompt, model, max_tokens=3, prefill_step_size=step, logits_processors=[look])
+    tokens = [token for token, _ in steps]
+    assert seen == [prompt, [*prompt, tokens[0]], [*prompt, *tokens[:2]]]
+
+
+def test_logprobs_are_normalised(model_dir):
+    _, logprobs = next(generate_step(PROMPT, tiny_model("qwen3_moe", mx.float32), max_tokens=1))
+    assert np.exp(np.array(logprobs)).sum() == pytest.approx(1, abs=1e-5)

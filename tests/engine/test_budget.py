@@ -1,0 +1,413 @@
+"""Memory plans: sums that hold, refusals whose advice works, and the command that prints them."""
+
+import gc
+import importlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import goldens
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from tiny_models import tiny_directory
+
+from moeflux_mlx import plan
+from moeflux_mlx.cli.command import configure_mlx
+from moeflux_mlx.engine.budget import Demand, headroom_bytes, least_pool, plan_memory, room, state_bytes
+from moeflux_mlx.engine.io_mode import Figures, IoMode, describe, reason_to_read
+from moeflux_mlx.engine.load import default_context, load_model
+from moeflux_mlx.engine.ram import group_limits
+from moeflux_mlx.engine.wired import wire
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.weights import read_resident, resident_bytes
+from moeflux_mlx.plan import variant_bytes
+from moeflux_mlx.spec import ModelArgs, variants
+
+GB = 10**9
+ADVICE = re.compile(r"a context of (\d+) fits|an expert pool of ([\d.]+) GB fits|([\d.]+) GB of memory would do")
+
+
+def named(name):
+    args = ModelArgs.from_variant(name)
+    return args, ExpertLayout.from_args(args)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(variants()),
+    memory=st.integers(10**8, 10**12),
+    resident=st.integers(0, 2 * 10**10),
+    context=st.integers(1, 50_000),
+    cache=st.none() | st.integers(0, 10**12),
+    expert_io=st.sampled_from([None, "auto", "mmap", "pread"]),
+    share=st.none() | st.floats(0.6, 0.8),
+)
+def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, expert_io, share):
+    """`share` is Metal's working set as a share of memory."""
+    args, layout = named(name)
+    demand = Demand(resident, context, 2, expert_io=expert_io, expert_cache_bytes=cache)
+    figures = machine(memory, share)
+    try:
+        made = plan_memory(args, layout, figures, demand)
+    except RequestError as error:
+        advice = ADVICE.search(str(error))
+        assert advice and str(f"{memory / GB:.2f} GB") in str(error)
+        plan_memory(args, layout, *followed(advice, memory, demand, share))
+        return
+    assert made.total <= room(figures) <= memory - made.headroom
+    assert share is None or made.total <= 0.9 * share * memory
+    assert made.slots * layout.expert_stride == made.pool <= layout.total_bytes
+    if made.mode is IoMode.PREAD:
+        assert made.pool >= least_pool(args, layout)
+        assert cache is None or made.pool <= max(cache, least_pool(args, layout))
+    else:
+        assert made.pool == 0
+
+
+def machine(memory, share):
+    return Figures(memory, working_set=None if share is None else int(share * memory))
+
+
+def followed(advice, memory, demand, share):
+    """Figures and demand after the advice is taken."""
+    context, pool, more = advice.groups()
+    if context:
+        return machine(memory, share), replace(demand, context=int(context))
+    if pool:
+        return machine(memory, share), replace(demand, expert_cache_bytes=int(float(pool) * GB - 0.005 * GB))
+    return machine(int((float(more) + 0.01) * GB), share), demand
+
+
+@pytest.mark.parametrize("gb, working_set, name", [(16, 11.9, "qwen3-30b-a3b"), (24, 17.2, "qwen3-30b-a3b")])
+def test_a_pool_stays_within_what_a_mac_s_gpu_may_use(gb, working_set, name):
+    args, layout = named(name)
+    made = plan_memory(args, layout, Figures(gb * GB, working_set=int(working_set * GB)), Demand(GB, itemsize=2))
+    assert made.mode is IoMode.PREAD
+    assert 0.85 * working_set * GB < made.total <= 0.9 * working_set * GB
+    with pytest.raises(RequestError, match="beyond what Metal recommends to use; an expert pool of"):
+        demand = Demand(GB, itemsize=2, expert_io="pread", expert_cache_bytes=int(0.9 * working_set * GB))
+        plan_memory(args, layout, made.figures, demand)
+
+
+def test_more_memory_never_makes_the_pool_smaller():
+    args, layout = named("qwen3.5-397b-a17b")
+    sizes = [plan_memory(args, layout, Figures(gb * GB), Demand(6 * GB, itemsize=2)).pool for gb in range(16, 260, 7)]
+    assert sizes == sorted(sizes) and sizes[0] > 0
+
+
+def test_the_headroom_is_a_share_and_at_least_a_gibibyte_on_large_machines():
+    assert headroom_bytes(10 * GB) == 10 * GB * 15 // 100
+    assert headroom_bytes(5 * 2**30) == 2**30
+    assert headroom_bytes(2**30) == int(2**30 * 0.15)
+
+
+def test_state_bytes_match_the_caches():
+    for family in goldens.families():
+        model = load_model(tiny_directory(family), dtype=mx.float32)
+        cache = model.make_cache()
+        mx.eval(model(mx.array([[1] * 300]), cache))
+        assert sum(layer.nbytes for layer in cache) == state_bytes(model.args, 300, 4)
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_resident_bytes_match_the_loaded_model(family):
+    path = tiny_directory(family)
+    for dtype in (mx.float32, mx.bfloat16):
+        model = load_model(path, dtype=dtype)
+        loaded = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        assert resident_bytes(read_resident(path), dtype) == variant_bytes(model.args, dtype) == loaded
+
+
+METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)
+
+
+@pytest.mark.parametrize(
+    "total, layer_bytes, fixed, figures, reason",
+    [
+        (40 * GB, GB, 3 * GB, METAL, ""),
+        (40 * GB, GB, 5 * GB, Figures(64 * GB), ""),
+        (49 * GB, GB, 0, METAL, "three quarters of RAM"),
+        (
+            40 * GB,
+            GB,
+            4 * GB,
+            METAL,
+            "4.00 GB of resident .* exceed 43.20 GB, 90% of max_recommended_working_set_size",
+        ),
+        (40 * GB, 37 * GB, GB, METAL, "layer file of 37.00 GB exceeds max_buffer_length 36.00 GB"),
+        (40 * GB, 37 * GB, 20 * GB, Figures(64 * GB), ""),
+    ],
+)
+def test_the_figure_that_decides(total, layer_bytes, fixed, figures, reason):
+    found = reason_to_read(total, layer_bytes, fixed, figures)
+    assert re.search(reason, found) if reason else found == ""
+
+
+def test_mapped_experts_count_where_they_are_copied():
+    args, layout = named("qwen3-30b-a3b")
+    memory, demand = 32 * GB, Demand(GB, context=131072, itemsize=2)
+    shared = plan_memory(args, layout, Figures(memory), demand)
+    assert shared.mode is IoMode.MMAP and shared.copied == 0
+    tight = plan_memory(args, layout, Figures(memory, copies=True), demand)
+    assert tight.mode is IoMode.PREAD and "leave less than" in tight.decision
+    room = plan_memory(args, layout, Figures(2 * memory, copies=True), demand)
+    assert room.mode is IoMode.MMAP and room.total == room.fixed + layout.total_bytes
+    with pytest.raises(RequestError, match="16.31 GB expert pool"):
+        plan_memory(args, layout, Figures(memory, copies=True), replace(demand, expert_io="mmap"))
+
+
+def test_both_scores_of_latent_attention_are_planned():
+    args, layout = named("cogito-v2-671b")
+    demand = Demand(10 * GB, context=32768, itemsize=2)
+    scores = args.num_attention_heads * 512 * 32768 * 2
+    assert plan_memory(args, layout, Figures(192 * GB), demand).activations > 2 * scores
+
+
+def test_longer_steps_of_a_prompt_are_planned():
+    path = tiny_directory("qwen3_moe")
+    plans = [load_model(path, context=4096, prefill_step_size=step).plan for step in (512, 4096)]
+    assert plans[1].activations > plans[0].activations
+
+
+def test_a_forced_mapping_that_does_not_fit_warns():
+    line = describe(IoMode.MMAP, 100 * GB, METAL, forced=True, reason="experts exceed it")
+    assert "mmap (forced)" in line and "warning: experts exceed it" in line
+    assert "warning" not in describe(IoMode.MMAP, GB, METAL, forced=True, reason="")
+
+
+def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
+    monkeypatch.setattr(plan, "machine_figures", lambda: METAL)
+    assert plan.figures(None) == METAL
+    assert plan.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
+    monkeypatch.setattr(plan, "machine_figures", lambda: Figures(64 * GB, name="free GPU memory", copies=True))
+    assert plan.figures(16.0) == Figures(16 * GB)
+
+
+def test_what_metal_may_wire():
+    """All that runs on the GPU, within Metal's recommendation; nothing elsewhere."""
+    args, layout = named("qwen3-30b-a3b")
+    for figures, mode, experts in (
+        (Figures(64 * GB), "mmap", None),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", layout.total_bytes),
+        (Figures(24 * GB, 16 * GB, 12 * GB), "mmap", 100 * GB),
+        (Figures(64 * GB, 48 * GB, 36 * GB), "pread", 2000 * layout.expert_stride),
+    ):
+        demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.expert_stride)
+        made = plan_memory(args, layout, figures, demand)
+        if experts is None:
+            assert made.wired is None
+        else:
+            assert made.wired == min(GB + made.state + made.activations + experts, made.figures.working_set)
+            assert made.state > 10**8 and made.activations > 10**8
+
+
+def test_models_share_what_metal_may_wire(monkeypatch):
+    limits, load = [], importlib.import_module("moeflux_mlx.engine.load")
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    monkeypatch.setattr(load, "machine_figures", lambda: replace(METAL, working_set=10**9))
+    path = tiny_directory("qwen3_moe")
+    first, second = (load_model(path, dtype=mx.float32, expert_io="pread") for _ in range(2))
+    one = first.plan.wired
+    assert limits == [one, 2 * one]
+    first.experts.close()
+    first.experts.close()
+    assert limits[2:] == [one]
+    del second
+    gc.collect()
+    assert limits[3:] == [0]
+    limits.clear()
+    packed = PackedExperts.open(path, first.args)
+    tight = replace(first.plan, figures=replace(METAL, working_set=one + 5))
+    loaders = [load.open_experts(packed, first.args, tight) for _ in range(2)]
+    assert limits == [one, one + 5]
+    monkeypatch.setattr(load, "ExpertLoader", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load.open_experts(packed, first.args, tight)
+    assert limits[2:] == [one + 5] * 2
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_share_may_be_given_back_in_the_middle_of_anything(monkeypatch):
+    """The garbage collector frees a forgotten model, whose share goes, while another's is being counted."""
+    limits, first = [], []
+
+    def set_limit(limit):
+        limits.append(limit)
+        if first:
+            first.pop()()
+
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    first.append(wire(100, 1000))
+    release = wire(10, 1000)
+    assert limits[-1] == 10
+    release()
+    assert limits[-1] == 0
+    monkeypatch.setattr(mx, "set_wired_limit", lambda limit: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        wire(5, 1000)
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    wire(7, 1000)()
+    assert limits[-2:] == [7, 0]
+
+
+def test_a_layer_beyond_metals_buffers_cannot_be_mapped():
+    args, layout = named("qwen3.5-397b-a17b")
+    figures = Figures(512 * GB, working_set=400 * GB, buffer=3 * GB)
+    demand = Demand(GB, itemsize=2)
+    assert plan_memory(args, layout, figures, demand).mode is IoMode.PREAD
+    with pytest.raises(RequestError, match="layer file of 3.62 GB exceeds .* 3.00 GB; give --expert-io auto"):
+        plan_memory(args, layout, figures, replace(demand, expert_io="mmap"))
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_limits_of_control_groups(tmp_path):
+    groups, membership = tmp_path / "cgroup", tmp_path / "membership"
+    assert group_limits(groups, membership) == []
+    write(membership, "4:cpu,cpuacct:/a\n3:memory:/a/b\n0::/c/d\n")
+    assert group_limits(groups, membership) == []
+    write(groups / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
+    write(groups / "memory" / "a" / "memory.limit_in_bytes", "2000\n")
+    write(groups / "c" / "d" / "memory.max", "max\n")
+    write(groups / "c" / "memory.max", "3000\n")
+    assert sorted(group_limits(groups, membership)) == [2000, 3000, 9223372036854771712]
+
+
+def test_loading_follows_the_plan(monkeypatch):
+    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.engine.load")
+    model = load_model(path, dtype=mx.float32, expert_io="pread", context=500)
+    stride = model.experts.layout.expert_stride
+    assert model.plan.demand.context == 500 and model.experts.slots == model.plan.slots == 3 * 16
+    monkeypatch.setattr(load, "machine_figures", lambda: Figures(310_000_000))
+    planned = load_model(path, dtype=mx.float32, expert_io="pread").plan
+    wanted = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=20 * stride)
+    assert planned.figures.memory == 310_000_000 and wanted.experts.slots == 20
+    monkeypatch.setattr(load, "machine_figures", lambda: Figures(100_000_000))
+    with pytest.raises(RequestError, match="0.10 GB"):
+        load_model(path, dtype=mx.float32)
+    with pytest.raises(RequestError, match="context is 0"):
+        load_model(path, context=0)
+
+
+def command(capsys, *argv):
+    code = plan.main(argv)
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", variants())
+def test_every_variant_can_be_planned(name, capsys):
+    code, out, _ = command(capsys, "--variant", name, "--ram-gb", "96", "--dtype", "bfloat16")
+    assert code == 0 and out.startswith("expert I/O: ") and "resident weights" in out
+
+
+def test_a_model_larger_than_memory(capsys):
+    code, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--context", "4096")
+    assert code == 0
+    assert "pread (auto): experts 217.43 GB, RAM 64.00 GB (59.6 GiB), threshold 48.00 GB" in out
+    assert re.search(r"expert pool +\d+\.\d+ GB  \d+ slots, [\d.]+ of 512 a layer", out)
+    assert re.search(r"at most, tokens/s +3 GB/s +5 GB/s +7 GB/s\n", out)
+    assert re.search(r"hit rate   0%: 4.247 GB a token +0.71 +1.18 +1.65\n", out)
+    assert re.search(r"hit rate  90%: 0.425 GB a token +7.06 +11.77 +16.48\n", out)
+    _, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--disk-gb-per-s", "2.5")
+    assert re.search(r"at most, tokens/s +2.5 GB/s\nhit rate   0%: 4.247 GB a token +0.59\n", out)
+
+
+def test_a_mapped_model_is_read_once(capsys):
+    code, out, _ = command(capsys, "--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--dtype", "bfloat16")
+    assert code == 0 and "once they have been read" in out
+    assert out.endswith("at least 5.4 s at 3 GB/s, 3.3 s at 5 GB/s, 2.3 s at 7 GB/s\n")
+    numbers = {name: float(value) for name, value in re.findall(r"^(\w[\w ]+?) +([\d.]+) GB", out, re.MULTILINE)}
+    parts = ("resident weights", "state", "temporary", "runtime", "experts")
+    assert numbers["in all"] == pytest.approx(sum(numbers[part] for part in parts), abs=0.003)
+    assert numbers["experts"] == 16.307 and numbers["left"] == pytest.approx(64 - numbers["in all"], abs=0.002)
+
+
+def test_a_mapping_beyond_memory_pages(capsys):
+    _, out, _ = command(capsys, "--variant", "cogito-v2-671b", "--ram-gb", "64", "--expert-io", "mmap")
+    assert "this will page" in out and "stay in memory" not in out and "hit rate  50%" in out
+    assert re.search(r"left +-\d+\.\d+ GB", out)
+
+
+def test_a_pool_that_is_not_used_is_said(capsys):
+    base = ["--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--expert-cache-gb", "2", "--expert-io"]
+    assert "--expert-cache-gb has no effect" in command(capsys, *base, "mmap")[2]
+    assert command(capsys, *base, "pread")[2] == ""
+
+
+def test_the_environment_decides_for_the_plan_and_for_loading(monkeypatch, capsys):
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "pread")
+    assert "pread (forced)" in command(capsys, "--variant", "qwen3-30b-a3b", "--ram-gb", "64")[1]
+    assert "mmap (forced)" in command(capsys, "--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--expert-io", "mmap")[1]
+    for expert_io, mode in (("auto", IoMode.PREAD), ("mmap", IoMode.MMAP)):
+        model = load_model(tiny_directory("qwen3_moe"), expert_io=expert_io)
+        assert model.experts.mode is mode
+        model.experts.close()
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "")
+    assert load_model(tiny_directory("qwen3_moe")).experts.mode is IoMode.MMAP
+
+
+def test_the_disk_is_measured(capsys):
+    path = str(tiny_directory("qwen3_moe"))
+    code, out, _ = command(capsys, "--model", path, "--expert-io", "pread", "--measure-disk")
+    assert code == 0 and re.search(r"disk: [\d.]+ GB/s", out)
+    assert re.search(r"at most, tokens/s +[\d.e+-]+ GB/s\n", out)
+    assert re.search(r"hit rate  50%: 0.000 GB a token +\d+\.\d+\n", out)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--variant", "qwen3.5-397b-a17b", "--ram-gb", "4"], "GB of memory would do"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "8", "--context", "400000"], "a context of [0-9]+ fits"),
+        (["--variant", "qwen3-30b-a3b", "--measure-disk"], "give --model"),
+        (["--model", "x", "--measure-disk", "--disk-gb-per-s", "3"], "exclude each other"),
+        (["--variant", "qwen3-30b-a3b", "--disk-gb-per-s", "0"], "--disk-gb-per-s is 0.0"),
+        ([], "give either --model or --variant"),
+        (["--model", "x", "--variant", "qwen3-30b-a3b"], "give either --model or --variant"),
+        (["--variant", "qwen3-30b-a3b", "--expert-cache-gb", "1e9"], "positive and below 1e9"),
+        (["--model", ""], "a path is empty"),
+        (["--variant", "qwen3-30b-a3b", "--disk-gb-per-s", "1e-12"], "--disk-gb-per-s is 1e-12"),
+        (["--variant", "qwen3-30b-a3b", "--prefill-step-size", "-5"], "prefill_step_size is -5"),
+        (["--variant", "qwen3-30b-a3b", "--context", "0"], "context is 0"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "-1"], "--ram-gb is -1.0"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "nan"], "--ram-gb is nan"),
+        (["--variant", "no-such"], "no variant 'no-such'"),
+        (["--model", "/no/such/place"], "does not exist"),
+    ],
+)
+def test_refusals(argv, message, capsys):
+    code, out, err = command(capsys, *argv)
+    assert code == 1 and out == ""
+    assert err.startswith("error: ") and re.search(message, err) and err.count("\n") == 1
+
+
+def test_the_default_context():
+    args, _ = named("qwen3-30b-a3b")
+    assert default_context(args) == 8192
+    assert default_context(replace(args, max_position_embeddings=100)) == 100
+
+
+def test_commands_configure_mlx_before_its_device_is_used(monkeypatch):
+    """Importing the commands makes no array, so what they put into the environment is still read."""
+    code = (
+        "import moeflux_mlx.generate, moeflux_mlx.chat, moeflux_mlx.plan, mlx.core as mx;"
+        "assert mx.get_peak_memory() == 0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
+    configure_mlx()
+    assert int(os.environ["MLX_MAX_MB_PER_BUFFER"]) > 10**5
+    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "7")
+    configure_mlx()
+    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "7"

@@ -1,0 +1,251 @@
+"""Sessions: whatever is reused, rewound or interrupted, the answer is that of a fresh computation."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from goldens import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
+from moeflux_mlx.engine.session import Session, Stopped
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.state.cache import KVCache, RecurrentCache
+from moeflux_mlx.state.rewind import RewindPoints
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+RECURRENT = "qwen3_next"
+N = 60
+
+
+def text(n=N, seed=0):
+    return np.random.default_rng(seed).integers(0, 240, n).tolist()
+
+
+def make(family, **options):
+    return Session(tiny_model(family, mx.float32), load_tokenizer(tiny_directory(family)), **options)
+
+
+def fresh(session, prompt, n=6):
+    """Tokens and logprobs of a computation that reuses nothing."""
+    responses = list(stream_generate(session.model, session.tokenizer, prompt, max_tokens=n))
+    return [r.token for r in responses], [np.array(r.logprobs) for r in responses]
+
+
+def check(session, prompt, **options):
+    """The session's answer is the fresh one, up to the rounding that other chunks bring."""
+    responses = list(session.respond(prompt, max_tokens=6, **options))
+    tokens, logprobs = fresh(session, prompt)
+    assert [r.token for r in responses] == tokens
+    for response, wanted in zip(responses, logprobs, strict=True):
+        np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=2e-4)
+    assert session.tokens == list(prompt) + tokens[:-1]
+    assert {layer.offset for layer in session.cache} == {len(session.tokens)}
+    return session.reuse
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_goes_on_computes_only_what_is_new(family):
+    session = make(family)
+    first = check(session, text())
+    assert (first.memory, first.disk, first.computed) == (0, 0, N)
+    more = [*session.tokens, *text(10, 1)]
+    assert check(session, more).computed == 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_parts_goes_back_to_the_boundary(family):
+    session = make(family)
+    check(session, text(), boundaries=[40])
+    other = text()[:50] + text(20, 2)
+    reuse = check(session, other, boundaries=[55])
+    assert reuse.memory == (50 if session.points.can_trim else 40)
+    reuse = check(session, other[:30])
+    assert reuse.memory == (29 if session.points.can_trim else 0)
+
+
+def test_states_are_kept_every_so_many_tokens():
+    session = make(RECURRENT, checkpoint_every=16, prefill_step_size=8)
+    check(session, text())
+    assert session.points.positions == [16, 32, 48, N - 1]
+    assert check(session, text()[:50] + [1, 2]).memory == 48
+    list(session.respond(text(), max_tokens=40))
+    assert session.points.positions == [16, 32, 48, N - 1, N + 15, N + 31]
+
+
+def test_the_same_prompt_again_computes_one_token():
+    session = make(RECURRENT)
+    check(session, text())
+    assert check(session, text()).computed == 1
+
+
+def test_the_comparison_sees_a_state_that_is_one_percent_off():
+    session = make(RECURRENT)
+    check(session, text(), boundaries=[40])
+    kept = session.points._kept[40]
+    session.points._kept[40] = [(conv, recurrent * 1.01) for conv, recurrent in kept]
+    with pytest.raises(AssertionError):
+        check(session, text()[:50])
+
+
+def test_going_back_to_the_end_changes_nothing():
+    session = make(RECURRENT)
+    check(session, text())
+    length = len(session.tokens)
+    assert session.rewind(length) == length == session.cache[0].offset
+    assert session.rewind(length - 1) == N - 1 == session.cache[0].offset == len(session.tokens)
+    check(session, text())
+
+
+def test_without_room_for_states_everything_is_computed_again():
+    session = make(RECURRENT, checkpoint_bytes=1000)
+    check(session, text())
+    assert session.points.positions == []
+    assert check(session, text()).computed == N
+
+
+@pytest.mark.parametrize("family", [RECURRENT, "deepseek_v3"])
+def test_a_failure_between_layers_does_no_harm(family, monkeypatch):
+    session = make(family)
+    monkeypatch.setattr(session.model, "decode_step", None)  # on a GPU: a graph of its own calls no layers
+    check(session, text())
+    layer = type(session.model.layers[2])
+    call, calls = layer.__call__, []
+
+    def failing(self, *args):
+        calls.append(self)
+        if len(calls) == 11:  # the third layer of the third call: the first two layers are one token ahead
+            raise OSError("unplugged")
+        return call(self, *args)
+
+    monkeypatch.setattr(layer, "__call__", failing)
+    with pytest.raises(OSError, match="unplugged"):
+        list(session.respond([*session.tokens, 5, 6], max_tokens=6))
+    monkeypatch.setattr(layer, "__call__", call)
+    assert {one.offset for one in session.cache} == {len(session.tokens)}
+    check(session, [*text(), 7])
+
+
+def test_stopping_between_chunks_keeps_what_was_computed():
+    session = make(RECURRENT, prefill_step_size=10)
+
+    def stop(done, total):
+        if done >= 30:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        list(session.respond(text(), prompt_progress_callback=stop))
+    assert session.tokens == text()[:30]
+    assert check(session, text()).memory == 30
+
+
+def test_closing_an_answer_keeps_what_was_computed():
+    session = make(RECURRENT)
+    responses = session.respond(text(), max_tokens=20)
+    given_out = [next(responses).token for _ in range(5)]
+    responses.close()
+    assert session.tokens == text() + given_out[:4]
+    assert check(session, text() + given_out).computed == 1
+
+
+def test_processors_see_tokens_that_were_not_computed():
+    session, seen = make("qwen3_moe"), []
+
+    def look(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    list(session.respond(text(), max_tokens=2))
+    list(session.respond(text() + [3, 4], max_tokens=1, logits_processors=[look]))
+    assert seen == [text() + [3, 4]]
+
+
+def test_progress_and_rates_count_the_whole_prompt():
+    session, reports = make("qwen3_moe"), []
+    report = lambda done, total: reports.append((done, total))  # noqa: E731
+    list(session.respond(text(), max_tokens=1))
+    last = list(session.respond(text() + [1] * 20, max_tokens=2, prompt_progress_callback=report))[-1]
+    assert reports[0] == (N, N + 20) and reports[-1] == (N + 20, N + 20)
+    assert last.prompt_tokens == N + 20 and last.generation_tokens == 2
+
+
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_states_of_a_text_that_another_one_replaced_are_gone(family, tmp_path):
+    """A prompt found on disk takes the place of a text of which states are kept in memory."""
+    path = tiny_directory(family)
+    store = PromptDirectory(tmp_path, model_fingerprint(path, mx.float32))
+    common, other, found = text(10, 5), text(50, 6), text(45, 7)
+    check(make(family, store=store), common + found)
+    session = make(family, checkpoint_every=8, prefill_step_size=4)
+    check(session, common + other)
+    session.store = store
+    assert check(session, common + found + [1, 2]).disk > 40
+    session.store = None
+    assert check(session, common + found[:20] + [3]).memory <= 30
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(RequestError, match="empty"):
+        list(make("qwen3_moe").respond([]))
+
+
+def test_saved_sessions_go_on(tmp_path):
+    path = tiny_directory(RECURRENT)
+    fingerprint = model_fingerprint(path, mx.float32)
+    model, tokenizer = load(path, dtype=mx.float32)
+    session = Session(model, tokenizer)
+    check(session, text())
+    session.save(tmp_path / "saved", fingerprint, {"who": "me"})
+    other = Session(model, tokenizer)
+    assert other.load(tmp_path / "saved", fingerprint).extra == {"who": "me"}
+    assert other.tokens == session.tokens
+    assert check(other, [*session.tokens, 9, 9]).computed == 2
+
+
+def fake_caches():
+    recurrent, attention = RecurrentCache(), KVCache()
+    return [recurrent, attention]
+
+
+def advance(caches, n):
+    """The recurrent state becomes its own position."""
+    recurrent, attention = caches
+    recurrent.offset += n
+    recurrent.conv = recurrent.recurrent = mx.full((1, 4), recurrent.offset)
+    attention.update_and_fetch(mx.zeros((1, 1, n, 2)), mx.zeros((1, 1, n, 2)))
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["go", "keep", "back"]), st.integers(1, 40)), max_size=40),
+    room=st.integers(0, 5),
+)
+@settings(max_examples=60)
+def test_rewinding_always_reaches_a_true_state(steps, room):
+    caches = fake_caches()
+    points, position = RewindPoints(caches, room * 32), 0
+    for kind, n in steps:
+        if kind == "go":
+            advance(caches, n)
+            position += n
+        elif kind == "keep":
+            points.keep(position)
+        else:
+            wanted = max(0, position - n)
+            nearest = max((p for p in points.positions if p <= wanted), default=0)
+            position = points.rewind(wanted)
+            assert position == nearest
+            assert all(p <= position for p in points.positions)
+        assert points.nbytes <= room * 32
+        assert [layer.offset for layer in caches] == [position] * 2
+        state = caches[0].recurrent
+        assert state is None if position == 0 and state is None else position in (0, int(state[0, 0].item()))
+
+
+def test_states_spread_out_when_room_is_short():
+    caches = fake_caches()
+    points = RewindPoints(caches, 3 * 32)
+    for n in (100, 1, 1, 100, 100):
+        advance(caches, n)
+        points.keep(caches[0].offset)
+    assert points.positions == [102, 202, 302]

@@ -1,0 +1,67 @@
+"""Which block gives way: never one that somebody holds, and the least recently used one otherwise."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_packed import tiny_args
+
+from moeflux_mlx.experts.pool import SlotPool
+from moeflux_mlx.formats.record import ExpertLayout
+
+LAYOUT = ExpertLayout.from_args(tiny_args())
+
+
+def filled(slots, copied=False):
+    """A full pool of blocks (0, 0), (0, 1), ..., the first the least recently used."""
+    pool = SlotPool(LAYOUT, slots, slots if copied else None)
+    for expert in range(slots):
+        slot = pool.take()
+        pool.rows[slot.row] = expert
+        pool.put((0, expert), slot)
+        pool.arrived((0, expert))
+    assert copied or pool.take() is None
+    return pool
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("for_guess", [False, True])
+def test_a_pinned_block_is_no_victim(copied, for_guess):
+    pool = filled(3, copied)
+    pool._finish_copies()
+    for expert in (0, 1):
+        pool.pin((0, expert))
+    assert pool.victim(for_guess) == (0, 2)
+    pool.pin((0, 2))
+    assert pool.victim(for_guess) is None
+    pool.pin((0, 0))
+    pool.unpin((0, 0))
+    assert pool.victim(for_guess) is None, "pinned twice, it is still pinned once"
+    pool.unpin((0, 0))
+    assert pool.victim(for_guess) == (0, 0)
+
+
+@given(
+    uses=st.lists(st.integers(0, 3), max_size=20),
+    pinned=st.sets(st.integers(0, 3)),
+    first=st.none() | st.integers(0, 3),
+)
+def test_the_least_recently_used_block_gives_way(uses, pinned, first):
+    pool, order = filled(4), list(range(4))
+    for expert in uses:
+        pool.find((0, expert))
+        order.append(order.pop(order.index(expert)))
+    for expert in pinned:
+        pool.pin((0, expert))
+    if first is not None:
+        pool.demote((0, first))
+        order.insert(0, order.pop(order.index(first)))
+    free = [(0, expert) for expert in order if expert not in pinned]
+    assert pool.victim(for_guess=False) == (free[0] if free else None)
+
+
+def test_a_dropped_block_gives_its_row_to_the_next():
+    pool = filled(2)
+    pool.drop((0, 1))
+    slot = pool.take()
+    assert np.all(pool.rows[slot.row] == 1) and (0, 1) not in pool and (0, 0) in pool

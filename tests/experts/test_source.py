@@ -1,0 +1,563 @@
+"""The RAM gate and the expert loader: both modes give the file's bytes, and failures are typed."""
+
+import errno
+import fcntl
+import gc
+import os
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from test_packed import tiny_args
+
+from moeflux_mlx.engine.io_mode import IoMode, from_environment, select_io_mode
+from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
+from moeflux_mlx.experts.pool import SlotPool, landing_memory
+from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.experts.source import ExpertLoader
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.record import ExpertLayout
+
+EXPERTS = 6
+
+
+@given(total=st.integers(0, 2**60), ram=st.integers(1, 2**60))
+def test_gate_is_exact_in_integers(total, ram):
+    wanted = IoMode.MMAP if total <= 3 * ram // 4 else IoMode.PREAD
+    assert select_io_mode(total, ram) is select_io_mode(total, ram, "auto") is wanted
+
+
+def test_gate_at_the_edge():
+    assert select_io_mode(3 * 2**58, 2**60) is IoMode.MMAP
+    assert select_io_mode(3 * 2**58 + 1, 2**60) is IoMode.PREAD
+
+
+def test_gate_override():
+    assert select_io_mode(2**60, 1, "mmap") is IoMode.MMAP
+    assert select_io_mode(0, 1, "pread") is IoMode.PREAD
+    with pytest.raises(RequestError, match="'fast'"):
+        select_io_mode(0, 1, "fast")
+
+
+def test_environment_is_the_fallback(monkeypatch):
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "pread")
+    assert from_environment("auto") == "pread"
+    assert from_environment("mmap") == "mmap"
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "")
+    assert from_environment("auto") == "auto"
+    monkeypatch.setenv("MOEFLUX_EXPERT_IO", "quick")
+    with pytest.warns(MoefluxWarning, match="MOEFLUX_EXPERT_IO='quick' is not auto, mmap or pread; using auto"):
+        assert from_environment("auto") == "auto"
+    assert from_environment("pread") == "pread"
+
+
+def write_packed(folder):
+    layout = ExpertLayout.from_args(tiny_args(experts=EXPERTS))
+    rng = np.random.default_rng(1)
+    paths = {}
+    for layer in layout.moe_layers:
+        paths[layer] = folder / layout.file_name(layer)
+        paths[layer].write_bytes(rng.integers(0, 256, layout.layer_bytes, dtype=np.uint8).tobytes())
+    return PackedExperts(layout, paths)
+
+
+@pytest.fixture
+def packed(tmp_path):
+    return write_packed(tmp_path)
+
+
+def records(packed, layer):
+    return np.fromfile(packed.paths[layer], np.uint32).reshape(EXPERTS, -1)
+
+
+def blocks(batch):
+    """What the batch's ids point at, in their order."""
+    batch.wait()
+    blob, slots = batch.weights()
+    return np.asarray(blob)[slots.reshape(-1)]
+
+
+@pytest.mark.parametrize("mode", IoMode)
+def test_acquired_blocks_are_the_files_bytes(packed, mode):
+    loader = ExpertLoader(packed, mode=mode, cache_bytes=1)
+
+    @settings(max_examples=30)
+    @given(layer=st.sampled_from([0, 1]), ids=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=8))
+    def check(layer, ids):
+        batch = loader.acquire(layer, np.array(ids, np.uint32)[None])
+        assert batch.inverse.shape == (1, len(ids))
+        assert np.array_equal(blocks(batch), records(packed, layer)[ids])
+        batch.release()
+
+    check()
+    loader.close()
+
+
+def test_pool_counts_hits_and_evicts_the_oldest(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1)
+    blocks(loader.acquire(0, np.arange(EXPERTS)))
+    blocks(loader.acquire(0, np.array([0])))  # expert 0 becomes the latest used, expert 1 the oldest
+    blocks(loader.acquire(1, np.array([0])))
+    assert (loader.stats.hits, loader.stats.misses) == (1, EXPERTS + 1)
+    assert loader.stats.bytes_read == (EXPERTS + 1) * loader.record_bytes
+    assert loader.acquire(0, np.array([0])).ready.all()
+    assert not loader.acquire(0, np.array([1])).ready.any()
+    assert (loader.stats.hits, loader.stats.misses) == (2, EXPERTS + 2)
+    loader.reset_stats()
+    assert loader.stats.hits == loader.stats.misses == loader.stats.bytes_read == 0
+    loader.close()
+
+
+def test_nothing_is_read_when_everything_fits(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=packed.layout.total_bytes)
+    for _ in range(3):
+        for layer in (0, 1):
+            blocks(loader.acquire(layer, np.arange(EXPERTS)))
+    assert loader.stats.misses == 2 * EXPERTS and loader.stats.hits == 4 * EXPERTS
+    assert loader.stats.bytes_read == 2 * EXPERTS * loader.record_bytes
+    loader.close()
+
+
+def test_direct_reads_take_the_stride_and_buffered_ones_the_expert(packed):
+    for direct, size in ((True, packed.layout.expert_stride), (False, packed.layout.expert_size)):
+        reader = ExpertReader(packed, direct=direct)
+        assert reader.direct == direct  # the test machine's file system takes O_DIRECT
+        loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=reader)
+        got = blocks(loader.acquire(1, np.array([3])))[0]
+        assert loader.stats.bytes_read == size
+        assert np.array_equal(got[: size // 4], records(packed, 1)[3][: size // 4])
+        loader.close()
+
+
+def test_a_file_cut_short_while_open(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    os.truncate(packed.paths[0], packed.layout.expert_stride)
+    assert np.array_equal(blocks(loader.acquire(0, np.array([0])))[0], np.fromfile(packed.paths[0], np.uint32))
+    for _ in range(2):  # nothing half-read is kept
+        with pytest.raises(ExpertIOError, match="expert 1 of layer 0"):
+            loader.acquire(0, np.array([0, 1])).wait()
+    blocks(loader.acquire(1, np.array([1])))  # the loader still serves other experts
+    loader.close()
+
+
+@pytest.mark.parametrize("mode", IoMode)
+def test_a_closed_loader(packed, mode):
+    loader = ExpertLoader(packed, mode=mode)
+    batch = loader.acquire(0, np.array([0]))
+    loader.close()
+    with pytest.raises(ExpertIOError, match="closed"):
+        loader.acquire(0, np.array([0]))
+    with pytest.raises(ExpertIOError, match="closed"):
+        batch.weights()
+    assert loader.prefetch(0, [1]) == []
+
+
+def test_more_experts_than_slots(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2)
+    with pytest.raises(ValueError, match="3 experts .* 2 slots"):
+        loader.acquire(0, np.arange(3))
+    loader.close()
+
+
+class Faults:
+    """A `preadv` whose next calls misbehave as told: "short", "eintr", "eio", "einval", "slow" or None."""
+
+    def __init__(self):
+        self.plan = []
+
+    def __call__(self, fd, buffers, offset):
+        kind = self.plan.pop(0) if self.plan else None
+        if kind == "eintr":
+            raise InterruptedError
+        if kind in ("eio", "einval"):
+            number = errno.EIO if kind == "eio" else errno.EINVAL
+            raise OSError(number, os.strerror(number))
+        if kind == "slow":
+            time.sleep(0.002)
+        got = os.preadv(fd, buffers, offset)
+        if kind == "short" and got > 4097:
+            got = 4097
+            buffers[0][got:] = bytes(len(buffers[0]) - got)
+        return got
+
+
+@pytest.mark.parametrize("kind", ["short", "eintr", "slow"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_survivable_faults_do_not_change_bytes(packed, kind, direct):
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=direct, preadv=faults))
+    faults.plan = [kind, kind]
+    size = packed.layout.expert_size // 4
+    assert np.array_equal(blocks(loader.acquire(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
+    loader.close()
+
+
+def test_refused_direct_io_falls_back_and_says_so(packed):
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=True, preadv=faults))
+    faults.plan = ["einval"]
+    size = packed.layout.expert_size // 4
+    assert np.array_equal(blocks(loader.acquire(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
+    assert "page cache" in loader.note
+    assert loader.record_bytes == packed.layout.expert_size
+    loader.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT to refuse")
+def test_direct_io_that_is_refused_at_every_read(packed):
+    """By many threads at once, as some file systems do that accept it when a file is opened."""
+
+    def preadv(fd, buffers, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(fd, buffers, offset)
+
+    size = packed.layout.expert_size // 4
+    for _ in range(20):
+        loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=True, preadv=preadv))
+        assert np.array_equal(blocks(loader.acquire(0, np.arange(EXPERTS)))[:, :size], records(packed, 0)[:, :size])
+        assert "page cache" in loader.note and not loader._reader.direct
+        loader.close()
+
+
+def test_einval_from_buffered_reads_is_an_error(packed):
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=False, preadv=faults))
+    faults.plan = ["einval"]
+    with pytest.raises(ExpertIOError, match="Invalid argument"):
+        loader.acquire(0, np.array([2])).wait()
+    loader.close()
+
+
+@pytest.fixture
+def small(packed):
+    """A loader of two slots."""
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2)
+    yield loader
+    loader.close()
+
+
+def test_a_guarded_block_is_not_overwritten_before_its_reader_is_evaluated(small):
+    evaluated = Evaluated(2)
+    for out in evaluated.arrays:  # two computations read the same block
+        batch = small.acquire(0, np.array([0, 1]))
+        batch.wait()
+        batch.release(out)
+    small.acquire(0, np.array([2, 3])).wait()
+    assert evaluated.count() == 2
+
+
+def test_a_batch_in_use_keeps_its_blocks(small):
+    first = small.acquire(0, np.array([0]))
+    second = small.acquire(0, np.array([1]))
+    with pytest.raises(ValueError, match="1 experts .* 2 slots, 2 in use"):
+        small.acquire(0, np.array([2]))
+    with pytest.raises(RuntimeError, match="in use"):
+        small.invalidate()
+    del first  # forgotten ones do not count
+    small.acquire(0, np.array([2])).wait()
+    second.wait()
+    second.release()
+
+
+def test_a_guess_does_not_evict_what_it_asks_for(small, packed):
+    for expert in (0, 1):
+        small.acquire(0, np.array([expert])).wait()
+    assert small.prefetch(0, [2, 0]) == [2]  # 0 is the older one
+    small.drain()
+    batch = small.acquire(0, np.array([0, 2]))
+    assert batch.ready.all()
+
+
+def test_wrong_guesses_do_not_fill_the_pool(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4)
+    for guess in (1, 2, 3, 4, 5):
+        loader.acquire(0, np.array([0])).wait()
+        loader.prefetch(1, [guess])
+        for key in loader.in_flight:
+            loader._pools[0].get(key).future.result()
+    for _ in range(2):
+        batch = loader.acquire(0, np.arange(4))
+        batch.wait()
+        batch.release()
+    assert batch.ready.all()
+    assert loader.stats.wasted >= 3
+    loader.close()
+
+
+def test_demoted_blocks_give_way_first(small):
+    for expert in (0, 1):
+        small.acquire(0, np.array([expert])).wait()
+    small.demote(0, [1, 5])
+    small.acquire(0, np.array([2])).wait()
+    assert small.acquire(0, np.array([0])).ready.all()
+
+
+def test_several_buffers_hold_whole_layers(packed):
+    stride = packed.layout.expert_stride
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=8 * stride, least_slots=2, buffer_bytes=5 * stride)
+    assert [pool.slots for pool in loader._pools] == [4, 4]
+    for layer in (0, 1):
+        assert np.array_equal(blocks(loader.acquire(layer, np.arange(4))), records(packed, layer)[:4])
+    assert not np.shares_memory(loader._pools[0].rows, loader._pools[1].rows)
+    loader.close()
+
+
+def test_blocks_copied_to_a_device(packed):
+    """As on CUDA: an array for each block, and a landing place that is free again once it is copied."""
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1 << 20, least_slots=2, copied=True)
+    assert len(loader._pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
+    for _ in range(2):
+        for start in range(0, EXPERTS, 2):
+            batch = loader.acquire(1, np.array([start, start + 1, start]))
+            assert np.array_equal(blocks(batch), records(packed, 1)[[start, start + 1, start]])
+            assert batch.weights()[0].shape[0] == 2
+    assert loader.stats.hits == EXPERTS
+    loader.close()
+
+
+def copying(packed):
+    """A loader as on CUDA, that has used some blocks."""
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4, copied=True)
+    blocks(loader.acquire(0, np.arange(4)))
+    return loader, loader._pools[0]
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
+    loader, pool = copying(packed)
+    right, calls = mx.eval, []
+
+    def interrupted(*arrays):
+        calls.append(arrays)
+        if len(calls) == n + 1:
+            raise KeyboardInterrupt
+        right(*arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool._finish_copies()
+    for start in (2, 1, 0):
+        wanted = np.arange(start, start + 4)
+        assert np.array_equal(blocks(loader.acquire(1, wanted)), records(packed, 1)[wanted])
+    rows = pool._free + [row for row, _ in pool._copying]
+    assert len(set(rows)) == len(rows) <= len(pool.rows)
+    loader.close()
+
+
+def test_a_copy_that_fails_leaves_a_block_to_ask_for_again(packed, monkeypatch):
+    loader, _ = copying(packed)
+
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotPool, "_copy", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loader.acquire(1, np.array([2, 5])).wait()
+    assert np.array_equal(blocks(loader.acquire(1, np.array([2, 5]))), records(packed, 1)[[2, 5]])
+    loader.close()
+
+
+def test_evicted_blocks_do_not_stay_in_device_memory(packed):
+    loader, pool = copying(packed)
+    for layer, start in ((1, 0), (0, 2), (1, 1)):
+        blocks(loader.acquire(layer, np.arange(start, start + 4)))
+        kept = {id(pool[key].device) for key in pool.blocks()}
+        assert {id(copy) for _, copy in pool._copying} <= kept
+    loader.close()
+
+
+def test_closing_wakes_whoever_waits(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, copied=True, reader=ExpertReader(packed, workers=1, preadv=slow))
+    batch = loader.acquire(0, np.arange(EXPERTS))
+    waiting = threading.Thread(target=lambda: pytest.raises(ExpertIOError, batch.wait))
+    waiting.start()
+    loader._reader.close()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    loader.close()
+
+
+def slow(fd, buffers, offset):
+    time.sleep(0.02)
+    return os.preadv(fd, buffers, offset)
+
+
+def test_a_landing_place_is_one_memory_for_both_sides():
+    view, array = landing_memory(3, 1024)
+    view[1] = 7
+    assert np.array_equal(np.array(array), np.repeat([[0], [7], [0]], 1024, axis=1))
+
+
+def test_closing_while_reads_are_under_way(packed):
+    before = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else set()
+    threads = set(threading.enumerate())
+    faults = Faults()
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, workers=2, preadv=faults))
+    faults.plan = ["slow"] * 20
+    batch = loader.acquire(0, np.arange(EXPERTS))
+    loader.prefetch(1, range(EXPERTS))
+    loader.close()
+    with pytest.raises(ExpertIOError, match="closed"):
+        batch.wait()
+    assert loader.stats.bytes_read < 2 * EXPERTS * loader.record_bytes
+    assert set(threading.enumerate()) == threads
+    if before:
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):
+    threads = set(threading.enumerate())
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    loader.acquire(0, np.arange(EXPERTS))
+    descriptors = list(loader._reader._descriptors)
+    assert set(threading.enumerate()) > threads and descriptors
+    del loader
+    gc.collect()
+    assert set(threading.enumerate()) == threads
+    for descriptor in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    child = os.fork()
+    if child == 0:
+        try:
+            loader.acquire(0, np.array([0]))
+        except ExpertIOError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert np.array_equal(blocks(loader.acquire(0, np.array([0])))[0], records(packed, 0)[0])
+    loader.close()
+
+
+def test_whatever_goes_wrong_in_a_thread_reaches_the_caller(packed):
+    def preadv(fd, buffers, offset):
+        raise ZeroDivisionError("planted")
+
+    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, preadv=preadv))
+    for _ in range(2 * EXPERTS):
+        with pytest.raises(ExpertIOError, match="planted"):
+            loader.acquire(0, np.array([0])).wait()
+    loader.close()
+
+
+def test_new_bytes_after_invalidate(packed):
+    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    old = blocks(loader.acquire(0, np.array([3])))[0].copy()
+    with open(packed.paths[0], "r+b") as file:
+        file.write(bytes(packed.layout.layer_bytes))
+        os.fsync(file.fileno())
+    assert np.array_equal(blocks(loader.acquire(0, np.array([3])))[0], old)
+    loader.invalidate()
+    assert not blocks(loader.acquire(0, np.array([3]))).any()
+    loader.close()
+
+
+class Evaluated:
+    """Lazy arrays, and how many have been evaluated: an unevaluated one takes no memory."""
+
+    def __init__(self, count):
+        self.size = 1 << 20
+        self.arrays = [mx.full((self.size,), value, mx.uint8) for value in range(count)]
+        self._before = mx.get_active_memory()
+
+    def count(self):
+        return round((mx.get_active_memory() - self._before) / self.size)
+
+
+@cache
+def shared_files():
+    """Files that every run of the state machine reads, and their contents."""
+    packed = write_packed(Path(tempfile.mkdtemp()))
+    return packed, {layer: records(packed, layer) for layer in (0, 1)}
+
+
+class LoaderMachine(RuleBasedStateMachine):
+    """The loader against the files themselves, with faults injected between any two calls."""
+
+    def __init__(self):
+        super().__init__()
+        packed, self.truth = shared_files()
+        self.faults = Faults()
+        reader = ExpertReader(packed, workers=2, preadv=self.faults)
+        self.loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4, reader=reader)
+
+    layers = st.sampled_from([0, 1])
+    some_ids = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4)
+
+    @rule(plan=st.lists(st.sampled_from([None, "short", "eintr", "eio", "slow"]), max_size=4))
+    def misbehave(self, plan):
+        self.faults.plan = plan
+
+    @rule(layer=layers, ids=some_ids)
+    def acquire(self, layer, ids):
+        batch = self.loader.acquire(layer, np.array(ids))
+        try:
+            got = blocks(batch)
+        except ExpertIOError:
+            return
+        assert np.array_equal(got, self.truth[layer][ids])
+        batch.release()
+
+    @rule(layer=layers, ids=some_ids)
+    def prefetch(self, layer, ids):
+        self.loader.prefetch(layer, ids)
+
+    @rule(layer=layers, ids=some_ids, guess=some_ids)
+    def prefetch_while_in_use(self, layer, ids, guess):
+        """A guess between a request and its use leaves the request's blocks alone."""
+        batch = self.loader.acquire(layer, np.array(ids))
+        self.loader.prefetch(1 - layer, guess)
+        try:
+            got = blocks(batch)
+        except ExpertIOError:
+            return
+        assert np.array_equal(got, self.truth[layer][ids])
+
+    @rule(layer=layers)
+    def wait_for(self, layer):
+        self.loader.wait_for(layer)
+
+    @rule()
+    def drain(self):
+        self.loader.drain()
+        assert not self.loader.in_flight
+
+    @rule(layer=layers, ids=some_ids)
+    def demote(self, layer, ids):
+        self.loader.demote(layer, ids)
+
+    @rule()
+    def invalidate(self):
+        self.loader.invalidate()
+        assert not self.loader.acquire(0, np.array([0])).ready.any()
+        self.loader.drain()
+
+    @invariant()
+    def memory_is_bounded(self):
+        assert self.loader.slots == 4
+        assert self.loader.resident_blocks <= 4
+
+    def teardown(self):
+        self.faults.plan = []
+        self.loader.close()
+
+
+TestLoaderMachine = LoaderMachine.TestCase
+TestLoaderMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

@@ -1,0 +1,611 @@
+"""A streamed model against a resident one: the same bits, and no more reads than the routing asks for."""
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model
+
+from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.engine.io_mode import IoMode
+from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.errors import ExpertIOError, ModelFileError
+from moeflux_mlx.experts import routed as experts
+from moeflux_mlx.experts import source as loader
+from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
+from moeflux_mlx.experts.pool import landing_memory
+from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.experts.source import ExpertLoader
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.ops import kernels, native
+from moeflux_mlx.spec import ModelArgs
+
+EXPERTS, TOP_K = 16, 4
+
+
+def tokens_of(family):
+    return mx.array(goldens.golden(family, "hub")[0]).reshape(1, -1)
+
+
+def run(model, tokens, chunk):
+    """Logits [T, V] of `tokens` [1, T] fed `chunk` at a time."""
+    cache = model.make_cache()
+    parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
+    return np.array(mx.concatenate(parts, axis=1)[0])
+
+
+def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, **options):
+    """A model of its own whose loader is made with `options`."""
+    model = load_model(path, dtype=mx.float32, expert_io="mmap")
+    packed = PackedExperts.open(path, model.args)
+    reader = ExpertReader(packed, direct=direct, preadv=preadv)
+    model.experts = ExpertLoader(packed, mode=IoMode.PREAD, reader=reader, **options)
+    model.decode_step = None  # it belongs to the mapping
+    routed = RoutedExperts(model.experts, prefetch)
+    for layer in model.args.moe_layers:
+        model.layers[layer].mlp.experts = routed
+    return model
+
+
+@pytest.fixture
+def small_waves(monkeypatch):
+    """Prefill in waves of two experts."""
+    args = ModelArgs.from_file(tiny_directory("qwen3_moe"))
+    packed = PackedExperts.open(tiny_directory("qwen3_moe"), args)
+    monkeypatch.setattr(experts, "WAVE_BYTES", 2 * packed.layout.expert_stride)
+
+
+OPTIONS = {
+    "one token's experts": {"least_slots": TOP_K, "cache_bytes": 1},
+    "a layer": {"least_slots": EXPERTS, "cache_bytes": 1, "prefetch": "previous"},
+    "one less than all": {"least_slots": 4 * EXPERTS - 1, "cache_bytes": 1, "prefetch": "off"},
+    "everything": {"cache_bytes": 1 << 30},
+    "through the page cache": {"least_slots": 2 * TOP_K, "cache_bytes": 1, "direct": False},
+    "several buffers": {"least_slots": 2 * TOP_K, "cache_bytes": 1 << 30, "buffer_bytes": 20 * 16384},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("family", goldens.families())
+def test_same_bits_with_any_pool(family, name, small_waves):
+    tokens, reference = tokens_of(family), tiny_model(family, mx.float32)
+    model = streamed(tiny_directory(family), **OPTIONS[name])
+    for chunk in (1, 20):
+        assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
+    model.experts.close()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_same_bits_without_native_kernels(copied, small_waves, monkeypatch):
+    """The path of GPUs, here on MLX's CPU operations; `copied` keeps blocks as CUDA does."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=copied)
+    for chunk in (1, 20):
+        assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
+    model.experts.close()
+
+
+def test_a_wrong_byte_changes_the_logits(tmp_path, small_waves):
+    """The comparison of bits can fail."""
+    path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    file = path / "packed_experts" / "layer_00.bin"
+    data = bytearray(file.read_bytes())
+    data[::16384] = bytes(byte ^ 1 for byte in data[::16384])
+    file.write_bytes(data)
+    tokens = tokens_of("qwen3_moe")
+    model = streamed(path, least_slots=TOP_K, cache_bytes=1)
+    assert not np.array_equal(run(model, tokens, 20), run(tiny_model("qwen3_moe", mx.float32), tokens, 20))
+    model.experts.close()
+
+
+def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, monkeypatch):
+    """Blocks copied as they arrive: the arrays alive at any time are the pool's, and a stack of one request."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    alive = []
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=12 * 16384, copied=True)
+    pool = model.experts._pools[0]
+    located = pool.locate
+
+    def locate(keys):
+        blob, rows = located(keys)
+        alive.append(sum(pool.get(key).device is not None for key in pool.blocks()))
+        assert len(blob) == len(keys) <= TOP_K
+        return blob, rows
+
+    monkeypatch.setattr(pool, "locate", locate)
+    run(model, tokens_of("qwen3_moe"), 1)
+    assert max(alive) <= 12 == model.experts.slots
+    model.experts.close()
+
+
+def merciless(loader):
+    """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
+    unpin = loader.unpin
+    for pool in loader._pools:
+        pool.rows, pool._adopted = landing_memory(*pool.rows.shape)
+
+    def overwrite(keys, out):
+        unpin(keys, out)
+        for pool, key in ((loader._pool_of[key[0]], key) for key in keys):
+            if key in pool and not pool.pinned(key) and pool[key].future is None:
+                row = pool[key].row
+                pool.drop(key)
+                pool.rows[row] = 0xFFFFFFFF
+
+    loader.unpin = overwrite
+
+
+@on_cpu()  # CUDA keeps blocks elsewhere
+@pytest.mark.parametrize("chunk", [1, 3, 20])
+def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    tokens, path = tokens_of("qwen3_moe"), tiny_directory("qwen3_moe")
+    want = run(streamed(path), tokens, chunk)
+    model = streamed(path, least_slots=4 * TOP_K, cache_bytes=1, copied=False)
+    merciless(model.experts)
+    assert np.array_equal(run(model, tokens, chunk), want)
+    model.experts.close()
+
+
+# What is foreseen.
+
+
+def prefetching(model):
+    """Lists (layer, experts) of all that is read ahead while tokens run."""
+    asked, prefetch = [], model.experts.prefetch
+    model.experts.prefetch = lambda layer, ids: asked.append((layer, list(ids))) or prefetch(layer, ids)
+    return asked
+
+
+def using(model):
+    """Lists (layer, experts) of all that is used."""
+    used, acquire = [], model.experts.acquire
+    model.experts.acquire = lambda layer, ids: used.append((layer, ids[0].tolist())) or acquire(layer, ids)
+    return used
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_the_next_layers_router_looks_through_its_own_norm(family):
+    """`Routing.guess` of a layer: the next layer's router on the norm that stands before it."""
+    model = streamed(tiny_directory(family), least_slots=8 * TOP_K, cache_bytes=1)
+    guesses, routed = [], model.layers[model.args.moe_layers[0]].mlp.experts
+    kernels_call = routed.__call__
+
+    class Looking:
+        wants_guess = staticmethod(routed.wants_guess)
+
+        def __call__(self, routing, x, h_mid, shared):
+            guesses.append((routing, np.array(h_mid)))
+            return kernels_call(routing, x, h_mid, shared)
+
+    layers = list(model.args.moe_layers)
+    for layer in layers:
+        model.layers[layer].mlp.experts = Looking()
+    cache = model.make_cache()
+    for chunk in (tokens_of(family)[:, :6], mx.array([[7]])):
+        guesses.clear()
+        mx.eval(model(chunk, cache))
+    assert [routing.layer for routing, _ in guesses] == layers and guesses[-1][0].guess is None
+    for (routing, h_mid), following in zip(guesses, layers[1:], strict=False):
+        after = model.layers[following]
+        normed = after.post_attention_layernorm(mx.array(h_mid))
+        ids, weights = after.mlp.route(after.mlp.gate(normed.astype(mx.float32)))
+        assert routing.guess.layer == following
+        assert np.array_equal(np.array(routing.guess.ids), np.array(ids))
+        np.testing.assert_allclose(np.array(routing.guess.weights), np.array(weights), atol=1e-5)
+    model.experts.close()
+
+
+def test_what_is_foreseen_is_read_for_the_next_layer():
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=8 * TOP_K, cache_bytes=1)
+    routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
+    cache, seen = model.make_cache(), []
+    mx.eval(model(tokens_of("qwen3_moe")[:, :6], cache))
+    asked, read_ahead = prefetching(model), routed._read_ahead
+    routed._read_ahead = lambda routing, ids: seen.append(routing.guess) or read_ahead(routing, ids)
+    mx.eval(model(mx.array([[7]]), cache))
+    wanted = [(g.layer, routed.predictor.confident(np.array(g.ids), np.array(g.weights))) for g in seen if g]
+    assert asked == wanted and [layer for layer, _ in asked] == list(layers[1:])
+    model.experts.close()
+
+
+def test_the_previous_tokens_experts_are_read_for_the_layer_that_used_them():
+    model = streamed(tiny_directory("qwen3_moe"), "previous", least_slots=8 * TOP_K, cache_bytes=1)
+    cache, layers = model.make_cache(), list(model.args.moe_layers)
+    mx.eval(model(tokens_of("qwen3_moe")[:, :6], cache))
+    mx.eval(model(mx.array([[7]]), cache))
+    used = using(model)
+    mx.eval(model(mx.array([[9]]), cache))
+    asked = prefetching(model)
+    mx.eval(model(mx.array([[11]]), cache))
+    before = {layer: sorted(ids) for layer, ids in used[: len(layers)]}
+    assert asked == [(layer, before[layer]) for layer in layers[1:]]
+    model.experts.close()
+
+
+@pytest.mark.parametrize("prefetch", ["lookahead", "previous"])
+def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
+    """The record of each layer is what a count of right and wrong guesses gives; wrong ones end the guessing."""
+    monkeypatch.setattr(Trial, "token", lambda self, seconds: None)  # guessing is never switched off by time
+    model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=5 * 16384)
+    routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
+    ahead, useful, judged = {}, dict.fromkeys(layers, 0.7), dict.fromkeys(layers, 0)
+    acquire, read = model.experts.acquire, model.experts.prefetch
+
+    def note_use(layer, ids):
+        for expert in ahead.pop(layer, []):
+            useful[layer] = MEMORY * useful[layer] + (1 - MEMORY) * (expert in ids)
+            judged[layer] += 1
+        return acquire(layer, ids)
+
+    def note_guess(layer, ids):
+        ahead[layer] = read(layer, ids)
+        return ahead[layer]
+
+    monkeypatch.setattr(model.experts, "acquire", note_use)
+    monkeypatch.setattr(model.experts, "prefetch", note_guess)
+    cache = model.make_cache()
+    for token in range(4):
+        mx.eval(model(mx.array([[token]]), cache))
+    assert sum(judged.values()) > len(layers)
+    for layer in layers:
+        assert routed.predictor.record(layer).judged == judged[layer]
+        assert routed.predictor.record(layer).useful == pytest.approx(useful[layer])
+    for record in map(routed.predictor.record, layers):
+        record.judged, record.useful = WARMUP, 0.0
+    read_ahead = prefetching(model)
+    mx.eval(model(mx.array([[5]]), cache))
+    assert not read_ahead
+    model.experts.close()
+
+
+class Counting:
+    """A `preadv` that notes where it read."""
+
+    def __init__(self):
+        self.reads = []
+
+    def __call__(self, fd, buffers, offset):
+        self.reads.append((fd, offset))
+        return os.preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
+@pytest.mark.parametrize("slots", [TOP_K, 12, 40])
+def test_a_chunk_reads_each_expert_at_most_once(slots, prefetch, small_waves):
+    counting = Counting()
+    model = streamed(tiny_directory("qwen3_moe"), prefetch, counting, least_slots=TOP_K, cache_bytes=slots * 16384)
+    tokens, cache = tokens_of("qwen3_moe"), model.make_cache()
+    for start in range(0, 40, 20):
+        counting.reads.clear()
+        mx.eval(model(tokens[:, start : start + 20], cache))
+        model.experts.drain()
+        assert max(Counter(counting.reads).values()) == 1
+    model.experts.close()
+
+
+@pytest.mark.parametrize("prefetch", ["off", "lookahead", "previous"])
+def test_bytes_are_counted(prefetch, small_waves):
+    counting = Counting()
+    model = streamed(tiny_directory("qwen3_next"), prefetch, counting, least_slots=TOP_K, cache_bytes=1)
+    loader, tokens = model.experts, tokens_of("qwen3_next")
+    run(model, tokens, 20)
+    run(model, tokens, 1)
+    loader.drain()
+    stats = loader.stats
+    assert stats.bytes_read == len(counting.reads) * loader.layout.expert_stride
+    assert stats.bytes_read == (stats.misses - stats.late + stats.prefetched) * loader.record_bytes
+    assert stats.busy_seconds > 0 and stats.gb_per_second > 0
+    loader.close()
+
+
+def test_nothing_is_read_once_everything_is_there():
+    model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
+    tokens = tokens_of("qwen3_moe")
+    run(model, tokens, 40)
+    for layer in model.args.moe_layers:
+        model.experts.acquire(layer, np.arange(EXPERTS)).wait()
+    model.experts.reset_stats()
+    run(model, tokens, 1)
+    assert model.experts.stats.bytes_read == 0 and model.experts.stats.hit_rate == 1
+    model.experts.close()
+
+
+def test_the_hottest_experts_of_a_chunk_stay(small_waves):
+    """Each layer keeps its share, though all layers together are larger than the pool."""
+    model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=20 * 16384)
+    share = model.experts.slots_per_layer(spare=2 * 2)
+    assert share == 5
+    used = {}
+    routed = model.layers[0].mlp.experts
+
+    class Recording:
+        def wants_guess(self, layer, tokens):
+            return False
+
+        def __call__(self, routing, *rest):
+            used[routing.layer] = np.array(routing.ids).reshape(-1)
+            return routed(routing, *rest)
+
+    for layer in model.args.moe_layers:
+        model.layers[layer].mlp.experts = Recording()
+    mx.eval(model(tokens_of("qwen3_moe")))
+    for layer, ids in used.items():
+        hottest = np.argsort(-np.bincount(ids, minlength=EXPERTS), kind="stable")[:share]
+        assert model.experts.acquire(layer, hottest).ready.all()
+    model.experts.close()
+
+
+def test_a_pool_smaller_than_one_token_still_hits():
+    """Three layers of four experts in ten slots: strict least-recently-used order would never hit."""
+    model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=10 * 16384)
+    cache = model.make_cache()
+    for _ in range(20):  # the same token again and again uses nearly the same experts
+        mx.eval(model(mx.array([[7]]), cache))
+    assert model.experts.stats.hit_rate > 0.5
+    model.experts.close()
+
+
+def test_the_next_layer_begins_before_it_is_reached(small_waves):
+    """When a chunk wants nearly all experts, the next layer's first wave is on its way at the end of this one's."""
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=8 * 16384)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 248, (1, 300)))
+    mx.eval(model(tokens))
+    off = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=8 * 16384)
+    mx.eval(off(tokens))
+    first_waves = 2 * (len(model.args.moe_layers) - 1)
+    for one in (model, off):
+        one.experts.drain()
+    assert model.experts.stats.prefetched - off.experts.stats.prefetched in range(1, first_waves + 1)
+    for one in (model, off):
+        one.experts.close()
+
+
+def test_two_generations_in_turn_share_a_loader():
+    model = streamed(tiny_directory("qwen3_5_moe"), least_slots=EXPERTS, cache_bytes=1)
+    prompts = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [100, 50, 3])
+
+    def start(prompt):
+        return generate_step(prompt, model, max_tokens=12)
+
+    apart = [[token for token, _ in start(prompt)] for prompt in prompts]
+    together = list(zip(*map(start, prompts), strict=True))
+    assert [[pair[i][0] for pair in together] for i in (0, 1)] == apart
+    model.experts.close()
+
+
+def test_an_error_between_asking_and_using_leaves_the_pool_usable(monkeypatch):
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1)
+    tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
+
+    def broken(*_, **__):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        for module in (native, kernels):
+            patch.setattr(module, "expert_gate_up", broken)
+        for _ in range(2 * TOP_K):
+            with pytest.raises(MemoryError):
+                model(tokens[:, :1])
+    assert np.array_equal(run(model, tokens, 1), run(reference, tokens, 1))
+    model.experts.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_a_failed_read_ends_one_call_only(chunk, small_waves):
+    broken = []
+
+    def preadv(fd, buffers, offset):
+        if broken:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, buffers, offset)
+
+    model = streamed(tiny_directory("qwen3_moe"), preadv=preadv, least_slots=TOP_K, cache_bytes=1)
+    tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
+    broken.append(True)
+    for _ in range(3):
+        with pytest.raises(ExpertIOError, match="Input/output error"):
+            model(tokens[:, :chunk])
+    broken.clear()
+    assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
+    model.experts.close()
+
+
+# Files and processes.
+
+GENERATE = """
+    import sys, hashlib
+    import mlx.core as mx
+    from moeflux_mlx.engine.load import load_model
+    from moeflux_mlx.engine.generation import generate_step
+    model = load_model(sys.argv[1], dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
+    digest = hashlib.sha256()
+    for token, logprobs in generate_step(list(range(1, 30)), model, max_tokens=int(sys.argv[2])):
+        digest.update(memoryview(logprobs))
+        if sys.argv[2] == "-1":
+            print(token, flush=True)
+    print(digest.hexdigest())
+    """
+
+
+def command(path, count):
+    return [sys.executable, "-c", textwrap.dedent(GENERATE), str(path), str(count)]
+
+
+def start(path, count):
+    return subprocess.Popen(command(path, count), stdout=subprocess.PIPE, text=True, env=child_environment())
+
+
+def contents(path):
+    return {file: hashlib.sha256(file.read_bytes()).digest() for file in path.rglob("*") if file.is_file()}
+
+
+def test_two_processes_on_one_directory():
+    with start(tiny_directory("qwen3_moe"), 40) as one, start(tiny_directory("qwen3_moe"), 40) as other:
+        results = [process.communicate(timeout=60)[0] for process in (one, other)]
+    assert results[0] == results[1] and len(results[0]) == 65
+
+
+def test_killed_in_the_middle(tmp_path):
+    path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    before = contents(path)
+    with start(path, -1) as process:
+        for _ in range(5):
+            assert process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    assert contents(path) == before
+    model = load_model(path, dtype=mx.float32, expert_io="pread")
+    tokens = tokens_of("qwen3_moe")
+    assert np.array_equal(run(model, tokens, 1), run(tiny_model("qwen3_moe", mx.float32), tokens, 1))
+    model.experts.close()
+
+
+def test_a_model_on_a_read_only_mount(tmp_path):
+    path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    mount = f"mount --bind {path} {path} && mount -o remount,ro,bind {path}"
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    script = f'{mount} && ! touch {path}/x 2>/dev/null && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", *command(path, 10)],
+        capture_output=True,
+        text=True,
+        env={**child_environment(), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) == 65
+
+
+@pytest.fixture
+def replaceable(tmp_path):
+    """A model of its own, and a layer file of another size and one of other bytes."""
+    path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    other = path / "packed_experts" / "layer_02.bin"
+    return path, path / "packed_experts" / "layer_01.bin", other.read_bytes()
+
+
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_a_replaced_file_is_served_only_after_the_next_open(replaceable, mode):
+    """Who has it open goes on with the old file, as a whole."""
+    path, file, data = replaceable
+    tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
+    model = load_model(path, dtype=mx.float32, expert_io=mode, expert_cache_bytes=1)
+    (file.parent / "new").write_bytes(data)
+    os.replace(file.parent / "new", file)
+    assert np.array_equal(run(model, tokens, 1), run(reference, tokens, 1))
+    again = load_model(path, dtype=mx.float32, expert_io=mode, expert_cache_bytes=1)
+    assert not np.array_equal(run(again, tokens, 1), run(reference, tokens, 1))
+    file.write_bytes(data[:-1])
+    with pytest.raises(ModelFileError, match=r"layer_01.bin has \d+ bytes"):
+        load_model(path, dtype=mx.float32, expert_io=mode)
+    model.experts.close()
+    again.experts.close()
+
+
+CUT = """
+    import os, sys
+    import mlx.core as mx
+    from moeflux_mlx.ops import kernels, native
+    from moeflux_mlx.errors import ExpertIOError
+    from moeflux_mlx.engine.load import load_model
+    if sys.argv[2] == "twins":
+        native.available, native.warn_if_missing = (lambda: False), (lambda: None)
+    model = load_model(sys.argv[1], dtype=mx.float32, expert_io="mmap")
+    file = os.path.join(sys.argv[1], "packed_experts", "layer_01.bin")
+    os.truncate(file, os.path.getsize(file) // 2)
+    for tokens in ([[1]], [list(range(40))]):
+        try:
+            mx.eval(model(mx.array(tokens)))
+        except ExpertIOError as error:
+            assert "layer 1" in str(error) and "cut short" in str(error), error
+        else:
+            sys.exit("nothing was said")
+    """
+
+
+@pytest.mark.skipif(kernels.backend() == "cuda", reason="the GPU has a copy of its own")
+@pytest.mark.parametrize("kind", ["native", "twins"])
+def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
+    """The system kills a process that reads behind the end."""
+    script = [sys.executable, "-c", textwrap.dedent(CUT), str(replaceable[0]), kind]
+    done = subprocess.run(script, env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.returncode} ({-signal.SIGBUS}: killed) {done.stderr}"
+
+
+@on_cpu()  # CUDA has a copy
+def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
+    """On Metal no request for a layer comes by while a token runs as one graph."""
+    path, file, data = replaceable
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    mapped = loader._map
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_map", lambda *args: (mx.array(mapped(*args)[0]), mapped(*args)[1]))
+        model = load_model(path, dtype=mx.float32, expert_io="mmap")
+    cache = model.make_cache()
+    for _ in range(2):
+        mx.eval(model(mx.array([[1]]), cache))
+    os.truncate(file, len(data) + 1)
+    model.experts._looked = 0.0
+    mx.eval(model(mx.array([[1]]), cache))
+    os.truncate(file, len(data) // 2)
+    model.experts._looked = 0.0
+    with pytest.raises(ExpertIOError, match="layer 1 has .* cut short"):
+        model(mx.array([[1]]), cache)
+
+
+def test_what_metal_does_not_adopt_is_said(replaceable, monkeypatch):
+    path, file, _ = replaceable
+
+    def refuse(*_, **__):
+        raise ValueError("[from_dlpack] cannot import without a copy")
+
+    monkeypatch.setattr(mx, "from_dlpack", refuse)
+    packed = PackedExperts.open(path, ModelArgs.from_file(path))
+    monkeypatch.setattr(kernels, "backend", lambda: "metal")
+    with pytest.raises(ExpertIOError, match=f"Metal does not take {path}.*layer_00.bin.*without a copy.*--expert-io"):
+        ExpertLoader(packed, mode=IoMode.MMAP)
+    with pytest.raises(ExpertIOError, match="Metal does not take the expert pool.*--expert-cache-gb"):
+        ExpertLoader(packed, mode=IoMode.PREAD)
+
+
+def test_a_replaced_file_is_not_opened_again(replaceable):
+    """When direct I/O is refused late, the files are opened a second time: they must be the same ones."""
+    path, file, data = replaceable
+    refused = []
+
+    def preadv(fd, buffers, offset):
+        if refused:
+            refused.clear()
+            raise OSError(22, "Invalid argument")
+        return os.preadv(fd, buffers, offset)
+
+    model = streamed(path, preadv=preadv, least_slots=TOP_K, cache_bytes=1)
+    (file.parent / "new").write_bytes(data)
+    os.replace(file.parent / "new", file)
+    refused.append(True)
+    with pytest.raises(ExpertIOError, match="layer_01.bin was replaced while open"):
+        run(model, tokens_of("qwen3_moe"), 1)
+    model.experts.close()
+
+
+def test_a_file_cut_between_check_and_open(replaceable):
+    path, file, data = replaceable
+    packed = PackedExperts.open(path, ModelArgs.from_file(path))
+    file.write_bytes(data[:-16384])
+    for mode in IoMode:
+        with pytest.raises(ExpertIOError, match="layer_01.bin has"):
+            ExpertLoader(packed, mode=mode)

@@ -1,0 +1,363 @@
+"""Configurations: the named variants' sizes, every accepted spelling, and errors that name the field."""
+
+import copy
+import json
+import math
+import random
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.budget import Demand, plan_memory
+from moeflux_mlx.engine.io_mode import Figures
+from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.latent import softmax_scale
+from moeflux_mlx.ops.rope import RoPE
+from moeflux_mlx.packing.matrix import SourceFormat
+from moeflux_mlx.resources import directory
+from moeflux_mlx.spec import FULL, LINEAR, ModelArgs, Storage, quantization_entries, read_json, variants
+
+GIB = 2**30
+# name: expert bytes, layer file bytes, MoE layers, total GiB (arithmetic on the published shapes)
+SIZES = {
+    "qwen3-30b-a3b": (2654208, 339738624, 48, 15.19),
+    "qwen3-235b-a22b": (10616832, 1358954496, 94, 118.97),
+    "qwen3-next-80b-a3b": (1769472, 905969664, 48, 40.50),
+    "qwen3.5-35b-a3b": (1769472, 452984832, 40, 16.88),
+    "qwen3.6-35b-a3b": (1769472, 452984832, 40, 16.88),
+    "qwen3.5-122b-a10b": (5308416, 1358954496, 48, 60.75),
+    "qwen3.5-397b-a17b": (7077888, 3623878656, 60, 202.50),
+    "cogito-v2-671b": (24772608, 6341787648, 58, 342.56),
+}
+
+
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+
+
+def config_of(name):
+    return read_json(directory("configs") / f"{name}.json")
+
+
+def test_variants_are_the_named_ones():
+    assert variants() == sorted(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name):
+    layout = ExpertLayout.from_args(ModelArgs.from_variant(name))
+    expert, layer, count, total = SIZES[name]
+    assert layout.expert_size == layout.expert_stride == expert
+    assert layout.layer_bytes == layer
+    assert len(layout.moe_layers) == count
+    assert round(layout.total_bytes / GIB, 2) == total
+
+
+def test_cogito_streams_layers_3_to_60():
+    args = ModelArgs.from_variant("cogito-v2-671b")
+    assert args.moe_layers == tuple(range(3, 61))
+    assert args.head_dim == 192 and args.rotary_dim == 64
+    assert args.shared_expert_intermediate_size == 2048
+
+
+def test_qwen_next_derives_layer_types_from_the_interval():
+    types = ModelArgs.from_variant("qwen3-next-80b-a3b").layer_types
+    assert types[:4] == (LINEAR, LINEAR, LINEAR, FULL) and types.count(FULL) == 12
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-next-80b-a3b", "cogito-v2-671b"])
+def test_transformers5_spelling_reads_the_same(name):
+    config = config_of(name)
+    new = copy.deepcopy(config)
+    scaling = new.pop("rope_scaling") or {"rope_type": "default"}
+    new["rope_parameters"] = {**scaling, "rope_theta": new.pop("rope_theta")}
+    if "type" in new["rope_parameters"]:
+        new["rope_parameters"]["rope_type"] = new["rope_parameters"].pop("type")
+    if "partial_rotary_factor" in new:
+        new["rope_parameters"]["partial_rotary_factor"] = new.pop("partial_rotary_factor")
+    if "num_experts" in new:
+        new["num_local_experts"] = new.pop("num_experts")
+    assert ModelArgs.from_dict(new) == ModelArgs.from_dict(config)
+
+
+def test_nested_and_flat_text_config_read_the_same():
+    config = config_of("qwen3.6-35b-a3b")
+    assert ModelArgs.from_dict(config["text_config"]) == ModelArgs.from_dict(config)
+
+
+def test_generation_config_decides_the_end_of_text():
+    config = config_of("qwen3.5-35b-a3b")
+    assert ModelArgs.from_dict(config).eos_token_ids == (248044,)
+    assert ModelArgs.from_dict(config, {"eos_token_id": [248046, 248044]}).eos_token_ids == (248046, 248044)
+
+
+def test_quantization_overrides():
+    config = config_of("qwen3-30b-a3b")
+    config["quantization"] = {
+        "group_size": 64, "bits": 4, "mode": "affine",
+        "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}, "lm_head": False,
+    }  # fmt: skip
+    quantization = ModelArgs.from_dict(config).quantization
+    assert quantization.of("model.layers.0.mlp.gate") == Storage(64, 8)
+    assert quantization.of("lm_head") is None
+    assert quantization.of("model.layers.1.mlp.gate") == Storage(64, 4)
+
+
+@pytest.mark.parametrize(
+    "entry, wanted",
+    [
+        ({"group_size": None, "bits": 3}, Storage(64, 3)),
+        ({"group_size": 32}, Storage(32, 4)),
+        ({}, Storage(64, 4)),
+        ({"group_size": None, "bits": None, "mode": None}, Storage(64, 4)),
+        ({"group_size": None, "bits": None, "mode": "mxfp4"}, Storage(32, 4, "mxfp4")),
+        ({"mode": "nvfp4"}, Storage(16, 4, "nvfp4")),
+        ({"bits": 8, "mode": "mxfp8"}, Storage(32, 8, "mxfp8")),
+    ],
+)
+def test_what_is_not_stated_is_the_modes_default(entry, wanted):
+    """As mlx-lm's command line writes it for mixed recipes; a module's mode is affine, whatever the file's is."""
+    config = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4", "lm_head": entry}}
+    assert quantization_entries(config) == {"": Storage(32, 4, "mxfp4"), "lm_head": wanted}
+    assert quantization_entries({"quantization": entry}) == {"": wanted}
+
+
+@pytest.mark.parametrize("entry", [{"bits": 7}, {"group_size": 48}, {"mode": "q4_k"}, {"bits": True}, {"mode": 4}])
+def test_unknown_storage_names_its_module(entry):
+    for quantization, path in (({"lm_head": entry}, "lm_head"), (entry, "the model")):
+        with pytest.raises(ConfigError, match=f"quantization of {path}: .* is not known"):
+            quantization_entries({"quantization": quantization})
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("qwen3-30b-a3b", {"model_type": "llama"}, "model_type 'llama'"),
+        ("qwen3-30b-a3b", {"hidden_size": None}, "'hidden_size' is missing"),
+        ("qwen3-30b-a3b", {"hidden_size": "2048"}, "'hidden_size' is '2048'"),
+        ("qwen3-30b-a3b", {"hidden_size": True}, "'hidden_size' is True"),
+        ("qwen3-30b-a3b", {"hidden_size": 2000}, "hidden_size 2000"),
+        ("qwen3-30b-a3b", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
+        ("qwen3-30b-a3b", {"tie_word_embeddings": True}, "'tie_word_embeddings'"),
+        ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok 129"),
+        ("qwen3-30b-a3b", {"num_key_value_heads": 5}, "num_key_value_heads 5"),
+        ("qwen3-30b-a3b", {"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
+        ("qwen3-30b-a3b", {"rope_scaling": {"type": "longrope"}}, "'longrope'"),
+        ("qwen3-30b-a3b", {"use_sliding_window": True}, "'use_sliding_window'"),
+        ("qwen3-next-80b-a3b", {"layer_types": ["full_attention"]}, "'layer_types' has 1"),
+        ("qwen3-next-80b-a3b", {"layer_types": ["sliding"] * 48}, "'layer_types'"),
+        ("qwen3-next-80b-a3b", {"linear_num_value_heads": 33}, "linear_num_value_heads 33"),
+        ("cogito-v2-671b", {"topk_method": "greedy"}, "'topk_method' is 'greedy'"),
+        ("cogito-v2-671b", {"scoring_func": "softmax"}, "'scoring_func'"),
+        ("cogito-v2-671b", {"rope_interleave": False}, "'rope_interleave'"),
+        ("qwen3-next-80b-a3b", {"linear_num_key_heads": 0}, "'linear_num_key_heads' is 0"),
+        ("qwen3-next-80b-a3b", {"layer_types": None, "full_attention_interval": 0}, "'full_attention_interval' is 0"),
+        ("qwen3-30b-a3b", {"head_dim": None, "num_attention_heads": 0}, "'num_attention_heads' is 0"),
+        ("cogito-v2-671b", {"topk_group": 9}, "topk_group 9"),
+        ("cogito-v2-671b", {"n_group": 0}, "'n_group' is 0"),
+        ("cogito-v2-671b", {"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
+        (
+            "qwen3-30b-a3b",
+            {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
+            "'mode' is 'mxfp4'",
+        ),
+        ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
+        ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
+        ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
+        ("qwen3-30b-a3b", {"rms_norm_eps": -1}, "'rms_norm_eps' is -1.0; expected a number from 1e-30 to 1"),
+        ("qwen3-30b-a3b", {"rope_theta": -1}, "'rope_theta' is -1.0"),
+        ("qwen3-30b-a3b", {"rope_theta": 10**400}, "'rope_theta' is inf; expected a finite"),
+        ("qwen3-30b-a3b", {"vocab_size": 10**12}, "'vocab_size' is 1000000000000; expected an integer from 1 to"),
+        ("qwen3-30b-a3b", {"num_hidden_layers": 2**31}, "'num_hidden_layers' is 2147483648"),
+        ("qwen3-30b-a3b", {"head_dim": 2**30}, "head_dim is 1073741824"),
+        ("qwen3-30b-a3b", {"num_attention_heads": 2**26}, "num_attention_heads * head_dim is 8589934592"),
+        ("qwen3-30b-a3b", {"mlp_only_layers": list(range(48))}, "none of the 48 layers has experts"),
+        ("qwen3-next-80b-a3b", {"layer_types": [["full_attention"]] * 48}, "'layer_types' has [["),
+        ("qwen3-next-80b-a3b", {"linear_num_value_heads": 0}, "'linear_num_value_heads' is 0"),
+        ("qwen3-next-80b-a3b", {"linear_conv_kernel_dim": -4}, "'linear_conv_kernel_dim' is -4"),
+        ("qwen3-next-80b-a3b", {"shared_expert_intermediate_size": -512}, "'shared_expert_intermediate_size' is -512"),
+        ("qwen3-next-80b-a3b", {"partial_rotary_factor": 1e308}, "'partial_rotary_factor' is 1e+308"),
+        ("cogito-v2-671b", {"kv_lora_rank": -512}, "'kv_lora_rank' is -512"),
+        ("cogito-v2-671b", {"v_head_dim": -128}, "'v_head_dim' is -128"),
+        ("cogito-v2-671b", {"first_k_dense_replace": -(2**31)}, "'first_k_dense_replace' is -2147483648"),
+        ("cogito-v2-671b", {"topk_group": 1, "n_group": 128}, "exceeds the experts of 1 of 128 groups"),
+        ("cogito-v2-671b", {"rope_scaling": {**YARN, "factor": 0}}, "'factor' is 0.0"),
+        ("cogito-v2-671b", {"rope_scaling": {**YARN, "beta_fast": 0}}, "'beta_fast' is 0.0"),
+        ("cogito-v2-671b", {"rope_scaling": {**YARN, "beta_slow": 1e308}}, "'beta_slow' is 1e+308"),
+        ("cogito-v2-671b", {"rope_scaling": {**YARN, "mscale_all_dim": 1e308}}, "'mscale_all_dim' is 1e+308"),
+        (
+            "cogito-v2-671b",
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": -4096}},
+            "'original_max_position_embeddings' is -4096",
+        ),
+    ],
+)
+def test_errors_name_the_field(name, change, words):
+    with pytest.raises(ConfigError) as failure:
+        ModelArgs.from_dict({**config_of(name), **change})
+    assert words in str(failure.value) and "\n" not in str(failure.value)
+
+
+def test_qwen3_5_refuses_unnormalised_weights():
+    config = config_of("qwen3.5-35b-a3b")
+    config["text_config"]["norm_topk_prob"] = False
+    with pytest.raises(ConfigError, match="norm_topk_prob"):
+        ModelArgs.from_dict(config)
+
+
+def test_unknown_variant_lists_the_known():
+    with pytest.raises(ConfigError, match="qwen3-30b-a3b"):
+        ModelArgs.from_variant("gpt-5")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "[" * 100_000, "[" + "9" * 5000 + "]"])
+def test_bad_json_is_a_model_file_error(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelFileError, match="config.json"):
+        ModelArgs.from_file(tmp_path)
+
+
+def test_from_file_reads_generation_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3-30b-a3b")))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert ModelArgs.from_file(tmp_path).eos_token_ids == (7, 8)
+
+
+# ---- any value in any field
+
+VALUES = [
+    None, True, False, 0, 1, -1, 2, 3, 64, 4096, 2**31 - 1, 2**31, -(2**31), 2**63, 10**12, 10**30,
+    0.0, -0.0, 0.5, 1.0, -1.0, 1e-308, 1e308, -1e308, float("nan"), float("inf"),
+    "", "yarn", "default", "linear", "8", [], [0], [[0]], ["full_attention"], [None] * 3, {}, {"bits": 4},
+    {"factor": 0},
+]  # fmt: skip
+
+
+def small(config):
+    """The configuration with few layers, so that a model of its shapes is made quickly."""
+    config = copy.deepcopy(config)
+    body = config.get("text_config", config)
+    body["num_hidden_layers"] = 4
+    if body.get("layer_types"):
+        body["layer_types"] = body["layer_types"][:4]
+    return config
+
+
+def places(value, path=()):
+    """Paths of all fields, nested ones too."""
+    for key in value:
+        yield (*path, key)
+        if isinstance(value[key], dict):
+            yield from places(value[key], (*path, key))
+
+
+def with_value(config, path, value):
+    """A copy with another value in one place, if the place is still there."""
+    config = copy.deepcopy(config)
+    *parents, last = path
+    found = config
+    for parent in parents:
+        found = found.get(parent) if isinstance(found, dict) else None
+    if isinstance(found, dict):
+        found[last] = copy.deepcopy(value)
+    return config
+
+
+def check_usable(config):
+    """What is accepted has shapes and constants that a model can be made of."""
+    args = ModelArgs.from_dict(config)
+    for name, value in [*vars(args).items(), *vars(args.rope_scaling or ModelArgs).items()]:
+        assert not isinstance(value, float) or math.isfinite(value), name
+        assert type(value) is not int or 0 <= value < 2**31, name
+    assert all(0 <= layer < args.num_hidden_layers for layer in args.moe_layers)
+    rope = RoPE(args)
+    frequencies = np.frombuffer(rope.frequencies)
+    assert len(frequencies) == args.rotary_dim // 2 and np.isfinite(frequencies).all() and (frequencies >= 0).all()
+    assert 0 < rope.magnitude < 1e9 and 0 < softmax_scale(args) < 1e9
+    layout = ExpertLayout.from_args(args)
+    plan_memory(args, layout, Figures(1 << 62), Demand(resident=0, context=100))
+    if args.num_hidden_layers <= 8:
+        model = Model(args, None)
+        assert all(0 < n < 2**31 for _, a in tree_flatten(model.parameters()) for n in a.shape)
+
+
+def is_refused(config):
+    """Whether the configuration is refused as it should be; what is not refused must be usable."""
+    try:
+        check_usable(config)
+        SourceFormat(config, 4)
+    except (ConfigError, RequestError) as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
+        return True
+    except Exception as error:
+        error.args = (f"{config}: {error}",)
+        raise
+    return False
+
+
+def fuzzed(config):
+    """A small configuration with everything in it that is read."""
+    more = {
+        "quantization": {"group_size": 64, "bits": 4, "lm_head": {"bits": 8}},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    config = {**small(config), **more}
+    assert not is_refused(config)
+    return config
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_any_value_in_any_field_is_usable_or_refused(family):
+    config = fuzzed(goldens.config(family))
+    cases = [(path, value) for path in places(config) for value in VALUES]
+    refused = sum(is_refused(with_value(config, *case)) for case in cases)
+    assert len(cases) > 1000 and len(cases) / 4 < refused < len(cases) * 0.9
+
+
+@pytest.mark.parametrize("name", variants())
+def test_any_values_in_several_fields_are_usable_or_refused(name):
+    config, rng, refused = fuzzed(config_of(name)), random.Random(name), 0
+    fields = sorted(places(config))
+    for _ in range(400):
+        one = config
+        for _ in range(rng.choice([2, 3])):
+            one = with_value(one, rng.choice(fields), rng.choice(VALUES))
+        refused += is_refused(one)
+    assert 200 < refused < 399
+
+
+EDGES = [
+    ("rms_norm_eps", 1e-30), ("rms_norm_eps", 1.0), ("rope_theta", 2.0), ("rope_theta", 1e30),
+    ("routed_scaling_factor", 1e-6), ("routed_scaling_factor", 1e6), ("factor", 1.0), ("factor", 1e6),
+    ("beta_fast", 1e-6), ("beta_fast", 1e6), ("beta_slow", 1e-6), ("beta_slow", 1e6), ("mscale", 0.0), ("mscale", 1e3),
+    ("mscale_all_dim", 0.0), ("mscale_all_dim", 1e3), ("attention_factor", 1e-6), ("attention_factor", 1e3),
+    ("original_max_position_embeddings", 1), ("original_max_position_embeddings", 2**31 - 1),
+    ("max_position_embeddings", 2**31 - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field, value", EDGES)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+def test_values_at_the_edge_give_numbers(family, field, value, tmp_path):
+    """With the weights of the tiny models; a field is set wherever it may stand."""
+    source, path = tiny_directory(family), tmp_path / "model"
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).symlink_to(file)
+    config = read_json(source / "config.json")
+    (path / "config.json").unlink()
+    body = config.get("text_config", config)
+    for part in (body, body.get("rope_scaling") or {}, body.get("rope_parameters") or {}):
+        if field in part or part is not body:
+            part[field] = value
+    (path / "config.json").write_text(json.dumps(config))
+    args = ModelArgs.from_file(path)
+    assert value in (*vars(args).values(), *vars(args.rope_scaling or args).values()) or family == "qwen3_5_moe"
+    logits = load_model(path, dtype=mx.float32)(mx.array([[1, 2, 3, 4]]))
+    assert mx.isfinite(logits).all().item()

@@ -1,0 +1,94 @@
+"""The compiled decode step against the plain one, on MLX's CPU backend and without native kernels."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts import source as loader
+from moeflux_mlx.model.compiled import DecodeStep
+from moeflux_mlx.ops import cpu, native
+
+FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+
+
+def make_resident(monkeypatch, family):
+    """A model as on a GPU: MLX operations only, every layer's experts one array, tokens by the compiled step."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    assert not cpu.takes(mx.zeros((1,)))
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_map", copied)
+        return load_model(tiny_directory(family), dtype=mx.float32, expert_io="mmap")
+
+
+def copied(path, layout):
+    return mx.array(np.fromfile(path, np.uint32).reshape(-1, layout.words)), None
+
+
+@pytest.fixture
+def resident_model(monkeypatch, request):
+    return make_resident(monkeypatch, request.param)
+
+
+@pytest.mark.parametrize("resident_model", FAMILIES, indirect=True)
+def test_compiled_step_equals_the_plain_one(resident_model):
+    model = resident_model
+    prompt, rest = list(range(5, 25)), [7, 3, 9, 30]
+    plain, fixed = model.make_cache(), model.make_cache()
+    for cache in (plain, fixed):
+        mx.eval(model(mx.array([prompt]), cache))
+    step, model.decode_step = model.decode_step, None
+    for token in rest:
+        tokens = mx.array([[token]])
+        assert step.takes(tokens, fixed)
+        want, got = model(tokens, plain), step(tokens, fixed)
+        np.testing.assert_allclose(np.array(got), np.array(want), atol=2e-5)
+    assert [c.offset for c in fixed] == [c.offset for c in plain]
+
+
+@pytest.mark.parametrize("resident_model", ["qwen3_5_moe", "deepseek_v3"], indirect=True)
+def test_capacity_grows_in_the_middle(resident_model):
+    """The step that no longer fits the arrays' capacity sees everything before it."""
+    model = resident_model
+    prompt = (np.arange(255) % 200).tolist()
+    plain, fixed = model.make_cache(), model.make_cache()
+    for cache in (plain, fixed):
+        mx.eval(model(mx.array([prompt]), cache))
+    step, model.decode_step = model.decode_step, None
+    for token in (1, 2, 3):
+        want, got = model(mx.array([[token]]), plain), step(mx.array([[token]]), fixed)
+        np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5)
+
+
+def test_an_empty_cache_is_not_taken():
+    model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
+    assert not DecodeStep.takes(mx.array([[1]]), model.make_cache())
+    assert not DecodeStep.takes(mx.array([[1, 2]]), [])
+
+
+def test_nothing_computes_or_is_held_after_close(monkeypatch):
+    """The traces of several threads hold every expert as a constant."""
+    model = make_resident(monkeypatch, "qwen3_moe")
+    cache, token = model.make_cache(), mx.array([[1]])
+    mx.eval(model(mx.array([[1, 2, 3]]), cache))
+    with ThreadPoolExecutor(1) as pool:
+        for call in (lambda: mx.eval(model(token, cache)), lambda: pool.submit(call_in_thread, model).result()):
+            call()
+        gc.collect()
+        before, experts = mx.get_active_memory(), model.experts.layout.total_bytes
+        model.experts.close()
+        assert before - mx.get_active_memory() >= experts
+    with pytest.raises(ExpertIOError, match="closed"):
+        model(token, cache)
+
+
+def call_in_thread(model):
+    cache = model.make_cache()
+    mx.eval(model(mx.array([[1, 2, 3]]), cache))
+    mx.eval(model(mx.array([[1]]), cache))

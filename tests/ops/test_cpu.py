@@ -1,0 +1,182 @@
+"""The CPU path: numpy and native kernels against MLX's operations, and what it must leave alone."""
+
+import dataclasses
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.linear import Embedding, Linear
+from moeflux_mlx.ops import cpu, native
+from moeflux_mlx.ops import route as router
+
+pytestmark = pytest.mark.skipif(
+    not native.available() or mx.default_device() != mx.cpu, reason="needs the extension, and the CPU as device"
+)
+
+TOLERANCE = 1e-4  # of logits with standard deviation 1
+TOKENS = mx.array([np.random.default_rng(0).integers(0, 240, 40).tolist()])
+
+
+@pytest.fixture
+def no_extension(monkeypatch):
+    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native, "_warned", True)
+
+
+def run(model, tokens, chunk):
+    cache = model.make_cache()
+    parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
+    return np.array(mx.concatenate(parts, axis=1))
+
+
+@pytest.fixture(scope="module")
+def by_mlx():
+    """Logits of every family from MLX's operations, in one chunk and in single tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_native", None)
+        patch.setattr(native, "_warned", True)
+        return {
+            (family, chunk): run(tiny_model(family, mx.float32), TOKENS, chunk)
+            for family in goldens.families()
+            for chunk in (40, 1)
+        }
+
+
+@pytest.mark.parametrize("chunk", [40, 1])
+@pytest.mark.parametrize("family", goldens.families())
+def test_both_paths_give_the_same_logits(by_mlx, family, chunk):
+    got = run(tiny_model(family, mx.float32), TOKENS, chunk)
+    assert np.abs(got - by_mlx[family, chunk]).max() < TOLERANCE
+
+
+def test_the_comparison_sees_a_fault(by_mlx, monkeypatch):
+    monkeypatch.setattr(cpu, "sigmoid", lambda x: 1 / (1 + np.exp(-1.01 * x)))
+    got = run(tiny_model("qwen3_5_moe", mx.float32), TOKENS, 1)
+    assert np.abs(got - by_mlx["qwen3_5_moe", 1]).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_sequences_of_a_batch_do_not_meet(family):
+    model = tiny_model(family, mx.float32)
+    both = mx.concatenate([TOKENS, TOKENS[:, ::-1]])
+    for chunk in (40, 1):
+        alone = [run(model, row[None], chunk)[0] for row in both]
+        assert np.abs(run(model, both, chunk) - np.stack(alone)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_arrays_that_a_cache_held_do_not_change(family):
+    """Snapshots keep references: what they cover stays, positions beyond may fill."""
+    model = tiny_model(family, mx.float32)
+    cache = model.make_cache()
+    mx.eval(model(TOKENS[:, :9], cache))
+    seen = [
+        slice(None) if layer.is_linear else (..., slice(9), slice(None)) for layer in model.layers for _ in range(2)
+    ]
+    held = [array for layer in cache for array in layer.state[:2]]
+    before = [np.array(array) for array in held]
+    for i in range(9, 12):
+        mx.eval(model(TOKENS[:, i : i + 1], cache))
+    for array, old, part in zip(held, before, seen, strict=True):
+        assert (np.array(array)[part] == old[part]).all()
+
+
+def test_a_missing_extension_is_said_once(monkeypatch):
+    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native, "_warned", False)
+    model = tiny_model("qwen3_moe", mx.float32)
+    with pytest.warns(RuntimeWarning, match="install a C compiler"):
+        model(TOKENS)
+    model(TOKENS)  # another warning would be an error here
+
+
+def test_only_float32_comes_here():
+    assert cpu.takes(cpu.enter(TOKENS, mx.float32))
+    assert cpu.enter(TOKENS, mx.bfloat16) is TOKENS and cpu.enter(TOKENS, mx.float16) is TOKENS
+
+
+def test_sizes_that_the_kernels_refuse_stay_with_mlx(no_extension):
+    args = tiny_model("qwen3_moe", mx.float32).args
+    assert Model(args, experts=None).suits_cpu
+    assert not Model(dataclasses.replace(args, head_dim=40), experts=None).suits_cpu
+
+
+def test_scales_stay_narrow_but_the_embedding_is_exact():
+    model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
+    assert model.lm_head.scales.dtype == mx.bfloat16
+    assert model.model.embed_tokens.scales.dtype == mx.float32
+
+
+def quantised(kind, rows, cols, bits, group_size):
+    layer = kind(cols, rows) if kind is Linear else kind(rows, cols)
+    dense = mx.random.normal((rows, cols), key=mx.random.key(0))
+    layer.bits, layer.group_size, layer.weight = bits, group_size, dense
+    if bits:
+        layer.weight, layer.scales, layer.biases = mx.quantize(dense, group_size, bits)
+    return layer, np.array(layer.dequantized())
+
+
+@pytest.mark.parametrize("bits, group_size", [(0, 0), (4, 64), (8, 64), (4, 32), (8, 128), (6, 64)])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_linear_and_embedding(bits, group_size, rows):
+    x = np.random.default_rng(0).standard_normal((1, rows, 256), dtype=np.float32)
+    layer, dense = quantised(Linear, 96, 256, bits, group_size)
+    np.testing.assert_allclose(layer(x), x @ dense.T, rtol=1e-4, atol=1e-4)
+    table, dense = quantised(Embedding, 96, 256, bits, group_size)
+    ids = np.arange(rows)[None]
+    np.testing.assert_allclose(table(ids), dense[ids], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits, group_size", [(0, 0), (4, 64), (8, 64), (4, 32)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_matrices_by_head(bits, group_size, dtype):
+    layer, dense = quantised(Linear, 4 * 24, 128, bits, group_size)
+    if bits:
+        layer.scales, layer.biases = layer.scales.astype(dtype), layer.biases.astype(dtype)
+        wide = (layer.scales.astype(mx.float32), layer.biases.astype(mx.float32))
+        dense = np.array(mx.dequantize(layer.weight, *wide, group_size, bits))
+    found = [matrix.copy() for matrix in cpu.head_matrices(layer, 4, slice(8, None))]
+    np.testing.assert_allclose(np.stack(found), dense.reshape(4, 24, 128)[:, 8:], rtol=1e-5, atol=1e-5)
+
+
+def test_log_softmax():
+    logits = np.array([[1000.0, 999.0, -1000.0, -np.inf], [0, 0, 0, 0]], np.float32)
+    got = np.array(cpu.log_softmax(mx.array(logits)))
+    want = np.array([[-np.log1p(np.exp(-1)), -1 - np.log1p(np.exp(-1)), -2000.313262, -np.inf], [-np.log(4)] * 4])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert np.isnan(np.array(cpu.log_softmax(mx.array([[0.0, np.nan]])))).all()
+
+
+def logits_with_ties(tokens, experts):
+    return np.random.default_rng(0).integers(-3, 3, (tokens, experts)).astype(np.float32)
+
+
+def test_routers_agree_with_mlx_and_break_ties_by_index():
+    logits = logits_with_ties(50, 32)
+    bias = np.random.default_rng(1).integers(-2, 2, 32).astype(np.float32)
+    calls = [
+        lambda x: router.softmax_topk(x, 6, True),
+        lambda x: router.softmax_topk(x, 6, False),
+        lambda x: router.noaux_tc_topk(x, mx.array(bias), 6, 4, 2, True, 2.5),
+        lambda x: router.noaux_tc_topk(x, mx.array(bias), 6, 1, 1, False, 1.0),
+    ]
+    for call in calls:
+        ids, weights = call(logits)
+        want_ids, want_weights = (np.array(part) for part in call(mx.array(logits)))
+        assert cpu.takes(ids) and (ids == want_ids).all()
+        np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
+    equal, _ = router.softmax_topk(np.zeros((1, 32), np.float32), 4, True)
+    assert equal.tolist() == [[0, 1, 2, 3]]
+
+
+def test_huge_pages_change_nothing():
+    array = mx.random.randint(0, 1 << 30, (3 << 20,), key=mx.random.key(0)).astype(mx.uint32)
+    before = np.array(array)
+    assert 0 <= native.huge_pages(array) <= array.nbytes
+    assert (np.array(array) == before).all()
+    assert native.huge_pages(mx.zeros(4)) == 0

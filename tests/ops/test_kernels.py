@@ -1,0 +1,400 @@
+"""The kernels and their ops twins against float64, through the project's own launch code: Metal's text executed by
+the harness in `metal`, or, on a machine with a GPU that cannot run it, the real kernels."""
+
+import functools
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal import msl
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.ops import kernels
+from moeflux_mlx.resources import directory
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+FLOATS = [mx.float32, mx.bfloat16, mx.float16]
+LIMITS = {
+    mx.float32: 1e-5,
+    mx.bfloat16: 6e-3,
+    mx.float16: 1.5e-3,
+}  # largest error over largest value, per row
+VARIANTS = {  # hidden size, expert width, experts per token
+    "Qwen3-30B-A3B": (2048, 768, 8),
+    "Qwen3-235B-A22B": (4096, 1536, 8),
+    "Qwen3-Next-80B-A3B": (2048, 512, 10),
+    "Qwen3.6-35B-A3B": (2048, 512, 8),
+    "Qwen3.5-122B-A10B": (3072, 1024, 8),
+    "Qwen3.5-397B-A17B": (4096, 1024, 10),
+    "Cogito-671B": (7168, 2048, 8),
+}
+METAL_TEXTS = sorted(p.name for p in directory("metal").iterdir() if p.suffix == ".metal")
+
+
+# ---- launching
+
+
+@pytest.fixture
+def host():
+    with msl.launching(kernels):
+        yield
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    monkeypatch.setattr(kernels, "backend", lambda: "ops")
+
+
+def cuda_tiles(monkeypatch):
+    """The tiles measured for CUDA, in the Metal text: other lane counts and splits."""
+    monkeypatch.setattr(kernels, "TILES", kernels.TILES | {"metal": kernels.TILES["cuda"]})
+    for plan in (kernels._qmv4_launch, kernels._gate_up_launch, kernels._down_launch):
+        plan.cache_clear()
+
+
+# ---- oracle in float64
+
+
+def wide(a):
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def bfloat16(values):
+    """float64 values rounded down to bfloat16, as uint16 bits and as float64."""
+    bits = (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+class Matrix:
+    """A random 4-bit matrix: its packed parts, and its values."""
+
+    def __init__(self, rng, rows, columns, spread=0):
+        self.codes = rng.integers(0, 2**32, (rows, columns // 8), dtype=np.uint32)
+        size = rng.uniform(0.5, 1.5, (rows, columns // 64)) * 10.0 ** rng.integers(-spread, spread + 1)
+        self.scales, s = bfloat16(size / columns**0.5)
+        self.biases, b = bfloat16(-7.5 * size / columns**0.5 * rng.uniform(0.5, 1.5, size.shape))
+        nibbles = (self.codes[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15).reshape(rows, -1, 64)
+        self.values = (nibbles * s[..., None] + b[..., None]).reshape(rows, columns)
+
+    def words(self):
+        parts = [self.codes.reshape(-1), *(p.reshape(-1).view(np.uint32) for p in (self.scales, self.biases))]
+        return np.concatenate(parts)
+
+    def arrays(self, dtype=mx.bfloat16):
+        scales, biases = (mx.array(p).view(mx.bfloat16).astype(dtype) for p in (self.scales, self.biases))
+        return mx.array(self.codes), scales, biases
+
+
+class Experts:
+    """Random experts in packed records with padding, and one routing of T tokens."""
+
+    def __init__(self, seed, T, K, H, I, dtype, records=5, padding=64, spread=0):
+        rng = np.random.default_rng(seed)
+        shapes = ((I, H), (I, H), (H, I))
+        self.matrices = [[Matrix(rng, *shape, spread) for shape in shapes] for _ in range(records)]
+        junk = rng.integers(0, 2**32, (records, padding), dtype=np.uint32)
+        packed = [np.concatenate([m.words() for m in e] + [j]) for e, j in zip(self.matrices, junk, strict=True)]
+        self.blob = mx.array(np.stack(packed))
+        self.inner = I
+        self.slots = rng.integers(0, records, (T, K))
+        self.weights = rng.uniform(0, 1, (T, K)) * (rng.uniform(0, 1, (T, K)) > 0.2)
+
+        def normal(*shape):
+            return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+        self.x, self.act, self.h_mid, self.shared = normal(T, H), normal(T, K, I), normal(T, H), normal(T, H)
+
+    def index(self, dtype=mx.int32):
+        return mx.array(self.slots).astype(dtype)
+
+    def gate_up(self, slots=None):
+        index = self.index() if slots is None else slots
+        return kernels.expert_gate_up(self.x, self.blob, index, moe_intermediate_size=self.inner)
+
+    def down_combine(self, shared=True):
+        weights = mx.array(self.weights.astype(np.float32))
+        extra = self.shared if shared else None
+        return kernels.expert_down_combine(self.act, self.blob, self.index(), weights, self.h_mid, extra)
+
+    def want_act(self):
+        def one(x, slot):
+            gate, up = (self.matrices[slot][i].values @ x for i in range(2))
+            return gate * np.exp(-np.logaddexp(0, -gate)) * up
+
+        return np.array([[one(x, s) for s in row] for x, row in zip(wide(self.x), self.slots, strict=True)])
+
+    def want_out(self, shared=True):
+        out = wide(self.h_mid) + (wide(self.shared) if shared else 0)
+        for t, row in enumerate(self.slots):
+            for k, slot in enumerate(row):
+                out[t] += np.float32(self.weights[t, k]) * (self.matrices[slot][2].values @ wide(self.act)[t, k])
+        return out
+
+
+def error(got, want):
+    """Of the largest value of a row; float16 cannot come nearer than its smallest step."""
+    step = 2**-24 if got.dtype == mx.float16 else 0
+    return float((np.maximum(np.abs(wide(got) - want) - step, 0).max(-1) / np.abs(want).max(-1)).max())
+
+
+# ---- one answer from kernel, twin and oracle
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("T, O, I", [(1, 40, 256), (1, 9, 2048), (1, 1, 64), (3, 40, 256), (8, 24, 192), (2, 7, 64)])
+def test_qmv4_matches_oracle(host, T, O, I, dtype):
+    rng = np.random.default_rng([T, O, I])
+    matrix = Matrix(rng, O, I)
+    x = mx.array(rng.normal(size=(T, I)).astype(np.float32)).astype(dtype)
+    assert error(kernels.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
+def test_experts_match_oracle(host, T, K, H, I, dtype):
+    e = Experts([T, K], T, K, H, I, dtype)
+    assert error(e.gate_up(), e.want_act()) < LIMITS[dtype]
+    assert error(e.down_combine(), e.want_out()) < LIMITS[dtype]
+    assert error(e.down_combine(shared=False), e.want_out(shared=False)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("H, I", [(512, 512), (256, 1024)])
+def test_tiles_of_cuda_match_oracle(host, monkeypatch, H, I):
+    cuda_tiles(monkeypatch)
+    e = Experts([H, I], 1, 5, H, I, mx.bfloat16, records=3)
+    matrix = e.matrices[0][0]
+    assert error(e.gate_up(), e.want_act()) < LIMITS[mx.bfloat16]
+    assert error(e.down_combine(), e.want_out()) < LIMITS[mx.bfloat16]
+    for T in (1, 2, 5):
+        x = mx.repeat(e.x, T, axis=0)
+        assert error(kernels.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_moe_combine_matches_oracle(host, dtype, shared):
+    e = Experts(1, 3, 5, 320, 64, dtype)
+    out = mx.random.normal((3, 5, 320)).astype(dtype)
+    weights = mx.array(e.weights.astype(np.float32))
+    got = kernels.moe_combine(out, weights, e.h_mid, e.shared if shared else None)
+    want = wide(e.h_mid) + np.einsum("tk,tkh->th", wide(weights), wide(out)) + shared * wide(e.shared)
+    assert error(got, want) < LIMITS[dtype]
+
+
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
+def test_random_shapes_match_oracle(data):
+    draw = functools.partial(lambda low, high: data.draw(st.integers(low, high)))
+    T, K, H, I = draw(1, 3), draw(1, 16), 64 * draw(1, 4), 64 * draw(1, 4)
+    dtype = data.draw(st.sampled_from(FLOATS))
+    e = Experts(draw(0, 2**32), T, K, H, I, dtype, records=4, padding=4 * draw(0, 3), spread=draw(0, 4))
+    with msl.launching(kernels):
+        act, out = e.gate_up(), e.down_combine()
+        mx.eval(act, out)
+    if np.isfinite(wide(act)).all():  # float16 overflows where the exact value does
+        assert error(act, e.want_act()) < LIMITS[dtype] * 2
+    if np.isfinite(wide(out)).all():
+        assert error(out, e.want_out()) < LIMITS[dtype] * 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_twins_match_oracle(ops, dtype):
+    e = Experts(3, 2, 4, 128, 192, dtype)
+    matrix = e.matrices[0][0]
+    assert error(e.gate_up(), e.want_act()) < LIMITS[dtype]
+    assert error(e.down_combine(), e.want_out()) < LIMITS[dtype]
+    assert error(kernels.qmv4(e.x, *matrix.arrays()), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scales_may_have_any_float_type(host, dtype):
+    rng = np.random.default_rng(5)
+    matrix = Matrix(rng, 16, 128)
+    x = mx.array(rng.normal(size=(1, 128)).astype(np.float32))
+    assert error(kernels.qmv4(x, *matrix.arrays(dtype)), wide(x) @ matrix.values.T) < 1e-3
+
+
+# ---- what the bits may depend on
+
+
+def test_bits_do_not_depend_on_slots_or_blob(host):
+    small = Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6, padding=0)
+    order = np.random.default_rng(0).permutation(6)
+    large = Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6, padding=0)
+    padded = mx.concatenate([large.blob[mx.array(order)], mx.zeros((6, 128), mx.uint32)], axis=1)
+    large.blob = mx.concatenate([padded, padded])
+    large.slots = np.argsort(order)[large.slots] + 6
+    assert mx.array_equal(small.gate_up(), large.gate_up())
+    assert mx.array_equal(small.down_combine(), large.down_combine())
+
+
+def test_slots_may_be_signed_or_not(host):
+    e = Experts(8, 1, 4, 64, 64, mx.float32)
+    assert mx.array_equal(e.gate_up(e.index(mx.int32)), e.gate_up(e.index(mx.uint32)))
+
+
+@msl.needed
+def test_record_offsets_pass_4_gib():
+    """The address of a record, computed by the header's own function."""
+    source = "out[thread_position_in_grid.x] = q4_record(uint(slots[thread_position_in_grid.x]), WORDS);"
+    kernel = msl.HostKernel.make(
+        name="record",
+        input_names=["slots"],
+        output_names=["out"],
+        source=source,
+        header=kernels._text("q4.h.metal"),
+    )
+    slots, words = [0, 1, 511, 2**31], 7077888 // 4
+    call = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "template": [("WORDS", words)]}
+    call |= {"output_shapes": [(4,)], "output_dtypes": [mx.uint64]}
+    inputs = [mx.array(np.array(slots, np.uint32))]
+    library = msl.build(msl.generate(kernel, inputs, **call))
+    (out,) = msl.launch(library, [np.array(slots, np.uint32)], [((4,), np.uint64)], (4, 1, 1), (4, 1, 1))
+    assert out.tolist() == [s * words for s in slots]
+    assert out[2] * 4 > 2**31 and out[3] * 4 > 2**32
+
+
+# ---- planted faults
+
+FAULTS = {
+    "scale and bias swapped": ("q4.h.metal", "scale[r] = float(scales[group]);\nbias[r] = float(biases[group]);",
+                               "bias[r] = float(scales[group]);\nscale[r] = float(biases[group]);"),
+    "high nibble first": ("q4.h.metal", "Q4_PAIR(word >> (4 * j))", "Q4_PAIR(word >> (12 - 4 * j))"),
+    "next group": ("q4.h.metal", "+ chunk / 2", "+ (chunk + 1) / 2"),
+    "constant of the high codes": ("q4.h.metal", "128.259765625f", "128.0f"),
+    "up before gate": ("expert_gate_up.metal", "blob + q4_record", "CODES + blob + q4_record"),
+    "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
+    "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
+    "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "one lane too few": ("lanes.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
+}  # fmt: skip
+
+
+@msl.needed
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_caught(host, monkeypatch, name):
+    file, old, new = FAULTS[name]
+    text = kernels._text
+    assert old in text(file)
+    monkeypatch.setattr(kernels, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    e = Experts(11, 2, 3, 256, 128, mx.float32)
+    try:
+        errors = error(e.gate_up(), e.want_act()), error(e.down_combine(), e.want_out())
+        caught = not all(e <= LIMITS[mx.float32] for e in errors)  # NaN is caught too
+    except msl.Failure:
+        caught = True
+    assert caught
+
+
+# ---- the text
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in directory("metal").iterdir() if p.is_file()))
+def test_sources_are_ascii(name):
+    assert (directory("metal") / name).read_text().isascii()
+
+
+@pytest.mark.parametrize("name", METAL_TEXTS)
+def test_sources_keep_to_portable_metal(name):
+    text = kernels._text(name)
+    assert not re.search(r"\bdouble\b|\bstatic\b|\[[&=]?\]\s*\(|#include|simdgroup_matrix|quad_", text)
+    msl.lint(text)
+
+
+def launches(H, I, K, dtype):
+    """Every operation once, at the shapes of one layer."""
+    words = 3 * kernels._matrix_words(I, H)
+    blob, slots = mx.zeros((1, words), mx.uint32), mx.zeros((1, K), mx.int32)
+    x = mx.zeros((1, H), dtype)
+    act = kernels.expert_gate_up(x, blob, slots, moe_intermediate_size=I)
+    out = kernels.expert_down_combine(act, blob, slots, mx.zeros((1, K)), x, x)
+    out = kernels.moe_combine(mx.zeros((1, K, H), dtype), mx.zeros((1, K)), out)
+    w, s = mx.zeros((64, H // 8), mx.uint32), mx.zeros((64, H // 64), mx.bfloat16)
+    for tokens in (1, 8):
+        kernels.qmv4(mx.zeros((tokens, H), dtype), w, s, s)
+
+
+@msl.needed
+@pytest.mark.parametrize("name", VARIANTS)
+def test_text_compiles_at_every_variant(monkeypatch, name):
+    monkeypatch.setattr(msl.TextKernel, "texts", [])
+    with msl.launching(kernels, kind=msl.TextKernel):
+        launches(*VARIANTS[name], mx.bfloat16)
+    assert len(msl.TextKernel.texts) == 5
+    for text in msl.TextKernel.texts:
+        signature = text[text.index("[[kernel]]") : text.index(") {\n")]
+        assert text.isascii()
+        assert not re.search(r"_shape|_strides|_ndim|-", signature.replace("thread-", ""))
+        assert "&" not in signature  # no 0-d inputs: they are values on Metal and pointers on CUDA
+
+
+# ---- the choice
+
+
+def test_cpu_takes_the_twins():
+    assert kernels.backend() == "ops" and not kernels.has_kernels()
+
+
+CHOICES = [("gpu", True, False, "metal"), ("gpu", False, True, "cuda"), ("cpu", True, False, "ops")]
+
+
+@pytest.mark.parametrize("device, metal, cuda, want", [*CHOICES, ("cpu", False, True, "ops")])
+def test_backend_asks_device_and_availability(monkeypatch, device, metal, cuda, want):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(getattr(mx, device), 0))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    assert kernels.backend() == want
+
+
+@msl.needed
+def test_no_silent_fallback(host, monkeypatch):
+    """On a GPU a kernel that does not build raises."""
+    monkeypatch.setattr(kernels, "_text", lambda name: "no such thing;")
+    x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
+    with pytest.raises(msl.Failure):
+        kernels.qmv4(x, w, s, s)
+
+
+@pytest.mark.parametrize("target", ["metal", "cuda"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_launches_stay_within_metals_limits(name, target):
+    H, I, K = VARIANTS[name]
+    blob, T = (256, 3 * kernels._matrix_words(I, H)), 2
+    types = mx.bfloat16, mx.bfloat16, None
+    plans = [
+        kernels._gate_up_launch(target, (T, H), mx.bfloat16, blob, (T, K), I),
+        kernels._down_launch(target, (T, K, I), (T, H), blob, (T, K), types),
+        kernels._qmv4_launch(target, (1, H), mx.bfloat16, (I, H // 8), (I, H // 64), mx.bfloat16),
+    ]
+    for plan in plans:
+        assert plan.threads % 32 == 0 and plan.threads <= 512
+        assert plan.template["L"] in (8, 16, 32)
+        assert all(v >= 0 for v in plan.template.values() if isinstance(v, int))
+
+
+def product(tokens, columns, dtype=mx.float32):
+    return kernels.qmv4(mx.zeros((tokens, columns), dtype), mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
+
+
+def routed(words, count):
+    blob, slots = mx.zeros((1, words), mx.uint32), mx.zeros((1, count), mx.int32)
+    return kernels.expert_gate_up(mx.zeros((1, 64)), blob, slots, moe_intermediate_size=64)
+
+
+BAD = {
+    "9 tokens": lambda: product(9, 64),
+    "int32": lambda: product(1, 64, mx.int32),
+    "expected [O, 16]": lambda: product(1, 128),
+    "a multiple of 64": lambda: product(1, 96),
+    "K from 1 to 16": lambda: routed(4096, 17),
+    "at least 1728": lambda: routed(1720, 4),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_shapes_are_refused(message):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        BAD[message]()

@@ -1,0 +1,685 @@
+"""The native CPU kernels against the float64 oracle, on every instruction path this processor has.
+
+Run as a script it repeats the same checks without pytest and MLX (the sanitized build does that):
+    python test_native.py sweep [EXTENSION]      python test_native.py fork
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_bare(extension=None):
+    """moeflux_mlx.ops.native without the package's __init__ (which imports MLX), optionally on another build."""
+    package = types.ModuleType("moeflux_mlx")
+    package.__path__ = [str(ROOT / "moeflux_mlx")]
+    sys.modules["moeflux_mlx"] = package
+    if extension:
+        loader = importlib.machinery.ExtensionFileLoader("moeflux_mlx.ops._native", extension)
+        spec = importlib.util.spec_from_file_location("moeflux_mlx.ops._native", extension, loader=loader)
+        sys.modules["moeflux_mlx.ops._native"] = importlib.util.module_from_spec(spec)
+        loader.exec_module(sys.modules["moeflux_mlx.ops._native"])
+    return importlib.import_module("moeflux_mlx.ops.native")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    native = load_bare(*sys.argv[2:])
+else:
+    import pytest
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    from moeflux_mlx.ops import native
+
+    pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
+
+import oracle  # noqa: E402
+
+PATHS = native.instruction_paths() if native.available() else []
+F = np.float32
+TOLERANCE = 2e-6  # of the sum of magnitudes: float32 rounding of a few hundred terms stays below
+
+
+def close(actual, expected, magnitude, tolerance=TOLERANCE):
+    """Every element within `tolerance` of its sum of magnitudes (plus the smallest normal float32)."""
+    assert actual.dtype == np.float32 and actual.shape == expected.shape
+    return bool((np.abs(actual - expected) <= tolerance * magnitude + 1e-37).all())
+
+
+def weights(rng, rows, width, wide_range=False):
+    """Random words, and scales and biases as bfloat16 bits, over 2^-60..2^60 if `wide_range`."""
+    w = rng.integers(0, 2**32, (rows, width // 8), dtype=np.uint32)
+    exponent = rng.integers(-60, 60, (2, rows, width // 64)) if wide_range else -5
+    s, b = oracle.f32_to_bf16(rng.standard_normal((2, rows, width // 64)) * 2.0**exponent)
+    return w, s, b
+
+
+def blocks(rng, count, hidden, width, padding):
+    """`count` packed expert blocks, each followed by `padding` words -> uint32 [count, words]."""
+    parts = []
+    for _ in range(count):
+        for rows, cols in ((width, hidden), (width, hidden), (hidden, width)):
+            parts += [a.reshape(-1).view(np.uint32) for a in weights(rng, rows, cols)]
+        parts.append(np.full(padding, 0xFFFFFFFF, np.uint32))
+    return np.concatenate(parts).reshape(count, -1)
+
+
+def unpacked(blob, slot, hidden, width):
+    """gate, up, down of one record as float64."""
+    size = 27 * hidden * width // 16  # bytes: three matrices of half a byte and a sixteenth per weight
+    parts = oracle.unpack_expert_block(blob[slot].tobytes()[:size], hidden, width)
+    return [
+        oracle.dequantize(*(parts[f"{p}_proj.{c}"] for c in ("weight", "scales", "biases")))
+        for p in ("gate", "up", "down")
+    ]
+
+
+def force(path):
+    native._kernels()._force(path)
+
+
+# ---- one check per operation, each on random values of a given shape ----
+
+
+def check_qmv4(tokens, rows, groups, seed, wide_range=False, f32=False, fault=None):
+    rng = np.random.default_rng(seed)
+    w, s, b = weights(rng, rows, 64 * groups, wide_range)
+    x = rng.standard_normal((tokens, 64 * groups), dtype=np.float32)
+    q = oracle.unpack_bits(w, 4).astype(np.float64)
+    scale, bias = (np.repeat(oracle.bf16_to_f32(a), 64, -1).astype(np.float64) for a in (s, b))
+    magnitude = np.abs(x) @ (np.abs(scale) * 15 + np.abs(bias)).T
+    expected = x.astype(np.float64) @ (q * scale + bias).T
+    if fault:
+        w, s, b = fault(w, s, b)
+    if f32:
+        s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
+    assert close(native.linear(x, w, s, b), expected, magnitude)
+
+
+def check_linear8(tokens, rows, groups, seed, f32=False):
+    """8-bit codes and, made of them, a dense matrix."""
+    rng = np.random.default_rng(seed)
+    _, s, b = weights(rng, rows, 64 * groups)
+    w = rng.integers(0, 2**32, (rows, 16 * groups), dtype=np.uint32)
+    x = rng.standard_normal((tokens, 64 * groups), dtype=np.float32)
+    scale, bias = (np.repeat(oracle.bf16_to_f32(a), 64, -1) for a in (s, b))
+    dense = oracle.unpack_bits(w, 8) * scale.astype(float) + bias
+    expected, magnitude = x @ dense.T, np.abs(x) @ (255 * np.abs(scale) + np.abs(bias)).T.astype(float)
+    if f32:
+        s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
+    assert close(native.linear(x, w, s, b), expected, magnitude)
+    assert close(native.dequantize(w, s, b), dense, 255 * np.abs(scale) + np.abs(bias))
+    dense = dense.astype(np.float32)
+    assert close(native.linear(x, dense), x.astype(float) @ dense.T, np.abs(x) @ np.abs(dense).T)
+
+
+def check_combine(tokens, top_k, rows, width, seed, with_shared=True):
+    rng = np.random.default_rng(seed)
+    y, where = rng.standard_normal((rows, width), dtype=np.float32), rng.integers(0, rows, (tokens, top_k))
+    weight = rng.random((tokens, top_k), dtype=np.float32)
+    mid, shared = rng.standard_normal((2, tokens, width), dtype=np.float32)
+    out = native.combine(y, where.astype(np.int32), weight, mid, shared if with_shared else None)
+    for t in range(tokens):
+        expected = oracle.combine(*(a.astype(float) for a in (mid[t], y[where[t]], weight[t], shared[t] * with_shared)))
+        assert close(out[t], expected, np.full(width, 20.0))
+
+
+def check_rope(tokens, heads, half, rest, neighbours, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((tokens, heads, 2 * half + rest), dtype=np.float32)
+    angle = rng.uniform(-3, 3, (tokens, half))
+    cosine, sine = np.cos(angle), np.sin(angle)
+    turned = x[..., : 2 * half].astype(float)
+    parts = (turned[..., ::2], turned[..., 1::2]) if neighbours else (turned[..., :half], turned[..., half:])
+    z = (parts[0] + 1j * parts[1]) * (cosine + 1j * sine)[:, None]
+    expected = np.stack([z.real, z.imag], -1 if neighbours else -2).reshape(tokens, heads, 2 * half)
+    out = native.rope(x, cosine.astype(F), sine.astype(F), neighbours)
+    assert close(out, np.concatenate([expected, x[..., 2 * half :]], -1), np.full(x.shape, 5.0))
+
+
+def check_dequantize(rows, groups, seed, f32=False):
+    w, s, b = weights(np.random.default_rng(seed), rows, 64 * groups)
+    expected = oracle.dequantize(w, s, b)
+    if f32:
+        s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
+    np.testing.assert_allclose(native.dequantize(w, s, b), expected, rtol=1e-6, atol=1e-6)
+
+
+def check_experts(tokens, top_k, hidden, width, records, padding, seed, with_shared=True):
+    rng = np.random.default_rng(seed)
+    blob = blocks(rng, records, hidden, width, padding)
+    blob.flags.writeable = False
+    slots = rng.integers(0, records, (tokens, top_k), dtype=np.int32)
+    x = rng.standard_normal((tokens, hidden), dtype=np.float32)
+    weight = rng.random((tokens, top_k), dtype=np.float32)
+    mid, shared = rng.standard_normal((2, tokens, hidden), dtype=np.float32)
+    act = native.expert_gate_up(x, blob, slots, width)
+    out = native.expert_down_combine(act, blob, slots, weight, mid, shared if with_shared else None)
+    matrices = {slot: unpacked(blob, slot, hidden, width) for slot in set(slots.flat)}
+    for t in range(tokens):
+        y = np.zeros((top_k, hidden))
+        for k, slot in enumerate(slots[t]):
+            gate, up, down = matrices[slot]
+            expected = oracle.silu(x[t] @ gate.T) * (x[t] @ up.T)
+            size = (np.abs(x[t]) @ np.abs(gate).T + 1) * (np.abs(x[t]) @ np.abs(up).T)
+            assert close(act[t, k], expected, size)
+            y[k] = act[t, k].astype(np.float64) @ down.T
+        expected = oracle.combine(mid[t].astype(float), y, weight[t].astype(float), shared[t] * float(with_shared))
+        size = max(np.abs(act[t]).max() * np.abs(matrices[s][2]).sum(1).max() for s in slots[t])
+        assert close(out[t], expected, size)
+
+
+def check_small(tokens, rows, width, seed):
+    rng = np.random.default_rng(seed)
+    gate, up = 4 * rng.standard_normal((2, rows, 16 * width + 5), dtype=np.float32)
+    assert close(native.silu_mul(gate, up), oracle.silu(gate.astype(float)) * up, np.abs(gate * up))
+    x, w = rng.standard_normal((rows, 16 * width), dtype=np.float32), rng.random(16 * width, dtype=np.float32)
+    expected = oracle.rms_norm(x.astype(float), w, 1e-6)
+    assert close(native.rms_norm(x, w, 1e-6), expected, np.abs(expected))
+    state, x = (
+        np.zeros((3, 16 * width), np.float32),
+        rng.standard_normal((tokens, 16 * width), dtype=np.float32),
+    )
+    taps = rng.standard_normal((4, 16 * width), dtype=np.float32)
+    halves, following = [], state
+    for part in (x[: tokens // 2], x[tokens // 2 :]):
+        half, following = native.conv_silu(following, part, taps)
+        halves.append(half)
+    plain = oracle.causal_conv(x.astype(float), taps.T)
+    size = oracle.causal_conv(np.abs(x).astype(float), np.abs(taps.T)) + 1
+    assert close(np.concatenate(halves), oracle.silu(plain), size)
+    assert (following == np.concatenate([state, x])[-3:]).all()
+
+
+def check_attend(tokens, kv_heads, group, length, spare, dk, dv, seed):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((tokens, kv_heads * group, dk), dtype=np.float32)
+    k = rng.standard_normal((kv_heads, length + spare, dk), dtype=np.float32)
+    v = rng.standard_normal((kv_heads, length + spare, dv), dtype=np.float32)
+    out = native.attend(q, k, v, length, dk**-0.5)
+    for t in range(tokens):
+        seen = length - tokens + t + 1
+        for h in range(kv_heads * group):
+            p = oracle.softmax(k[h // group, :seen].astype(float) @ q[t, h] * dk**-0.5)
+            assert close(out[t, h], p @ v[h // group, :seen], np.abs(v).max(), 4e-6)
+
+
+def check_delta(tokens, k_heads, group, dk, dv, seed):
+    rng = np.random.default_rng(seed)
+    heads = k_heads * group
+    q, k = rng.standard_normal((2, tokens, k_heads, dk), dtype=np.float32) / np.float32(np.sqrt(dk))
+    v = rng.standard_normal((tokens, heads, dv), dtype=np.float32)
+    decay, beta = rng.random((2, tokens, heads), dtype=np.float32)
+    state = rng.standard_normal((heads, dv, dk), dtype=np.float32)
+    wide = [np.repeat(a.astype(float), group, 1) for a in (q, k)]
+    expected, last = oracle.gated_delta_recurrence(*wide, v.astype(float), decay, beta, state.astype(float))
+    out, following = native.gated_delta(state, q, k, v, decay, beta)
+    assert close(out, expected, np.full(out.shape, 10.0))
+    assert close(following, last, np.full(state.shape, 10.0))
+
+
+def sweep():
+    """Every operation, path and vector remainder on a few shapes."""
+    for path in PATHS:
+        force(path)
+        for tokens in (1, 2, 3, 9):
+            for rows, groups in ((1, 1), (7, 3), (133, 2)):
+                for f32 in (False, True):
+                    check_qmv4(tokens, rows, groups, 1, f32=f32)
+                    check_linear8(tokens, rows, groups, 1, f32=f32)
+                    check_dequantize(rows, groups, 1, f32=f32)
+            check_experts(tokens, 3, 64, 192, 3, 5, 2)
+            check_experts(tokens, 2, 128, 64, 4, 0, 3, with_shared=False)
+            check_combine(tokens, 3, 5, 37, 7)
+            check_rope(tokens, 2, 17, 3, True, 8)
+            check_rope(tokens, 2, 17, 3, False, 8)
+            check_small(tokens, 3, 3, 4)
+            check_attend(tokens, 2, 13, 11 + tokens, 2, 48, 16, 5)
+            check_delta(tokens, 2, 3, 32, 8, 6)
+        native.checksum(np.arange(1000, dtype=np.uint32))
+        check_small(2, 5, 2100, 7)
+    many = np.random.default_rng(0).integers(0, 2**32, 600_001, dtype=np.uint32)
+    assert native.checksum(many) == np.bitwise_xor.reduce(many)
+
+
+def fork():
+    """A child gets a working team although its parent's threads do not exist there."""
+    native.set_threads(3)
+    check_qmv4(1, 999, 8, 0)
+    child = os.fork()
+    check_qmv4(1, 999, 8, 0)
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+if __name__ == "__main__":
+    {"sweep": sweep, "fork": fork}[sys.argv[1]]()
+    sys.exit(0)
+
+
+# ---- properties ----
+
+seeds = st.integers(0, 2**32 - 1)
+# The path stays forced for all examples of a property, which is what the health check asks about.
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(params=PATHS, autouse=True)
+def path(request):
+    force(request.param)
+    yield request.param
+    force(PATHS[0])
+    native.set_threads(native.cores())
+
+
+any_path = pytest.mark.parametrize("path", PATHS[:1], indirect=True)
+
+
+@few
+@given(st.integers(1, 9), st.integers(1, 150), st.integers(1, 7), seeds, st.booleans(), st.booleans())
+def test_qmv4(path, tokens, rows, groups, seed, wide_range, f32):
+    check_qmv4(tokens, rows, groups, seed, wide_range, f32)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda w, s, b: (w ^ np.uint32(1 << 28), s, b),
+        lambda w, s, b: (w, np.roll(s, 1, -1), b),
+        lambda w, s, b: (w, s, np.roll(b, 1, -1)),
+        lambda w, s, b: (np.roll(w, 1, -1), s, b),
+    ],
+    ids=["one bit of a nibble", "scales shifted", "biases shifted", "words shifted"],
+)
+def test_the_tolerance_sees_faults(path, fault):
+    with pytest.raises(AssertionError):
+        check_qmv4(2, 64, 6, 0, fault=fault)
+
+
+@few
+@given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 4), seeds, st.booleans())
+def test_8_bit_and_dense(path, tokens, rows, groups, seed, f32):
+    check_linear8(tokens, rows, groups, seed, f32)
+
+
+@pytest.mark.parametrize("peak", [1.0, 1e30, -1e-25, 1e-30, 0.0])
+def test_a_lone_row_of_any_size(path, peak):
+    """Equal, opposite and lone largest values: where integer activations round up to their limit."""
+    w, s, b = weights(np.random.default_rng(0), 9, 192)
+    dense = oracle.dequantize(w, s, b).astype(float)
+    parts = np.repeat(15 * np.abs(oracle.bf16_to_f32(s)) + np.abs(oracle.bf16_to_f32(b)), 64, -1).astype(float)
+    for fill in (peak, -peak, peak / 300, 0.0):
+        for mantissa in np.linspace(0.5, 1, 40):
+            x = np.full((1, 192), fill * mantissa, F)
+            x[0, 70] = peak * mantissa
+            assert close(native.linear(x, w, s, b), x.astype(float) @ dense.T, np.abs(x).astype(float) @ parts.T)
+
+
+@few
+@given(tokens=st.integers(2, 9), first=st.integers(0, 8), seed=seeds)
+def test_a_row_does_not_depend_on_the_rows_beside_it(path, tokens, first, seed):
+    """Among several rows its bits are always the same; alone, VNNI's integers may round them otherwise."""
+    first %= tokens
+    rng = np.random.default_rng(seed)
+    w, s, b = weights(rng, 21, 192)
+    x = rng.standard_normal((tokens, 192), dtype=F)
+    others = rng.standard_normal((9, 192), dtype=F) * F(100)
+    others[4] = x[first]
+    got = native.linear(x, w, s, b)[first]
+    assert np.array_equal(got, native.linear(others, w, s, b)[4])
+    alone = native.linear(x[first : first + 1], w, s, b)[0]
+    assert np.array_equal(got, alone) or path == "avx512vnni"
+    np.testing.assert_allclose(got, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lone_row_with_nan(path):
+    w, s, b = weights(np.random.default_rng(0), 9, 192)
+    x = np.ones((1, 192), F)
+    x[0, 100] = np.nan
+    assert np.isnan(native.linear(x, w, s, b)).all()
+
+
+@few
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40), seeds, st.booleans())
+def test_combine(path, tokens, top_k, rows, width, seed, with_shared):
+    check_combine(tokens, top_k, rows, width, seed, with_shared)
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(0, 20), st.booleans(), seeds)
+def test_rope(path, tokens, heads, half, rest, neighbours, seed):
+    check_rope(tokens, heads, half, rest, neighbours, seed)
+
+
+@few
+@given(st.integers(1, 70), st.integers(1, 7), seeds, st.booleans())
+def test_dequantize(path, rows, groups, seed, f32):
+    check_dequantize(rows, groups, seed, f32)
+
+
+@few
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 3).map(lambda n: 64 * n),
+    st.integers(1, 3).map(lambda n: 64 * n),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    seeds,
+    st.booleans(),
+)
+def test_experts(path, tokens, top_k, hidden, width, records, padding, seed, with_shared):
+    check_experts(tokens, top_k, hidden, width, records, padding, seed, with_shared)
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), seeds)
+def test_small_operations(path, tokens, rows, width, seed):
+    check_small(tokens, rows, width, seed)
+
+
+@few
+@given(
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 11),
+    st.integers(3, 70),
+    st.integers(0, 3),
+    st.sampled_from([16, 48, 64]),
+    st.sampled_from([16, 80]),
+    seeds,
+)
+def test_attend(path, tokens, kv_heads, group, length, spare, dk, dv, seed):
+    check_attend(tokens, kv_heads, group, length, spare, dk, dv, seed)
+
+
+@few
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([16, 48]),
+    st.integers(1, 20),
+    seeds,
+)
+def test_gated_delta(path, tokens, k_heads, group, dk, dv, seed):
+    check_delta(tokens, k_heads, group, dk, dv, seed)
+
+
+def test_silu_at_the_ends(path):
+    gate = np.array([[-1e5, -200, -88, -1e-20, 0, 1e-20, 88, 200, 1e30, np.nan]], np.float32)
+    out = native.silu_mul(gate, np.ones_like(gate))
+    expected = np.array([0, 0, 0, -5e-21, 0, 5e-21, 88, 200, 1e30], np.float32)
+    np.testing.assert_allclose(out[0, :9], expected, rtol=1e-6, atol=1e-30)
+    assert np.isnan(out[0, 9])
+
+
+# ---- same bits ----
+
+
+def expert_call(blob, slots, x, weight):
+    act = native.expert_gate_up(x, blob, slots, 128)
+    return native.expert_down_combine(act, blob, slots, weight, x)
+
+
+def test_bits_do_not_depend_on_threads_or_slots(path):
+    rng = np.random.default_rng(0)
+    blob = blocks(rng, 6, 192, 128, 0)
+    x, weight = rng.standard_normal((5, 192), dtype=np.float32), rng.random((5, 4), dtype=np.float32)
+    slots = rng.integers(0, 6, (5, 4), dtype=np.int32)
+    native.set_threads(1)
+    expected = expert_call(blob, slots, x, weight)
+    for count in (2, 5):
+        native.set_threads(count)
+        assert (expert_call(blob, slots, x, weight) == expected).all()
+    moved = rng.permutation(6)
+    assert (expert_call(blob[np.argsort(moved)], moved[slots].astype(np.int32), x, weight) == expected).all()
+    alone = [expert_call(blob, slots[t : t + 1], x[t : t + 1], weight[t : t + 1]) for t in range(5)]
+    # One row may run on another kernel than several, equal to the last bits.
+    assert np.abs(np.concatenate(alone) - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+@any_path
+def test_calls_from_many_threads(path):
+    rng = np.random.default_rng(0)
+    w, s, b = weights(rng, 2000, 512)
+    xs = rng.standard_normal((16, 1, 512), dtype=np.float32)
+    expected = [native.linear(x, w, s, b) for x in xs]
+    native.set_threads(3)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            actual = list(pool.map(lambda x: native.linear(x, w, s, b), xs))
+            assert all((a == e).all() for a, e in zip(actual, expected, strict=True))
+
+
+@any_path
+def test_mlx_arrays_and_given_output(path):
+    mx = pytest.importorskip("mlx.core")
+    w, s, b = mx.quantize(mx.random.normal((96, 128)).astype(mx.bfloat16), group_size=64, bits=4)
+    x, out = mx.random.normal((2, 128)), np.empty((2, 96), np.float32)
+    assert native.linear(x, w, s, b, out) is out
+    dense = mx.dequantize(w, s.astype(mx.float32), b.astype(mx.float32), 64, 4)
+    np.testing.assert_allclose(out, np.array(x) @ np.array(dense).T, rtol=1e-4, atol=1e-4)
+
+
+# ---- refusals ----
+
+
+def misaligned(shape, dtype):
+    raw = np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize + 1, np.uint8)
+    return raw[1:].view(dtype).reshape(shape)
+
+
+def read_only(shape):
+    array = np.zeros(shape, F)
+    array.flags.writeable = False
+    return array
+
+
+def qmv4_arguments():
+    zeros = np.zeros((8, 2), np.uint16)
+    return {"x": np.zeros((2, 128), F), "w": np.zeros((8, 16), np.uint32), "scales": zeros, "biases": zeros}
+
+
+BAD = {
+    "float64 x": {"x": np.zeros((2, 128))},
+    "x too wide": {"x": np.zeros((2, 192), F)},
+    "x not contiguous": {"x": np.zeros((2, 256), F)[:, ::2]},
+    "x one-dimensional": {"x": np.zeros(128, F), "out": np.zeros((1, 8), F)},
+    "x misaligned": {"x": misaligned((2, 128), F)},
+    "int32 w": {"w": np.zeros((8, 16), np.int32)},
+    "big-endian w": {"w": np.zeros((8, 16), ">u4")},
+    "row of 96": {"w": np.zeros((8, 12), np.uint32)},
+    "empty row": {"w": np.zeros((8, 0), np.uint32)},
+    "w misaligned": {"w": misaligned((8, 16), np.uint32)},
+    "too few scales": {"scales": np.zeros((8, 1), np.uint16)},
+    "float16 scales": {"scales": np.zeros((8, 2), np.float16)},
+    "mixed scales": {"scales": np.zeros((8, 2), F)},
+    "read-only out": {"out": read_only((2, 8))},
+    "short out": {"out": np.zeros((1, 8), F)},
+    "float64 out": {"out": np.zeros((2, 8))},
+    "misaligned out": {"out": misaligned((2, 8), F)},
+    "strided out": {"out": np.zeros((2, 16), F)[:, ::2]},
+}
+REFUSED = (TypeError, ValueError, BufferError)
+
+
+@any_path
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_bad_products_are_refused(path, change):
+    arguments = qmv4_arguments()
+    assert (native.linear(**arguments) == 0).all()
+    with pytest.raises(REFUSED):
+        native.linear(**(arguments | change))
+
+
+@any_path
+def test_overlap_is_refused(path):
+    memory = np.zeros(2 * 128, F)
+    with pytest.raises(ValueError, match="overlaps"):
+        native.linear(**(qmv4_arguments() | {"x": memory.reshape(2, 128), "out": memory[:16].reshape(2, 8)}))
+
+
+def expert_arguments():
+    return {
+        "x": np.zeros((1, 64), F),
+        "blob": np.zeros((2, 3 * 576), np.uint32),
+        "slots": np.zeros((1, 2), np.int32),
+    }
+
+
+@any_path
+@pytest.mark.parametrize("slot", [-1, 2, 2**31 - 1, -(2**31)])
+def test_slots_out_of_range_are_refused(path, slot):
+    arguments = expert_arguments()
+    arguments["slots"][0, 1] = slot
+    with pytest.raises(ValueError, match=f"value {slot} at position 1, expected 0 to 1"):
+        native.expert_gate_up(**arguments, width=64)
+    act, weight = np.zeros((1, 2, 64), F), np.zeros((1, 2), F)
+    with pytest.raises(ValueError, match="slots"):
+        native.expert_down_combine(act, arguments["blob"], arguments["slots"], weight, arguments["x"])
+
+
+@any_path
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blob": np.zeros((2, 3 * 576 - 1), np.uint32)},
+        {"blob": np.zeros((0, 3 * 576), np.uint32)},
+        {"blob": np.zeros((2, 0), np.uint32)},
+        {"slots": np.zeros((1, 2), np.int64)},
+        {"slots": np.zeros((2, 2), np.int32)},
+        {"x": np.zeros((1, 96), F)},
+        {"x": np.zeros((1, 0), F)},
+        {"width": 0},
+        {"width": 96},
+        {"width": 64 * 3},
+        {"width": 2**40, "out": np.broadcast_to(F(0), (1, 2, 2**40))},
+    ],
+)
+def test_bad_expert_calls_are_refused(path, change):
+    arguments = expert_arguments() | {"width": 64}
+    assert (native.expert_gate_up(**arguments) == 0).all()
+    with pytest.raises(REFUSED):
+        native.expert_gate_up(**(arguments | change))
+
+
+@any_path
+@pytest.mark.parametrize("length", [0, 1, 6, -1, 2**62])
+def test_bad_cache_lengths_are_refused(path, length):
+    q, k = np.zeros((2, 4, 16), F), np.zeros((2, 5, 16), F)
+    with pytest.raises(ValueError, match=f"n is {length}, expected 2 .* to 5"):
+        native.attend(q, k, k, length, 1.0)
+
+
+@any_path
+def test_bad_small_operations_are_refused(path):
+    x = np.zeros((2, 24), F)
+    calls = [
+        lambda: native.rms_norm(x, None, 1e-6),
+        lambda: native.rms_norm(np.zeros((2, 32), F), np.zeros(31, F), 1e-6),
+        lambda: native.rms_norm(np.zeros((2, 32), F), None, "eps"),
+        lambda: native.silu_mul(x, np.zeros((2, 25), F)),
+        lambda: native.conv_silu(np.zeros((3, 24), F), x, np.zeros((4, 24), F)),
+        lambda: native.conv_silu(np.zeros((2, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F)),
+        lambda: native.conv_silu(np.zeros((3, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F), read_only((1, 32))),
+        lambda: native.attend(np.zeros((1, 3, 16), F), *np.zeros((2, 2, 4, 16), F), 1, 1.0),
+        lambda: native.attend(np.zeros((1, 2, 16), F), *np.zeros((2, 0, 4, 16), F), 1, 1.0),
+        lambda: native.linear(np.zeros((1, 24), F), np.zeros((4, 24), F)),
+        lambda: native.linear(np.zeros((1, 32), F), np.zeros((4, 32), F), np.zeros((4, 1), np.uint16)),
+        lambda: native.linear(np.zeros((1, 64), F), np.zeros((4, 12), np.uint32), *np.zeros((2, 4, 1), np.uint16)),
+        lambda: native.dequantize(np.zeros((4, 8), np.uint32), *np.zeros((2, 4, 1), np.uint16), np.zeros((4, 128), F)),
+        lambda: native.combine(x, np.array([[2]], np.int32), np.ones((1, 1), F), x[:1]),
+        lambda: native.combine(x, np.array([[-1]], np.int32), np.ones((1, 1), F), x[:1]),
+        lambda: native.combine(x, np.array([[0]], np.int32), np.ones((1, 2), F), x[:1]),
+        lambda: native.rope(np.zeros((1, 2, 8), F), *np.zeros((2, 1, 5), F)),
+        lambda: native.rope(np.zeros((1, 2, 8), F), *np.zeros((2, 2, 4), F)),
+        lambda: native.gated_delta(x, *np.zeros((3, 1, 1, 16), F), *np.zeros((2, 1, 1), F)),
+        lambda: native.set_threads(0),
+        lambda: native._kernels()._force("sse9"),
+        lambda: native._kernels().linear(x),
+    ]
+    for call in calls:
+        with pytest.raises(REFUSED):
+            call()
+
+
+@any_path
+def test_a_refused_call_lets_go_of_its_buffers(path):
+    words = bytearray(8 * 64)
+    w = memoryview(words).cast("I").cast("B").cast("I", (8, 16))
+    with pytest.raises(REFUSED):
+        native.linear(**(qmv4_arguments() | {"w": w, "out": np.zeros((1, 8), F)}))
+    w.release()
+    words.append(0)  # BufferError while anything still holds it
+
+
+# ---- whole process ----
+
+
+def run(*command, **environment):
+    done = subprocess.run(
+        [str(c) for c in command], env=os.environ | environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@any_path
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_fork(path):
+    run(sys.executable, "-W", "ignore", __file__, "fork")
+
+
+@any_path
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="needs gcc's sanitizers")
+def test_sanitized_build(path, tmp_path):
+    built, source = tmp_path / "_native.so", ROOT / "native" / "native.c"
+    include = f"-I{sysconfig.get_path('include')}"
+    flags = ["-std=gnu11", "-O1", "-g1", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-shared", "-pthread"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    run("gcc", *flags, *checks, include, source, "-o", built)
+    library = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    # Python itself leaks at exit; its allocator would hide overruns of small buffers.
+    options = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
+    run(sys.executable, __file__, "sweep", built, **options)
+
+
+@any_path
+@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang as a cross compiler")
+@pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
+def test_compiles_for_other_processors(path, tmp_path, target):
+    # Debian's pyconfig.h looks for the target's own, which is not there; this machine's will do to compile.
+    headers = Path(sysconfig.get_path("include"))
+    include = shutil.copytree(headers, tmp_path / "include")
+    own = headers.parent / (sysconfig.get_config_var("MULTIARCH") or "") / headers.name / "pyconfig.h"
+    if own.exists():
+        shutil.copy(own, include)
+    flags = ["-std=gnu11", "-O3", "-Werror=implicit-function-declaration", f"-I{include}"]
+    source = ROOT / "native" / "native.c"
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *flags, "-c", source]
+    run(*command, "-o", tmp_path / "native.o")
+
+
+@any_path
+def test_missing_extension_is_said_once(path, monkeypatch):
+    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native, "_warned", False)
+    assert not native.available()
+    with pytest.warns(RuntimeWarning, match="install a C compiler"):
+        native.warn_if_missing()
+    native.warn_if_missing()  # a second warning would be an error here
+    with pytest.raises(native.MoefluxError, match="install a C compiler .* then .*install"):
+        native.linear(**qmv4_arguments())

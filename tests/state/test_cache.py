@@ -1,0 +1,60 @@
+"""What attention gets from the caches."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from moeflux_mlx.ops import kernels
+from moeflux_mlx.state import cache
+from moeflux_mlx.state.cache import KVCache
+
+HEADS, WIDTH = 2, 8
+
+
+def entries(length, seed):
+    return mx.random.normal((1, HEADS, length, WIDTH), key=mx.random.key(seed))
+
+
+def attend(kv, length, seed):
+    q = entries(length, seed)
+    k, v = kv.update_and_fetch(entries(length, seed + 100), entries(length, seed + 200))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask=kv.mask(length)), k.shape[2]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The caches take the default device for a GPU."""
+
+    def switch(on):
+        monkeypatch.setattr(kernels, "has_kernels", lambda: on)
+
+    return switch
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 1], [1, 1], [255, 1, 1], [300, 1, 2, 1]])
+def test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same(lengths, on_gpu):
+    whole, part = KVCache(), KVCache()
+    for seed, length in enumerate(lengths):
+        on_gpu(True)
+        got, seen = attend(whole, length, seed)
+        on_gpu(False)
+        want, positions = attend(part, length, seed)
+        assert positions == part.offset == whole.offset
+        assert seen == (whole.keys.shape[2] if length == 1 else positions)
+        assert np.abs(np.array(got - want)).max() < 1e-6
+
+
+def test_entries_that_were_trimmed_are_not_seen(on_gpu):
+    on_gpu(True)
+    whole, fresh = KVCache(), KVCache()
+    attend(whole, 7, 0)
+    whole.trim(3)
+    fresh.update_and_fetch(whole.keys[..., :4, :], whole.values[..., :4, :])
+    assert mx.array_equal(attend(whole, 1, 9)[0], attend(fresh, 1, 9)[0])
+
+
+def test_a_mask_that_shows_one_too_many_is_noticed(on_gpu, monkeypatch):
+    up_to = cache.up_to
+    monkeypatch.setattr(cache, "up_to", lambda position, capacity: up_to(position + 1, capacity))
+    with pytest.raises(AssertionError):
+        test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same([5, 1], on_gpu)
