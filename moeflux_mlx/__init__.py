@@ -8,7 +8,12 @@ except ImportError as error:  # on Linux the package mlx alone has no engine
         "an NVIDIA GPU, which the extras [cpu] and [cuda13] of moeflux-mlx do"
     ) from None
 
-from .config import ModelArgs
+import moeflux_mlx.generate  # noqa: F401  (first: the function below takes the place of the command)
+
+from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
+from .engine.io_mode import IoMode, select_io_mode
+from .engine.load import load, load_model
+from .engine.sampling import make_logits_processors, make_sampler
 from .errors import (
     ConfigError,
     ExpertIOError,
@@ -21,15 +26,12 @@ from .errors import (
     SnapshotError,
     TokenizerError,
 )
-from .fingerprint import model_fingerprint
-from .io_mode import IoMode, select_io_mode
-from .load import load, load_model
-from .loader import ExpertLoader
-from .model import Model
-from .prompt_cache import PromptDirectory, PromptFile, reuse_prefix
-from .sampling import make_logits_processors, make_sampler
-from .snapshot import load_state, save_state, state_size
-from .stream import GenerationResponse, generate, make_prompt_cache, stream_generate
+from .experts.source import ExpertLoader
+from .model.decoder import Model
+from .spec import ModelArgs
+from .state.fingerprint import model_fingerprint
+from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
+from .state.snapshot import load_state, save_state, state_size
 
 __version__ = "0.1.0"
 

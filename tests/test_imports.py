@@ -1,4 +1,4 @@
-"""Imports point down the layers and never sideways; the public names are the listed ones."""
+"""Imports point down the order of packages, inside each package they never go round, and the public names exist."""
 
 import ast
 import importlib
@@ -8,59 +8,96 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "moeflux_mlx"
 
-# From the bottom up. A module may import from any lower line, and not from its own.
-LAYERS = [
-    {"errors", "resources", "ram", "wired"},
-    {"process", "config", "io_mode", "sampling", "thinking", "chat_template", "kernels", "native", "paths"},
-    {"cpu", "mixer_kernels", "layout", "cache", "tokenizer", "checkpoint", "prefetch", "output"},
-    {"packed", "pool", "sanitize", "rewind", "turns", "rope", "router", "decode"},
-    {"linear", "reader", "fingerprint"},
-    {"attention", "gated_delta", "mla", "moe", "loader"},
-    {"model", "matrix"},
-    {"experts", "weights", "resident_file", "stream", "snapshot", "unpacked"},
-    {"memory", "hub"},
-    {"load", "expert_file", "prompt_file"},
-    {"prompt_cache"},
-    {"session", "command"},
-    {"generate", "chat", "convert", "plan", "__init__"},
+# From the bottom up: packages, and modules that stand alone. Each may import from those before it.
+ORDER = [
+    "errors",
+    "process",
+    "files",
+    "quant",
+    "kinds",
+    "families",
+    "spec",
+    "formats",
+    "text",
+    "ops",
+    "state",
+    "experts",
+    "model",
+    "packing",
+    "engine",
+    "cli",
 ]
-HEIGHT = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-FORBIDDEN = {"model": {"packed", "loader"}, "moe": {"packed", "loader"}, "loader": {"model"}}
-MODULES = sorted(file.stem for file in PACKAGE.glob("*.py"))
+COMMANDS = {"generate", "chat", "convert", "plan"}  # and what binds the public names: above all of them
+MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
 
 
-def imports_of(source):
-    """Names of this package's modules that `source` imports when it runs; not those for type checkers only."""
-    found = set()
-    for node in ast.walk(_Running().visit(ast.parse(source))):
-        if isinstance(node, ast.ImportFrom):
-            inside = node.level == 1 or (node.module or "").startswith("moeflux_mlx")
-            name = (node.module or "").removeprefix("moeflux_mlx").lstrip(".")
-            if inside:
-                found |= {name.split(".")[0]} if name else {alias.name for alias in node.names}
-    return found & set(HEIGHT)
+def imports_of(source, module):
+    """This package's modules that `source`, the text of `module`, imports, at once or later, for types alone too."""
+    package, found = module.split(".")[:-1], set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("moeflux_mlx.") for alias in node.names if "moeflux_mlx." in alias.name}
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            stem = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+        elif (node.module or "").split(".")[0] == "moeflux_mlx":
+            stem = node.module.split(".")[1:]
+        else:
+            continue
+        inner = {".".join([*stem, alias.name]) for alias in node.names}
+        modules = {name for name in inner if name in MODULES or f"{name}.__init__" in MODULES}
+        found |= modules or {".".join(stem) or "__init__"}
+    return {f"{name}.__init__" if f"{name}.__init__" in MODULES else name for name in found}
 
 
-class _Running(ast.NodeTransformer):
-    def visit_If(self, node):
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+GRAPH = {name: imports_of((PACKAGE / (name.replace(".", "/") + ".py")).read_text(), name) - {name} for name in MODULES}
 
 
-def test_every_module_has_a_layer():
-    assert set(MODULES) == set(HEIGHT)
+def height(module):
+    """Where its package stands in the order; commands and what binds the public names stand above all."""
+    first = module.split(".")[0]
+    return ORDER.index(first) if first in ORDER else len(ORDER)
+
+
+def cycle(graph):
+    """Names that import one another in a circle; none if there are none."""
+    left = {name: set(used) for name, used in graph.items()}
+    while free := [name for name, used in left.items() if not used & set(left)]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_every_module_has_a_place():
+    firsts = {module.split(".")[0] for module in MODULES}
+    assert firsts <= {*ORDER, *COMMANDS, "__init__", "__main__"}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module):
-    used = imports_of((PACKAGE / f"{module}.py").read_text())
-    assert not {name for name in used if HEIGHT[name] >= HEIGHT[module]}
-    assert not used & FORBIDDEN.get(module, set())
+    first, up = module.split(".")[0], height(module)
+    others = [name for name in GRAPH[module] if name.split(".")[0] != first]
+    wrong = [name for name in others if height(name) >= up and up < len(ORDER)]
+    assert not wrong, f"{module} imports {wrong}"
+    assert all((PACKAGE / (name.replace(".", "/") + ".py")).exists() for name in GRAPH[module])
 
 
-def test_an_upward_import_is_seen():
-    assert imports_of("from .model import Model\nfrom . import kernels") == {"model", "kernels"}
+def test_nothing_goes_round():
+    assert cycle(GRAPH) == []
+
+
+def test_faults_are_seen():
+    assert imports_of("from ..model.decoder import Model\nfrom . import native", "ops.linear") == {
+        "model.decoder",
+        "ops.native",
+    }
+    assert imports_of("if TYPE_CHECKING:\n    from .engine import load", "chat") == {"engine.load"}
+    assert imports_of("def f():\n    import moeflux_mlx.ops.native", "errors") == {"ops.native"}
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
 def test_public_names_exist():
