@@ -1,11 +1,15 @@
-"""Paths as users write them, and files that outlast a power cut."""
+"""Files: paths as users write them, JSON, what outlasts a power cut, and the data that ships with the package."""
 
 import contextlib
 import fcntl
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-from .errors import RequestError
+from .errors import ModelFileError, RequestError
+
+PACKAGE = Path(__file__).resolve().parent
 
 
 def user_path(value: str | Path) -> Path:
@@ -43,3 +47,25 @@ def sync_folder(path: Path) -> None:
         sync(folder)
     finally:
         os.close(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ModelFileError when the file is missing or is not a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFileError(f"{path} does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def directory(name: str) -> Path:
+    """The folder of data `name`: "metal" (kernel sources), "configs" or "demo".
+
+    In a wheel they lie inside the package; in an editable install `metal/` and `configs/` lie beside it.
+    """
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name

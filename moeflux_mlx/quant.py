@@ -1,0 +1,138 @@
+"""How the codes of a matrix are stored: one type, one reading of every spelling in `config.json`.
+
+The types can say more than is computed; `is_computed` is the one place that knows what is.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+
+AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # MLX's: group size, bits by default
+
+
+@dataclass(frozen=True)
+class Quant:
+    """Codes of `bits` bits; groups of `group_size` along the input axis share their scales.
+
+    A row of codes fills whole little-endian uint32 words, first code in the lowest bits. In mode "affine" (MLX's
+    `mx.quantize`) a group has a scale and a bias, and a weight is scale * code + bias.
+    """
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits, group_size {self.group_size}, mode {self.mode}"
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether a group has a bias besides its scale."""
+        return self.mode == "affine"
+
+    def words(self, columns: int) -> int:
+        """uint32 words of one row's codes."""
+        return columns * self.bits // 32
+
+    def groups(self, columns: int) -> int:
+        """Groups, and so scales, of one row."""
+        return columns // self.group_size
+
+    def entry(self) -> dict[str, Any]:
+        """What says this in `config.json`."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+PARTS = ("weight", "scales", "biases")  # of a stored matrix: names of tensors
+DEFAULT = Quant(4, 64)  # MLX's own, and the one form of routed experts that is computed
+
+
+def is_computed(quant: Quant, routed: bool = False) -> bool:
+    """Whether the operations multiply with matrices that are stored so; `routed`: with those of routed experts."""
+    return quant == DEFAULT if routed else quant.mode == "affine"
+
+
+def is_known(quant: Quant) -> bool:
+    """Whether MLX stores matrices so."""
+    if quant.mode == "affine":
+        return quant.group_size in AFFINE_GROUPS and quant.bits in AFFINE_BITS
+    return MODES.get(quant.mode) == (quant.group_size, quant.bits)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How resident linear layers are stored; `overrides` by module path, None for "not quantised"."""
+
+    default: Quant = DEFAULT
+    overrides: Mapping[str, Quant | None] = field(default_factory=dict)
+
+    def of(self, path: str) -> Quant | None:
+        return self.overrides.get(path, self.default)
+
+
+def parse(path: str, entry: Mapping[str, Any]) -> Quant:
+    """What `entry`, MLX's `quantization` or one module's part of it, says; as mlx-lm reads it.
+
+    A missing or null `group_size` or `bits` means the mode's default, and a missing mode means affine, whatever the
+    rest of the file has.
+
+    Raises:
+        ConfigError: a value is unknown; `path` says whose.
+    """
+    mode = "affine" if entry.get("mode") is None else entry["mode"]
+    defaults = MODES.get(mode, (None, None)) if isinstance(mode, str) else (None, None)
+    group_size, bits = (
+        default if entry.get(name) is None else entry[name]
+        for name, default in zip(("group_size", "bits"), defaults, strict=True)
+    )
+    if isinstance(mode, str) and type(group_size) is int and type(bits) is int:
+        quant = Quant(bits, group_size, mode)
+        if is_known(quant):
+            return quant
+    raise ConfigError(
+        f"quantization of {path}: {reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, "
+        f"mode {reprlib.repr(mode)} is not known"
+    )
+
+
+def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, Quant | None]:
+    """By module path, what differs from the rest, which stands under ""; nothing if the field is missing or null.
+
+    Raises:
+        ConfigError: the field is no object, or a value in it is unknown.
+    """
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected an object")
+    found: dict[str, Quant | None] = {"": parse("the model", value)}
+    for path, entry in value.items():
+        if isinstance(entry, Mapping):
+            found[path] = parse(path, entry)
+        elif entry is False:
+            found[path] = None
+    return found
+
+
+def of_packed(config: Mapping[str, Any]) -> Quantization | None:
+    """What the config of a packed model says of its resident matrices; None: nothing.
+
+    Raises:
+        ConfigError: as `entries`, or a form that is not computed.
+    """
+    found = entries(config)
+    for one in filter(None, found.values()):
+        if not is_computed(one):
+            raise ConfigError(f"config field 'mode' is {one.mode!r}; only 'affine' is implemented")
+    default = found.pop("", None)
+    return None if default is None else Quantization(default, found)
+
+
+def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what it says of how tensors are stored."""
+    return {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
