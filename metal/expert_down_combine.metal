@@ -1,12 +1,11 @@
 // out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
-// act[T, K, I] X; blob[S, WORDS] u32: records whose down matrix, [H, I / 8] codes then [H, I / 64] bfloat16 scales
-// and biases, begins OFFSET words in; slots[T, K]; weights[T, K] float; h_mid[T, H] Y; shared[T, H] Z, read when
-// SHARED is 1.
+// act[T, K, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I / 8] u32 begin DOWN_W words in, its scales
+// and biases [H, I / 64] bfloat16 DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y;
+// shared[T, H] Z, read when SHARED is 1.
 //
 // grid: (32 * K * blocks, T, 1), threadgroup (32 * K, 1, 1): simdgroup k works for slot k, so K experts are read at
 // once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in turn.
 // R is at most L, so that a threadgroup has a thread for each of its rows.
-  constexpr uint CODES = H * (I / 8), PARAMS = H * (I / 64) / 2;
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST;
   threadgroup float part[K * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
@@ -15,9 +14,10 @@
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
-  const device uint32_t* down = blob + q4_record(uint(slots[token * K + k]), WORDS) + OFFSET;
-  const device bfloat16_t* scales = (const device bfloat16_t*)(down + CODES);
-  const device bfloat16_t* biases = (const device bfloat16_t*)(down + CODES + PARAMS);
+  const device uint32_t* record = blob + q4_record(uint(slots[token * K + k]), WORDS);
+  const device uint32_t* down = record + DOWN_W;
+  const device bfloat16_t* scales = (const device bfloat16_t*)(record + DOWN_S);
+  const device bfloat16_t* biases = (const device bfloat16_t*)(record + DOWN_B);
   const device X* a = act + (token * K + k) * I;
 
   // What the end needs is asked for first.

@@ -1,22 +1,22 @@
 // act[P, I] = silu(gate x) * (up x) for P = T * K pairs of token and slot, read from packed expert records.
-// x[T, H] X; blob[S, WORDS] u32: gate, up, down as (codes, scales, biases); slots[P].
-// gate and up: codes [I, H / 8] u32, scales and biases [I, H / 64] bfloat16.
+// x[T, H] X; blob[S, WORDS] u32: records; slots[P]. In a record, gate's codes [I, H / 8] u32 begin GATE_W words in, its
+// scales and biases [I, H / 64] bfloat16 GATE_S and GATE_B words; likewise up's.
 //
 // grid: (32 * SG * blocks, P, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, so a simdgroup holds 32 / L
 // rows at a time and R rows of each matrix in turn.
-  constexpr uint CODES = I * (H / 8), PARAMS = I * (H / 64) / 2;  // words of one matrix, of its scales
   constexpr uint ABREAST = 32 / L;
   const uint lane = thread_index_in_simdgroup % L;
   const uint pair = threadgroup_position_in_grid.y;
   const uint block = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
   const uint first = block * (R * ABREAST) + thread_index_in_simdgroup / L;
 
-  const device uint32_t* gate = blob + q4_record(uint(slots[pair]), WORDS);
-  const device uint32_t* up = gate + CODES + 2 * PARAMS;
-  const device bfloat16_t* gate_scales = (const device bfloat16_t*)(gate + CODES);
-  const device bfloat16_t* gate_biases = (const device bfloat16_t*)(gate + CODES + PARAMS);
-  const device bfloat16_t* up_scales = (const device bfloat16_t*)(up + CODES);
-  const device bfloat16_t* up_biases = (const device bfloat16_t*)(up + CODES + PARAMS);
+  const device uint32_t* record = blob + q4_record(uint(slots[pair]), WORDS);
+  const device uint32_t* gate = record + GATE_W;
+  const device uint32_t* up = record + UP_W;
+  const device bfloat16_t* gate_scales = (const device bfloat16_t*)(record + GATE_S);
+  const device bfloat16_t* gate_biases = (const device bfloat16_t*)(record + GATE_B);
+  const device bfloat16_t* up_scales = (const device bfloat16_t*)(record + UP_S);
+  const device bfloat16_t* up_biases = (const device bfloat16_t*)(record + UP_B);
   const device X* xt = x + (pair / K) * H;
 
   uint row[R];

@@ -413,6 +413,7 @@ typedef struct {
     const Path *path;
     const uint32_t *blob;
     ptrdiff_t stride;             /* words per record */
+    ptrdiff_t place[2][3];        /* words to codes, scales and biases of gate and up, or of down */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
     Pair *pair;                   /* sorted by slot, so pairs that share an expert are neighbours */
@@ -425,14 +426,11 @@ typedef struct {
     int single;                   /* one token: every expert meets one row */
 } Experts;
 
-/* Words of one projection with its scales and biases (bfloat16, 64 to a group). */
-static ptrdiff_t projection_words(ptrdiff_t hidden, ptrdiff_t inner) { return hidden * inner / 8 + hidden * inner / 64; }
-
-/* Projection 0 gate, 1 up, 2 down of the record in `slot`. */
-static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
-    ptrdiff_t size = c->hidden * c->inner;
-    const uint32_t *w = c->blob + slot * c->stride + which * projection_words(c->hidden, c->inner);
-    return (Matrix){w, w + size / 8, w + size / 8 + size / 128, which == 2 ? c->inner : c->hidden, 4, 0, NULL, NULL, NULL};
+/* A matrix with rows of `in` values in the record in `slot`; its scales and biases are bfloat16, 64 to a group. */
+static Matrix projection(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t in) {
+    const uint32_t *record = c->blob + slot * c->stride;
+    const ptrdiff_t *at = c->place[which];
+    return (Matrix){record + at[0], record + at[1], record + at[2], in, 4, 0, NULL, NULL, NULL};
 }
 
 static int by_slot(const void *a, const void *b) {
@@ -468,31 +466,48 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
 
 static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
 
-static int take_experts(Args *args, PyObject *blob, PyObject *slots, Experts *c) {
+/* Where `count` matrices of hidden * inner values lie in a record: a tuple of words to codes, scales and biases of
+ * each. They must lie inside. */
+static int take_places(PyObject *places, int count, Experts *c) {
+    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != 3 * count) {
+        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", 3 * count);
+        return 0;
+    }
+    /* Divide first: hidden * inner of a hostile call may not fit. */
+    int fits = c->inner <= c->stride * 8 / c->hidden;
+    for (int i = 0; i < 3 * count; i++) {
+        ptrdiff_t at = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
+        if (at == -1 && PyErr_Occurred()) return 0;
+        ptrdiff_t words = fits ? c->hidden * c->inner / (i % 3 ? 128 : 8) : 0;
+        fits = fits && at >= 0 && at <= c->stride - words;
+        c->place[i / 3][i % 3] = at;
+    }
+    if (!fits)
+        PyErr_Format(PyExc_ValueError, "blob: records of %zd words cannot hold H=%zd, I=%zd", (Py_ssize_t)c->stride,
+                     (Py_ssize_t)c->hidden, (Py_ssize_t)c->inner);
+    return fits;
+}
+
+static int take_experts(Args *args, PyObject *blob, PyObject *slots, PyObject *places, int count, Experts *c) {
     if (!multiple("H", c->hidden, 64) || !multiple("I", c->inner, 64)) return 0;
     Py_buffer *b = take(args, blob, "blob", U32, 2, 0);
     Py_buffer *s = b ? take(args, slots, "slots", I32, 2, 0) : NULL;
     if (!s) return 0;
     c->blob = b->buf, c->stride = b->shape[1];
-    /* Divide first: hidden * inner of a hostile call may not fit. */
-    if (c->inner > c->stride * 8 / c->hidden || 3 * projection_words(c->hidden, c->inner) > c->stride) {
-        PyErr_Format(PyExc_ValueError, "blob: records of %zd words cannot hold H=%zd, I=%zd", b->shape[1],
-                     (Py_ssize_t)c->hidden, (Py_ssize_t)c->inner);
-        return 0;
-    }
-    return plan(c, s, b->shape[0]);
+    return take_places(places, count, c) && plan(c, s, b->shape[0]);
 }
 
 static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->inner);
-    Matrix gate = projection(c, c->pair[c->group[g]].slot, 0), up = projection(c, c->pair[c->group[g]].slot, 1);
+    ptrdiff_t slot = c->pair[c->group[g]].slot;
+    Matrix gate = projection(c, slot, 0, c->hidden), up = projection(c, slot, 1, c->hidden);
     float other[4][MAX_CHUNK_ROWS];
     (void)member;
     follow(&gate, &up, r0);
     if (r1 < c->inner) follow(&up, &gate, r1);
     else if (g + 1 < c->groups) {
-        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
+        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0, c->hidden);
         follow(&up, &then, 0);
     }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
@@ -521,17 +536,17 @@ static int run_gate_up(Experts *c, const float *x) {
     return 1;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], out[T, K, I]) */
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 4)) return NULL;
+    if (!arity(n, 5)) return NULL;
     Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
-    Py_buffer *out = x ? take(&args, a[3], "out", F32, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[4], "out", F32, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
-    if (take_experts(&args, a[1], a[2], &c) && dim(x, "x", 0, c.tokens) &&
+    if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
         dims3(out, "out", c.tokens, c.top_k, c.inner) && disjoint(&args)) {
         Py_BEGIN_ALLOW_THREADS;
         ok = run_gate_up(&c, x->buf);
@@ -547,9 +562,9 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
     (void)member;
     for (ptrdiff_t g = 0; g < c->groups; g++) {
-        Matrix down = projection(c, c->pair[c->group[g]].slot, 2);
+        Matrix down = projection(c, c->pair[c->group[g]].slot, 0, c->inner);
         if (g + 1 < c->groups) {
-            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 2);
+            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0, c->inner);
             follow(&down, &then, r0);
         }
         for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
@@ -582,22 +597,22 @@ static int run_down(Experts *c, const float *act) {
     return ok;
 }
 
-/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], weights[T, K], mid[T, H], shared[T, H] or None,
- * out[T, H]) */
+/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, weights[T, K], mid[T, H],
+ * shared[T, H] or None, out[T, H]) */
 static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 7)) return NULL;
+    if (!arity(n, 8)) return NULL;
     Py_buffer *act = take(&args, a[0], "act", F32, 3, 0);
-    Py_buffer *weights = act ? take(&args, a[3], "weights", F32, 2, 0) : NULL;
-    Py_buffer *mid = weights ? take(&args, a[4], "mid", F32, 2, 0) : NULL;
-    Py_buffer *shared = mid && a[5] != Py_None ? take(&args, a[5], "shared", F32, 2, 0) : NULL;
-    Py_buffer *out = mid && (shared || a[5] == Py_None) ? take(&args, a[6], "out", F32, 2, 1) : NULL;
+    Py_buffer *weights = act ? take(&args, a[4], "weights", F32, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[5], "mid", F32, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[6] != Py_None ? take(&args, a[6], "shared", F32, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[6] == Py_None) ? take(&args, a[7], "out", F32, 2, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = mid->shape[1], c.inner = act->shape[2], c.out = out->buf;
     c.weight = weights->buf, c.mid = mid->buf, c.shared = shared ? shared->buf : NULL;
-    if (take_experts(&args, a[1], a[2], &c) && dims3(act, "act", c.tokens, c.top_k, c.inner) &&
+    if (take_experts(&args, a[1], a[2], a[3], 1, &c) && dims3(act, "act", c.tokens, c.top_k, c.inner) &&
         dims2(weights, "weights", c.tokens, c.top_k) && dims2(mid, "mid", c.tokens, c.hidden) &&
         (!shared || dims2(shared, "shared", c.tokens, c.hidden)) && dims2(out, "out", c.tokens, c.hidden) &&
         disjoint(&args)) {

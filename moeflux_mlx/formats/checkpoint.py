@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
-from ..spec import read_json
+from ..files import read_json
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {

@@ -1,39 +1,17 @@
-"""Fetches packed models from the Hugging Face Hub, after looking at the file list.
-
-A repository without packed experts is refused before any weight is downloaded.
-"""
+"""What is the Hugging Face Hub's: names of repositories, and the errors of its library."""
 
 import contextlib
 import logging
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 from ..errors import ModelFileError, MoefluxError, MoefluxWarning
-from ..packing.suggest import not_packed_error
-from .packed import FOLDER
 
 
 def looks_like_repo(name: str) -> bool:
     """True for `org/name`, False for anything that reads as a path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
-
-
-def fetch_packed(repo: str, revision: str | None = None) -> Path:
-    """Downloads `repo` (with progress bars) and returns its local directory.
-
-    Raises:
-        NotPackedError: the repository holds no packed experts; nothing but its config was read.
-        ModelFileError: there is no such repository, or it cannot be reached.
-    """
-    import huggingface_hub as hub
-
-    with hub_errors(f"cannot fetch {repo} from the Hugging Face Hub"):
-        if f"{FOLDER}/layout.json" not in hub.list_repo_files(repo, revision=revision):
-            config = Path(hub.hf_hub_download(repo, "config.json", revision=revision))
-            raise not_packed_error(repo, config.parent)
-        return Path(hub.snapshot_download(repo, revision=revision))
 
 
 @contextlib.contextmanager

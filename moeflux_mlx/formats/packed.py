@@ -1,12 +1,13 @@
 """Opens `packed_experts/`: finds the layer files and checks every length before anything runs.
 
-It knows files and sizes; what a block means is `layout`'s, when to read it is `loader`'s.
+It knows files and sizes; what a record means is `record`'s, when to read it is the expert source's.
 """
 
 from pathlib import Path
 
 from ..errors import ModelFileError
-from ..spec import ModelArgs, read_json
+from ..files import read_json
+from ..spec import ModelArgs
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
@@ -26,8 +27,8 @@ class PackedExperts:
         layout_file = folder / "layout.json"
         layout = ExpertLayout.from_args(args).check_json(read_json(layout_file), layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
-        for path in paths.values():
-            check_length(path, layout.layer_bytes)
+        for layer, path in paths.items():
+            check_length(path, layout.layer_bytes(layer))
         return cls(layout, paths)
 
 

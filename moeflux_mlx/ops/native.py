@@ -32,6 +32,7 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
+from ..formats.record import Record
 
 Buffer = Any  # numpy array, mx.array or memoryview
 
@@ -155,15 +156,14 @@ def dequantize(w: Buffer, scales: Buffer, biases: Buffer, out: np.ndarray | None
     return out
 
 
-def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, width: int, out: np.ndarray | None = None) -> np.ndarray:
-    """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, width].
+def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+    """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, I].
 
-    x [T, H]; blob uint32 [S, words]: one packed block per record (gate w, scales, biases | up | down,
-    bfloat16 scales and biases, padding after it allowed), read in place; slots int32 [T, K] are record
-    numbers. An expert that several tokens share is read once per call.
+    x [T, H]; blob uint32 [S, words] holds records of the geometry `record`, one in each row, read in place; slots int32
+    [T, K] are rows of it. An expert that several tokens share is read once per call.
     """
-    out = _result(out, *slots.shape, width)
-    _kernels().expert_gate_up(x, blob, slots, out)
+    out = _result(out, *slots.shape, record.moe_intermediate_size)
+    _kernels().expert_gate_up(x, blob, slots, record.gate.words + record.up.words, out)
     return out
 
 
@@ -171,6 +171,7 @@ def expert_down_combine(
     act: Buffer,
     blob: Buffer,
     slots: Buffer,
+    record: Record,
     weights: Buffer,
     mid: Buffer,
     shared: Buffer | None = None,
@@ -178,10 +179,10 @@ def expert_down_combine(
 ) -> np.ndarray:
     """(sum_k weights[t, k] * down_{slots[t, k]} act[t, k], k ascending) + mid + shared -> [T, H].
 
-    act [T, K, I]; blob and slots as in expert_gate_up; weights [T, K]; mid and shared [T, H].
+    act [T, K, I]; blob, slots and record as in expert_gate_up; weights [T, K]; mid and shared [T, H].
     """
     out = _result(out, *mid.shape)
-    _kernels().expert_down_combine(act, blob, slots, weights, mid, shared, out)
+    _kernels().expert_down_combine(act, blob, slots, record.down.words, weights, mid, shared, out)
     return out
 
 

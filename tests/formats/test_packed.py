@@ -29,7 +29,7 @@ def model_dir(tmp_path):
     folder = tmp_path / FOLDER
     folder.mkdir()
     for layer in layout.moe_layers:
-        (folder / layout.file_name(layer)).write_bytes(bytes(layout.layer_bytes))
+        (folder / layout.file_name(layer)).write_bytes(bytes(layout.layer_bytes(layer)))
     (folder / "layout.json").write_text(json.dumps(layout.to_json()))
     return tmp_path
 
@@ -44,22 +44,22 @@ def test_components_follow_the_documented_order():
     w, s = 64 * 128 // 2, 64 * 128 // 64 * 2
     offsets = [0, w, w + s]
     B = w + 2 * s
-    assert [c.offset for c in layout.components] == [n * B + o for n in range(3) for o in offsets]
-    assert [c.name for c in layout.components][:4] == [
+    assert [c.offset for c in layout.record.fields] == [n * B + o for n in range(3) for o in offsets]
+    assert [c.name for c in layout.record.fields][:4] == [
         "gate_proj.weight", "gate_proj.scales", "gate_proj.biases", "up_proj.weight",
     ]  # fmt: skip
-    assert layout.expert_size == 3 * B and layout.expert_stride == STRIDE_ALIGNMENT
+    assert layout.record.size == 3 * B and layout.expert_stride == STRIDE_ALIGNMENT
 
 
 def test_components_locate_what_the_oracle_packs():
     layout, rng = ExpertLayout.from_args(tiny_args()), np.random.default_rng(0)
     parts = {}
-    for c in layout.components:
+    for c in layout.record.fields:
         dtype = np.uint32 if c.dtype == "U32" else np.uint16
         parts[c.name] = rng.integers(0, np.iinfo(dtype).max, c.shape, dtype=dtype)
     block = oracle.pack_expert_block(dict(zip(oracle.BLOCK_PARTS, parts.values(), strict=True)))
-    assert len(block) == layout.expert_size
-    for c in layout.components:
+    assert len(block) == layout.record.size
+    for c in layout.record.fields:
         assert block[c.offset : c.offset + c.size] == parts[c.name].tobytes()
 
 
@@ -78,8 +78,8 @@ def test_a_directory_without_our_keys_opens(model_dir):
     found["components"][0]["note"] = "theirs"
     (model_dir / FOLDER / "layout.json").write_text(json.dumps(found))
     for layer in layout.moe_layers:
-        (model_dir / FOLDER / layout.file_name(layer)).write_bytes(bytes(4 * layout.expert_size))
-    assert PackedExperts.open(model_dir, args).layout.expert_stride == layout.expert_size
+        (model_dir / FOLDER / layout.file_name(layer)).write_bytes(bytes(4 * layout.record.size))
+    assert PackedExperts.open(model_dir, args).layout.expert_stride == layout.record.size
 
 
 @pytest.mark.parametrize("delta", [-1, 1])

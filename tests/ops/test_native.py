@@ -47,6 +47,8 @@ else:
 
 import oracle  # noqa: E402
 
+from moeflux_mlx.formats.record import Record  # noqa: E402
+
 PATHS = native.instruction_paths() if native.available() else []
 F = np.float32
 TOLERANCE = 2e-6  # of the sum of magnitudes: float32 rounding of a few hundred terms stays below
@@ -165,8 +167,9 @@ def check_experts(tokens, top_k, hidden, width, records, padding, seed, with_sha
     x = rng.standard_normal((tokens, hidden), dtype=np.float32)
     weight = rng.random((tokens, top_k), dtype=np.float32)
     mid, shared = rng.standard_normal((2, tokens, hidden), dtype=np.float32)
-    act = native.expert_gate_up(x, blob, slots, width)
-    out = native.expert_down_combine(act, blob, slots, weight, mid, shared if with_shared else None)
+    record = Record.make(hidden, width)
+    act = native.expert_gate_up(x, blob, slots, record)
+    out = native.expert_down_combine(act, blob, slots, record, weight, mid, shared if with_shared else None)
     matrices = {slot: unpacked(blob, slot, hidden, width) for slot in set(slots.flat)}
     for t in range(tokens):
         y = np.zeros((top_k, hidden))
@@ -431,8 +434,9 @@ def test_silu_at_the_ends(path):
 
 
 def expert_call(blob, slots, x, weight):
-    act = native.expert_gate_up(x, blob, slots, 128)
-    return native.expert_down_combine(act, blob, slots, weight, x)
+    record = Record.make(192, 128)
+    act = native.expert_gate_up(x, blob, slots, record)
+    return native.expert_down_combine(act, blob, slots, record, weight, x)
 
 
 def test_bits_do_not_depend_on_threads_or_slots(path):
@@ -514,7 +518,7 @@ BAD = {
     "misaligned out": {"out": misaligned((2, 8), F)},
     "strided out": {"out": np.zeros((2, 16), F)[:, ::2]},
 }
-REFUSED = (TypeError, ValueError, BufferError)
+REFUSED = (TypeError, ValueError, BufferError, OverflowError)
 
 
 @any_path
@@ -538,7 +542,15 @@ def expert_arguments():
         "x": np.zeros((1, 64), F),
         "blob": np.zeros((2, 3 * 576), np.uint32),
         "slots": np.zeros((1, 2), np.int32),
+        "record": Record.make(64, 64),
     }
+
+
+def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120)):
+    """What a record of hidden size 64 could claim: its width, and words to the parts of gate and up."""
+    return types.SimpleNamespace(
+        moe_intermediate_size=width, gate=types.SimpleNamespace(words=gate), up=types.SimpleNamespace(words=up)
+    )
 
 
 @any_path
@@ -547,34 +559,53 @@ def test_slots_out_of_range_are_refused(path, slot):
     arguments = expert_arguments()
     arguments["slots"][0, 1] = slot
     with pytest.raises(ValueError, match=f"value {slot} at position 1, expected 0 to 1"):
-        native.expert_gate_up(**arguments, width=64)
+        native.expert_gate_up(**arguments)
     act, weight = np.zeros((1, 2, 64), F), np.zeros((1, 2), F)
     with pytest.raises(ValueError, match="slots"):
-        native.expert_down_combine(act, arguments["blob"], arguments["slots"], weight, arguments["x"])
+        native.expert_down_combine(act, **(arguments | {"weights": weight, "mid": arguments.pop("x")}))
 
 
 @any_path
 @pytest.mark.parametrize(
     "change",
     [
-        {"blob": np.zeros((2, 3 * 576 - 1), np.uint32)},
+        {"blob": np.zeros((2, 2 * 576 - 1), np.uint32)},
         {"blob": np.zeros((0, 3 * 576), np.uint32)},
         {"blob": np.zeros((2, 0), np.uint32)},
         {"slots": np.zeros((1, 2), np.int64)},
         {"slots": np.zeros((2, 2), np.int32)},
         {"x": np.zeros((1, 96), F)},
         {"x": np.zeros((1, 0), F)},
-        {"width": 0},
-        {"width": 96},
-        {"width": 64 * 3},
-        {"width": 2**40, "out": np.broadcast_to(F(0), (1, 2, 2**40))},
+        {"record": lying(0)},
+        {"record": lying(96)},
+        {"record": lying(64 * 4)},
+        {"record": lying(2**40), "out": np.broadcast_to(F(0), (1, 2, 2**40))},
+        {"record": lying(gate=(-1, 512, 544))},
+        {"record": lying(gate=(0, 2**62, 544))},
+        {"record": lying(up=(3 * 576 - 511, 1088, 1120))},
+        {"record": lying(up=(576, 1088, 3 * 576 - 31))},
+        {"record": lying(up=(576, 1088))},
+        {"record": lying(up=(576, 1088, 1.0))},
+        {"record": lying(up=(576, 1088, 2**64))},
     ],
 )
 def test_bad_expert_calls_are_refused(path, change):
-    arguments = expert_arguments() | {"width": 64}
+    arguments = expert_arguments()
     assert (native.expert_gate_up(**arguments) == 0).all()
+    assert (native.expert_gate_up(**(arguments | {"record": lying(up=(1152, 1696, 1664))})) == 0).all()
     with pytest.raises(REFUSED):
         native.expert_gate_up(**(arguments | change))
+
+
+@any_path
+@pytest.mark.parametrize("words, down", [(3 * 576 - 1, (1152, 1664, 1696)), (3 * 576, (1153, 1664, 1697)), (576, ())])
+def test_a_down_matrix_beyond_its_record_is_refused(path, words, down):
+    record = types.SimpleNamespace(down=types.SimpleNamespace(words=down))
+    blob, slots = np.zeros((2, words), np.uint32), np.zeros((1, 2), np.int32)
+    with pytest.raises(REFUSED):
+        native.expert_down_combine(
+            np.zeros((1, 2, 64), F), blob, slots, record, np.zeros((1, 2), F), np.zeros((1, 64), F)
+        )
 
 
 @any_path
