@@ -1,36 +1,44 @@
 """Rotary position embedding, plain (arXiv:2104.09864) and YaRN-scaled (arXiv:2309.00071)."""
 
 import math
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
-from ..spec import ModelArgs, Yarn
-from . import cpu, native
+from ..kinds import Rotation, Yarn
+from . import native
+from .backend import Array, stack
 
 
-class RoPE:
-    """Rotates the first `rotary_dim` dimensions of each head.
+class Rope:
+    """Rotates the first `rotation.dims` values of each head.
 
-    DeepSeek pairs neighbours (2i, 2i+1), the others pair (i, i + rotary_dim/2): `interleaved` chooses.
+    DeepSeek pairs neighbours (2i, 2i+1), the others pair (i, i + dims/2): `rotation.interleaved` chooses.
     """
 
-    def __init__(self, args: ModelArgs, interleaved: bool = False):
-        self.dims, self.interleaved, self.base = args.rotary_dim, interleaved, args.rope_theta
+    def __init__(self, rotation: Rotation):
+        self.dims, self.interleaved, self.base = rotation.dims, rotation.interleaved, rotation.theta
         self.periods: mx.array | None = None
         self.magnitude = 1.0
         frequencies = self.base ** -(np.arange(0, self.dims, 2) / self.dims)
-        if args.rope_scaling is not None:
-            frequencies = yarn_inv_freq(self.dims, self.base, args.rope_scaling)
+        if rotation.yarn is not None:
+            frequencies = yarn_inv_freq(self.dims, self.base, rotation.yarn)
             self.periods = mx.array(1.0 / frequencies, mx.float32)
-            self.magnitude = yarn_magnitude(args.rope_scaling)
+            self.magnitude = yarn_magnitude(rotation.yarn)
         self.frequencies = frequencies.tobytes()
 
-    def __call__(self, x: mx.array, offset: int) -> mx.array:
-        """x [B, heads, L, head_dim] at positions offset .. offset + L - 1."""
+    def __call__(self, x: Array, offset: int | mx.array) -> Array:
+        """x [B, L, heads, head_dim] at positions offset .. offset + L - 1."""
+        if isinstance(x, np.ndarray):
+            B, L = x.shape[:2]
+            cosine, sine = angles(self.frequencies, self.magnitude, offset, L)
+            rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
+            return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
+        x = x.transpose(0, 2, 1, 3)
         if self.magnitude != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
-        return mx.fast.rope(
+        x = mx.fast.rope(
             x,
             self.dims,
             traditional=self.interleaved,
@@ -39,13 +47,17 @@ class RoPE:
             offset=offset,
             freqs=self.periods,
         )
+        return x.transpose(0, 2, 1, 3)
 
-    def rotate(self, x: cpu.Array, offset: int) -> cpu.Array:
-        """The same on the CPU, for x [B, L, heads, head_dim]."""
-        B, L = x.shape[:2]
-        cosine, sine = cpu.angles(self.frequencies, self.magnitude, offset, L)
-        rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
-        return cpu.stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
+
+@lru_cache(maxsize=16)
+def angles(frequencies: bytes, magnitude: float, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(cosine, sine) [length, R/2] of positions from `offset`; `frequencies` holds float64 radians per position.
+
+    Kept for a while, because all layers ask for the same positions.
+    """
+    angle = np.arange(offset, offset + length)[:, None] * np.frombuffer(frequencies)
+    return (magnitude * np.cos(angle)).astype(np.float32), (magnitude * np.sin(angle)).astype(np.float32)
 
 
 def yarn_inv_freq(dims: int, theta: float, yarn: Yarn) -> np.ndarray:

@@ -1,74 +1,82 @@
-"""The two routers: which experts each token uses, and with which weights. Always in float32.
+"""Which experts each token uses, and with which weights. Always in float32.
 
 Ties are broken by the lowest index, so that a result never depends on the backend.
 """
 
+from functools import lru_cache
+
 import mlx.core as mx
 import numpy as np
 
-from . import cpu, mixer_kernels
-from .kernels import has_kernels
+from ..kinds import Router
+from . import backend
+from .backend import Array, view
+from .elementwise import pick, sigmoid, softmax
+from .launch import Kernel, Launch, Shape
+
+SOFTMAX_TOPK = Kernel("softmax_topk", "logits", "ids weights")
 
 
-def top_k(scores: cpu.Array, k: int) -> cpu.Array:
+def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Array, Array]:
+    """The experts of each token, by its logits, and their weights.
+
+    Scores are the softmax over all experts (Qwen3MoeTopKRouter in Hugging Face transformers) or sigmoids (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2). The correction bias takes part in the choice only; a group's score is the sum of
+    its two best experts; experts of dropped groups are masked with -inf, so a negative score never loses to them.
+
+    Args:
+        logits: [T, E] float32.
+        rule: the router.
+        bias: [E] float32, where the rule has a correction bias.
+
+    Returns:
+        (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
+    """
+    is_plain = rule.score == "softmax" and bias is None and rule.groups == 1 and rule.scale == 1.0
+    if is_plain and isinstance(logits, mx.array) and backend.has_kernels():
+        return softmax_topk(logits, rule.top_k, rule.normalise)
+    scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
+    choice = scores if bias is None else scores + (view(bias) if isinstance(logits, np.ndarray) else bias)
+    ids = top_k(_of_kept_groups(choice, rule), rule.top_k)
+    weights = pick(scores, ids)
+    if rule.normalise:
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights / (total if rule.score == "softmax" else total + 1e-20)
+    return ids, weights if rule.scale == 1.0 else weights * rule.scale
+
+
+def top_k(scores: Array, k: int) -> Array:
     """Indices [..., k] of the largest scores, largest first, ties by lowest index (a stable sort)."""
-    if cpu.takes(scores):
+    if isinstance(scores, np.ndarray):
         return np.argsort(-scores, axis=-1, kind="stable")[..., :k]
     return mx.argsort(-scores, axis=-1)[..., :k]
 
 
+def _of_kept_groups(choice: Array, rule: Router) -> Array:
+    """`choice` [T, E], -inf in all but the best groups."""
+    if rule.kept_groups == rule.groups:
+        return choice
+    library = np if isinstance(choice, np.ndarray) else mx
+    T, E = choice.shape
+    groups = choice.reshape(T, rule.groups, E // rule.groups)
+    best_two = -library.sort(-groups, axis=-1)[..., : min(2, E // rule.groups)]
+    kept = top_k(best_two.sum(axis=-1), rule.kept_groups)  # [T, kept groups]
+    keep = (library.arange(rule.groups)[None, :, None] == kept[:, None, :]).any(axis=-1)
+    return library.where(keep[..., None], groups, -mx.inf).reshape(T, E)
+
+
 def softmax_topk(logits: mx.array, k: int, norm_topk_prob: bool) -> tuple[mx.array, mx.array]:
-    """Softmax over all experts, then the k largest (Qwen3MoeTopKRouter in Hugging Face transformers).
+    """The kernel for softmax scores: logits [T, E] float32 -> (ids [T, k] uint32, weights [T, k] float32).
 
-    Args:
-        logits: [T, E] float32.
-
-    Returns:
-        (ids [T, k] uint32, weights [T, k] float32), weights summing to 1 when `norm_topk_prob`.
+    Weights sum to one with `norm_topk_prob`.
     """
-    if has_kernels() and not cpu.takes(logits):
-        return mixer_kernels.softmax_topk(logits, k, norm_topk_prob)
-    on_cpu = cpu.takes(logits)
-    probs = cpu.softmax(logits) if on_cpu else mx.softmax(logits, axis=-1, precise=True)
-    ids = top_k(probs, k)
-    weights = cpu.pick(probs, ids) if on_cpu else mx.take_along_axis(probs, ids, axis=-1)
-    return ids, weights / weights.sum(axis=-1, keepdims=True) if norm_topk_prob else weights
+    ids, weights = _plan(backend.name(), logits.shape, k, norm_topk_prob)(logits)
+    return ids, weights
 
 
-def noaux_tc_topk(
-    logits: mx.array,
-    correction_bias: mx.array,
-    k: int,
-    n_group: int,
-    topk_group: int,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-) -> tuple[mx.array, mx.array]:
-    """DeepSeek-V3's router (arXiv:2412.19437, section 2.1.2).
-
-    The correction bias takes part in the choice only; a group's score is the sum of its two best
-    experts; experts of dropped groups are masked with -inf, so a negative score never loses to them.
-
-    Args:
-        logits: [T, E] float32.
-        correction_bias: [E] float32.
-
-    Returns:
-        (ids [T, k] uint32, weights [T, k] float32)
-    """
-    on_cpu = cpu.takes(logits)
-    library = np if on_cpu else mx
-    scores = cpu.sigmoid(logits) if on_cpu else mx.sigmoid(logits)
-    choice = scores + (cpu.view(correction_bias) if on_cpu else correction_bias)
-    if topk_group < n_group:
-        T, E = choice.shape
-        groups = choice.reshape(T, n_group, E // n_group)
-        best_two = -library.sort(-groups, axis=-1)[..., : min(2, E // n_group)]
-        kept = top_k(best_two.sum(axis=-1), topk_group)  # [T, topk_group]
-        keep = (library.arange(n_group)[None, :, None] == kept[:, None, :]).any(axis=-1)
-        choice = library.where(keep[..., None], groups, -mx.inf).reshape(T, E)
-    ids = top_k(choice, k)
-    weights = cpu.pick(scores, ids) if on_cpu else mx.take_along_axis(scores, ids, axis=-1)
-    if norm_topk_prob:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return ids, weights * routed_scaling_factor
+@lru_cache(512)
+def _plan(target: str, shape: Shape, k: int, norm_topk_prob: bool) -> Launch:
+    T, E = shape
+    template = {"E": E, "K": k, "NORM": int(norm_topk_prob)}
+    outputs = [((T, k), mx.uint32), ((T, k), mx.float32)]
+    return Launch(target, SOFTMAX_TOPK, template, (1, T), 32, outputs)

@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+
+from moeflux_mlx.ops import backend
+from moeflux_mlx.ops import launch as launcher
 
 HERE = pathlib.Path(__file__).parent
 BUILD = pathlib.Path(os.environ.get("MSL_BUILD", pathlib.Path(tempfile.gettempdir()) / f"msl-{os.getuid()}"))
@@ -360,19 +362,17 @@ class TextKernel(HostKernel):
 
 
 @contextlib.contextmanager
-def launching(*modules: ModuleType, kind: type[HostKernel] = HostKernel) -> Iterator[None]:
-    """Gives the launch code of `modules` a GPU: this harness in place of Metal, else the machine's own."""
+def launching(kind: type[HostKernel] = HostKernel) -> Iterator[None]:
+    """Gives the launch code a GPU: this harness in place of Metal, else the machine's own."""
     if AVAILABLE:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))
-            for module in modules:
-                patch.setattr(module, "backend", lambda: "metal")
-                module._kernel.cache_clear()
+            patch.setattr(backend, "name", lambda: "metal")
+            launcher._built.cache_clear()
             try:
                 yield
             finally:
-                for module in modules:
-                    module._kernel.cache_clear()
+                launcher._built.cache_clear()
     elif mx.is_available(mx.gpu):
         before = mx.default_device()
         mx.set_default_device(mx.gpu)

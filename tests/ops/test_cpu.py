@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.kinds import Router
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.linear import Embedding, Linear
-from moeflux_mlx.ops import cpu, native
-from moeflux_mlx.ops import route as router
+from moeflux_mlx.model.layers import Embedding, Linear
+from moeflux_mlx.ops import attend, backend, native
+from moeflux_mlx.ops.elementwise import log_softmax
+from moeflux_mlx.ops.linear import by_head, dequantized
+from moeflux_mlx.ops.route import route
+from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.skipif(
     not native.available() or mx.default_device() != mx.cpu, reason="needs the extension, and the CPU as device"
@@ -55,7 +59,7 @@ def test_both_paths_give_the_same_logits(by_mlx, family, chunk):
 
 
 def test_the_comparison_sees_a_fault(by_mlx, monkeypatch):
-    monkeypatch.setattr(cpu, "sigmoid", lambda x: 1 / (1 + np.exp(-1.01 * x)))
+    monkeypatch.setattr(attend, "sigmoid", lambda x: 1 / (1 + np.exp(-1.01 * x)))
     got = run(tiny_model("qwen3_5_moe", mx.float32), TOKENS, 1)
     assert np.abs(got - by_mlx["qwen3_5_moe", 1]).max() > 10 * TOLERANCE
 
@@ -75,9 +79,7 @@ def test_arrays_that_a_cache_held_do_not_change(family):
     model = tiny_model(family, mx.float32)
     cache = model.make_cache()
     mx.eval(model(TOKENS[:, :9], cache))
-    seen = [
-        slice(None) if layer.is_linear else (..., slice(9), slice(None)) for layer in model.layers for _ in range(2)
-    ]
+    seen = [(..., slice(9), slice(None)) if layer.is_trimmable() else slice(None) for layer in cache for _ in range(2)]
     held = [array for layer in cache for array in layer.state[:2]]
     before = [np.array(array) for array in held]
     for i in range(9, 12):
@@ -96,8 +98,8 @@ def test_a_missing_extension_is_said_once(monkeypatch):
 
 
 def test_only_float32_comes_here():
-    assert cpu.takes(cpu.enter(TOKENS, mx.float32))
-    assert cpu.enter(TOKENS, mx.bfloat16) is TOKENS and cpu.enter(TOKENS, mx.float16) is TOKENS
+    assert isinstance(backend.enter(TOKENS, mx.float32), np.ndarray)
+    assert all(backend.enter(TOKENS, dtype) is TOKENS for dtype in (mx.bfloat16, mx.float16))
 
 
 def test_sizes_that_the_kernels_refuse_stay_with_mlx(no_extension):
@@ -115,10 +117,11 @@ def test_scales_stay_narrow_but_the_embedding_is_exact():
 def quantised(kind, rows, cols, bits, group_size):
     layer = kind(cols, rows) if kind is Linear else kind(rows, cols)
     dense = mx.random.normal((rows, cols), key=mx.random.key(0))
-    layer.bits, layer.group_size, layer.weight = bits, group_size, dense
+    layer.weight = dense
     if bits:
+        layer.quant = Quant(bits, group_size)
         layer.weight, layer.scales, layer.biases = mx.quantize(dense, group_size, bits)
-    return layer, np.array(layer.dequantized())
+    return layer, np.array(dequantized(layer))
 
 
 @pytest.mark.parametrize("bits, group_size", [(0, 0), (4, 64), (8, 64), (4, 32), (8, 128), (6, 64)])
@@ -140,16 +143,16 @@ def test_matrices_by_head(bits, group_size, dtype):
         layer.scales, layer.biases = layer.scales.astype(dtype), layer.biases.astype(dtype)
         wide = (layer.scales.astype(mx.float32), layer.biases.astype(mx.float32))
         dense = np.array(mx.dequantize(layer.weight, *wide, group_size, bits))
-    found = [matrix.copy() for matrix in cpu.head_matrices(layer, 4, slice(8, None))]
+    found = [matrix.copy() for matrix in by_head(layer, 4, slice(8, None))]
     np.testing.assert_allclose(np.stack(found), dense.reshape(4, 24, 128)[:, 8:], rtol=1e-5, atol=1e-5)
 
 
 def test_log_softmax():
     logits = np.array([[1000.0, 999.0, -1000.0, -np.inf], [0, 0, 0, 0]], np.float32)
-    got = np.array(cpu.log_softmax(mx.array(logits)))
+    got = np.array(log_softmax(mx.array(logits)))
     want = np.array([[-np.log1p(np.exp(-1)), -1 - np.log1p(np.exp(-1)), -2000.313262, -np.inf], [-np.log(4)] * 4])
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    assert np.isnan(np.array(cpu.log_softmax(mx.array([[0.0, np.nan]])))).all()
+    assert np.isnan(np.array(log_softmax(mx.array([[0.0, np.nan]])))).all()
 
 
 def logits_with_ties(tokens, experts):
@@ -159,18 +162,19 @@ def logits_with_ties(tokens, experts):
 def test_routers_agree_with_mlx_and_break_ties_by_index():
     logits = logits_with_ties(50, 32)
     bias = np.random.default_rng(1).integers(-2, 2, 32).astype(np.float32)
-    calls = [
-        lambda x: router.softmax_topk(x, 6, True),
-        lambda x: router.softmax_topk(x, 6, False),
-        lambda x: router.noaux_tc_topk(x, mx.array(bias), 6, 4, 2, True, 2.5),
-        lambda x: router.noaux_tc_topk(x, mx.array(bias), 6, 1, 1, False, 1.0),
+    rules = [
+        (Router(32, 6), None),
+        (Router(32, 6, normalise=False), None),
+        (Router(32, 6, "softmax", groups=4, kept_groups=2, scale=2.0), None),
+        (Router(32, 6, "sigmoid", True, 4, 2, scale=2.5), mx.array(bias)),
+        (Router(32, 6, "sigmoid", True, normalise=False), mx.array(bias)),
     ]
-    for call in calls:
-        ids, weights = call(logits)
-        want_ids, want_weights = (np.array(part) for part in call(mx.array(logits)))
-        assert cpu.takes(ids) and (ids == want_ids).all()
+    for rule in rules:
+        ids, weights = route(logits, *rule)
+        want_ids, want_weights = (np.array(part) for part in route(mx.array(logits), *rule))
+        assert isinstance(ids, np.ndarray) and (ids == want_ids).all()
         np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
-    equal, _ = router.softmax_topk(np.zeros((1, 32), np.float32), 4, True)
+    equal, _ = route(np.zeros((1, 32), np.float32), Router(32, 4))
     assert equal.tolist() == [[0, 1, 2, 3]]
 
 

@@ -3,6 +3,7 @@ the harness in `metal`, or, on a machine with a GPU that cannot run it, the real
 
 import functools
 import re
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 
 from metal import msl
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.ops import kernels
-from moeflux_mlx.resources import directory
+from moeflux_mlx.files import directory
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.ops import backend, combine, experts, launch, linear
+from moeflux_mlx.ops.experts import Records
+from moeflux_mlx.ops.tiles import TILES
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -31,6 +35,7 @@ VARIANTS = {  # hidden size, expert width, experts per token
     "Qwen3.5-397B-A17B": (4096, 1024, 10),
     "Cogito-671B": (7168, 2048, 8),
 }
+PLANS = (linear._plan, experts._plan_gate_up, experts._plan_down)
 METAL_TEXTS = sorted(p.name for p in directory("metal").iterdir() if p.suffix == ".metal")
 
 
@@ -39,19 +44,19 @@ METAL_TEXTS = sorted(p.name for p in directory("metal").iterdir() if p.suffix ==
 
 @pytest.fixture
 def host():
-    with msl.launching(kernels):
+    with msl.launching():
         yield
 
 
 @pytest.fixture
 def ops(monkeypatch):
-    monkeypatch.setattr(kernels, "backend", lambda: "ops")
+    monkeypatch.setattr(backend, "name", lambda: "ops")
 
 
 def cuda_tiles(monkeypatch):
     """The tiles measured for CUDA, in the Metal text: other lane counts and splits."""
-    monkeypatch.setattr(kernels, "TILES", kernels.TILES | {"metal": kernels.TILES["cuda"]})
-    for plan in (kernels._qmv4_launch, kernels._gate_up_launch, kernels._down_launch):
+    monkeypatch.setitem(TILES, "metal", TILES["cuda"])
+    for plan in PLANS:
         plan.cache_clear()
 
 
@@ -97,8 +102,7 @@ class Experts:
         self.matrices = [[Matrix(rng, *shape, spread) for shape in shapes] for _ in range(records)]
         junk = rng.integers(0, 2**32, (records, padding), dtype=np.uint32)
         packed = [np.concatenate([m.words() for m in e] + [j]) for e, j in zip(self.matrices, junk, strict=True)]
-        self.blob = mx.array(np.stack(packed))
-        self.inner = I
+        self.records = Records(mx.array(np.stack(packed)), Record.make(H, I))
         self.slots = rng.integers(0, records, (T, K))
         self.weights = rng.uniform(0, 1, (T, K)) * (rng.uniform(0, 1, (T, K)) > 0.2)
 
@@ -112,12 +116,12 @@ class Experts:
 
     def gate_up(self, slots=None):
         index = self.index() if slots is None else slots
-        return kernels.expert_gate_up(self.x, self.blob, index, moe_intermediate_size=self.inner)
+        return experts.expert_gate_up(self.x, index, self.records)
 
     def down_combine(self, shared=True):
         weights = mx.array(self.weights.astype(np.float32))
         extra = self.shared if shared else None
-        return kernels.expert_down_combine(self.act, self.blob, self.index(), weights, self.h_mid, extra)
+        return experts.expert_down_combine(self.act, self.index(), self.records, weights, self.h_mid, extra)
 
     def want_act(self):
         def one(x, slot):
@@ -149,7 +153,7 @@ def test_qmv4_matches_oracle(host, T, O, I, dtype):
     rng = np.random.default_rng([T, O, I])
     matrix = Matrix(rng, O, I)
     x = mx.array(rng.normal(size=(T, I)).astype(np.float32)).astype(dtype)
-    assert error(kernels.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
+    assert error(linear.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -170,7 +174,7 @@ def test_tiles_of_cuda_match_oracle(host, monkeypatch, H, I):
     assert error(e.down_combine(), e.want_out()) < LIMITS[mx.bfloat16]
     for T in (1, 2, 5):
         x = mx.repeat(e.x, T, axis=0)
-        assert error(kernels.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
+        assert error(linear.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -179,7 +183,7 @@ def test_moe_combine_matches_oracle(host, dtype, shared):
     e = Experts(1, 3, 5, 320, 64, dtype)
     out = mx.random.normal((3, 5, 320)).astype(dtype)
     weights = mx.array(e.weights.astype(np.float32))
-    got = kernels.moe_combine(out, weights, e.h_mid, e.shared if shared else None)
+    got = combine.moe_combine(out, weights, e.h_mid, e.shared if shared else None)
     want = wide(e.h_mid) + np.einsum("tk,tkh->th", wide(weights), wide(out)) + shared * wide(e.shared)
     assert error(got, want) < LIMITS[dtype]
 
@@ -191,7 +195,7 @@ def test_random_shapes_match_oracle(data):
     T, K, H, I = draw(1, 3), draw(1, 16), 64 * draw(1, 4), 64 * draw(1, 4)
     dtype = data.draw(st.sampled_from(FLOATS))
     e = Experts(draw(0, 2**32), T, K, H, I, dtype, records=4, padding=4 * draw(0, 3), spread=draw(0, 4))
-    with msl.launching(kernels):
+    with msl.launching():
         act, out = e.gate_up(), e.down_combine()
         mx.eval(act, out)
     if np.isfinite(wide(act)).all():  # float16 overflows where the exact value does
@@ -206,7 +210,7 @@ def test_twins_match_oracle(ops, dtype):
     matrix = e.matrices[0][0]
     assert error(e.gate_up(), e.want_act()) < LIMITS[dtype]
     assert error(e.down_combine(), e.want_out()) < LIMITS[dtype]
-    assert error(kernels.qmv4(e.x, *matrix.arrays()), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
+    assert error(linear.qmv4(e.x, *matrix.arrays()), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -214,7 +218,7 @@ def test_scales_may_have_any_float_type(host, dtype):
     rng = np.random.default_rng(5)
     matrix = Matrix(rng, 16, 128)
     x = mx.array(rng.normal(size=(1, 128)).astype(np.float32))
-    assert error(kernels.qmv4(x, *matrix.arrays(dtype)), wide(x) @ matrix.values.T) < 1e-3
+    assert error(linear.qmv4(x, *matrix.arrays(dtype)), wide(x) @ matrix.values.T) < 1e-3
 
 
 # ---- what the bits may depend on
@@ -224,8 +228,8 @@ def test_bits_do_not_depend_on_slots_or_blob(host):
     small = Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6, padding=0)
     order = np.random.default_rng(0).permutation(6)
     large = Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6, padding=0)
-    padded = mx.concatenate([large.blob[mx.array(order)], mx.zeros((6, 128), mx.uint32)], axis=1)
-    large.blob = mx.concatenate([padded, padded])
+    padded = mx.concatenate([large.records.blob[mx.array(order)], mx.zeros((6, 128), mx.uint32)], axis=1)
+    large.records = replace(large.records, blob=mx.concatenate([padded, padded]))
     large.slots = np.argsort(order)[large.slots] + 6
     assert mx.array_equal(small.gate_up(), large.gate_up())
     assert mx.array_equal(small.down_combine(), large.down_combine())
@@ -245,7 +249,7 @@ def test_record_offsets_pass_4_gib():
         input_names=["slots"],
         output_names=["out"],
         source=source,
-        header=kernels._text("q4.h.metal"),
+        header=launch._text("q4.h.metal"),
     )
     slots, words = [0, 1, 511, 2**31], 7077888 // 4
     call = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "template": [("WORDS", words)]}
@@ -265,7 +269,7 @@ FAULTS = {
     "high nibble first": ("q4.h.metal", "Q4_PAIR(word >> (4 * j))", "Q4_PAIR(word >> (12 - 4 * j))"),
     "next group": ("q4.h.metal", "+ chunk / 2", "+ (chunk + 1) / 2"),
     "constant of the high codes": ("q4.h.metal", "128.259765625f", "128.0f"),
-    "up before gate": ("expert_gate_up.metal", "blob + q4_record", "CODES + blob + q4_record"),
+    "up before gate": ("expert_gate_up.metal", "gate = record + GATE_W", "gate = record + UP_W"),
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
     "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
@@ -277,9 +281,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
-    text = kernels._text
+    text = launch._text
     assert old in text(file)
-    monkeypatch.setattr(kernels, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
     e = Experts(11, 2, 3, 256, 128, mx.float32)
     try:
         errors = error(e.gate_up(), e.want_act()), error(e.down_combine(), e.want_out())
@@ -299,29 +303,29 @@ def test_sources_are_ascii(name):
 
 @pytest.mark.parametrize("name", METAL_TEXTS)
 def test_sources_keep_to_portable_metal(name):
-    text = kernels._text(name)
+    text = launch._text(name)
     assert not re.search(r"\bdouble\b|\bstatic\b|\[[&=]?\]\s*\(|#include|simdgroup_matrix|quad_", text)
     msl.lint(text)
 
 
 def launches(H, I, K, dtype):
     """Every operation once, at the shapes of one layer."""
-    words = 3 * kernels._matrix_words(I, H)
-    blob, slots = mx.zeros((1, words), mx.uint32), mx.zeros((1, K), mx.int32)
+    record = Record.make(H, I)
+    records, slots = Records(mx.zeros((1, record.words), mx.uint32), record), mx.zeros((1, K), mx.int32)
     x = mx.zeros((1, H), dtype)
-    act = kernels.expert_gate_up(x, blob, slots, moe_intermediate_size=I)
-    out = kernels.expert_down_combine(act, blob, slots, mx.zeros((1, K)), x, x)
-    out = kernels.moe_combine(mx.zeros((1, K, H), dtype), mx.zeros((1, K)), out)
+    act = experts.expert_gate_up(x, slots, records)
+    out = experts.expert_down_combine(act, slots, records, mx.zeros((1, K)), x, x)
+    out = combine.moe_combine(mx.zeros((1, K, H), dtype), mx.zeros((1, K)), out)
     w, s = mx.zeros((64, H // 8), mx.uint32), mx.zeros((64, H // 64), mx.bfloat16)
     for tokens in (1, 8):
-        kernels.qmv4(mx.zeros((tokens, H), dtype), w, s, s)
+        linear.qmv4(mx.zeros((tokens, H), dtype), w, s, s)
 
 
 @msl.needed
 @pytest.mark.parametrize("name", VARIANTS)
 def test_text_compiles_at_every_variant(monkeypatch, name):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
-    with msl.launching(kernels, kind=msl.TextKernel):
+    with msl.launching(msl.TextKernel):
         launches(*VARIANTS[name], mx.bfloat16)
     assert len(msl.TextKernel.texts) == 5
     for text in msl.TextKernel.texts:
@@ -335,7 +339,7 @@ def test_text_compiles_at_every_variant(monkeypatch, name):
 
 
 def test_cpu_takes_the_twins():
-    assert kernels.backend() == "ops" and not kernels.has_kernels()
+    assert backend.name() == "ops" and not backend.has_kernels()
 
 
 CHOICES = [("gpu", True, False, "metal"), ("gpu", False, True, "cuda"), ("cpu", True, False, "ops")]
@@ -346,28 +350,29 @@ def test_backend_asks_device_and_availability(monkeypatch, device, metal, cuda, 
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(getattr(mx, device), 0))
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
-    assert kernels.backend() == want
+    assert backend.name() == want
 
 
 @msl.needed
 def test_no_silent_fallback(host, monkeypatch):
     """On a GPU a kernel that does not build raises."""
-    monkeypatch.setattr(kernels, "_text", lambda name: "no such thing;")
+    monkeypatch.setattr(launch, "_text", lambda name: "no such thing;")
     x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):
-        kernels.qmv4(x, w, s, s)
+        linear.qmv4(x, w, s, s)
 
 
 @pytest.mark.parametrize("target", ["metal", "cuda"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_launches_stay_within_metals_limits(name, target):
     H, I, K = VARIANTS[name]
-    blob, T = (256, 3 * kernels._matrix_words(I, H)), 2
+    record, T = Record.make(H, I), 2
+    blob = 256, record.words
     types = mx.bfloat16, mx.bfloat16, None
     plans = [
-        kernels._gate_up_launch(target, (T, H), mx.bfloat16, blob, (T, K), I),
-        kernels._down_launch(target, (T, K, I), (T, H), blob, (T, K), types),
-        kernels._qmv4_launch(target, (1, H), mx.bfloat16, (I, H // 8), (I, H // 64), mx.bfloat16),
+        experts._plan_gate_up(target, (T, H), mx.bfloat16, blob, (T, K), record),
+        experts._plan_down(target, (T, K, I), (T, H), blob, (T, K), types, record),
+        linear._plan(target, (1, H), mx.bfloat16, (I, H // 8), (I, H // 64), mx.bfloat16),
     ]
     for plan in plans:
         assert plan.threads % 32 == 0 and plan.threads <= 512
@@ -376,12 +381,12 @@ def test_launches_stay_within_metals_limits(name, target):
 
 
 def product(tokens, columns, dtype=mx.float32):
-    return kernels.qmv4(mx.zeros((tokens, columns), dtype), mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
+    return linear.qmv4(mx.zeros((tokens, columns), dtype), mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
 
 
 def routed(words, count):
     blob, slots = mx.zeros((1, words), mx.uint32), mx.zeros((1, count), mx.int32)
-    return kernels.expert_gate_up(mx.zeros((1, 64)), blob, slots, moe_intermediate_size=64)
+    return experts.expert_gate_up(mx.zeros((1, 64)), slots, Records(blob, Record.make(64, 64)))
 
 
 BAD = {

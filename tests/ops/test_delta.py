@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal import msl
-from moeflux_mlx.ops import kernels, mixer_kernels
+from moeflux_mlx.ops import delta, launch, route
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -17,13 +17,13 @@ LIMITS = {mx.float32: 2e-5, mx.bfloat16: 1.2e-2, mx.float16: 2e-3}  # largest er
 
 @pytest.fixture
 def host():
-    with msl.launching(mixer_kernels):
+    with msl.launching():
         yield
 
 
 @pytest.fixture
 def text_only():
-    with msl.launching(mixer_kernels, kind=msl.TextKernel):
+    with msl.launching(msl.TextKernel):
         yield
 
 
@@ -44,7 +44,7 @@ def error(got, want):
 def test_conv_silu(host, T, C, taps, dtype):
     rng = np.random.default_rng([T, C])
     x, state, weight = (random(rng, *s, dtype=dtype) for s in ((T, C), (taps - 1, C), (C, taps)))
-    out, following = mixer_kernels.conv_silu(x, state, weight)
+    out, following = delta.conv_silu(x, state, weight)
     whole = np.concatenate([wide(state), wide(x)])
     want = sum(wide(weight)[:, j] * whole[j : j + T] for j in range(taps))
     assert error(out, want / (1 + np.exp(-want))) < LIMITS[dtype]
@@ -88,7 +88,7 @@ def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads):
 @pytest.mark.parametrize("T, heads, key_heads, v_dim, k_dim", [(1, 2, 1, 32, 128), (4, 4, 2, 20, 64), (3, 2, 2, 7, 32)])
 def test_gated_delta(host, T, heads, key_heads, v_dim, k_dim, dtype):
     case = delta_case(np.random.default_rng([T, heads]), T, heads, key_heads, v_dim, k_dim, dtype)
-    out, following = mixer_kernels.gated_delta(*case)
+    out, following = delta.gated_delta(*case)
     want, state = delta_oracle(*case)
     assert error(out, want) < LIMITS[dtype]
     assert error(following, state) < 2e-5
@@ -96,9 +96,9 @@ def test_gated_delta(host, T, heads, key_heads, v_dim, k_dim, dtype):
 
 def test_gated_delta_in_two_calls_is_one(host):
     qkv, a, b, *rest, state, key_heads = delta_case(np.random.default_rng(3), 5, 2, 1, 16, 64, mx.float32)
-    whole, last = mixer_kernels.gated_delta(qkv, a, b, *rest, state, key_heads)
-    first, middle = mixer_kernels.gated_delta(qkv[:2], a[:2], b[:2], *rest, state, key_heads)
-    second, end = mixer_kernels.gated_delta(qkv[2:], a[2:], b[2:], *rest, middle, key_heads)
+    whole, last = delta.gated_delta(qkv, a, b, *rest, state, key_heads)
+    first, middle = delta.gated_delta(qkv[:2], a[:2], b[:2], *rest, state, key_heads)
+    second, end = delta.gated_delta(qkv[2:], a[2:], b[2:], *rest, middle, key_heads)
     assert np.array_equal(np.array(whole), np.concatenate([np.array(first), np.array(second)]))
     assert np.array_equal(np.array(last), np.array(end))
 
@@ -106,7 +106,7 @@ def test_gated_delta_in_two_calls_is_one(host):
 def test_decay_survives_extreme_inputs(host):
     case = list(delta_case(np.random.default_rng(5), 2, 2, 1, 8, 32, mx.float32))
     case[1] = mx.array([[80.0, -80.0], [200.0, -200.0]])
-    out, following = mixer_kernels.gated_delta(*case)
+    out, following = delta.gated_delta(*case)
     want, state = delta_oracle(*case)
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
 
@@ -116,7 +116,7 @@ def test_decay_survives_extreme_inputs(host):
 def test_gated_norm(host, shape, dtype):
     rng = np.random.default_rng(shape[-1])
     x, z, weight = random(rng, *shape, dtype=dtype), random(rng, *shape, dtype=dtype), random(rng, shape[-1])
-    got = mixer_kernels.gated_norm(x, z, weight, 1e-6)
+    got = delta.gated_norm(x, z, weight, 1e-6)
     want = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
     assert error(got, want * wide(z) / (1 + np.exp(-wide(z)))) < LIMITS[dtype]
 
@@ -129,8 +129,8 @@ def test_softmax_topk(seed, T, shape, norm):
     E, K = shape
     rng = np.random.default_rng(seed)
     logits = rng.permuted(np.tile(np.arange(E) * 0.05, (T, 1)), axis=1).astype(np.float32)
-    with msl.launching(mixer_kernels):
-        ids, weights = mixer_kernels.softmax_topk(mx.array(logits), K, norm)
+    with msl.launching():
+        ids, weights = route.softmax_topk(mx.array(logits), K, norm)
         mx.eval(ids, weights)
     want_ids, want_weights = oracle.softmax_topk(logits, K, norm)
     assert np.array_equal(np.array(ids), want_ids)
@@ -140,12 +140,12 @@ def test_softmax_topk(seed, T, shape, norm):
 def test_topk_ties_go_to_the_lowest_index(host):
     logits = np.zeros((1, 70), np.float32)
     logits[0, [3, 40, 69]] = 1
-    ids, _ = mixer_kernels.softmax_topk(mx.array(logits), 6, True)
+    ids, _ = route.softmax_topk(mx.array(logits), 6, True)
     assert np.array(ids)[0].tolist() == [3, 40, 69, 0, 1, 2]
 
 
 def test_topk_of_nan_stays_in_range(host):
-    ids, _ = mixer_kernels.softmax_topk(mx.full((1, 64), float("nan")), 4, True)
+    ids, _ = route.softmax_topk(mx.full((1, 64), float("nan")), 4, True)
     assert np.array(ids).max() < 64
 
 
@@ -165,10 +165,10 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     rng = np.random.default_rng(0)
     case = delta_case(rng, 1, heads, key_heads, 128, 128, mx.bfloat16)
     qkv = case[0]
-    mixer_kernels.conv_silu(qkv, mx.zeros((3, qkv.shape[1]), mx.bfloat16), mx.zeros((qkv.shape[1], 4), mx.bfloat16))
-    out, _ = mixer_kernels.gated_delta(*case)
-    mixer_kernels.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
-    mixer_kernels.softmax_topk(mx.zeros((1, E)), K, True)
+    delta.conv_silu(qkv, mx.zeros((3, qkv.shape[1]), mx.bfloat16), mx.zeros((qkv.shape[1], 4), mx.bfloat16))
+    out, _ = delta.gated_delta(*case)
+    delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
+    route.softmax_topk(mx.zeros((1, E)), K, True)
     assert len(msl.TextKernel.texts) == 4 and all(text.isascii() for text in msl.TextKernel.texts)
 
 
@@ -184,26 +184,26 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     ],
 )
 def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
-    real = kernels._text
+    real = launch._text
 
     def planted(name):
         text = real(name)
         assert name != file or old in text
         return text.replace(old, new) if name == file else text
 
-    monkeypatch.setattr(kernels, "_text", planted)
+    monkeypatch.setattr(launch, "_text", planted)
     rng = np.random.default_rng(1)
     if file == "gated_delta.metal":
         case = delta_case(rng, 3, 4, 2, 8, 64, mx.float32)
-        assert error(mixer_kernels.gated_delta(*case)[0], delta_oracle(*case)[0]) > 1e-2
+        assert error(delta.gated_delta(*case)[0], delta_oracle(*case)[0]) > 1e-2
         return
     x, weight = random(rng, 4, 32), random(rng, 32, 4)
     if file == "conv_silu.metal":
         whole = np.concatenate([np.zeros((3, 32)), wide(x)])
         want = sum(wide(weight)[:, j] * whole[j : j + 4] for j in range(4))
-        got = mixer_kernels.conv_silu(x, mx.zeros((3, 32)), weight)[0]
+        got = delta.conv_silu(x, mx.zeros((3, 32)), weight)[0]
         want = want / (1 + np.exp(-want))
     else:
         want = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True)) * wide(x) / (1 + np.exp(-wide(x)))
-        got = mixer_kernels.gated_norm(x, x, mx.ones((32,)), 1e-6)
+        got = delta.gated_norm(x, x, mx.ones((32,)), 1e-6)
     assert error(got, want) > 1e-2

@@ -1,0 +1,92 @@
+"""Who computes here: a GPU's kernels, plain MLX operations, or numpy arrays and native kernels on the CPU.
+
+`enter` chooses the last, once for each forward pass: from there on activations are float32 numpy arrays, and an
+operation that meets one computes at once instead of adding to an MLX graph. Weights and caches stay mx.arrays and are
+read in place; no operation writes into one.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from . import native
+
+# Of activations: one kind through a whole pass. An operation looks at which it was given; nobody else does.
+Array = TypeVar("Array", mx.array, np.ndarray)
+
+FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+LANES = 16  # the native kernels want rows of whole vectors
+
+
+def name() -> str:
+    """Who runs MLX's side: "metal" or "cuda" if the default device is such a GPU, else "ops" (plain operations)."""
+    if mx.default_device() == mx.gpu:
+        if mx.metal.is_available():
+            return "metal"
+        if mx.cuda.is_available():
+            return "cuda"
+    return "ops"
+
+
+def has_kernels() -> bool:
+    """Whether operations run as GPU kernels on the default device."""
+    return name() != "ops"
+
+
+def takes_widths(widths: Iterable[int]) -> bool:
+    """Whether the native kernels take a model whose rows are so wide."""
+    return all(width % LANES == 0 for width in widths)
+
+
+def computes_natively(dtype: mx.Dtype) -> bool:
+    """Whether the native kernels run here and compute activations of `dtype`."""
+    return dtype == mx.float32 and not has_kernels() and native.available()
+
+
+def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
+    """`tokens` as numpy if a model with activations in `dtype` runs here natively.
+
+    Warns once if only the missing extension is in the way.
+    """
+    if dtype != mx.float32 or mx.default_device() != mx.cpu:
+        return tokens
+    native.warn_if_missing()
+    return view(tokens) if native.available() else tokens
+
+
+def leave(x: mx.array | np.ndarray) -> mx.array:
+    """Back in MLX's hands."""
+    return mx.array(x) if isinstance(x, np.ndarray) else x
+
+
+def settle_weights(parameters: Any) -> None:
+    """Moves weights that will be read here into huge pages."""
+    if mx.default_device() == mx.cpu and native.available():
+        for named in tree_flatten(parameters):
+            native.huge_pages(named[1])
+
+
+def computes_at_once(x: Array) -> bool:
+    """Whether an operation on `x` has computed its result when it returns."""
+    return isinstance(x, np.ndarray)
+
+
+def finish(x: Array) -> None:
+    """Waits until `x` is computed, so that what it is made of can go."""
+    if isinstance(x, mx.array):
+        mx.eval(x)
+
+
+def view(x: Any) -> np.ndarray:
+    """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
+    if isinstance(x, mx.array) and x.dtype == mx.bfloat16:
+        x = x.view(mx.uint16)
+    return np.ascontiguousarray(np.asarray(x))
+
+
+def stack(arrays: list[np.ndarray]) -> np.ndarray:
+    """np.stack, without a copy of a single array."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

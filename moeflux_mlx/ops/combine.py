@@ -1,0 +1,79 @@
+"""The weighted sum of experts' outputs with the residual stream and the shared expert: unscaled, in float32."""
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import backend, native
+from .backend import Array
+from .launch import Kernel, Launch, Shape, ceildiv
+
+COMBINE = Kernel("moe_combine", "expert_out weights h_mid shared", "out")
+THREADS = 256
+
+Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # of the experts' values, the residual and the shared expert's
+
+
+def combine(rows: Array, where: np.ndarray, weights: Array, residual: Array, shared: Array | None) -> Array:
+    """residual + sum_k weights[:, k] * rows[where[:, k]] + shared, k ascending, rounded once: [T, H].
+
+    Args:
+        rows: [N, H] outputs of experts.
+        where: [T, K] int32, the row of each token's k-th expert.
+        weights: [T, K] float32.
+        residual, shared: [T, H]; no shared expert: None.
+    """
+    if isinstance(rows, np.ndarray):
+        return native.combine(rows, where, weights, residual, shared)
+    return moe_combine(rows[mx.array(where.reshape(-1))].reshape(*where.shape, -1), weights, residual, shared)
+
+
+def moe_combine(
+    expert_out: mx.array, weights: mx.array, residual: mx.array, shared: mx.array | None = None
+) -> mx.array:
+    """residual + sum_k weights[k] * expert_out[k] + shared, k ascending, rounded once.
+
+    Args:
+        expert_out: [T, K, H] float32, bfloat16 or float16.
+        weights: [T, K] float32.
+        residual: [T, H].
+        shared: [T, H] or None.
+
+    Returns:
+        [T, H] in residual's dtype.
+    """
+    other = residual if shared is None else shared
+    dtypes = expert_out.dtype, residual.dtype, None if shared is None else other.dtype
+    launch = _plan(backend.name(), expert_out.shape, dtypes)
+    weights = weights.astype(mx.float32)
+    if launch is None:
+        return moe_combine_ops(expert_out, weights, residual, shared)
+    return launch(expert_out, weights, residual, other)[0]
+
+
+def combine_types(dtypes: Dtypes) -> dict[str, Any]:
+    """Template arguments of what is summed."""
+    experts, residual, shared = dtypes
+    return {"X": experts, "Y": residual, "Z": shared or residual, "SHARED": int(shared is not None)}
+
+
+@cache
+def _plan(target: str, shape: Shape, dtypes: Dtypes) -> Launch | None:
+    if target == "ops":
+        return None
+    tokens, top_k, hidden = shape
+    template = {"H": hidden, "K": top_k, **combine_types(dtypes)}
+    groups = (ceildiv(hidden, THREADS), tokens)
+    return Launch(target, COMBINE, template, groups, THREADS, [((tokens, hidden), dtypes[1])])
+
+
+def moe_combine_ops(expert_out: mx.array, weights: mx.array, residual: mx.array, shared: mx.array | None) -> mx.array:
+    """The twin of the kernel."""
+    total = residual.astype(mx.float32)
+    for k in range(expert_out.shape[1]):
+        total = total + weights[:, k, None] * expert_out[:, k].astype(mx.float32)
+    if shared is not None:
+        total = total + shared.astype(mx.float32)
+    return total.astype(residual.dtype)

@@ -1,0 +1,235 @@
+"""Gated DeltaNet between its projections (arXiv:2412.06464), as Qwen3-Next and Qwen3.5 use it.
+
+A short causal convolution, then for each value head a matrix that decays, forgets along the new key and learns the new
+value; then a gated norm. Two pieces of state: the convolution's last inputs, and the matrices.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..kinds import Delta
+from . import backend, native
+from .backend import Array, stack, view
+from .elementwise import sigmoid, silu_mul, split
+from .launch import Kernel, Launch, Shape, ceildiv, count, number
+from .norm import rms_norm
+
+CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
+GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out next")
+GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
+SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
+STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
+THREADS = 256
+PLANS = 512  # launches that are kept, one for each length of a chunk
+NORM_EPS = 1e-6  # of the query/key L2 norm, fixed in the published model code
+
+
+class State(Protocol):
+    """What the layer remembers of one text or a batch of them; None before the first token."""
+
+    offset: Any
+    conv: Any  # [B, taps - 1, channels], the convolution's last inputs
+    recurrent: Any  # [B, value heads, value dim, key dim] float32
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim]."""
+
+    conv: mx.array
+    A_log: mx.array
+    dt_bias: mx.array
+    norm: mx.array
+    eps: float
+
+
+def delta(qkv: Array, z: Array, b: Array, a: Array, state: State, w: DeltaWeights, sizes: Delta) -> Array:
+    """The mixer from its input projections to its output projection; updates `state`.
+
+    Args:
+        qkv: [B, L, channels], q and k of all key heads, then v of all value heads.
+        z: [B, L, value width], the gate of the norm.
+        b, a: [B, L, value heads]; beta = sigmoid(b), decay = exp(-exp(A_log) * softplus(a + dt_bias)).
+
+    Returns:
+        [B, L, value width]
+    """
+    B, L = qkv.shape[:2]
+    if isinstance(qkv, np.ndarray):
+        out = _native(qkv, z, b, a, state, w, sizes)
+    elif B == 1 and sizes.key_dim % 32 == 0 and backend.has_kernels():
+        qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
+        out = _kernels(qkv, z, b, a, state, w, sizes)[None]
+    else:
+        out = _ops(qkv, z, b, a, state, w, sizes)
+    state.offset += L
+    return out
+
+
+# ---- plain MLX operations
+
+
+def _ops(qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.array:
+    B, L, _ = qkv.shape
+    q, k, v = split(_convolve(qkv, state, w, sizes), sizes.key_width, 2 * sizes.key_width)
+    q = _unit(q.reshape(B, L, sizes.key_heads, sizes.key_dim)) * sizes.key_dim**-0.5
+    k = _unit(k.reshape(B, L, sizes.key_heads, sizes.key_dim))
+    v = v.reshape(B, L, sizes.value_heads, sizes.value_dim)
+    recurrent = state.recurrent
+    if recurrent is None:
+        recurrent = mx.zeros((B, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
+    decay = decay_rate(a, w.A_log, w.dt_bias)
+    out, state.recurrent = mx.fast.gated_delta_update(q, k, v, decay, mx.sigmoid(b), recurrent)
+    z = z.reshape(B, L, sizes.value_heads, sizes.value_dim).astype(mx.float32)
+    out = rms_norm(out, w.norm, w.eps) * nn.silu(z).astype(out.dtype)
+    return out.reshape(B, L, -1)
+
+
+def _convolve(qkv: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.array:
+    """silu(causal depthwise convolution): output t sees inputs t - taps + 1 .. t."""
+    B, keep = qkv.shape[0], sizes.taps - 1
+    before = mx.zeros((B, keep, sizes.channels), qkv.dtype) if state.conv is None else state.conv
+    padded = mx.concatenate([before, qkv], axis=1)
+    state.conv = mx.contiguous(padded[:, -keep:])
+    return nn.silu(mx.conv1d(padded, w.conv, groups=sizes.channels))
+
+
+def _unit(x: mx.array) -> mx.array:
+    """x / sqrt(sum(x^2) + eps) over the head, as an RMS norm: sum = dim * mean."""
+    dim = x.shape[-1]
+    return rms_norm(x, None, NORM_EPS / dim) * dim**-0.5
+
+
+def decay_rate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
+    """exp(-exp(A_log) * softplus(a + dt_bias)), float32 [B, L, value_heads]; softplus cannot overflow."""
+    softplus = mx.logaddexp(a.astype(mx.float32) + dt_bias.astype(mx.float32), 0.0)
+    return mx.exp(-mx.exp(A_log.astype(mx.float32)) * softplus)
+
+
+# ---- native kernels on the CPU
+
+
+def _native(
+    qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, state: State, w: DeltaWeights, sizes: Delta
+) -> np.ndarray:
+    B, L, _ = qkv.shape
+    if state.conv is None or state.recurrent is None:
+        conv = np.zeros((B, sizes.taps - 1, sizes.channels), np.float32)
+        recurrent = np.zeros((B, sizes.value_heads, sizes.value_dim, sizes.key_dim), np.float32)
+    else:
+        conv, recurrent = view(state.conv), view(state.recurrent)
+    with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
+        softplus = np.logaddexp(a + view(w.dt_bias), np.float32(0))
+    decay = np.exp(-np.exp(view(w.A_log)) * softplus)
+    beta = sigmoid(b)
+    taps = np.ascontiguousarray(view(w.conv).reshape(sizes.channels, -1).T)
+    steps = [_recur(qkv[i], decay[i], beta[i], conv[i], recurrent[i], taps, sizes) for i in range(B)]
+    out, conv, recurrent = (stack(list(part)) for part in zip(*steps, strict=True))
+    state.conv, state.recurrent = mx.array(conv), mx.array(recurrent)
+    return silu_mul(z.reshape(out.shape), rms_norm(out, w.norm, w.eps)).reshape(B, L, -1)
+
+
+def _recur(
+    qkv: np.ndarray,
+    decay: np.ndarray,
+    beta: np.ndarray,
+    conv: np.ndarray,
+    recurrent: np.ndarray,
+    taps: np.ndarray,
+    sizes: Delta,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One sequence [L, channels] -> (out [L, value heads, value dim], next conv, next recurrent state)."""
+    L, dim = len(qkv), sizes.key_dim
+    mixed, conv = native.conv_silu(conv, np.ascontiguousarray(qkv), taps)
+    q, k, v = split(mixed, sizes.key_width, 2 * sizes.key_width)
+    # Unit length is an RMS norm over sqrt(dim); the query's own scale is another.
+    q = rms_norm(q.reshape(L, -1, dim), np.full(dim, 1 / dim, np.float32), NORM_EPS / dim)
+    k = rms_norm(k.reshape(L, -1, dim), np.full(dim, dim**-0.5, np.float32), NORM_EPS / dim)
+    v = np.ascontiguousarray(v).reshape(L, sizes.value_heads, -1)
+    out, recurrent = native.gated_delta(recurrent, q, k, v, np.ascontiguousarray(decay), np.ascontiguousarray(beta))
+    return out, conv, recurrent
+
+
+# ---- kernels, for one sequence on a GPU
+
+
+def _kernels(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+) -> mx.array:
+    """[L, ...] in, [L, value width] out."""
+    L = qkv.shape[0]
+    conv, recurrent = state.conv, state.recurrent
+    if conv is None or recurrent is None:
+        conv = mx.zeros((1, sizes.taps - 1, sizes.channels), qkv.dtype)
+        recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
+    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
+    recurrent = recurrent.reshape(recurrent.shape[1:])
+    out, recurrent = gated_delta(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
+    state.conv, state.recurrent = conv[None], recurrent[None]
+    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(L, -1)
+
+
+def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
+    """silu of the causal depthwise convolution of x [T, C] after state [taps - 1, C]; weight [C, taps].
+
+    Returns (out [T, C], the next state).
+    """
+    T = x.shape[0]
+    launch = _plan_conv(backend.name(), x.shape, x.dtype, weight.shape, weight.dtype)
+    out, following = launch(x, state.astype(x.dtype), weight, count(T))
+    return out, following
+
+
+@lru_cache(PLANS)
+def _plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtype: mx.Dtype) -> Launch:
+    T, C = x
+    taps = weight[1]
+    template = {"X": dtype, "W": weight_dtype, "C": C, "TAPS": taps}
+    return Launch(target, CONV_SILU, template, (ceildiv(C, THREADS), T), THREADS, [(x, dtype), ((taps - 1, C), dtype)])
+
+
+def gated_delta(
+    qkv: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, state: mx.array, key_heads: int
+) -> tuple[mx.array, mx.array]:
+    """T steps of the gated delta rule (arXiv:2412.06464) on raw queries and keys, which it normalises.
+
+    Args:
+        qkv: [T, C], q and k of `key_heads` heads, then v of all value heads.
+        a, b: [T, value heads]; decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b).
+        A_log, dt_bias: [value heads] float32.
+        state: [value heads, value dim, key dim] float32, key dim a multiple of 32.
+
+    Returns (out [T, value heads, value dim] in qkv's dtype, the next state).
+    """
+    T = qkv.shape[0]
+    launch = _plan_delta(backend.name(), T, qkv.dtype, state.shape, key_heads)
+    out, following = launch(qkv, a, b, A_log, dt_bias, state, count(T))
+    return out, following
+
+
+@lru_cache(PLANS)
+def _plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> Launch:
+    heads, v_dim, k_dim = state
+    template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
+    template |= {"R": STATE_ROWS, "SG": SIMDGROUPS}
+    groups = (ceildiv(v_dim, STATE_ROWS * SIMDGROUPS), heads)
+    outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]
+    return Launch(target, GATED_DELTA, template, groups, 32 * SIMDGROUPS, outputs)
+
+
+def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """rms_norm(x) * weight * silu(z), over the last axis; x, z [..., D], weight [D]."""
+    launch = _plan_norm(backend.name(), x.shape, x.dtype, weight.dtype)
+    return launch(x, z, weight, number(eps), count(x.size // x.shape[-1]))[0]
+
+
+@lru_cache(PLANS)
+def _plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype) -> Launch:
+    rows, D = int(np.prod(x[:-1])), x[-1]
+    template = {"X": dtype, "W": weight_dtype, "D": D, "SG": SIMDGROUPS}
+    return Launch(target, GATED_NORM, template, (ceildiv(rows, SIMDGROUPS), 1), 32 * SIMDGROUPS, [(x, dtype)])

@@ -1,0 +1,60 @@
+"""Small operations on values side by side: norms apart, everything that needs no kernel of its own."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from . import native
+from .backend import Array, view
+
+
+def float32(x: Array) -> Array:
+    """x in float32, as numpy arrays are already."""
+    return x.astype(mx.float32) if isinstance(x, mx.array) else x
+
+
+def split(x: Array, *ends: int) -> list[Array]:
+    """Views of the last axis, cut at `ends`."""
+    if isinstance(x, mx.array):
+        return list(mx.split(x, list(ends), axis=-1))
+    # np.split takes ten times as long
+    return [x[..., start:end] for start, end in zip((0, *ends), (*ends, x.shape[-1]), strict=True)]
+
+
+def silu_mul(gate: Array, up: Array) -> Array:
+    """silu(gate) * up, of one shape."""
+    if isinstance(gate, mx.array):
+        return nn.silu(gate) * up
+    rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
+    return native.silu_mul(*rows).reshape(gate.shape)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)); on numpy arrays by tanh, which cannot overflow."""
+    if isinstance(x, mx.array):
+        return mx.sigmoid(x)
+    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
+
+
+def softmax(x: Array) -> Array:
+    """Over the last axis, in float32."""
+    if isinstance(x, mx.array):
+        return mx.softmax(x, axis=-1, precise=True)
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def pick(x: Array, ids: Array) -> Array:
+    """x[t, ids[t, k]] of x [T, E] and ids [T, K]."""
+    if isinstance(x, mx.array):
+        return mx.take_along_axis(x, ids, axis=-1)
+    return x[np.arange(len(x))[:, None], ids]
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """logits - logsumexp(logits) over the last axis; by numpy on the CPU, where MLX's reduction is slow."""
+    if logits.dtype != mx.float32 or mx.default_device() != mx.cpu:
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    x = view(logits)
+    shifted = x - x.max(axis=-1, keepdims=True)
+    return mx.array(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))

@@ -1,0 +1,159 @@
+"""Multi-head latent attention between its projections (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+Only a latent vector and one rotated key, shared by all heads, are cached for each position. A short query folds the key
+projection into itself and attends over the latents; a long one expands the latents to keys and values first, because
+that is less arithmetic.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from . import native
+from .attend import Positions
+from .backend import Array, stack, view
+from .linear import Weights, by_head, multiply, part_of_heads
+
+ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
+Mask = mx.array | str | None
+
+
+@dataclass(frozen=True)
+class HeadMatrices:
+    """A matrix for each head, in `weights` [heads, rows, columns], or in the `rows` of each head of a flat matrix.
+
+    `turned`: the matrix of a head is the transpose of what is stored.
+    """
+
+    weights: Weights
+    heads: int
+    rows: slice | None = None
+    turned: bool = False
+
+    def multiply(self, x: mx.array, transpose: bool) -> mx.array:
+        """x [B, heads, L, ...] @ M.T (`transpose`) or x @ M."""
+        part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
+        return multiply(x, part, transpose != self.turned)
+
+    def each(self) -> Iterator[np.ndarray]:
+        """In turn, in float32; the memory may be used again for the next."""
+        found = by_head(self.weights, self.heads, self.rows or slice(None))
+        return (matrix.T for matrix in found) if self.turned else found
+
+
+def attend_latent(
+    q_nope: Array,
+    q_pe: Array,
+    latent: Array,
+    k_pe: Array,
+    cache: Positions,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    *,
+    scale: float,
+) -> Array:
+    """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all that `cache` has seen.
+
+    Args:
+        q_nope: [B, L, heads, nope]. q_pe: [B, L, heads, R], rotated.
+        latent: [B, L, N], normed. k_pe: [B, L, 1, R], rotated. Both are appended to `cache`.
+        key: matrices [nope, N]. value: matrices [v, N].
+
+    Returns:
+        [B, L, heads * v]
+    """
+    B, L = q_nope.shape[:2]
+    if isinstance(q_nope, np.ndarray):
+        cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
+        kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
+        native_form = _absorbed_native if L <= ABSORB_AT_MOST else _expanded_native
+        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
+        return stack(rows).reshape(B, L, -1)
+    q_nope, q_pe, k_pe = (part.transpose(0, 2, 1, 3) for part in (q_nope, q_pe, k_pe))  # [B, heads, L, ...]
+    latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
+    form = _absorbed if L <= ABSORB_AT_MOST else _expanded
+    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
+    return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
+
+
+def _absorbed(
+    q_nope: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    mask: Mask,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    scale: float,
+) -> mx.array:
+    q = key.multiply(q_nope, transpose=False)
+    scores = (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2)) * scale
+    return value.multiply(_softmax(scores, mask) @ latent, transpose=True)
+
+
+def _expanded(
+    q_nope: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    mask: Mask,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    scale: float,
+) -> mx.array:
+    k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
+    v = value.multiply(latent, transpose=True)
+    scores = (q_nope @ k.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2)) * scale
+    return _softmax(scores, mask) @ v
+
+
+def _softmax(scores: mx.array, mask: Mask) -> mx.array:
+    """scores [B, heads, L, N]; "causal": query row i is at position N - L + i and sees no later key."""
+    if isinstance(mask, str):
+        L, N = scores.shape[-2:]
+        mask = mx.arange(N)[None] <= mx.arange(N - L, N)[:, None]
+    if mask is not None:
+        scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
+    return mx.softmax(scores, axis=-1, precise=True)
+
+
+def _absorbed_native(
+    q_nope: np.ndarray,
+    q_pe: np.ndarray,
+    latent: np.ndarray,
+    k_pe: np.ndarray,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    scale: float,
+) -> np.ndarray:
+    """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
+    L, heads = q_nope.shape[:2]
+    N, width = latent.shape
+    q = np.empty((L, heads, width + q_pe.shape[-1]), np.float32)
+    for head, matrix in enumerate(key.each()):
+        q[:, head, :width] = q_nope[:, head] @ matrix
+    q[..., width:] = q_pe
+    mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], N, scale)
+    return np.stack([mixed[:, head] @ matrix.T for head, matrix in enumerate(value.each())], axis=1)
+
+
+def _expanded_native(
+    q_nope: np.ndarray,
+    q_pe: np.ndarray,
+    latent: np.ndarray,
+    k_pe: np.ndarray,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    scale: float,
+) -> np.ndarray:
+    heads, nope = q_nope.shape[1:]
+    N = len(latent)
+    k = np.empty((heads, N, nope + q_pe.shape[-1]), np.float32)
+    v = []
+    for head, (keys, values) in enumerate(zip(key.each(), value.each(), strict=True)):
+        k[head, :, :nope] = latent @ keys.T
+        v.append(latent @ values.T)
+    k[..., nope:] = k_pe
+    return native.attend(np.concatenate([q_nope, q_pe], axis=-1), k, np.stack(v), N, scale)

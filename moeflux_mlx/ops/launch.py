@@ -1,0 +1,120 @@
+"""The launcher of GPU kernels: text from `metal/`, built by MLX, called with what depends on shapes alone.
+
+Kernels are written once, in Metal Shading Language: `mx.fast.metal_kernel` builds them on Apple GPUs,
+`mx.fast.cuda_kernel` builds the same text behind `metal/cuda_shim.h` on NVIDIA GPUs. A kernel that does not build
+raises when it is evaluated; nothing falls back in silence. Which kernel and tile runs depends on the backend and the
+shapes alone, so the bits of a result do not depend on slot numbers or on what else memory holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..files import directory
+
+LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
+HEADERS = {"lanes": "lane_sum", "q4": "q4_"}  # by the names they define
+
+Shape = tuple[int, ...]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises RequestError with `message` unless `condition` holds."""
+    if not condition:
+        raise RequestError(message)
+
+
+def ceildiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _text(name: str) -> str:
+    """A file of `metal/` without comments and indentation: MLX copies and hashes a kernel's text at every call."""
+    lines = (line.strip() for line in (directory("metal") / name).read_text("ascii").splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces."""
+
+    name: str
+    inputs: str
+    outputs: str
+
+    def build(self, target: str) -> Any:
+        """MLX's object for it, compiled at first use with each set of template arguments.
+
+        Headers go in where their names occur: CUDA's build hashes the whole text at every launch.
+        """
+        source = _text(f"{self.name}.metal")
+        header = "".join(_text(f"{name}.h.metal") for name, mark in HEADERS.items() if mark in source)
+        make: Any = mx.fast.metal_kernel
+        if target == "cuda":
+            header = _text("cuda_shim.h") + header
+            make = mx.fast.cuda_kernel
+        return make(
+            name=f"moeflux_{self.name}",
+            input_names=self.inputs.split(),
+            output_names=self.outputs.split(),
+            header=header,
+            source=source,
+        )
+
+
+@cache
+def _built(target: str, kernel: Kernel) -> Any:
+    return kernel.build(target)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything of a kernel call but its inputs. Depends on shapes and dtypes only, so it is made once for each.
+
+    Args:
+        target: "metal" or "cuda".
+        kernel: what runs.
+        template: arguments of the text, by name.
+        groups: threadgroups along both axes; MLX counts its grid in threads.
+        threads: of a threadgroup.
+        outputs: shape and dtype of each.
+    """
+
+    target: str
+    kernel: Kernel
+    template: dict[str, Any]
+    groups: tuple[int, int]
+    threads: int
+    outputs: Sequence[tuple[Shape, mx.Dtype]]
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "template": list(self.template.items()),
+            "grid": (self.groups[0] * self.threads, self.groups[1], 1),
+            "threadgroup": (self.threads, 1, 1),
+            "output_shapes": [shape for shape, _ in self.outputs],
+            "output_dtypes": [dtype for _, dtype in self.outputs],
+        }
+
+    def __call__(self, *inputs: mx.array) -> list[mx.array]:
+        return _built(self.target, self.kernel)(inputs=list(inputs), **self.arguments)
+
+
+@cache
+def count(n: int) -> mx.array:
+    """The number of steps or rows as an array: not a template argument, or each length would be compiled.
+
+    Made from values, not by an operation: what is not evaluated yet belongs to the thread that made it.
+    """
+    return mx.array([n] * LEAST_ELEMENTS, mx.int32)
+
+
+@cache
+def number(value: float) -> mx.array:
+    """A float as an array that a kernel takes."""
+    return mx.array([value] * LEAST_ELEMENTS, mx.float32)

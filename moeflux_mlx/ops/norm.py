@@ -1,0 +1,15 @@
+"""x / sqrt(mean(x^2) + eps) * weight, in float32 inside (arXiv:1910.07467)."""
+
+import mlx.core as mx
+import numpy as np
+
+from . import native
+from .backend import Array
+
+
+def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Array:
+    """The RMS norm over the last axis, times `weight` [D]; None: times 1."""
+    if isinstance(x, np.ndarray):
+        return native.rms_norm(np.ascontiguousarray(x).reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
+    assert weight is None or isinstance(weight, mx.array)
+    return mx.fast.rms_norm(x, weight, eps)
