@@ -1,25 +1,111 @@
 """What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
 
-`KVCache` and `LatentCache` grow in steps and can be trimmed to an earlier position; `RecurrentCache`
-holds a state that has absorbed every token and cannot.
+A cache knows everything that depends on its kind: the bytes it takes, what a snapshot holds of it, how it gets back to
+an earlier position, and what stands for it in a compiled step. `KVCache` and `LatentCache` grow in steps and can be
+trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
+import numpy as np
 
-from ..ops import kernels
+from ..kinds import Delta, GroupedQuery, Latent, Mixer
+from ..ops import backend
+
+FLOAT_BYTES = 4
+Shape = tuple[int, ...]
+Pair = tuple[mx.array | None, mx.array | None]
+State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and how many positions they have absorbed
+
+
+class Traced(Protocol):
+    """What stands for a cache while a step is traced: two arrays of fixed shape, and a position that is an array."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """As they are after the step."""
+        ...
+
+
+class FixedCache:
+    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes).
+
+    `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
+        self.keys, self.values, self.offset, self._seen = keys, values, offset, seen
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start = self.offset[None]
+        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
+        self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        return self.keys, self.values
+
+    def mask(self, length: int) -> mx.array:
+        return self._seen(self.keys.shape[2])
+
+
+class FixedState:
+    """A recurrent cache's two arrays; what it computes depends on no position."""
+
+    def __init__(self, conv: mx.array, recurrent: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
+        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # `offset` is an array that others share
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.conv, self.recurrent]
 
 
 class _Growing:
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
 
     step = 256
+    counts: ClassVar[bool] = True  # a snapshot holds as much as there are positions
+    traced: ClassVar[type] = FixedCache
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
+
+    @classmethod
+    def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, width) of one position in each array."""
+        raise NotImplementedError
+
+    @classmethod
+    def bytes_for(cls, mixer: Any, positions: int, itemsize: int) -> int:
+        """What one text of that many positions takes, in entries of `itemsize` bytes."""
+        return -(-positions // cls.step) * cls.step * itemsize * sum(heads * width for heads, width in cls.rows(mixer))
+
+    @classmethod
+    def stored_shapes(cls, mixer: Any, length: int) -> tuple[Shape, Shape]:
+        """Of the two float32 arrays that a snapshot holds."""
+        first, second = cls.rows(mixer)
+        return (length, *first), (length, *second)
+
+    def stored(self) -> Pair:
+        """What a snapshot holds of a single text; None: zeros."""
+        first, second = (
+            None if array is None else array[0, :, : self.offset].swapaxes(0, 1) for array in (self.keys, self.values)
+        )
+        return first, second
+
+    @classmethod
+    def restored(cls, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of, in entries of `dtype`."""
+        if not length:
+            return None, None, 0
+        pads = [(0, 0), (0, 0), (0, -length % cls.step), (0, 0)]
+        keys, values = (mx.pad(mx.array(a).astype(dtype).swapaxes(0, 1)[None], pads) for a in (first, second))
+        return keys, values, length
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions so far, or, for
@@ -48,11 +134,11 @@ class _Growing:
         return "causal" if length > 1 else None
 
     @property
-    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+    def state(self) -> State:
         return self.keys, self.values, self.offset
 
     @state.setter
-    def state(self, value: tuple[mx.array | None, mx.array | None, int]) -> None:
+    def state(self, value: State) -> None:
         self.keys, self.values, self.offset = value
 
     @classmethod
@@ -76,6 +162,10 @@ class _Growing:
         self.offset -= n
         return n
 
+    def go_back(self, position: int, kept: Pair | None) -> None:
+        """To an earlier position; nothing need be kept for it."""
+        self.offset = position
+
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in (self.keys, self.values) if array is not None)
@@ -84,7 +174,7 @@ class _Growing:
 def _sees_capacity(length: int) -> bool:
     """One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether the
     experts are in memory or streamed."""
-    return length == 1 and kernels.has_kernels()
+    return length == 1 and backend.has_kernels()
 
 
 def up_to(position: int | mx.array, capacity: int) -> mx.array:
@@ -92,7 +182,7 @@ def up_to(position: int | mx.array, capacity: int) -> mx.array:
     return (mx.arange(capacity) <= position)[None, None, None]
 
 
-def _grown(array: mx.array | None, new: tuple[int, ...], dtype: mx.Dtype, used: int, step: int) -> mx.array:
+def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, step: int) -> mx.array:
     """`array` with room for entries of shape `new` after its first `used` positions, in whole steps."""
     B, heads, L, width = new
     if array is not None and used + L <= array.shape[2]:
@@ -105,26 +195,58 @@ def _grown(array: mx.array | None, new: tuple[int, ...], dtype: mx.Dtype, used: 
 class KVCache(_Growing):
     """Keys (after norm and rotation) and values of grouped-query attention."""
 
+    @classmethod
+    def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        return ((mixer.kv_heads, mixer.head_dim),) * 2
+
 
 class LatentCache(_Growing):
-    """MLA: the normed latent [B, 1, N, kv_lora_rank] and the rotated shared key [B, 1, N, rope]."""
+    """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
+
+    @classmethod
+    def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (1, mixer.latent), (1, mixer.rotation.dims)
 
 
 class RecurrentCache:
-    """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, kernel - 1, channels], and
-    `state`, float32 [B, value_heads, value_dim, key_dim]."""
+    """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
+    `recurrent`, float32 [B, value_heads, value_dim, key_dim]."""
+
+    counts: ClassVar[bool] = False
+    traced: ClassVar[type] = FixedState
 
     def __init__(self) -> None:
         self.conv: mx.array | None = None
         self.recurrent: mx.array | None = None
         self.offset = 0
 
+    @classmethod
+    def bytes_for(cls, mixer: Any, positions: int, itemsize: int) -> int:
+        """What one text takes, however long it is; only the convolution's state has entries of `itemsize` bytes."""
+        conv, recurrent = (int(np.prod(shape)) for shape in cls.stored_shapes(mixer, positions))
+        return conv * itemsize + recurrent * FLOAT_BYTES
+
+    @classmethod
+    def stored_shapes(cls, mixer: Any, length: int) -> tuple[Shape, Shape]:
+        """Of the two float32 arrays that a snapshot holds."""
+        return (mixer.taps - 1, mixer.channels), (mixer.value_heads, mixer.value_dim, mixer.key_dim)
+
+    def stored(self) -> Pair:
+        """What a snapshot holds of a single text; None: zeros."""
+        first, second = (None if array is None else array[0] for array in (self.conv, self.recurrent))
+        return first, second
+
+    @classmethod
+    def restored(cls, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of, its convolution's part in `dtype`."""
+        return mx.array(first)[None].astype(dtype), mx.array(second)[None], length
+
     @property
-    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+    def state(self) -> State:
         return self.conv, self.recurrent, self.offset
 
     @state.setter
-    def state(self, value: tuple[mx.array | None, mx.array | None, int]) -> None:
+    def state(self, value: State) -> None:
         self.conv, self.recurrent, self.offset = value
 
     @classmethod
@@ -148,9 +270,24 @@ class RecurrentCache:
     def trim(self, n: int) -> int:
         return 0
 
+    def go_back(self, position: int, kept: Pair | None) -> None:
+        """To an earlier position, whose arrays were kept; None: to the beginning."""
+        self.state = (*(kept or (None, None)), position)
+
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in (self.conv, self.recurrent) if array is not None)
 
 
 Cache = KVCache | LatentCache | RecurrentCache
+KINDS: dict[type, type[Cache]] = {GroupedQuery: KVCache, Latent: LatentCache, Delta: RecurrentCache}
+
+
+def kind_of(mixer: Mixer) -> type[Cache]:
+    """The kind of cache that a layer with this mixer has."""
+    return KINDS[type(mixer)]
+
+
+def make_cache(mixer: Mixer) -> Cache:
+    """An empty cache for a layer with this mixer."""
+    return kind_of(mixer)()

@@ -18,6 +18,8 @@ from ..spec import ModelArgs
 
 SAMPLE_BYTES = 4096
 RESIDENT_SAMPLES, EXPERT_SAMPLES = 256, 8  # per file; an expert layer is one of dozens of files
+# Fields that follow from the model's type, and the end of a text, which decides none.
+IMPLIED = ("scoring_func", "correction_bias", "shared_expert_gate", "rope_interleave", "eos_token_ids")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -42,7 +44,7 @@ class Fingerprint:
 
 
 def model_fingerprint(path: str | Path, dtype: mx.Dtype) -> Fingerprint:
-    """The fingerprint of a packed model directory whose caches hold `dtype` (`snapshot.activation_dtype`).
+    """The fingerprint of a packed model directory whose caches hold `dtype` (`model.activation_dtype`).
 
     Raises:
         ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
@@ -68,8 +70,7 @@ def _model_digest(path: Path) -> str:
 def _shape(path: Path) -> dict[str, Any]:
     """What decides the arithmetic, however config.json spells it."""
     fields = dataclasses.asdict(ModelArgs.from_file(path))
-    del fields["eos_token_ids"]
-    return fields
+    return {name: value for name, value in fields.items() if name not in IMPLIED}
 
 
 def _sampled(file: Path, samples: int) -> bytes:

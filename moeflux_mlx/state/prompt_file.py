@@ -30,10 +30,9 @@ import numpy as np
 
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
 from ..files import sync, sync_folder
-from ..model.decoder import Model
 from .cache import Cache
 from .fingerprint import Fingerprint
-from .snapshot import MAX_LENGTH, load_state, snapshot_length, state_parts, state_size
+from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
 MAGIC, VERSION = b"MOEFLXPC", 1
 START = struct.Struct("<8sIIQQ")
@@ -54,14 +53,14 @@ class PromptHeader:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def prompt_file_size(model: Model, tokens: Sequence[int]) -> int:
+def prompt_file_size(model: Stateful, tokens: Sequence[int]) -> int:
     """Bytes of a file for these tokens, but for the metadata."""
     return START.size + 4 * len(tokens) + 2 * CRC.size + state_size(model, len(tokens))
 
 
 def save_prompt(
     path: Path,
-    model: Model,
+    model: Stateful,
     cache: Sequence[Cache],
     tokens: Sequence[int],
     fingerprint: Fingerprint,
@@ -80,7 +79,7 @@ def save_prompt(
     _replace(path, _with_checksums(head, state_parts(model, cache)))
 
 
-def load_prompt(path: Path, model: Model, cache: Sequence[Cache], fingerprint: Fingerprint) -> PromptHeader:
+def load_prompt(path: Path, model: Stateful, cache: Sequence[Cache], fingerprint: Fingerprint) -> PromptHeader:
     """Replaces the state of `cache` by the file's, after checking all of it; after an error it is as it was.
 
     Raises:

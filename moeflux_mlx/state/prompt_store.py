@@ -20,12 +20,12 @@ import numpy as np
 
 from ..errors import FingerprintError, PromptCacheError
 from ..files import user_path
-from ..model.decoder import Model
 from ..text.boundaries import shared_length
 from .cache import Cache
 from .fingerprint import Fingerprint
 from .prompt_file import TEMPORARY, VERSION, load_prompt, prompt_file_size, read_prompt_header, save_prompt
 from .rewind import RewindPoints
+from .snapshot import Stateful
 
 DEFAULT_MAX_BYTES = 10 << 30
 SUFFIX = ".prompt"
@@ -52,12 +52,12 @@ class PromptStore(Protocol):
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         """Told that a candidate is damaged; raises `error` if it cannot be passed over."""
 
-    def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
         """Keeps the state of `cache`, which has absorbed exactly `tokens`."""
 
 
 def reuse_prefix(
-    model: Model,
+    model: Stateful,
     cache: list[Cache],
     tokens: Sequence[int],
     store: PromptStore,
@@ -80,7 +80,7 @@ def reuse_prefix(
 
 
 def restore_prefix(
-    model: Model, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
+    model: Stateful, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
 ) -> tuple[int, int]:
     """`reuse_prefix`, and the most tokens that a saved text shares with `tokens`, of use or not."""
     points = RewindPoints(cache, 0)
@@ -125,7 +125,7 @@ class PromptFile:
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         raise error
 
-    def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
         save_prompt(self.path, model, cache, tokens, self.fingerprint)
 
 
@@ -155,7 +155,7 @@ class PromptDirectory:
         if not isinstance(error.__cause__, OSError):
             _remove(path)
 
-    def save(self, model: Model, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
         """Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
         size = prompt_file_size(model, tokens)
         if size > self.max_bytes:
@@ -164,7 +164,7 @@ class PromptDirectory:
                 f"{self.max_bytes}; allow it more"
             )
         wanted = np.asarray(tokens, np.uint32)
-        path = self.path / f"{self.fingerprint.key}-{_digest(wanted)}{OURS}"
+        path = self.path / f"{self.fingerprint.key}-{_tokens_digest(wanted)}{OURS}"
         can_trim = RewindPoints(cache, 0).can_trim
         covering = path if path.exists() else self._covering(wanted) if can_trim else None
         if covering:
@@ -209,7 +209,7 @@ class PromptDirectory:
                 _remove(path)
 
 
-def _digest(tokens: np.ndarray) -> str:
+def _tokens_digest(tokens: np.ndarray) -> str:
     return hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=16).hexdigest()
 
 

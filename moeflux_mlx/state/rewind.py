@@ -10,13 +10,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .cache import Cache, RecurrentCache
-
-Pair = tuple[mx.array | None, mx.array | None]
+from .cache import Cache, Pair
 
 
 class RewindPoints:
-    """Kept recurrent states of one list of caches.
+    """Kept states of those of one list of caches that cannot be cut.
 
     Args:
         cache: from `model.make_cache()`; its layers have absorbed equally many tokens at each call of `keep`.
@@ -26,13 +24,13 @@ class RewindPoints:
     def __init__(self, cache: Sequence[Cache], max_bytes: int):
         self.cache = cache
         self.max_bytes = max_bytes
-        self._recurrent = [layer for layer in cache if isinstance(layer, RecurrentCache)]
-        self._kept: dict[int, list[Pair]] = {}
+        self._uncut = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
+        self._kept: dict[int, dict[int, Pair]] = {}
 
     @property
     def can_trim(self) -> bool:
         """Whether every position can be reached, kept or not."""
-        return not self._recurrent
+        return not self._uncut
 
     @property
     def positions(self) -> list[int]:
@@ -47,7 +45,7 @@ class RewindPoints:
         """Keeps the present state, that of `position` tokens, if `max_bytes` allows."""
         if self.can_trim or position == 0:
             return
-        state = [(layer.conv, layer.recurrent) for layer in self._recurrent]
+        state = {i: self.cache[i].state[:2] for i in self._uncut}
         mx.eval(state)  # a pending computation would keep all of its inputs alive
         self._kept[position] = state
         while self._kept and self.nbytes > self.max_bytes:
@@ -65,8 +63,9 @@ class RewindPoints:
         Caches that an interrupted call left at different lengths agree again afterwards.
         """
         reached = self.nearest(position)
-        for layer, state in zip(self.cache, self._states_at(reached), strict=True):
-            layer.state = state
+        kept = self._kept.get(reached, {})
+        for i, layer in enumerate(self.cache):
+            layer.go_back(reached, kept.get(i))
         self.drop_after(reached)
         return reached
 
@@ -74,16 +73,10 @@ class RewindPoints:
         """Forgets the states of later positions."""
         self._kept = {kept: state for kept, state in self._kept.items() if kept <= position}
 
-    def _states_at(self, position: int) -> list[tuple[mx.array | None, mx.array | None, int]]:
-        none: Pair = (None, None)
-        recurrent = iter(self._kept.get(position, [none] * len(self._recurrent)))
-        pairs = [next(recurrent) if isinstance(layer, RecurrentCache) else layer.state[:2] for layer in self.cache]
-        return [(first, second, position) for first, second in pairs]
-
     def _state_bytes(self) -> int:
         """Of one kept state; all are alike."""
-        pairs = next(iter(self._kept.values()), [])
-        return sum(array.nbytes for pair in pairs for array in pair if array is not None)
+        state = next(iter(self._kept.values()), {})
+        return sum(array.nbytes for pair in state.values() for array in pair if array is not None)
 
     def _most_crowded(self) -> int:
         """The kept position, not the last one unless alone, whose neighbours are closest together."""

@@ -20,8 +20,10 @@ must not be loaded. Nothing here knows about files, tokens or fingerprints; `pro
 """
 
 import io
+import math
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -37,9 +39,9 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..model.decoder import Model
-from ..spec import FULL, LINEAR, ModelArgs
-from .cache import Cache, KVCache, LatentCache, RecurrentCache
+from ..kinds import FULL, Delta, Mixer
+from ..spec import ModelArgs
+from .cache import Cache, State, kind_of
 
 MAGIC = 0x4D464C58
 VERSION = 2
@@ -59,11 +61,21 @@ FIELDS = (
 MAX_LENGTH = 1 << 20  # positions of one layer, fixed by the format's readers
 FLOAT = np.dtype("<f4")
 
-# The two arrays of one layer's cache and the number of positions they have absorbed.
-State = tuple[mx.array | None, mx.array | None, int]
+
+class Stateful(Protocol):
+    """What is needed of a model."""
+
+    @property
+    def args(self) -> ModelArgs: ...
+
+    @property
+    def experts(self) -> Any: ...
+
+    @property
+    def activation_dtype(self) -> mx.Dtype: ...
 
 
-def state_size(model: Model | ModelArgs, cache_or_length: Sequence[Cache] | int) -> int:
+def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[Cache] | int) -> int:
     """Bytes of `save_state`, for these caches or for a state of that many positions.
 
     Raises:
@@ -71,13 +83,15 @@ def state_size(model: Model | ModelArgs, cache_or_length: Sequence[Cache] | int)
     """
     args = model if isinstance(model, ModelArgs) else model.args
     length = cache_or_length if isinstance(cache_or_length, int) else _length(args, cache_or_length)
-    full = args.layer_types.count(FULL)
-    linear = 4 * (_conv_width(args) + _recurrent_width(args))
-    header = 4 * len(_header(args))
-    return header + full * (4 + 4 * length * sum(_widths(args))) + args.layer_types.count(LINEAR) * linear
+    return 4 * len(_header(args)) + sum(_layer_bytes(mixer, length) for mixer in args.mixers)
 
 
-def save_state(model: Model, cache: Sequence[Cache]) -> bytes:
+def _layer_bytes(mixer: Mixer, length: int) -> int:
+    kind = kind_of(mixer)
+    return 4 * kind.counts + sum(FLOAT.itemsize * math.prod(shape) for shape in kind.stored_shapes(mixer, length))
+
+
+def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
     """The state of `cache` (from `model.make_cache`, batch 1) as one MFLX version 2 snapshot.
 
     bfloat16 and float16 caches survive exactly: every value is written as float32.
@@ -91,25 +105,21 @@ def save_state(model: Model, cache: Sequence[Cache]) -> bytes:
     return whole.getvalue()
 
 
-def state_parts(model: Model, cache: Sequence[Cache]) -> Iterator[memoryview]:
+def state_parts(model: Stateful, cache: Sequence[Cache]) -> Iterator[memoryview]:
     """`save_state` piece by piece, one array of one layer at a time, so that a file needs no second copy."""
     args = model.args
     header, length = _header(args), _length(args, cache)
-    _settle(model, cache)
+    _wait_for_all(model, cache)
     yield memoryview(struct.pack(f"<{len(header)}I", *header))
-    for layer in cache:
-        arrays = layer.state[:2]
-        if isinstance(layer, RecurrentCache):
-            for array, width in zip(arrays, (_conv_width(args), _recurrent_width(args)), strict=True):
-                yield _bytes(mx.zeros((width,)) if array is None else array[0])
-            continue
-        yield memoryview(struct.pack("<i", length))
-        for array in arrays if length else ():
-            assert array is not None
-            yield _bytes(array[0, :, :length].swapaxes(0, 1))
+    for mixer, layer in zip(args.mixers, cache, strict=True):
+        if layer.counts:
+            yield memoryview(struct.pack("<i", length))
+        for array, shape in zip(layer.stored(), layer.stored_shapes(mixer, length), strict=True):
+            if math.prod(shape):
+                yield _bytes(mx.zeros(shape) if array is None else array)
 
 
-def load_state(model: Model, cache: Sequence[Cache], data: bytes | bytearray | memoryview) -> None:
+def load_state(model: Stateful, cache: Sequence[Cache], data: bytes | bytearray | memoryview) -> None:
     """Replaces the state of `cache` by a snapshot's; what follows the snapshot in `data` is ignored.
 
     Everything is checked, and every array made, before anything changes: after an error `cache` is as it was.
@@ -122,25 +132,20 @@ def load_state(model: Model, cache: Sequence[Cache], data: bytes | bytearray | m
     _check_caches(args, cache)
     view = memoryview(data).cast("B")
     version, length = _checked(args, view)
-    _settle(model, cache)
-    states = _read(args, view, 4 * HEADER_WORDS[version], length, activation_dtype(model))
+    _wait_for_all(model, cache)
+    states = _read(args, view, 4 * HEADER_WORDS[version], length, model.activation_dtype)
     mx.eval([array for state in states for array in state[:2] if array is not None])
     for layer, state in zip(cache, states, strict=True):
         layer.state = state
 
 
-def snapshot_length(model: Model, data: bytes | bytearray | memoryview) -> int:
+def snapshot_length(model: Stateful, data: bytes | bytearray | memoryview) -> int:
     """The number of positions in a snapshot of this model, after all the checks of `load_state`.
 
     Raises:
         SnapshotError: one of its subclasses says what is wrong with the bytes.
     """
     return _checked(model.args, memoryview(data).cast("B"))[1]
-
-
-def activation_dtype(model: Model) -> mx.Dtype:
-    """The dtype that the model computes in and that its attention and convolution caches hold."""
-    return model.model.norm.weight.dtype
 
 
 def _header(args: ModelArgs) -> tuple[int, ...]:
@@ -151,8 +156,7 @@ def _header(args: ModelArgs) -> tuple[int, ...]:
         _interval(args),
         args.num_key_value_heads,
         args.head_dim,
-        4 * _conv_width(args),
-        4 * _recurrent_width(args),
+        *_linear_bytes(args),
         args.kv_lora_rank,
         args.qk_rope_head_dim,
     )
@@ -171,29 +175,17 @@ def _interval(args: ModelArgs) -> int:
     return interval
 
 
-def _conv_width(args: ModelArgs) -> int:
-    """Numbers in the convolution state of one linear layer."""
-    return max(args.linear_conv_kernel_dim - 1, 0) * args.linear_conv_dim
-
-
-def _recurrent_width(args: ModelArgs) -> int:
-    return args.linear_num_value_heads * args.linear_value_head_dim * args.linear_key_head_dim
-
-
-def _heads(args: ModelArgs) -> int:
-    return 1 if args.kv_lora_rank else args.num_key_value_heads
-
-
-def _widths(args: ModelArgs) -> tuple[int, int]:
-    """Numbers that one position has in the first and in the second array of an attention layer."""
-    if args.kv_lora_rank:
-        return args.kv_lora_rank, args.qk_rope_head_dim
-    return (args.num_key_value_heads * args.head_dim,) * 2
+def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
+    """Of the two states of a layer with linear attention, 0 without such layers."""
+    mixer = next((one for one in args.mixers if isinstance(one, Delta)), None)
+    if mixer is None:
+        return 0, 0
+    conv, recurrent = (FLOAT.itemsize * math.prod(shape) for shape in kind_of(mixer).stored_shapes(mixer, 0))
+    return conv, recurrent
 
 
 def _check_caches(args: ModelArgs, cache: Sequence[Cache]) -> None:
-    full = LatentCache if args.kv_lora_rank else KVCache
-    wanted = [RecurrentCache if kind == LINEAR else full for kind in args.layer_types]
+    wanted = [kind_of(mixer) for mixer in args.mixers]
     if [type(layer) for layer in cache] != wanted:
         raise RequestError(
             f"{len(cache)} caches do not fit this {args.model_type} model of {len(wanted)} layers; "
@@ -218,7 +210,7 @@ def _length(args: ModelArgs, cache: Sequence[Cache]) -> int:
     return lengths[0]
 
 
-def _settle(model: Model, cache: Sequence[Cache]) -> None:
+def _wait_for_all(model: Stateful, cache: Sequence[Cache]) -> None:
     """Waits for reads and computations that are still under way."""
     model.experts.drain()
     mx.eval([array for layer in cache for array in layer.state[:2] if array is not None])
@@ -264,15 +256,16 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
 
 def _attention_lengths(args: ModelArgs, view: memoryview, offset: int) -> Iterator[tuple[int, int]]:
     """(layer, length) of each attention layer; walks the whole body, so that a short one is found."""
-    linear = 4 * (_conv_width(args) + _recurrent_width(args))
-    for layer, kind in enumerate(args.layer_types):
-        need = linear if kind == LINEAR else 4
-        _check_room(view, layer, offset, need)
-        if kind == FULL:
+    for layer, mixer in enumerate(args.mixers):
+        counts = kind_of(mixer).counts
+        length = 0
+        if counts:
+            _check_room(view, layer, offset, 4)
             length = struct.unpack_from("<i", view, offset)[0]
             _check_length(layer, length)
-            need += 4 * length * sum(_widths(args))
-            _check_room(view, layer, offset, need)
+        need = _layer_bytes(mixer, length)
+        _check_room(view, layer, offset, need)
+        if counts:
             yield layer, length
         offset += need
 
@@ -297,31 +290,12 @@ def _check_length(layer: int, length: int) -> None:
 def _read(args: ModelArgs, view: memoryview, offset: int, length: int, dtype: mx.Dtype) -> list[State]:
     """New arrays for every layer of a checked snapshot."""
     states: list[State] = []
-    for kind in args.layer_types:
-        if kind == LINEAR:
-            conv = _floats(view, offset, (1, args.linear_conv_kernel_dim - 1, args.linear_conv_dim))
-            offset += 4 * _conv_width(args)
-            heads = (args.linear_num_value_heads, args.linear_value_head_dim, args.linear_key_head_dim)
-            recurrent = _floats(view, offset, (1, *heads))
-            offset += 4 * _recurrent_width(args)
-            states.append((mx.array(conv).astype(dtype), mx.array(recurrent), length))
-            continue
-        offset += 4
-        pair: list[mx.array | None] = []
-        for width in _widths(args):
-            flat = _floats(view, offset, (length, _heads(args), width // _heads(args)))
-            pair.append(_padded(flat, dtype) if length else None)
-            offset += 4 * length * width
-        states.append((pair[0], pair[1], length))
+    for mixer in args.mixers:
+        kind = kind_of(mixer)
+        offset += 4 * kind.counts
+        arrays = []
+        for shape in kind.stored_shapes(mixer, length):
+            arrays.append(np.frombuffer(view, FLOAT, math.prod(shape), offset).reshape(shape))
+            offset += arrays[-1].nbytes
+        states.append(kind.restored(arrays[0], arrays[1], length, dtype))
     return states
-
-
-def _floats(view: memoryview, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-    return np.frombuffer(view, FLOAT, int(np.prod(shape)), offset).reshape(shape)
-
-
-def _padded(flat: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """[length, heads, width] as a cache keeps it: [1, heads, capacity, width], capacity in whole steps."""
-    length, step = len(flat), KVCache.step
-    rows = mx.array(flat).astype(dtype).swapaxes(0, 1)[None]
-    return mx.pad(rows, [(0, 0), (0, 0), (0, -length % step), (0, 0)])

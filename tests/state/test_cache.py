@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from moeflux_mlx.ops import kernels
+from moeflux_mlx.ops import backend
 from moeflux_mlx.state import cache
 from moeflux_mlx.state.cache import KVCache
 
@@ -26,7 +26,7 @@ def on_gpu(monkeypatch):
     """The caches take the default device for a GPU."""
 
     def switch(on):
-        monkeypatch.setattr(kernels, "has_kernels", lambda: on)
+        monkeypatch.setattr(backend, "has_kernels", lambda: on)
 
     return switch
 

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from moeflux_mlx import errors
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state.cache import RecurrentCache
-from moeflux_mlx.state.snapshot import MAX_LENGTH, activation_dtype, load_state, save_state, state_size
+from moeflux_mlx.state.snapshot import MAX_LENGTH, load_state, save_state, state_size
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 # Version 2, empty: the header, a length for each attention layer, the states of the linear layers. Per token.
@@ -316,4 +316,4 @@ def test_arbitrary_bytes_are_refused(data):
 
 
 def test_activation_dtype():
-    assert all(activation_dtype(tiny_model("qwen3_moe", dtype)) == dtype for dtype in DTYPES)
+    assert all(tiny_model("qwen3_moe", dtype).activation_dtype == dtype for dtype in DTYPES)
