@@ -1,4 +1,4 @@
-"""Guesses which experts the next token or layer will want, and learns where and when guessing pays.
+"""What is read before it is asked for: guesses which experts come next, and learns where and when guessing pays.
 
 Two predictors: the experts that the layer used for the previous token, and the next layer's router
 applied to this layer's hidden state. Published recall on real models is 25-43 % for the first and
@@ -7,9 +7,13 @@ default. A guess changes when bytes are read, never which bytes are used. It kno
 """
 
 import statistics
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from .routing import Routing
+from .source import ExpertLoader
 
 WARMUP = 8  # judged guesses before a layer may be switched off: about one token's
 LEAST_USEFUL = 0.5  # share of guessed reads that must be used: a wasted read delays a needed one by as much
@@ -104,3 +108,64 @@ class Trial:
         self.ahead = statistics.median(self._times[True]) < statistics.median(self._times[False])
         self._left = VERDICT
         self._times = {True: [], False: []}
+
+
+class Lookahead:
+    """The policy of one model: what to read ahead when a layer has asked for its experts, and what to give up.
+
+    Args:
+        source: serves the experts.
+        prefetch: "lookahead" reads ahead what the next layer's router foresees, "previous" what the next
+            layer used for the previous token, "off" nothing.
+    """
+
+    def __init__(self, source: ExpertLoader, prefetch: str):
+        self.source, self.layout = source, source.layout
+        self.prefetch = prefetch if source.reads_ahead else "off"
+        self.predictor, self.trial = Predictor(), Trial()
+        self._started = 0.0
+        self._ahead: dict[int, list[int]] = {}  # experts read ahead for a layer, to be judged when it runs
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        """Whether foreseeing the experts of `layer` would be of use now."""
+        return self.prefetch == "lookahead" and tokens == 1 and self.trial.ahead and self.predictor.pays(layer)
+
+    def requested(self, routing: Routing, ids: np.ndarray) -> None:
+        """A layer has asked for its experts `ids` [T, K]: now for the next one's."""
+        guess = routing.guess
+        if self.source.reads_ahead and len(ids) == 1:
+            self._judge(routing.layer, ids[0])
+        if guess is not None:
+            wanted = self.predictor.confident(np.array(guess.ids), np.array(guess.weights))
+            self._ahead[guess.layer] = self.source.hint(guess.layer, wanted)
+        elif self.prefetch == "previous" and len(ids) == 1:
+            self._read_previous(routing.layer, ids)
+
+    def _judge(self, layer: int, ids: np.ndarray) -> None:
+        """Learns from what was read ahead for `layer`, and makes room where it is not worth keeping.
+
+        In a pool smaller than one token's experts each layer keeps its share only: least-recently-used order
+        alone would evict every record just before its layer comes round again.
+        """
+        self._time_token(layer)
+        ahead = self._ahead.pop(layer, [])
+        self.predictor.judge(layer, ahead, ids)
+        self.source.give_way(layer, [expert for expert in ahead if expert not in ids])
+        guesses = 0 if self.prefetch == "off" else len(ids)
+        share = self.source.slots_per_layer(spare=guesses)
+        if share < len(ids):
+            self.source.give_way(layer, ids[share:].tolist())
+
+    def _time_token(self, layer: int) -> None:
+        """Tells the trial how long a token took from its first layer's request to its last layer's."""
+        if layer == self.layout.moe_layers[0]:
+            self._started = time.perf_counter()
+        elif layer == self.layout.moe_layers[-1] and self.prefetch != "off":
+            self.trial.token(time.perf_counter() - self._started)
+
+    def _read_previous(self, layer: int, ids: np.ndarray) -> None:
+        """Reads ahead what the next layer used for the previous token."""
+        self.predictor.observe(layer, ids)
+        following = self.layout.next_moe_layer(layer)
+        if following is not None and self.trial.ahead and self.predictor.pays(following):
+            self._ahead[following] = self.source.hint(following, self.predictor.previous(following))

@@ -1,6 +1,6 @@
-"""Memory for expert blocks: which block lies in which slot, who still reads it, and which gives way next.
+"""Memory for experts' records: which lies in which slot, who still reads it, and which gives way next.
 
-The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every block in an array of
+The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every record in an array of
 its own in device memory, because updating an array that others refer to would copy all of it; there the
 host's memory is only a landing place that the GPU reads over the bus. It knows neither files nor threads, only futures.
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ExpertIOError
 from ..formats.record import ExpertLayout
-from ..ops import kernels
+from ..ops import backend
 
 Key = tuple[int, int]  # layer, expert
 PREFERRED_LOCATION, ACCESSED_BY, HOST = 3, 5, -1  # CU_MEM_ADVISE_SET_..., CU_DEVICE_CPU of <cuda.h>
@@ -26,7 +26,7 @@ PREFERRED_LOCATION, ACCESSED_BY, HOST = 3, 5, -1  # CU_MEM_ADVISE_SET_..., CU_DE
 
 @dataclass
 class Slot:
-    """One block in memory or on its way: in row `row` of the memory, or copied to `device`.
+    """One record in memory or on its way: in row `row` of the memory, or copied to `device`.
 
     `guard` must be evaluated before the memory is used again.
     """
@@ -39,13 +39,13 @@ class Slot:
 
 
 class SlotPool:
-    """At most `slots` blocks in least-recently-used order.
+    """At most `slots` records in least-recently-used order.
 
     Args:
-        layout: gives the size of a block.
-        slots: blocks that are kept.
-        landing: None keeps blocks where they were read to. A number copies each into an array of its own
-            as it arrives, and that many blocks may be on their way at once.
+        layout: gives the size of a record.
+        slots: records that are kept.
+        landing: None keeps records where they were read to. A number copies each into an array of its own
+            as it arrives, and that many records may be on their way at once.
     """
 
     def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None):
@@ -53,11 +53,11 @@ class SlotPool:
         self.copied = landing is not None
         self._copying: list[tuple[int, mx.array]] = []  # rows that the device still reads, and their copies
         self._landing: mx.array | None = None
-        if landing is not None and kernels.backend() == "cuda":
-            self.rows, self._landing = landing_memory(landing, layout.words)
+        if landing is not None and backend.name() == "cuda":
+            self.rows, self._landing = landing_memory(landing, layout.expert_stride // 4)
         else:
-            self.rows = page_aligned(slots if landing is None else landing, layout.words)
-        self._adopted = adopt(self.rows, "the expert pool") if kernels.backend() == "metal" else None
+            self.rows = page_aligned(slots if landing is None else landing, layout.expert_stride // 4)
+        self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
         self._free = list(range(len(self.rows)))
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._pins: Counter[Key] = Counter()
@@ -88,7 +88,7 @@ class SlotPool:
         self._arriving.add(key)
 
     def victim(self, for_guess: bool) -> Key | None:
-        """The block to evict before `take` can succeed: the least recently used one that is not pinned.
+        """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
         One that is still arriving only if there is no other, and not for a guess.
         """
@@ -112,9 +112,9 @@ class SlotPool:
         return memoryview(self.rows[slot.row]).cast("B")
 
     def arrived(self, key: Key) -> None:
-        """The block's bytes are there."""
+        """The record's bytes are there."""
         slot = self._used[key]
-        if self.copied:  # first: should there be no memory for it, the block has not arrived
+        if self.copied:  # first: should there be no memory for it, the record has not arrived
             slot.device = self._copy(slot.row)
             self._copying.append((slot.row, slot.device))
         slot.future = None
@@ -167,12 +167,12 @@ class SlotPool:
         return len(set(self._pins) - set(keys))
 
     def demote(self, key: Key) -> None:
-        """The block becomes the first to give way."""
+        """The record becomes the first to give way."""
         if key in self._used:
             self._used.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
-        """Forgets a block that nobody reads and whose read is over."""
+        """Forgets a record that nobody reads and whose read is over."""
         slot = self._used[key]
         if slot.guard is not None:
             mx.eval(slot.guard)
@@ -181,9 +181,9 @@ class SlotPool:
         if slot.device is None:
             self._free.append(slot.row)
         elif any(copy is slot.device for _, copy in self._copying):
-            self._finish_copies()  # they hold on to the block
+            self._finish_copies()  # they hold on to the record
 
-    def blocks(self) -> list[Key]:
+    def records(self) -> list[Key]:
         return list(self._used)
 
     def in_flight(self) -> list[Key]:
@@ -221,7 +221,7 @@ def landing_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
     """The same zeroed memory [rows, words] uint32 for the host, which direct I/O can fill, and for CUDA.
 
     MLX turns an array that Python looks into into managed memory. Told to stay with the host and to be mapped
-    for the GPU, its pages do not wander between the two at every use: on an H200 a block of 7 MB takes 0.2 ms
+    for the GPU, its pages do not wander between the two at every use: on an H200 a record of 7 MB takes 0.2 ms
     to its own array instead of 4.4.
     """
     array = mx.zeros((rows, words), mx.uint32)

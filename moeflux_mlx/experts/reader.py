@@ -1,7 +1,7 @@
 """Reads expert records from files into caller's memory, on a few threads, past the page cache if asked.
 
 Reads that somebody waits for overtake speculative ones in the queue. It knows files and offsets; what is
-worth keeping is `loader`'s business.
+worth keeping is the pool's business.
 """
 
 import contextlib
@@ -61,7 +61,8 @@ class ExpertReader:
         self._descriptors: list[int] = []
         self._identity: dict[int, tuple[int, ...]] = {}
         try:
-            self._opened = self._open(direct and self.layout.expert_stride % ALIGNMENT == 0)
+            aligned = all(record.stride % ALIGNMENT == 0 for record in self.layout.records.values())
+            self._opened = self._open(direct and aligned)
         except ExpertIOError:
             self._close_files()
             raise
@@ -83,10 +84,11 @@ class ExpertReader:
     @property
     def record_bytes(self) -> int:
         """Bytes of one read: the whole stride past the page cache, only the expert through it."""
-        return self._record_bytes(self.direct)
+        return max(self._bytes_of(layer, self.direct) for layer in self.layout.moe_layers)
 
-    def _record_bytes(self, direct: bool) -> int:
-        return self.layout.expert_stride if direct else self.layout.expert_size
+    def _bytes_of(self, layer: int, direct: bool) -> int:
+        record = self.layout.records[layer]
+        return record.stride if direct else record.size
 
     @property
     def busy_seconds(self) -> float:
@@ -98,7 +100,7 @@ class ExpertReader:
         """Queues one record; the future gives the bytes read, or an ExpertIOError.
 
         Args:
-            target: writable bytes, `expert_stride` long, page-aligned when `direct`.
+            target: writable bytes, a stride long, page-aligned when `direct`.
 
         Raises:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
@@ -181,8 +183,8 @@ class ExpertReader:
     def _read(self, read: _Read) -> int:
         """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
         files, direct = self._opened  # another thread may open them anew in the meantime
-        size = self._record_bytes(direct)
-        start, done = read.expert * self.layout.expert_stride, 0
+        size = self._bytes_of(read.layer, direct)
+        start, done = read.expert * self.layout.records[read.layer].stride, 0
         while done < size:
             try:
                 got = self._preadv(files[read.layer], [read.target[done:size]], start + done)
@@ -219,8 +221,9 @@ class ExpertReader:
 
     def _check(self, layer: int, path: os.PathLike[str], found: os.stat_result) -> None:
         """The file has its length, and is the one that was opened first: old and new bytes never mix."""
-        if found.st_size != self.layout.layer_bytes:
-            raise ExpertIOError(f"{path} has {found.st_size} bytes; the layout needs {self.layout.layer_bytes}")
+        wanted = self.layout.layer_bytes(layer)
+        if found.st_size != wanted:
+            raise ExpertIOError(f"{path} has {found.st_size} bytes; the layout needs {wanted}")
         identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
         if self._identity.setdefault(layer, identity) != identity:
             raise ExpertIOError(f"{path} was replaced while open; load the model again")

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 
-from moeflux_mlx.engine.io_mode import IoMode, from_environment, select_io_mode
+from moeflux_mlx.engine.budget import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
+from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.pool import SlotPool, landing_memory
 from moeflux_mlx.experts.reader import ExpertReader
-from moeflux_mlx.experts.source import ExpertLoader
+from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 
@@ -65,8 +67,12 @@ def write_packed(folder):
     paths = {}
     for layer in layout.moe_layers:
         paths[layer] = folder / layout.file_name(layer)
-        paths[layer].write_bytes(rng.integers(0, 256, layout.layer_bytes, dtype=np.uint8).tobytes())
+        paths[layer].write_bytes(rng.integers(0, 256, layout.layer_bytes(layer), dtype=np.uint8).tobytes())
     return PackedExperts(layout, paths)
+
+
+def opened(packed, mode, **options):
+    return MappedExperts(packed) if mode is IoMode.MMAP else StreamedExperts(packed, **options)
 
 
 @pytest.fixture
@@ -78,38 +84,38 @@ def records(packed, layer):
     return np.fromfile(packed.paths[layer], np.uint32).reshape(EXPERTS, -1)
 
 
-def blocks(batch):
-    """What the batch's ids point at, in their order."""
-    batch.wait()
-    blob, slots = batch.weights()
-    return np.asarray(blob)[slots.reshape(-1)]
+def blocks(lease):
+    """What the lease's ids point at, in their order."""
+    lease.wait()
+    found, slots = lease.records()
+    return np.asarray(found.blob)[slots.reshape(-1)]
 
 
 @pytest.mark.parametrize("mode", IoMode)
-def test_acquired_blocks_are_the_files_bytes(packed, mode):
-    loader = ExpertLoader(packed, mode=mode, cache_bytes=1)
+def test_leased_records_are_the_files_bytes(packed, mode):
+    loader = opened(packed, mode, cache_bytes=1)
 
     @settings(max_examples=30)
     @given(layer=st.sampled_from([0, 1]), ids=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=8))
     def check(layer, ids):
-        batch = loader.acquire(layer, np.array(ids, np.uint32)[None])
-        assert batch.inverse.shape == (1, len(ids))
-        assert np.array_equal(blocks(batch), records(packed, layer)[ids])
-        batch.release()
+        lease = loader.request(layer, np.array(ids, np.uint32)[None])
+        assert lease.inverse.shape == (1, len(ids))
+        assert np.array_equal(blocks(lease), records(packed, layer)[ids])
+        lease.release()
 
     check()
     loader.close()
 
 
 def test_pool_counts_hits_and_evicts_the_oldest(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1)
-    blocks(loader.acquire(0, np.arange(EXPERTS)))
-    blocks(loader.acquire(0, np.array([0])))  # expert 0 becomes the latest used, expert 1 the oldest
-    blocks(loader.acquire(1, np.array([0])))
+    loader = StreamedExperts(packed, cache_bytes=1)
+    blocks(loader.request(0, np.arange(EXPERTS)))
+    blocks(loader.request(0, np.array([0])))  # expert 0 becomes the latest used, expert 1 the oldest
+    blocks(loader.request(1, np.array([0])))
     assert (loader.stats.hits, loader.stats.misses) == (1, EXPERTS + 1)
     assert loader.stats.bytes_read == (EXPERTS + 1) * loader.record_bytes
-    assert loader.acquire(0, np.array([0])).ready.all()
-    assert not loader.acquire(0, np.array([1])).ready.any()
+    assert loader.request(0, np.array([0])).ready.all()
+    assert not loader.request(0, np.array([1])).ready.any()
     assert (loader.stats.hits, loader.stats.misses) == (2, EXPERTS + 2)
     loader.reset_stats()
     assert loader.stats.hits == loader.stats.misses == loader.stats.bytes_read == 0
@@ -117,53 +123,53 @@ def test_pool_counts_hits_and_evicts_the_oldest(packed):
 
 
 def test_nothing_is_read_when_everything_fits(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=packed.layout.total_bytes)
+    loader = StreamedExperts(packed, cache_bytes=packed.layout.total_bytes)
     for _ in range(3):
         for layer in (0, 1):
-            blocks(loader.acquire(layer, np.arange(EXPERTS)))
+            blocks(loader.request(layer, np.arange(EXPERTS)))
     assert loader.stats.misses == 2 * EXPERTS and loader.stats.hits == 4 * EXPERTS
     assert loader.stats.bytes_read == 2 * EXPERTS * loader.record_bytes
     loader.close()
 
 
 def test_direct_reads_take_the_stride_and_buffered_ones_the_expert(packed):
-    for direct, size in ((True, packed.layout.expert_stride), (False, packed.layout.expert_size)):
+    for direct, size in ((True, packed.layout.expert_stride), (False, packed.layout.record.size)):
         reader = ExpertReader(packed, direct=direct)
         assert reader.direct == direct  # the test machine's file system takes O_DIRECT
-        loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=reader)
-        got = blocks(loader.acquire(1, np.array([3])))[0]
+        loader = StreamedExperts(packed, reader=reader)
+        got = blocks(loader.request(1, np.array([3])))[0]
         assert loader.stats.bytes_read == size
         assert np.array_equal(got[: size // 4], records(packed, 1)[3][: size // 4])
         loader.close()
 
 
 def test_a_file_cut_short_while_open(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    loader = StreamedExperts(packed)
     os.truncate(packed.paths[0], packed.layout.expert_stride)
-    assert np.array_equal(blocks(loader.acquire(0, np.array([0])))[0], np.fromfile(packed.paths[0], np.uint32))
+    assert np.array_equal(blocks(loader.request(0, np.array([0])))[0], np.fromfile(packed.paths[0], np.uint32))
     for _ in range(2):  # nothing half-read is kept
         with pytest.raises(ExpertIOError, match="expert 1 of layer 0"):
-            loader.acquire(0, np.array([0, 1])).wait()
-    blocks(loader.acquire(1, np.array([1])))  # the loader still serves other experts
+            loader.request(0, np.array([0, 1])).wait()
+    blocks(loader.request(1, np.array([1])))  # the loader still serves other experts
     loader.close()
 
 
 @pytest.mark.parametrize("mode", IoMode)
 def test_a_closed_loader(packed, mode):
-    loader = ExpertLoader(packed, mode=mode)
-    batch = loader.acquire(0, np.array([0]))
+    loader = opened(packed, mode)
+    lease = loader.request(0, np.array([0]))
     loader.close()
     with pytest.raises(ExpertIOError, match="closed"):
-        loader.acquire(0, np.array([0]))
+        loader.request(0, np.array([0]))
     with pytest.raises(ExpertIOError, match="closed"):
-        batch.weights()
-    assert loader.prefetch(0, [1]) == []
+        lease.records()
+    assert loader.hint(0, [1]) == []
 
 
 def test_more_experts_than_slots(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2)
+    loader = StreamedExperts(packed, cache_bytes=1, least_slots=2)
     with pytest.raises(ValueError, match="3 experts .* 2 slots"):
-        loader.acquire(0, np.arange(3))
+        loader.request(0, np.arange(3))
     loader.close()
 
 
@@ -193,21 +199,21 @@ class Faults:
 @pytest.mark.parametrize("direct", [True, False])
 def test_survivable_faults_do_not_change_bytes(packed, kind, direct):
     faults = Faults()
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=direct, preadv=faults))
+    loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=direct, preadv=faults))
     faults.plan = [kind, kind]
-    size = packed.layout.expert_size // 4
-    assert np.array_equal(blocks(loader.acquire(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
+    size = packed.layout.record.size // 4
+    assert np.array_equal(blocks(loader.request(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
     loader.close()
 
 
 def test_refused_direct_io_falls_back_and_says_so(packed):
     faults = Faults()
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=True, preadv=faults))
+    loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=True, preadv=faults))
     faults.plan = ["einval"]
-    size = packed.layout.expert_size // 4
-    assert np.array_equal(blocks(loader.acquire(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
+    size = packed.layout.record.size // 4
+    assert np.array_equal(blocks(loader.request(0, np.array([2])))[0, :size], records(packed, 0)[2, :size])
     assert "page cache" in loader.note
-    assert loader.record_bytes == packed.layout.expert_size
+    assert loader.record_bytes == packed.layout.record.size
     loader.close()
 
 
@@ -220,27 +226,27 @@ def test_direct_io_that_is_refused_at_every_read(packed):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return os.preadv(fd, buffers, offset)
 
-    size = packed.layout.expert_size // 4
+    size = packed.layout.record.size // 4
     for _ in range(20):
-        loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=True, preadv=preadv))
-        assert np.array_equal(blocks(loader.acquire(0, np.arange(EXPERTS)))[:, :size], records(packed, 0)[:, :size])
+        loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=True, preadv=preadv))
+        assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS)))[:, :size], records(packed, 0)[:, :size])
         assert "page cache" in loader.note and not loader._reader.direct
         loader.close()
 
 
 def test_einval_from_buffered_reads_is_an_error(packed):
     faults = Faults()
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, direct=False, preadv=faults))
+    loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=False, preadv=faults))
     faults.plan = ["einval"]
     with pytest.raises(ExpertIOError, match="Invalid argument"):
-        loader.acquire(0, np.array([2])).wait()
+        loader.request(0, np.array([2])).wait()
     loader.close()
 
 
 @pytest.fixture
 def small(packed):
     """A loader of two slots."""
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2)
+    loader = StreamedExperts(packed, cache_bytes=1, least_slots=2)
     yield loader
     loader.close()
 
@@ -248,86 +254,86 @@ def small(packed):
 def test_a_guarded_block_is_not_overwritten_before_its_reader_is_evaluated(small):
     evaluated = Evaluated(2)
     for out in evaluated.arrays:  # two computations read the same block
-        batch = small.acquire(0, np.array([0, 1]))
-        batch.wait()
-        batch.release(out)
-    small.acquire(0, np.array([2, 3])).wait()
+        lease = small.request(0, np.array([0, 1]))
+        lease.wait()
+        lease.release(out)
+    small.request(0, np.array([2, 3])).wait()
     assert evaluated.count() == 2
 
 
 def test_a_batch_in_use_keeps_its_blocks(small):
-    first = small.acquire(0, np.array([0]))
-    second = small.acquire(0, np.array([1]))
+    first = small.request(0, np.array([0]))
+    second = small.request(0, np.array([1]))
     with pytest.raises(ValueError, match="1 experts .* 2 slots, 2 in use"):
-        small.acquire(0, np.array([2]))
+        small.request(0, np.array([2]))
     with pytest.raises(RuntimeError, match="in use"):
         small.invalidate()
     del first  # forgotten ones do not count
-    small.acquire(0, np.array([2])).wait()
+    small.request(0, np.array([2])).wait()
     second.wait()
     second.release()
 
 
 def test_a_guess_does_not_evict_what_it_asks_for(small, packed):
     for expert in (0, 1):
-        small.acquire(0, np.array([expert])).wait()
-    assert small.prefetch(0, [2, 0]) == [2]  # 0 is the older one
+        small.request(0, np.array([expert])).wait()
+    assert small.hint(0, [2, 0]) == [2]  # 0 is the older one
     small.drain()
-    batch = small.acquire(0, np.array([0, 2]))
-    assert batch.ready.all()
+    lease = small.request(0, np.array([0, 2]))
+    assert lease.ready.all()
 
 
 def test_wrong_guesses_do_not_fill_the_pool(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4)
+    loader = StreamedExperts(packed, cache_bytes=1, least_slots=4)
     for guess in (1, 2, 3, 4, 5):
-        loader.acquire(0, np.array([0])).wait()
-        loader.prefetch(1, [guess])
+        loader.request(0, np.array([0])).wait()
+        loader.hint(1, [guess])
         for key in loader.in_flight:
             loader._pools[0].get(key).future.result()
     for _ in range(2):
-        batch = loader.acquire(0, np.arange(4))
-        batch.wait()
-        batch.release()
-    assert batch.ready.all()
+        lease = loader.request(0, np.arange(4))
+        lease.wait()
+        lease.release()
+    assert lease.ready.all()
     assert loader.stats.wasted >= 3
     loader.close()
 
 
 def test_demoted_blocks_give_way_first(small):
     for expert in (0, 1):
-        small.acquire(0, np.array([expert])).wait()
-    small.demote(0, [1, 5])
-    small.acquire(0, np.array([2])).wait()
-    assert small.acquire(0, np.array([0])).ready.all()
+        small.request(0, np.array([expert])).wait()
+    small.give_way(0, [1, 5])
+    small.request(0, np.array([2])).wait()
+    assert small.request(0, np.array([0])).ready.all()
 
 
 def test_several_buffers_hold_whole_layers(packed):
     stride = packed.layout.expert_stride
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=8 * stride, least_slots=2, buffer_bytes=5 * stride)
+    loader = StreamedExperts(packed, cache_bytes=8 * stride, least_slots=2, buffer_bytes=5 * stride)
     assert [pool.slots for pool in loader._pools] == [4, 4]
     for layer in (0, 1):
-        assert np.array_equal(blocks(loader.acquire(layer, np.arange(4))), records(packed, layer)[:4])
+        assert np.array_equal(blocks(loader.request(layer, np.arange(4))), records(packed, layer)[:4])
     assert not np.shares_memory(loader._pools[0].rows, loader._pools[1].rows)
     loader.close()
 
 
 def test_blocks_copied_to_a_device(packed):
     """As on CUDA: an array for each block, and a landing place that is free again once it is copied."""
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1 << 20, least_slots=2, copied=True)
+    loader = StreamedExperts(packed, cache_bytes=1 << 20, least_slots=2, copied=True)
     assert len(loader._pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
     for _ in range(2):
         for start in range(0, EXPERTS, 2):
-            batch = loader.acquire(1, np.array([start, start + 1, start]))
-            assert np.array_equal(blocks(batch), records(packed, 1)[[start, start + 1, start]])
-            assert batch.weights()[0].shape[0] == 2
+            lease = loader.request(1, np.array([start, start + 1, start]))
+            assert np.array_equal(blocks(lease), records(packed, 1)[[start, start + 1, start]])
+            assert lease.records()[0].blob.shape[0] == 2
     assert loader.stats.hits == EXPERTS
     loader.close()
 
 
 def copying(packed):
     """A loader as on CUDA, that has used some blocks."""
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4, copied=True)
-    blocks(loader.acquire(0, np.arange(4)))
+    loader = StreamedExperts(packed, cache_bytes=1, least_slots=4, copied=True)
+    blocks(loader.request(0, np.arange(4)))
     return loader, loader._pools[0]
 
 
@@ -348,7 +354,7 @@ def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
             pool._finish_copies()
     for start in (2, 1, 0):
         wanted = np.arange(start, start + 4)
-        assert np.array_equal(blocks(loader.acquire(1, wanted)), records(packed, 1)[wanted])
+        assert np.array_equal(blocks(loader.request(1, wanted)), records(packed, 1)[wanted])
     rows = pool._free + [row for row, _ in pool._copying]
     assert len(set(rows)) == len(rows) <= len(pool.rows)
     loader.close()
@@ -363,24 +369,24 @@ def test_a_copy_that_fails_leaves_a_block_to_ask_for_again(packed, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(SlotPool, "_copy", full)
         with pytest.raises(RuntimeError, match="out of memory"):
-            loader.acquire(1, np.array([2, 5])).wait()
-    assert np.array_equal(blocks(loader.acquire(1, np.array([2, 5]))), records(packed, 1)[[2, 5]])
+            loader.request(1, np.array([2, 5])).wait()
+    assert np.array_equal(blocks(loader.request(1, np.array([2, 5]))), records(packed, 1)[[2, 5]])
     loader.close()
 
 
 def test_evicted_blocks_do_not_stay_in_device_memory(packed):
     loader, pool = copying(packed)
     for layer, start in ((1, 0), (0, 2), (1, 1)):
-        blocks(loader.acquire(layer, np.arange(start, start + 4)))
-        kept = {id(pool[key].device) for key in pool.blocks()}
+        blocks(loader.request(layer, np.arange(start, start + 4)))
+        kept = {id(pool[key].device) for key in pool.records()}
         assert {id(copy) for _, copy in pool._copying} <= kept
     loader.close()
 
 
 def test_closing_wakes_whoever_waits(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, copied=True, reader=ExpertReader(packed, workers=1, preadv=slow))
-    batch = loader.acquire(0, np.arange(EXPERTS))
-    waiting = threading.Thread(target=lambda: pytest.raises(ExpertIOError, batch.wait))
+    loader = StreamedExperts(packed, copied=True, reader=ExpertReader(packed, workers=1, preadv=slow))
+    lease = loader.request(0, np.arange(EXPERTS))
+    waiting = threading.Thread(target=lambda: pytest.raises(ExpertIOError, lease.wait))
     waiting.start()
     loader._reader.close()
     waiting.join(timeout=10)
@@ -403,13 +409,13 @@ def test_closing_while_reads_are_under_way(packed):
     before = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else set()
     threads = set(threading.enumerate())
     faults = Faults()
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, workers=2, preadv=faults))
+    loader = StreamedExperts(packed, reader=ExpertReader(packed, workers=2, preadv=faults))
     faults.plan = ["slow"] * 20
-    batch = loader.acquire(0, np.arange(EXPERTS))
-    loader.prefetch(1, range(EXPERTS))
+    lease = loader.request(0, np.arange(EXPERTS))
+    loader.hint(1, range(EXPERTS))
     loader.close()
     with pytest.raises(ExpertIOError, match="closed"):
-        batch.wait()
+        lease.wait()
     assert loader.stats.bytes_read < 2 * EXPERTS * loader.record_bytes
     assert set(threading.enumerate()) == threads
     if before:
@@ -418,8 +424,8 @@ def test_closing_while_reads_are_under_way(packed):
 
 def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):
     threads = set(threading.enumerate())
-    loader = ExpertLoader(packed, mode=IoMode.PREAD)
-    loader.acquire(0, np.arange(EXPERTS))
+    loader = StreamedExperts(packed)
+    loader.request(0, np.arange(EXPERTS))
     descriptors = list(loader._reader._descriptors)
     assert set(threading.enumerate()) > threads and descriptors
     del loader
@@ -433,16 +439,16 @@ def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD)
+    loader = StreamedExperts(packed)
     child = os.fork()
     if child == 0:
         try:
-            loader.acquire(0, np.array([0]))
+            loader.request(0, np.array([0]))
         except ExpertIOError as error:
             os._exit(0 if "forked" in str(error) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    assert np.array_equal(blocks(loader.acquire(0, np.array([0])))[0], records(packed, 0)[0])
+    assert np.array_equal(blocks(loader.request(0, np.array([0])))[0], records(packed, 0)[0])
     loader.close()
 
 
@@ -450,22 +456,22 @@ def test_whatever_goes_wrong_in_a_thread_reaches_the_caller(packed):
     def preadv(fd, buffers, offset):
         raise ZeroDivisionError("planted")
 
-    loader = ExpertLoader(packed, mode=IoMode.PREAD, reader=ExpertReader(packed, preadv=preadv))
+    loader = StreamedExperts(packed, reader=ExpertReader(packed, preadv=preadv))
     for _ in range(2 * EXPERTS):
         with pytest.raises(ExpertIOError, match="planted"):
-            loader.acquire(0, np.array([0])).wait()
+            loader.request(0, np.array([0])).wait()
     loader.close()
 
 
 def test_new_bytes_after_invalidate(packed):
-    loader = ExpertLoader(packed, mode=IoMode.PREAD)
-    old = blocks(loader.acquire(0, np.array([3])))[0].copy()
+    loader = StreamedExperts(packed)
+    old = blocks(loader.request(0, np.array([3])))[0].copy()
     with open(packed.paths[0], "r+b") as file:
-        file.write(bytes(packed.layout.layer_bytes))
+        file.write(bytes(packed.layout.layer_bytes(0)))
         os.fsync(file.fileno())
-    assert np.array_equal(blocks(loader.acquire(0, np.array([3])))[0], old)
+    assert np.array_equal(blocks(loader.request(0, np.array([3])))[0], old)
     loader.invalidate()
-    assert not blocks(loader.acquire(0, np.array([3]))).any()
+    assert not blocks(loader.request(0, np.array([3]))).any()
     loader.close()
 
 
@@ -496,7 +502,7 @@ class LoaderMachine(RuleBasedStateMachine):
         packed, self.truth = shared_files()
         self.faults = Faults()
         reader = ExpertReader(packed, workers=2, preadv=self.faults)
-        self.loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=4, reader=reader)
+        self.loader = StreamedExperts(packed, cache_bytes=1, least_slots=4, reader=reader)
 
     layers = st.sampled_from([0, 1])
     some_ids = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4)
@@ -507,25 +513,25 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids)
     def acquire(self, layer, ids):
-        batch = self.loader.acquire(layer, np.array(ids))
+        lease = self.loader.request(layer, np.array(ids))
         try:
-            got = blocks(batch)
+            got = blocks(lease)
         except ExpertIOError:
             return
         assert np.array_equal(got, self.truth[layer][ids])
-        batch.release()
+        lease.release()
 
     @rule(layer=layers, ids=some_ids)
     def prefetch(self, layer, ids):
-        self.loader.prefetch(layer, ids)
+        self.loader.hint(layer, ids)
 
     @rule(layer=layers, ids=some_ids, guess=some_ids)
     def prefetch_while_in_use(self, layer, ids, guess):
         """A guess between a request and its use leaves the request's blocks alone."""
-        batch = self.loader.acquire(layer, np.array(ids))
-        self.loader.prefetch(1 - layer, guess)
+        lease = self.loader.request(layer, np.array(ids))
+        self.loader.hint(1 - layer, guess)
         try:
-            got = blocks(batch)
+            got = blocks(lease)
         except ExpertIOError:
             return
         assert np.array_equal(got, self.truth[layer][ids])
@@ -541,18 +547,18 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids)
     def demote(self, layer, ids):
-        self.loader.demote(layer, ids)
+        self.loader.give_way(layer, ids)
 
     @rule()
     def invalidate(self):
         self.loader.invalidate()
-        assert not self.loader.acquire(0, np.array([0])).ready.any()
+        assert not self.loader.request(0, np.array([0])).ready.any()
         self.loader.drain()
 
     @invariant()
     def memory_is_bounded(self):
         assert self.loader.slots == 4
-        assert self.loader.resident_blocks <= 4
+        assert sum(map(len, self.loader._pools)) <= 4
 
     def teardown(self):
         self.faults.plan = []

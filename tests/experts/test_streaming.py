@@ -15,19 +15,22 @@ import numpy as np
 import pytest
 from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model
 
+from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.io_mode import IoMode
-from moeflux_mlx.engine.load import load_model
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
-from moeflux_mlx.experts import routed as experts
-from moeflux_mlx.experts import source as loader
+from moeflux_mlx.experts import mapped, routed, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
+from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.pool import landing_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
-from moeflux_mlx.experts.source import ExpertLoader
+from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
-from moeflux_mlx.ops import kernels, native
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.tensors import split_latent
+from moeflux_mlx.model.weights import fill, read_resident
+from moeflux_mlx.ops import backend, native
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K = 16, 4
@@ -46,14 +49,12 @@ def run(model, tokens, chunk):
 
 def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, **options):
     """A model of its own whose loader is made with `options`."""
-    model = load_model(path, dtype=mx.float32, expert_io="mmap")
-    packed = PackedExperts.open(path, model.args)
+    args, tensors = ModelArgs.from_file(path), read_resident(path)
+    packed = PackedExperts.open(path, args)
     reader = ExpertReader(packed, direct=direct, preadv=preadv)
-    model.experts = ExpertLoader(packed, mode=IoMode.PREAD, reader=reader, **options)
-    model.decode_step = None  # it belongs to the mapping
-    routed = RoutedExperts(model.experts, prefetch)
-    for layer in model.args.moe_layers:
-        model.layers[layer].mlp.experts = routed
+    source = StreamedExperts(packed, reader=reader, **options)
+    model = Model(args, RoutedExperts(source, prefetch), split_latent(tensors))
+    fill(model, tensors, args.quantization, mx.float32)
     return model
 
 
@@ -62,7 +63,7 @@ def small_waves(monkeypatch):
     """Prefill in waves of two experts."""
     args = ModelArgs.from_file(tiny_directory("qwen3_moe"))
     packed = PackedExperts.open(tiny_directory("qwen3_moe"), args)
-    monkeypatch.setattr(experts, "WAVE_BYTES", 2 * packed.layout.expert_stride)
+    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * packed.layout.expert_stride)
 
 
 OPTIONS = {
@@ -119,7 +120,7 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
 
     def locate(keys):
         blob, rows = located(keys)
-        alive.append(sum(pool.get(key).device is not None for key in pool.blocks()))
+        alive.append(sum(pool.get(key).device is not None for key in pool.records()))
         assert len(blob) == len(keys) <= TOP_K
         return blob, rows
 
@@ -164,15 +165,15 @@ def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, 
 
 def prefetching(model):
     """Lists (layer, experts) of all that is read ahead while tokens run."""
-    asked, prefetch = [], model.experts.prefetch
-    model.experts.prefetch = lambda layer, ids: asked.append((layer, list(ids))) or prefetch(layer, ids)
+    asked, prefetch = [], model.experts.hint
+    model.experts.hint = lambda layer, ids: asked.append((layer, list(ids))) or prefetch(layer, ids)
     return asked
 
 
 def using(model):
     """Lists (layer, experts) of all that is used."""
-    used, acquire = [], model.experts.acquire
-    model.experts.acquire = lambda layer, ids: used.append((layer, ids[0].tolist())) or acquire(layer, ids)
+    used, request = [], model.experts.request
+    model.experts.request = lambda layer, ids: used.append((layer, ids[0].tolist())) or request(layer, ids)
     return used
 
 
@@ -213,10 +214,10 @@ def test_what_is_foreseen_is_read_for_the_next_layer():
     routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
     cache, seen = model.make_cache(), []
     mx.eval(model(tokens_of("qwen3_moe")[:, :6], cache))
-    asked, read_ahead = prefetching(model), routed._read_ahead
-    routed._read_ahead = lambda routing, ids: seen.append(routing.guess) or read_ahead(routing, ids)
+    asked, requested = prefetching(model), routed.lookahead.requested
+    routed.lookahead.requested = lambda routing, ids: seen.append(routing.guess) or requested(routing, ids)
     mx.eval(model(mx.array([[7]]), cache))
-    wanted = [(g.layer, routed.predictor.confident(np.array(g.ids), np.array(g.weights))) for g in seen if g]
+    wanted = [(g.layer, routed.lookahead.predictor.confident(np.array(g.ids), np.array(g.weights))) for g in seen if g]
     assert asked == wanted and [layer for layer, _ in asked] == list(layers[1:])
     model.experts.close()
 
@@ -242,7 +243,7 @@ def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
     model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=5 * 16384)
     routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
     ahead, useful, judged = {}, dict.fromkeys(layers, 0.7), dict.fromkeys(layers, 0)
-    acquire, read = model.experts.acquire, model.experts.prefetch
+    acquire, read = model.experts.request, model.experts.hint
 
     def note_use(layer, ids):
         for expert in ahead.pop(layer, []):
@@ -254,16 +255,16 @@ def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
         ahead[layer] = read(layer, ids)
         return ahead[layer]
 
-    monkeypatch.setattr(model.experts, "acquire", note_use)
-    monkeypatch.setattr(model.experts, "prefetch", note_guess)
+    monkeypatch.setattr(model.experts, "request", note_use)
+    monkeypatch.setattr(model.experts, "hint", note_guess)
     cache = model.make_cache()
     for token in range(4):
         mx.eval(model(mx.array([[token]]), cache))
     assert sum(judged.values()) > len(layers)
     for layer in layers:
-        assert routed.predictor.record(layer).judged == judged[layer]
-        assert routed.predictor.record(layer).useful == pytest.approx(useful[layer])
-    for record in map(routed.predictor.record, layers):
+        assert routed.lookahead.predictor.record(layer).judged == judged[layer]
+        assert routed.lookahead.predictor.record(layer).useful == pytest.approx(useful[layer])
+    for record in map(routed.lookahead.predictor.record, layers):
         record.judged, record.useful = WARMUP, 0.0
     read_ahead = prefetching(model)
     mx.eval(model(mx.array([[5]]), cache))
@@ -316,7 +317,7 @@ def test_nothing_is_read_once_everything_is_there():
     tokens = tokens_of("qwen3_moe")
     run(model, tokens, 40)
     for layer in model.args.moe_layers:
-        model.experts.acquire(layer, np.arange(EXPERTS)).wait()
+        model.experts.request(layer, np.arange(EXPERTS)).wait()
     model.experts.reset_stats()
     run(model, tokens, 1)
     assert model.experts.stats.bytes_read == 0 and model.experts.stats.hit_rate == 1
@@ -344,7 +345,7 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
     mx.eval(model(tokens_of("qwen3_moe")))
     for layer, ids in used.items():
         hottest = np.argsort(-np.bincount(ids, minlength=EXPERTS), kind="stable")[:share]
-        assert model.experts.acquire(layer, hottest).ready.all()
+        assert model.experts.request(layer, hottest).ready.all()
     model.experts.close()
 
 
@@ -394,8 +395,8 @@ def test_an_error_between_asking_and_using_leaves_the_pool_usable(monkeypatch):
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        for module in (native, kernels):
-            patch.setattr(module, "expert_gate_up", broken)
+        for name in ("expert_gate_up", "expert_ffn"):  # one of them runs here
+            patch.setattr(routed, name, broken)
         for _ in range(2 * TOP_K):
             with pytest.raises(MemoryError):
                 model(tokens[:, :1])
@@ -428,7 +429,7 @@ def test_a_failed_read_ends_one_call_only(chunk, small_waves):
 GENERATE = """
     import sys, hashlib
     import mlx.core as mx
-    from moeflux_mlx.engine.load import load_model
+    from moeflux_mlx.engine.engine import load_model
     from moeflux_mlx.engine.generation import generate_step
     model = load_model(sys.argv[1], dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
     digest = hashlib.sha256()
@@ -518,9 +519,9 @@ def test_a_replaced_file_is_served_only_after_the_next_open(replaceable, mode):
 CUT = """
     import os, sys
     import mlx.core as mx
-    from moeflux_mlx.ops import kernels, native
+    from moeflux_mlx.ops import native
     from moeflux_mlx.errors import ExpertIOError
-    from moeflux_mlx.engine.load import load_model
+    from moeflux_mlx.engine.engine import load_model
     if sys.argv[2] == "twins":
         native.available, native.warn_if_missing = (lambda: False), (lambda: None)
     model = load_model(sys.argv[1], dtype=mx.float32, expert_io="mmap")
@@ -536,7 +537,7 @@ CUT = """
     """
 
 
-@pytest.mark.skipif(kernels.backend() == "cuda", reason="the GPU has a copy of its own")
+@pytest.mark.skipif(backend.name() == "cuda", reason="the GPU has a copy of its own")
 @pytest.mark.parametrize("kind", ["native", "twins"])
 def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
     """The system kills a process that reads behind the end."""
@@ -551,9 +552,9 @@ def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     path, file, data = replaceable
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "warn_if_missing", lambda: None)
-    mapped = loader._map
+    real = mapped._map
     with monkeypatch.context() as patch:
-        patch.setattr(loader, "_map", lambda *args: (mx.array(mapped(*args)[0]), mapped(*args)[1]))
+        patch.setattr(mapped, "_map", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
         model = load_model(path, dtype=mx.float32, expert_io="mmap")
     cache = model.make_cache()
     for _ in range(2):
@@ -575,11 +576,11 @@ def test_what_metal_does_not_adopt_is_said(replaceable, monkeypatch):
 
     monkeypatch.setattr(mx, "from_dlpack", refuse)
     packed = PackedExperts.open(path, ModelArgs.from_file(path))
-    monkeypatch.setattr(kernels, "backend", lambda: "metal")
+    monkeypatch.setattr(backend, "name", lambda: "metal")
     with pytest.raises(ExpertIOError, match=f"Metal does not take {path}.*layer_00.bin.*without a copy.*--expert-io"):
-        ExpertLoader(packed, mode=IoMode.MMAP)
+        MappedExperts(packed)
     with pytest.raises(ExpertIOError, match="Metal does not take the expert pool.*--expert-cache-gb"):
-        ExpertLoader(packed, mode=IoMode.PREAD)
+        StreamedExperts(packed)
 
 
 def test_a_replaced_file_is_not_opened_again(replaceable):
@@ -608,4 +609,4 @@ def test_a_file_cut_between_check_and_open(replaceable):
     file.write_bytes(data[:-16384])
     for mode in IoMode:
         with pytest.raises(ExpertIOError, match="layer_01.bin has"):
-            ExpertLoader(packed, mode=mode)
+            MappedExperts(packed) if mode is IoMode.MMAP else StreamedExperts(packed)

@@ -1,0 +1,35 @@
+"""The seam between a model and its experts: what a layer's router decides, and who computes what it chose."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops.backend import Array
+
+
+@dataclass
+class Routing:
+    """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
+
+    `guess` is the same for the next layer with experts, foreseen from this layer's hidden state; it is computed only
+    when asked for, and may be wrong.
+    """
+
+    layer: int
+    ids: mx.array | np.ndarray
+    weights: mx.array | np.ndarray
+    guess: "Routing | None" = None
+
+
+class RoutedExpertsCall(Protocol):
+    """Whoever implements it knows where expert weights are; the model does not."""
+
+    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Array:
+        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]."""
+        ...
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        """Whether foreseeing the experts of `layer` would be of use now."""
+        ...

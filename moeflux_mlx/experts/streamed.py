@@ -1,0 +1,347 @@
+"""Experts read into a pool of slots, which is their only cache.
+
+Least recently used records give way, one that somebody may still read does not, and reads run on worker threads while
+the caller computes. It knows bytes, files and which expert was used when; it does not know what a transformer is.
+"""
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, as_completed
+from itertools import chain
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ExpertIOError
+from ..formats.packed import PackedExperts
+from ..formats.record import ExpertLayout
+from ..ops import backend
+from ..ops.experts import Records
+from .pool import Slot, SlotPool
+from .reader import DEFAULT_WORKERS, ExpertReader
+from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
+
+DEFAULT_CACHE_BYTES = 2 << 30
+
+
+class StreamedExperts(ExpertLoader):
+    """Args:
+        packed: the opened files.
+        decision: why they are read.
+        cache_bytes: size of the pool.
+        least_slots: records that one request may ask for; the pool is never smaller.
+        buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
+            some of the layers.
+        workers: reading threads.
+        copied: whether records are copied into device memory as they arrive; by default on CUDA.
+        reader: replaces the default reader (direct I/O), in tests.
+
+    Raises:
+        ExpertIOError: a file cannot be opened.
+    """
+
+    mode = IoMode.PREAD
+    reads_ahead = True
+
+    def __init__(
+        self,
+        packed: PackedExperts,
+        decision: str = "",
+        *,
+        cache_bytes: int | None = None,
+        least_slots: int | None = None,
+        buffer_bytes: int | None = None,
+        workers: int = DEFAULT_WORKERS,
+        copied: bool | None = None,
+        reader: ExpertReader | None = None,
+    ):
+        super().__init__(packed.layout, decision)
+        self._busy_before = 0.0
+        self._callers: set[int] = set()  # the first two threads that have had a turn
+        self._guards: list[mx.array] = []  # given out in this turn
+        self._ahead: list[Key] = []  # the one generation of speculative reads
+        self._reader = reader or ExpertReader(packed, workers=workers)
+        self._stop = weakref.finalize(self, self._reader.close)
+        least = least_slots or self.layout.num_experts
+        self._pools = _pools(self.layout, cache_bytes or DEFAULT_CACHE_BYTES, least, buffer_bytes, copied)
+        self._groups = np.array_split(np.array(self.layout.moe_layers), len(self._pools))
+        self._pool_of = {layer: self._pools[i] for i, group in enumerate(self._groups) for layer in group.tolist()}
+
+    @property
+    def stats(self) -> LoaderStats:
+        self._stats.busy_seconds = self._reader.busy_seconds - self._busy_before
+        return self._stats
+
+    def reset_stats(self) -> None:
+        with self._lock:
+            super().reset_stats()
+            self._busy_before = self._reader.busy_seconds
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        """That direct I/O was refused, if it was."""
+        return self._reader.note
+
+    @property
+    def record_bytes(self) -> int:
+        return self._reader.record_bytes
+
+    @property
+    def slots(self) -> int:  # type: ignore[override]
+        return sum(pool.slots for pool in self._pools)
+
+    @property
+    def in_flight(self) -> list[Key]:
+        """Records whose read is under way."""
+        return [key for pool in self._pools for key in pool.in_flight()]
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """A lazy array can be evaluated only by the thread that made it, and what a call leaves lazy reads memory that
+        the next call may use again. So once several threads have called, nothing is left lazy; what a single thread
+        leaves is at least under way.
+        """
+        self.check_process()
+        self._check_open()
+        with self._lock:
+            self._check_open()
+            if len(self._callers) < 2:
+                self._callers.add(threading.get_ident())
+            shared = len(self._callers) > 1
+            try:
+                yield shared
+            finally:
+                (mx.eval if shared else mx.async_eval)(self._guards)
+                self._guards = []
+
+    def request(self, layer: int, ids: np.ndarray) -> Lease:
+        self._check_open()
+        keys, inverse = asked_for(layer, ids)
+        ready = np.ones(len(keys), bool)
+        lease = Lease(self, keys, inverse, ready)
+        self._collect()
+        try:
+            self._admit(self._pool_of[layer], keys, ready)
+        except BaseException:
+            lease.release()
+            raise
+        lease.ready = ready[inverse]
+        return lease
+
+    def hint(self, layer: int, ids: Sequence[int]) -> list[int]:
+        """Begins to read records that may be wanted next; returns the ids that were not there.
+
+        What the last hint queued and nobody has begun to read is dropped first. Only what nobody holds
+        and what this call does not ask for is evicted for a guess.
+        """
+        if self._closed:
+            return []
+        self._drop_queued()
+        self._collect()
+        pool = self._pool_of[layer]
+        missing = [key for key in ((layer, expert) for expert in ids) if pool.find(key) is None]
+        for key in missing:
+            if key in pool:  # asked for twice
+                continue
+            slot = self._claim(pool, for_guess=True)
+            if slot is None:
+                break
+            self._submit(pool, key, slot, speculative=True)
+            self._ahead.append(key)
+        self._stats.prefetched += len(self._ahead)
+        return [expert for _, expert in self._ahead]
+
+    def give_way(self, layer: int, ids: Sequence[int]) -> None:
+        """These records are the first to be replaced.
+
+        A pass over all layers that is larger than the pool would otherwise leave nothing for the next one.
+        """
+        for expert in ids if self._pools else ():
+            self._pool_of[layer].demote((layer, expert))
+
+    def slots_per_layer(self, spare: int = 0) -> int:
+        return min(
+            (max(pool.slots - spare, 0) // len(self._groups[i]) for i, pool in enumerate(self._pools)), default=0
+        )
+
+    def wait_for(self, layer: int) -> None:
+        with self._lock:
+            self._take_in([key for key in self.in_flight if key[0] == layer])
+
+    def drain(self) -> None:
+        with self._lock:
+            self._take_in(self.in_flight)
+
+    def invalidate(self) -> None:
+        with self._lock:
+            self.drain()
+            for pool in self._pools:
+                if pool.pinned_besides([]):
+                    raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
+                self._empty(pool)
+
+    def finish(self, keys: list[Key]) -> list[ExpertIOError]:
+        if self._closed:
+            return [ExpertIOError(CLOSED)]
+        if not keys:
+            return []
+        start, failures, pool = time.perf_counter(), [], self._pool_of[keys[0][0]]
+        for key in self._in_turn(pool, keys):
+            error = self._arrived(pool, key)
+            if error is None and key not in pool:
+                error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
+            failures += [] if error is None else [error]
+        self._stats.wait_seconds += time.perf_counter() - start
+        return failures[:1]
+
+    def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
+        self._check_open()
+        layer = keys[0][0]
+        blob, rows = self._pool_of[layer].locate(keys)
+        return Records(blob, self.layout.records[layer]), rows
+
+    def unpin(self, keys: list[Key], out: mx.array | None) -> None:
+        if not self._pools:  # closed
+            return
+        if out is not None:
+            self._guards.append(out)
+        for key in keys:
+            self._pool_of[key[0]].unpin(key, out)
+
+    def _let_go(self) -> None:
+        self._stop()
+        self._take_in(self.in_flight)
+        for pool in self._pools:
+            self._empty(pool)
+        self._pools = []
+
+    def _admit(self, pool: SlotPool, keys: list[Key], ready: np.ndarray) -> None:
+        """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
+        held = pool.pinned_besides(keys)
+        for key in keys:
+            pool.pin(key)
+        if len(keys) + held > pool.slots:
+            raise ValueError(
+                f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots, {held} in use"
+            )
+        for i, key in enumerate(keys):
+            slot = pool.find(key)
+            ready[i] = slot is not None and slot.future is None
+            if slot is not None:
+                self._count(slot)
+        for key in [key for key in keys if key not in pool]:
+            self._stats.misses += 1
+            slot = self._claim(pool)
+            assert slot is not None  # there are at least as many slots as pinned records
+            self._submit(pool, key, slot, speculative=False)
+
+    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
+        """A slot whose memory nobody reads; evicts records if need be. None: not for a guess."""
+        while (slot := pool.take()) is None:
+            key = pool.victim(for_guess)
+            if key is None:
+                return None
+            self._evict(pool, key)
+        return slot
+
+    def _evict(self, pool: SlotPool, key: Key) -> None:
+        slot = pool[key]
+        if slot.future is not None and slot.future.cancel():
+            self._stats.prefetched -= slot.speculative
+        elif self._arrived(pool, key) is not None:
+            return  # the read failed, and the record with it
+        else:
+            self._stats.wasted += slot.speculative
+        pool.drop(key)
+
+    def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
+        slot.speculative = speculative
+        slot.future = self._reader.submit(*key, pool.memory(slot), speculative=speculative)
+        pool.put(key, slot)
+
+    def _count(self, slot: Slot) -> None:
+        if slot.future is None:
+            self._stats.hits += 1
+            self._stats.prefetch_hits += slot.speculative
+        else:
+            self._stats.misses += 1
+            self._stats.late += 1
+            self._reader.promote(slot.future)
+        slot.speculative = False
+
+    def _collect(self) -> None:
+        """Takes in what has arrived, so that it counts as present and may be evicted.
+
+        A failure that a batch will ask about stays until then.
+        """
+        for pool in self._pools:
+            for key in pool.in_flight():
+                future = pool[key].future
+                if future is not None and future.done() and not (pool.pinned(key) and _failed(future)):
+                    self._arrived(pool, key)
+
+    @staticmethod
+    def _in_turn(pool: SlotPool, keys: list[Key]) -> Iterable[Key]:
+        """In the order in which to wait; records that are copied, as they arrive: copies hide behind reads."""
+        if not pool.copied:
+            return keys
+        reads = {slot.future: key for key in keys if (slot := pool.get(key)) and slot.future}
+        present = [key for key in keys if key not in reads.values()]
+        return chain(present, (reads[future] for future in as_completed(reads)))
+
+    def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
+        """Waits for one record; a failed one is dropped and its error returned."""
+        slot = pool.get(key)
+        if slot is None or slot.future is None:
+            return None
+        try:
+            error = slot.future.exception()  # not raised here: its traceback would keep the callers' frames
+        except CancelledError:
+            error = ExpertIOError("the expert loader was closed while reading")
+        if error is not None:
+            pool.drop(key)
+            return cast(ExpertIOError, error)
+        nbytes = slot.future.result()
+        pool.arrived(key)
+        self._stats.bytes_read += nbytes
+        return None
+
+    def _drop_queued(self) -> None:
+        for key in self._ahead:
+            pool = self._pool_of[key[0]]
+            slot = pool.get(key)
+            if slot is not None and slot.speculative and slot.future is not None and slot.future.cancel():
+                pool.drop(key)
+                self._stats.prefetched -= 1
+        self._ahead = []
+
+    def _take_in(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._arrived(self._pool_of[key[0]], key)
+
+    def _empty(self, pool: SlotPool) -> None:
+        for key in pool.records():
+            self._stats.wasted += pool[key].speculative
+            pool.drop(key)
+
+
+def _failed(future: "Future[int]") -> bool:
+    """Of a finished read."""
+    return future.cancelled() or future.exception() is not None
+
+
+def _pools(
+    layout: ExpertLayout, cache_bytes: int, least: int, buffer_bytes: int | None, copied: bool | None
+) -> list[SlotPool]:
+    """One pool, or as many as keep each within `buffer_bytes`."""
+    if copied is None:
+        copied = backend.name() == "cuda"
+    total = min(max(cache_bytes // layout.expert_stride, least), layout.total_bytes // layout.expert_stride)
+    at_most = total if buffer_bytes is None else max(buffer_bytes // layout.expert_stride, 1)
+    count = min(-(-total // at_most), max(total // least, 1), len(layout.moe_layers))
+    landing = 2 * least if copied else None
+    return [SlotPool(layout, total // count, landing) for _ in range(count)]
