@@ -6,49 +6,22 @@ written at it, and attention masks what lies beyond.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from ..state.cache import Cache, up_to
+from ..state.cache import Cache, Traced, up_to
 
-if TYPE_CHECKING:
-    from .decoder import Model
-
-
-class FixedCache:
-    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes).
-
-    `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
-    """
-
-    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
-        self.keys, self.values, self.offset, self._seen = keys, values, offset, seen
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start = self.offset[None]
-        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
-        self.values = mx.slice_update(self.values, values, start, axes=(2,))
-        return self.keys, self.values
-
-    def mask(self, length: int) -> mx.array:
-        return self._seen(self.keys.shape[2])
-
-
-class FixedState:
-    """A recurrent cache's two arrays, without a position."""
-
-    def __init__(self, conv: mx.array, recurrent: mx.array):
-        self.conv, self.recurrent, self.offset = conv, recurrent, 0
+Run = Callable[[mx.array, Sequence[Traced]], mx.array]  # tokens [1, 1] and a cache for each layer -> logits
 
 
 class DecodeStep:
-    """Runs `model` for one token of one sequence. What is traced holds on to the model's arrays until `forget`."""
+    """Runs a model for one token of one sequence. What is traced holds on to the model's arrays until `forget`."""
 
-    def __init__(self, model: "Model"):
-        self._model = model
+    def __init__(self, run: Run):
+        self._run = run
         # One for each thread: MLX keeps traces by thread, and with a function forgets those of its last caller only.
         self._compiled: dict[int, Any] = {}
 
@@ -69,24 +42,23 @@ class DecodeStep:
         state: list[Any] = [array for layer in cache for array in layer.state[:2]]
         thread = threading.get_ident()
         if thread not in self._compiled:
-            self._compiled[thread] = mx.compile(self._run)
+            self._compiled[thread] = mx.compile(self._trace([type(layer).traced for layer in cache]))
         logits, *arrays = self._compiled[thread](tokens, offset, *state)
         for layer, first, second in zip(cache, arrays[::2], arrays[1::2], strict=True):
             layer.state = (first, second, layer.offset + 1)
         return logits
 
-    def _run(self, tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
-        layers = self._model.layers
+    def _trace(self, kinds: "Sequence[Callable[..., Traced]]") -> Callable[..., list[mx.array]]:
+        def run(tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
+            @lru_cache
+            def seen(capacity: int) -> mx.array:
+                return up_to(offset, capacity)
 
-        @lru_cache
-        def seen(capacity: int) -> mx.array:
-            return up_to(offset, capacity)
+            pairs = zip(kinds, arrays[::2], arrays[1::2], strict=True)
+            caches = [kind(first, second, offset, seen) for kind, first, second in pairs]
+            out = [self._run(tokens, caches)]
+            for cache in caches:
+                out += cache.arrays
+            return out
 
-        caches: list[Any] = [
-            FixedState(first, second) if layer.is_linear else FixedCache(first, second, offset, seen)
-            for layer, first, second in zip(layers, arrays[::2], arrays[1::2], strict=True)
-        ]
-        out = [self._model.lm_head(self._model.run(tokens, caches))]
-        for cache in caches:
-            out += [cache.conv, cache.recurrent] if isinstance(cache, FixedState) else [cache.keys, cache.values]
-        return out
+        return run

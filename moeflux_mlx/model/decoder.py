@@ -1,6 +1,6 @@
 """The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, cast
@@ -10,15 +10,20 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import RequestError
-from ..ops import cpu, kernels
-from ..spec import LINEAR, ModelArgs
-from ..state.cache import Cache, KVCache, LatentCache, RecurrentCache
+from ..experts.routed import RoutedExperts
+from ..experts.routing import RoutedExpertsCall
+from ..kinds import Delta, GroupedQuery, Latent, Mixer
+from ..ops import backend
+from ..ops.backend import Array
+from ..ops.tiles import MAX_TOKENS
+from ..spec import ModelArgs
+from ..state.cache import Cache, Traced, make_cache
 from .attention import Attention
 from .compiled import DecodeStep
 from .delta import GatedDeltaNet
 from .latent import MLA
-from .linear import MLP, Embedding, Linear, RMSNorm
-from .moe import MoE, RoutedExpertsCall
+from .layers import MLP, Embedding, Linear, RMSNorm
+from .moe import MoE
 
 
 def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:
@@ -28,43 +33,43 @@ def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:
         raise RequestError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
 
 
+def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
+    """The module that mixes tokens as `mixer` says, and its name in checkpoints."""
+    match mixer:
+        case GroupedQuery():
+            return "self_attn", Attention(mixer, args.hidden_size, args.rms_norm_eps)
+        case Latent():
+            return "self_attn", MLA(mixer, args.hidden_size, split_latent)
+        case Delta():
+            return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
+
+
 class DecoderLayer(nn.Module):
     """h = x + mixer(norm(x)); out = h + mlp(norm(h)). The MLP adds h itself: the MoE combine includes it."""
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
-        self.is_linear = args.layer_types[layer] == LINEAR
-        self.is_latent = bool(args.kv_lora_rank)
-        if self.is_linear:
-            self.linear_attn = GatedDeltaNet(args)
-        else:
-            self.self_attn = MLA(args, split_latent) if self.is_latent else Attention(args)
+        self._mixer_name, mixer = mixer_of(args.mixers[layer], args, split_latent)
+        setattr(self, self._mixer_name, mixer)
         is_moe = layer in args.moe_layers
         self.mlp = MoE(args, layer, experts) if is_moe else DenseMLP(args.hidden_size, args.intermediate_size)
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
-    def __call__(self, x: mx.array, cache: Cache) -> mx.array:
-        mixer: nn.Module = self.linear_attn if self.is_linear else self.self_attn
-        h = x + mixer(self.input_layernorm(x), cache)
-        normed = self.post_attention_layernorm(h)
-        return self.mlp(normed, h)
-
-    def make_cache(self) -> Cache:
-        if self.is_linear:
-            return RecurrentCache()
-        return LatentCache() if self.is_latent else KVCache()
+    def __call__(self, x: Array, cache: Any) -> Array:
+        h = x + self[self._mixer_name](self.input_layernorm(x), cache)
+        return self.mlp(self.post_attention_layernorm(h), h)
 
 
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
-    def __call__(self, x: mx.array, h_mid: mx.array) -> mx.array:  # type: ignore[override]
-        out = h_mid + super().__call__(x)
-        if x.shape[1] > kernels.MAX_TOKENS and not cpu.takes(out):
+    def __call__(self, x: Array, residual: Array) -> Array:  # type: ignore[override]
+        out = residual + super().__call__(x)
+        if x.shape[1] > MAX_TOKENS:
             # Layers of experts are waited for to read the routing. Without a wait here the attention of all
             # layers before the first of them would be in memory together.
-            mx.eval(out)
+            backend.finish(out)
         return out
 
 
@@ -85,19 +90,26 @@ class Model(nn.Module):
 
     Args:
         args: the hyper-parameters.
-        experts: the call behind which routed experts are read and computed; None for a model that never runs.
+        experts: who reads and computes routed experts; None for a model that is made for its shapes only.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
+
+    Attributes:
+        args: the hyper-parameters.
+        experts: the source of routed experts, an `ExpertLoader`.
     """
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool = False):
+    def __init__(self, args: ModelArgs, experts: RoutedExperts | None, split_latent: bool = False):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
-        self.suits_cpu = cpu.suits(args)
-        self.decode_step: DecodeStep | None = None  # set when every expert is in a GPU's memory
-        self.experts: Any = None  # the `ExpertLoader`, set by whoever loads the model
+        self.suits_cpu = backend.takes_widths(_widths(args))
+        self.experts: Any = None if experts is None else experts.source
+        self.decode_step: DecodeStep | None = None
+        if self.experts is not None and self.experts.is_resident:
+            self.decode_step = DecodeStep(self._step)
+            self.experts.at_close(self.decode_step.forget)
 
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
@@ -129,7 +141,7 @@ class Model(nn.Module):
         cache = self.make_cache() if cache is None else cache
         with nullcontext(False) if self.experts is None else self.experts.turn() as shared:
             self._check(tokens, cache)
-            out = cpu.leave(compute(tokens, cache))
+            out = backend.leave(compute(tokens, cache))
             if shared:
                 mx.eval(out, [layer.state for layer in cache])
         return out
@@ -142,18 +154,22 @@ class Model(nn.Module):
             raise RequestError(f"tokens are {tokens.shape}; give at least one")
         if len(cache) != len(self.layers):
             raise RequestError(f"{len(cache)} caches for {len(self.layers)} layers; use model.make_cache()")
-        if tokens.size > 1 or not kernels.has_kernels():
+        if tokens.size > 1 or not backend.has_kernels():
             check_vocabulary(cast(Any, tokens.item()) if tokens.size == 1 else np.array(tokens), self.args.vocab_size)
 
     def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
         if self.decode_step is not None and self.decode_step.takes(tokens, cache):
             return self.decode_step(tokens, cache)
+        return self._step(tokens, cache)
+
+    def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced]) -> mx.array:
+        """Also what is compiled."""
         return self.lm_head(self.run(tokens, cache))
 
-    def run(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
+    def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
         """`hidden` without taking a turn, on the CPU as a numpy array."""
         if self.suits_cpu:
-            tokens = cpu.enter(tokens, self.model.norm.weight.dtype)
+            tokens = backend.enter(tokens, self.activation_dtype)
         h = self.model.embed_tokens(tokens)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache)
@@ -163,5 +179,17 @@ class Model(nn.Module):
     def layers(self) -> list[Any]:
         return self.model.layers
 
+    @property
+    def activation_dtype(self) -> mx.Dtype:
+        """The dtype that the model computes in and that its attention and convolution caches hold."""
+        return self.model.norm.weight.dtype
+
     def make_cache(self) -> list[Cache]:
-        return [layer.make_cache() for layer in self.layers]
+        """An empty cache for each layer."""
+        return [make_cache(mixer) for mixer in self.args.mixers]
+
+
+def _widths(args: ModelArgs) -> set[int]:
+    """Of the rows that operations meet."""
+    plain = {args.hidden_size, args.intermediate_size, args.shared_expert_intermediate_size}
+    return plain.union(*(mixer.widths for mixer in args.mixers))

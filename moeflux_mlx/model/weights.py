@@ -11,15 +11,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import ModelFileError
-from ..ops import cpu
-from ..spec import Quantization, Storage
+from ..ops import backend
+from ..ops.backend import FLOATS
+from ..quant import Quant, Quantization
 from .decoder import Model
-from .linear import Weight
-
-FLOATS = (mx.float32, mx.bfloat16, mx.float16)
-KEPT_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
-EMBEDDING = ".embed_tokens"
-ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
+from .layers import Weight
+from .tensors import kept_dtype
 
 
 def read_resident(path: Path) -> dict[str, mx.array]:
@@ -40,25 +37,9 @@ def read_resident(path: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def resident_bytes(tensors: dict[str, mx.array], dtype: mx.Dtype) -> int:
-    """Bytes of `tensors` as `fill` keeps them; reads nothing."""
-    return sum(_kept_bytes(name, tensor, dtype) for name, tensor in tensors.items())
-
-
-def _kept_bytes(name: str, tensor: mx.array, dtype: mx.Dtype) -> int:
-    if tensor.dtype == mx.uint32:
-        return tensor.nbytes
-    path, _, leaf = name.rpartition(".")
-    kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith(ROUTERS) else dtype
-    if leaf in ("scales", "biases") and not path.endswith(EMBEDDING):
-        kept = _affine_dtype(tensor, kept)
-    return tensor.size * kept.size
-
-
 def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype) -> None:
-    """Gives every parameter of `model` its tensor, converted once to what the arithmetic needs.
+    """Gives every parameter of `model` its tensor, converted once to the form in which it is kept (`tensors`).
 
-    Scales, biases, norms and dense matrices become `dtype`; the router and the decay parameters float32.
     `tensors` is emptied, so that no tensor is in memory twice.
 
     Raises:
@@ -67,18 +48,18 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
     left = tensors
     matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
     for path, module in matrices.items():
-        _fill_weight(path, module, left, quantization, mx.float32 if path.endswith(ROUTERS) else dtype)
+        _fill_weight(path, module, left, quantization, dtype)
     for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         path, _, leaf = name.rpartition(".")
         if path not in matrices:
-            kept = mx.float32 if leaf in KEPT_FLOAT32 else dtype
-            setattr(_module(model, path), leaf, _take_float(left, name, parameter.shape).astype(kept))
+            tensor = _take_float(left, name, parameter.shape)
+            setattr(_module(model, path), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
     arrange(model)
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())
     mx.clear_cache()  # what the tensors were before is not for keeping: on a Mac it would stay wired
-    cpu.settle(model)
+    backend.settle_weights(model.parameters())
 
 
 def arrange(model: Model) -> None:
@@ -100,41 +81,37 @@ def _fill_weight(
 ) -> None:
     weight = _take(left, f"{path}.weight")
     if f"{path}.scales" not in left and weight.dtype in FLOATS:
-        module.weight, module.filled = _checked_float(f"{path}.weight", weight, module.shape).astype(dtype), True
+        values = _checked_float(f"{path}.weight", weight, module.shape)
+        module.weight, module.filled = values.astype(kept_dtype(f"{path}.weight", values, dtype)), True
         mx.eval(module.weight)
         return
     if f"{path}.scales" not in left:
         raise ModelFileError(f"tensor {path}.scales is missing; {path}.weight is {weight.dtype}")
-    module.group_size, module.bits = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
+    module.quant = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
     module.weight = weight
-    grouped = (*module.shape[:-1], module.shape[-1] // module.group_size)
+    grouped = (*module.shape[:-1], module.quant.groups(module.shape[-1]))
     for name in ("scales", "biases"):
         tensor = _take_float(left, f"{path}.{name}", grouped)
-        setattr(module, name, tensor.astype(dtype if path.endswith(EMBEDDING) else _affine_dtype(tensor, dtype)))
+        setattr(module, name, tensor.astype(kept_dtype(f"{path}.{name}", tensor, dtype)))
     mx.eval(module.weight, module.scales, module.biases)
-
-
-def _affine_dtype(tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
-    """Of scales and biases: the CPU reads less when they stay bfloat16, and computes in float32 all the same."""
-    on_cpu = dtype == mx.float32 and mx.default_device() == mx.cpu
-    return tensor.dtype if on_cpu and tensor.dtype == mx.bfloat16 else dtype
 
 
 def _geometry(
     path: str, shape: tuple[int, ...], weight: mx.array, scales: mx.array, quantization: Quantization | None
-) -> tuple[int, int]:
-    """(group_size, bits) from the shapes, checked against the configuration."""
+) -> Quant:
+    """What the shapes say, checked against the configuration."""
     if weight.dtype != mx.uint32:
         raise ModelFileError(f"tensor {path}.weight is {weight.dtype}; a quantised weight is uint32")
     cols = shape[-1]
-    group_size, bits = cols // max(scales.shape[-1], 1), 32 * weight.shape[-1] // cols
+    found = Quant(32 * weight.shape[-1] // cols, cols // max(scales.shape[-1], 1))
     stated = (quantization or Quantization()).of(path)
-    if stated != Storage(group_size, bits):
+    if stated != found:
         raise ModelFileError(
-            f"{path} has group_size {group_size} and {bits} bits by its shapes; config.json says {stated or 'none'}"
+            f"{path} has group_size {found.group_size} and {found.bits} bits by its shapes; "
+            f"config.json says {stated or 'none'}"
         )
-    _check_shape(f"{path}.weight", weight, (*shape[:-1], cols * bits // 32))
-    return group_size, bits
+    _check_shape(f"{path}.weight", weight, (*shape[:-1], found.words(cols)))
+    return found
 
 
 def _take(left: dict[str, mx.array], name: str) -> mx.array:

@@ -13,16 +13,18 @@ from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.budget import Demand, plan_memory
-from moeflux_mlx.engine.io_mode import Figures
-from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.kinds import FULL, LINEAR, Latent, Rotation
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.latent import softmax_scale
-from moeflux_mlx.ops.rope import RoPE
+from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.packing.matrix import SourceFormat
-from moeflux_mlx.resources import directory
-from moeflux_mlx.spec import FULL, LINEAR, ModelArgs, Storage, quantization_entries, read_json, variants
+from moeflux_mlx.quant import Quant, entries
+from moeflux_mlx.spec import ModelArgs, variants
 
 GIB = 2**30
 # name: expert bytes, layer file bytes, MoE layers, total GiB (arithmetic on the published shapes)
@@ -53,8 +55,8 @@ def test_variants_are_the_named_ones():
 def test_sizes(name):
     layout = ExpertLayout.from_args(ModelArgs.from_variant(name))
     expert, layer, count, total = SIZES[name]
-    assert layout.expert_size == layout.expert_stride == expert
-    assert layout.layer_bytes == layer
+    assert layout.record.size == layout.expert_stride == expert
+    assert layout.largest_layer == layer
     assert len(layout.moe_layers) == count
     assert round(layout.total_bytes / GIB, 2) == total
 
@@ -104,35 +106,35 @@ def test_quantization_overrides():
         "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}, "lm_head": False,
     }  # fmt: skip
     quantization = ModelArgs.from_dict(config).quantization
-    assert quantization.of("model.layers.0.mlp.gate") == Storage(64, 8)
+    assert quantization.of("model.layers.0.mlp.gate") == Quant(8, 64)
     assert quantization.of("lm_head") is None
-    assert quantization.of("model.layers.1.mlp.gate") == Storage(64, 4)
+    assert quantization.of("model.layers.1.mlp.gate") == Quant(4, 64)
 
 
 @pytest.mark.parametrize(
     "entry, wanted",
     [
-        ({"group_size": None, "bits": 3}, Storage(64, 3)),
-        ({"group_size": 32}, Storage(32, 4)),
-        ({}, Storage(64, 4)),
-        ({"group_size": None, "bits": None, "mode": None}, Storage(64, 4)),
-        ({"group_size": None, "bits": None, "mode": "mxfp4"}, Storage(32, 4, "mxfp4")),
-        ({"mode": "nvfp4"}, Storage(16, 4, "nvfp4")),
-        ({"bits": 8, "mode": "mxfp8"}, Storage(32, 8, "mxfp8")),
+        ({"group_size": None, "bits": 3}, Quant(3, 64)),
+        ({"group_size": 32}, Quant(4, 32)),
+        ({}, Quant(4, 64)),
+        ({"group_size": None, "bits": None, "mode": None}, Quant(4, 64)),
+        ({"group_size": None, "bits": None, "mode": "mxfp4"}, Quant(4, 32, "mxfp4")),
+        ({"mode": "nvfp4"}, Quant(4, 16, "nvfp4")),
+        ({"bits": 8, "mode": "mxfp8"}, Quant(8, 32, "mxfp8")),
     ],
 )
 def test_what_is_not_stated_is_the_modes_default(entry, wanted):
     """As mlx-lm's command line writes it for mixed recipes; a module's mode is affine, whatever the file's is."""
     config = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4", "lm_head": entry}}
-    assert quantization_entries(config) == {"": Storage(32, 4, "mxfp4"), "lm_head": wanted}
-    assert quantization_entries({"quantization": entry}) == {"": wanted}
+    assert entries(config) == {"": Quant(4, 32, "mxfp4"), "lm_head": wanted}
+    assert entries({"quantization": entry}) == {"": wanted}
 
 
 @pytest.mark.parametrize("entry", [{"bits": 7}, {"group_size": 48}, {"mode": "q4_k"}, {"bits": True}, {"mode": 4}])
 def test_unknown_storage_names_its_module(entry):
     for quantization, path in (({"lm_head": entry}, "lm_head"), (entry, "the model")):
         with pytest.raises(ConfigError, match=f"quantization of {path}: .* is not known"):
-            quantization_entries({"quantization": quantization})
+            entries({"quantization": quantization})
 
 
 @pytest.mark.parametrize(
@@ -276,10 +278,10 @@ def check_usable(config):
         assert not isinstance(value, float) or math.isfinite(value), name
         assert type(value) is not int or 0 <= value < 2**31, name
     assert all(0 <= layer < args.num_hidden_layers for layer in args.moe_layers)
-    rope = RoPE(args)
+    rope = Rope(Rotation(args.rotary_dim, args.rope_theta, args.rope_scaling))
     frequencies = np.frombuffer(rope.frequencies)
     assert len(frequencies) == args.rotary_dim // 2 and np.isfinite(frequencies).all() and (frequencies >= 0).all()
-    assert 0 < rope.magnitude < 1e9 and 0 < softmax_scale(args) < 1e9
+    assert 0 < rope.magnitude < 1e9 and all(0 < softmax_scale(m) < 1e9 for m in args.mixers if isinstance(m, Latent))
     layout = ExpertLayout.from_args(args)
     plan_memory(args, layout, Figures(1 << 62), Demand(resident=0, context=100))
     if args.num_hidden_layers <= 8:

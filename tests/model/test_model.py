@@ -1,6 +1,7 @@
 """Logits of the four families against Hugging Face's, from every checkpoint form, in every chunking."""
 
 import shutil
+from dataclasses import replace
 
 import goldens
 import mlx.core as mx
@@ -12,13 +13,14 @@ from tiny_models import on_cpu, tiny_directory, tiny_model
 import moeflux_mlx.model.latent as mla
 import moeflux_mlx.ops.rope as rope
 import moeflux_mlx.ops.route as router
-from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts.routed import RoutedExperts
-from moeflux_mlx.formats.record import PARTS
-from moeflux_mlx.model import linear
+from moeflux_mlx.kinds import Yarn
+from moeflux_mlx.model.layers import Weight
 from moeflux_mlx.model.weights import read_resident
-from moeflux_mlx.ops import kernels, native
-from moeflux_mlx.spec import Yarn
+from moeflux_mlx.ops import backend, latent, native
+from moeflux_mlx.ops.linear import multiply
+from moeflux_mlx.quant import DEFAULT, PARTS
 
 TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
 SAME_GOLDEN = ("hub", "hub_sharded", "transformers5", "mlx4", "moeflux")
@@ -66,7 +68,7 @@ def test_any_chunking_gives_the_same_logits(family):
     model = tiny_model(family, mx.float32)
     whole = run(model, tokens, tokens.shape[1])
     for chunk in (1, 2, 7, 8, 9, 16, 39):
-        assert np.abs(run(model, tokens, chunk) - whole).max() < (TOLERANCE if kernels.has_kernels() else 1e-4)
+        assert np.abs(run(model, tokens, chunk) - whole).max() < (TOLERANCE if backend.has_kernels() else 1e-4)
 
 
 @pytest.mark.parametrize("family", goldens.families())
@@ -193,17 +195,17 @@ class TestPlantedFaults:
         assert breaks(monkeypatch, "deepseek_v3", rope, "yarn_inv_freq", wrong) > 10 * TOLERANCE
 
     def test_softmax_scale_without_mscale(self, monkeypatch):
-        def wrong(args):
-            return args.head_dim**-0.5
+        def wrong(mixer):
+            return mixer.head_dim**-0.5
 
         assert breaks(monkeypatch, "deepseek_v3", mla, "softmax_scale", wrong) > 10 * TOLERANCE
 
     def test_half_split_rotation_in_mla(self, monkeypatch):
-        class Wrong(rope.RoPE):
-            def __init__(self, args, interleaved):
-                super().__init__(args, interleaved=False)
+        class Wrong(rope.Rope):
+            def __init__(self, rotation):
+                super().__init__(replace(rotation, interleaved=False))
 
-        assert breaks(monkeypatch, "deepseek_v3", mla, "RoPE", Wrong) > 10 * TOLERANCE
+        assert breaks(monkeypatch, "deepseek_v3", mla, "Rope", Wrong) > 10 * TOLERANCE
 
     def test_dropped_groups_masked_with_zero(self, monkeypatch):
         class Zeros:
@@ -212,7 +214,7 @@ class TestPlantedFaults:
 
         assert breaks(monkeypatch, "deepseek_v3", router, "mx", Zeros(), "negbias") > 10 * TOLERANCE
 
-    @pytest.mark.skipif(kernels.has_kernels(), reason="a kernel chooses the experts there")
+    @pytest.mark.skipif(backend.has_kernels(), reason="a kernel chooses the experts there")
     def test_smallest_experts_instead_of_largest(self, monkeypatch):
         right = router.top_k
 
@@ -222,19 +224,19 @@ class TestPlantedFaults:
         assert breaks(monkeypatch, "qwen3_moe", router, "top_k", wrong) > 10 * TOLERANCE
 
     def test_absorbed_attention_without_the_rotated_part(self, monkeypatch):
-        for method in ("_absorbed", "_absorbed_native"):  # one of them runs here
-            right = getattr(mla.MLA, method)
+        for name in ("_absorbed", "_absorbed_native"):  # one of them runs here
+            right = getattr(latent, name)
 
-            def wrong(self, q_nope, q_pe, *rest, right=right):
-                return right(self, q_nope, 0 * q_pe, *rest)
+            def wrong(q_nope, q_pe, *rest, right=right):
+                return right(q_nope, 0 * q_pe, *rest)
 
-            monkeypatch.setattr(mla.MLA, method, wrong)
-        assert breaks(monkeypatch, "deepseek_v3", mla.MLA, "_absorbed", mla.MLA._absorbed, chunk=1) > 10 * TOLERANCE
+            monkeypatch.setattr(latent, name, wrong)
+        assert breaks(monkeypatch, "deepseek_v3", latent, "_absorbed", latent._absorbed, chunk=1) > 10 * TOLERANCE
 
 
 def quantised(layer, rows, columns):
     """Fills `layer` with random 4-bit codes; returns its dense matrix [rows, columns]."""
-    layer.bits, layer.group_size = 4, 64
+    layer.quant = DEFAULT
     dense = mx.array(np.random.default_rng(1).standard_normal((rows, columns)).astype(np.float32))
     layer.weight, layer.scales, layer.biases = mx.quantize(dense, group_size=64, bits=4)
     return mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=64, bits=4)
@@ -243,13 +245,17 @@ def quantised(layer, rows, columns):
 @pytest.mark.parametrize("columns, calls", [(64, 0), (128, 1)])
 def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls):
     """MLX's product writes nothing there."""
-    layer, product, seen = linear.Weight(96, columns), mx.quantized_matmul, []
+    layer, product, seen = Weight(96, columns), mx.quantized_matmul, []
     dense = quantised(layer, 96, columns)
     x = mx.array(np.random.default_rng(2).standard_normal((5, columns)).astype(np.float32))
-    monkeypatch.setattr(kernels, "backend", lambda: "cuda")
+    monkeypatch.setattr(backend, "name", lambda: "cuda")
     monkeypatch.setattr(mx, "quantized_matmul", lambda *args: seen.append(1) or product(*args))
-    assert mx.allclose(layer.multiply(x, transpose=True), x @ dense.T, atol=1e-4)
+    assert mx.allclose(multiply(x, layer, transpose=True), x @ dense.T, atol=1e-4)
     assert len(seen) == calls
+
+
+def products(layer, x):
+    return [matrices.multiply(x, transpose=True) for matrices in (layer.key, layer.value)]
 
 
 @on_cpu()  # CUDA takes nothing else
@@ -258,10 +264,9 @@ def test_on_a_gpu_the_halves_of_the_latent_projection_replace_it(monkeypatch):
     layer = mla.LatentProjection(heads, nope, v_dim, latent)
     quantised(layer, heads * (nope + v_dim), latent)
     x = mx.array(np.random.default_rng(3).standard_normal((1, heads, 5, latent)).astype(np.float32))
-    before, bytes_before = (layer.key(x, transpose=True), layer.value(x)), layer.weight.nbytes
-    monkeypatch.setattr(kernels, "has_kernels", lambda: True)
+    before, bytes_before = products(layer, x), layer.weight.nbytes
+    monkeypatch.setattr(backend, "has_kernels", lambda: True)
     layer.arrange()
     assert "weight" not in layer
     assert sum(half.weight.nbytes for half in layer.halves) == bytes_before
-    assert mx.array_equal(layer.key(x, transpose=True), before[0])
-    assert mx.array_equal(layer.value(x), before[1])
+    assert all(map(mx.array_equal, products(layer, x), before))

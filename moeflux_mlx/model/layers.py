@@ -1,6 +1,6 @@
-"""Linear layers and the embedding, dense or affine-quantised, with the same call for both.
+"""The layers that mixers and experts are made of: parameters, and the operations that they are for.
 
-A layer is declared with its sizes only; `weights` fills it and tells it how its tensor is stored.
+A matrix is declared with its sizes only; `weights` fills it and tells it how its tensor is stored.
 """
 
 from itertools import accumulate
@@ -8,7 +8,11 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..ops import cpu, kernels
+from ..ops.backend import Array
+from ..ops.elementwise import silu_mul, split
+from ..ops.linear import embed, linear
+from ..ops.norm import rms_norm
+from ..quant import Quant
 
 
 class Weight(nn.Module):
@@ -17,8 +21,7 @@ class Weight(nn.Module):
     def __init__(self, *shape: int):
         super().__init__()
         self._shape = shape
-        self.bits = 0  # 0: dense
-        self.group_size = 0
+        self.quant: Quant | None = None  # None: dense
         self.filled = False  # True once it has a tensor; until then the weight is zeros that nobody has evaluated
         self.weight = mx.zeros(shape)
 
@@ -29,22 +32,7 @@ class Weight(nn.Module):
 
     def tensors(self) -> tuple[str, ...]:
         """Names of the arrays that hold it."""
-        return ("weight", "scales", "biases") if self.bits else ("weight",)
-
-    def multiply(self, x: mx.array, transpose: bool) -> mx.array:
-        """x @ W.T (`transpose`) or x @ W; leading axes broadcast."""
-        # Dense too where a row is a single group: MLX 0.32.4's CUDA product leaves its output unwritten there.
-        if not self.bits or (self.scales.shape[-1] == 1 and kernels.backend() == "cuda"):
-            weight = self.dequantized()
-            return x @ (weight.swapaxes(-1, -2) if transpose else weight)
-        return mx.quantized_matmul(
-            x, self.weight, self.scales, self.biases, transpose, self.group_size, self.bits
-        )  # fmt: skip
-
-    def dequantized(self) -> mx.array:
-        if not self.bits:
-            return self.weight
-        return mx.dequantize(self.weight, self.scales, self.biases, self.group_size, self.bits)
+        return ("weight",) if self.quant is None else ("weight", "scales", "biases")
 
 
 class Linear(Weight):
@@ -53,14 +41,8 @@ class Linear(Weight):
     def __init__(self, in_features: int, out_features: int):
         super().__init__(out_features, in_features)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        if cpu.takes(x):
-            return cpu.linear(x, self)
-        rows = x.size // x.shape[-1]
-        if self.bits == 4 and self.group_size == kernels.GROUP and kernels.qmv4_pays(rows, *self.shape):
-            y = kernels.qmv4(x.reshape(rows, -1), self.weight, self.scales, self.biases)
-            return y.reshape(*x.shape[:-1], -1)
-        return self.multiply(x, transpose=True)
+    def __call__(self, x: Array) -> Array:
+        return linear(x, self)
 
 
 class Stack:
@@ -73,13 +55,13 @@ class Stack:
         self.layers = layers
         self.ends = list(accumulate(layer.shape[0] for layer in layers))
         self.stacked: Linear | None = None
-        alike = len({(layer.bits, layer.group_size, layer.weight.dtype) for layer in layers}) == 1
-        if alike and all(layer.bits or layer.filled for layer in layers):
+        alike = len({(layer.quant, layer.weight.dtype) for layer in layers}) == 1
+        if alike and all(layer.quant or layer.filled for layer in layers):
             self.stacked = self._join()
 
     def _join(self) -> Linear:
         joined = Linear(self.layers[0].shape[1], self.ends[-1])
-        joined.bits, joined.group_size = self.layers[0].bits, self.layers[0].group_size
+        joined.quant = self.layers[0].quant
         for part in joined.tensors():
             setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))
             mx.eval(joined[part])
@@ -87,12 +69,10 @@ class Stack:
                 setattr(layer, part, joined[part][start:end])
         return joined
 
-    def __call__(self, x: mx.array) -> list[mx.array]:
+    def __call__(self, x: Array) -> list[Array]:
         if self.stacked is None:
             return [layer(x) for layer in self.layers]
-        if cpu.takes(x):
-            return cpu.split(self.stacked(x), *self.ends[:-1])
-        return list(mx.split(self.stacked(x), self.ends[:-1], axis=-1))
+        return split(self.stacked(x), *self.ends[:-1])
 
 
 class Embedding(Weight):
@@ -101,14 +81,8 @@ class Embedding(Weight):
     def __init__(self, num_embeddings: int, dims: int):
         super().__init__(num_embeddings, dims)
 
-    def __call__(self, ids: mx.array) -> mx.array:
-        if cpu.takes(ids):
-            return cpu.embed(ids, self)
-        if not self.bits:
-            return self.weight[ids]
-        return mx.dequantize(
-            self.weight[ids], self.scales[ids], self.biases[ids], self.group_size, self.bits
-        )  # fmt: skip
+    def __call__(self, ids: Array) -> Array:
+        return embed(ids, self)
 
 
 class RMSNorm(nn.Module):
@@ -119,10 +93,8 @@ class RMSNorm(nn.Module):
         self.weight = mx.ones((dims,))
         self.eps = eps
 
-    def __call__(self, x: mx.array) -> mx.array:
-        if cpu.takes(x):
-            return cpu.rms_norm(x, self.weight, self.eps)
-        return mx.fast.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class MLP(nn.Module):
@@ -139,8 +111,8 @@ class MLP(nn.Module):
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.gate_proj, self.up_proj)
 
-    def __call__(self, x: mx.array, scale: mx.array | None = None) -> mx.array:
+    def __call__(self, x: Array, scale: Array | None = None) -> Array:
         """`scale` [..., 1] multiplies the result: before the last product, where MLX fuses it with the SwiGLU."""
         gate, up = self._inputs(x)
-        act = cpu.silu_mul(gate, up) if cpu.takes(x) else nn.silu(gate) * up
+        act = silu_mul(gate, up)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype))

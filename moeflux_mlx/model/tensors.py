@@ -1,0 +1,76 @@
+"""The plan of resident tensors, everything that is not a routed expert: what a model needs, how a conversion stores
+it, and in which form it is kept in memory. Conversion, planning and loading all ask here.
+"""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..quant import DEFAULT, Quant
+from ..spec import ModelArgs
+from .decoder import Model
+from .layers import Weight
+
+KEPT_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
+EMBEDDING = ".embed_tokens"
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
+ROUTER_BITS = 8
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def needed(args: ModelArgs, split_latent: bool = False) -> tuple[Shapes, Shapes]:
+    """Shapes of the model's matrices by module path, and of its other tensors by name."""
+    model = Model(args, None, split_latent)
+    matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
+    names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
+    return matrices, {name: shape for name, shape in names.items() if name.rpartition(".")[0] not in matrices}
+
+
+def stored_as(args: ModelArgs, path: str, columns: int, bits: int = DEFAULT.bits) -> Quant | None:
+    """How a conversion stores a matrix that comes as floats, linear layers in `bits`; None: as floats."""
+    is_router = path.endswith(ROUTERS)
+    if (is_router and args.router.correction_bias) or columns % DEFAULT.group_size:
+        return None
+    return Quant(ROUTER_BITS if is_router else bits, DEFAULT.group_size)
+
+
+def split_latent(names: Mapping[str, object]) -> bool:
+    """Whether MLA's up-projection comes as a pair of tensors, by the names there are."""
+    return any(name.endswith(".embed_q.weight") for name in names)
+
+
+def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
+    """Of a tensor in memory, of a model whose activations have `dtype`.
+
+    Scales, biases, norms and dense matrices become `dtype`; the router and the decay parameters float32.
+    """
+    if tensor.dtype == mx.uint32:
+        return mx.uint32
+    path, _, leaf = name.rpartition(".")
+    kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith(ROUTERS) else dtype
+    # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.
+    on_cpu = kept == mx.float32 and mx.default_device() == mx.cpu
+    narrow = leaf in ("scales", "biases") and not path.endswith(EMBEDDING) and tensor.dtype == mx.bfloat16
+    return mx.bfloat16 if on_cpu and narrow else kept
+
+
+def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
+    """Bytes of `tensors`, by name, as they are kept; reads nothing."""
+    return sum(tensor.size * kept_dtype(name, tensor, dtype).size for name, tensor in tensors.items())
+
+
+def variant_bytes(args: ModelArgs, dtype: mx.Dtype) -> int:
+    """`resident_bytes` of a model that is not here, as a conversion with 4 bits would store it."""
+    matrices, plain = needed(args)
+    tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
+    for path, (*rows, columns) in matrices.items():
+        quant = stored_as(args, path, columns)
+        if quant is None:
+            tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
+            continue
+        tensors[f"{path}.weight"] = mx.zeros((*rows, quant.words(columns)), mx.uint32)
+        for part in ("scales", "biases"):
+            tensors[f"{path}.{part}"] = mx.zeros((*rows, quant.groups(columns)), mx.bfloat16)
+    return resident_bytes(tensors, dtype)
