@@ -13,16 +13,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ConfigError, ModelFileError
+from ..families.names import canonical_name
 from ..formats.checkpoint import FLOATS, Tensor
-from ..formats.record import BITS, GROUP_SIZE
-from ..spec import AFFINE_BITS, AFFINE_GROUPS, Storage, quantization_entries
-from .sanitize import canonical_name
+from ..quant import Quant, entries, is_computed, is_known
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
-SUFFIXES = ("weight", "scales", "biases")
-
-
-PACKED = Storage(GROUP_SIZE, BITS)
 
 
 class SourceFormat:
@@ -36,16 +31,16 @@ class SourceFormat:
     def __init__(self, config: Mapping[str, Any], layers: int):
         """Raises ConfigError: a quantisation that is not known; `layers` as for `canonical_name`."""
         hub = _object(config, "quantization_config") or _object(_object(config, "text_config"), "quantization_config")
-        entries = quantization_entries(config)
-        if not entries and hub and "quant_method" not in hub:
-            entries = quantization_entries({"quantization": hub})
-        self.mlx = bool(entries)
+        found = entries(config)
+        if not found and hub and "quant_method" not in hub:
+            found = entries({"quantization": hub})
+        self.mlx = bool(found)
         self.block = (128, 128) if self.mlx else _fp8_block(hub)
-        self.default = entries.pop("", None)
-        names = {path: canonical_name(f"{path}.weight", layers) for path in entries}
-        self.overrides = {name: entries[path] for path, name in names.items() if name is not None}
+        self.default = found.pop("", None)
+        names = {path: canonical_name(f"{path}.weight", layers) for path in found}
+        self.overrides = {name: found[path] for path, name in names.items() if name is not None}
 
-    def check(self, name: str, found: Storage | None, tensor: Tensor) -> None:
+    def check(self, name: str, found: Quant | None, tensor: Tensor) -> None:
         """Raises ModelFileError: shapes and config.json tell different stories about a matrix."""
         if not self.mlx:
             return
@@ -61,8 +56,7 @@ class SourceFormat:
         experts = {name for name in self.overrides if ".mlp.switch_mlp." in name or ".mlp.experts." in name}
         stated = {"": self.default, **self.overrides}
         return any(
-            one is not None and (one.mode != "affine" or (name in ("", *experts) and one != PACKED))
-            for name, one in stated.items()
+            one is not None and not is_computed(one, routed=name in ("", *experts)) for name, one in stated.items()
         )
 
     def mode(self, name: str) -> str:
@@ -91,14 +85,14 @@ def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """`shape` [..., rows, cols] is the logical one. With `storage`, the weight holds codes; with
+    """`shape` [..., rows, cols] is the logical one. With `quant`, the weight holds codes; with
     `inverse`, fp8 codes that are multiplied by a scale for each block; else plain floats."""
 
     shape: tuple[int, ...]
     weight: Tensor
     scales: Tensor | None = None
     biases: Tensor | None = None
-    storage: Storage | None = None
+    quant: Quant | None = None
     inverse: Tensor | None = None
     block: tuple[int, int] = (128, 128)
 
@@ -109,7 +103,9 @@ class Matrix:
     @property
     def is_packed(self) -> bool:
         """Whether the stored bytes are what a packed expert holds."""
-        return self.storage == PACKED and all(t is not None and t.dtype == "BF16" for t in (self.scales, self.biases))
+        if self.quant is None or not is_computed(self.quant, routed=True):
+            return False
+        return all(t is not None and t.dtype == "BF16" for t in (self.scales, self.biases))
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""
@@ -142,11 +138,11 @@ class Matrix:
         if self.inverse is not None:
             return finite(self.weight, self._from_fp8(start, stop))
         part = self.rows(start, stop)
-        return part._dequantized() if part.storage else finite(self.weight, part.weight.read())
+        return part._dequantized() if part.quant else finite(self.weight, part.weight.read())
 
     def _dequantized(self) -> mx.array:
-        assert self.storage is not None
-        kind = self.storage
+        assert self.quant is not None
+        kind = self.quant
         weight, scales, *rest = self.codes()
         biases = rest[0].astype(mx.float32) if rest else None
         if rest:  # with float32 scales the arithmetic is in float32
@@ -167,7 +163,7 @@ class Matrix:
         scale = mx.repeat(scale, cols, axis=1)[:, : self.shape[1]]
         return mx.from_fp8(self.weight.rows(start, stop).read(), mx.float32) * scale
 
-    def quantized(self, bits: int, start: int = 0, stop: int | None = None) -> tuple[mx.array, ...]:
+    def quantized(self, quant: Quant, start: int = 0, stop: int | None = None) -> tuple[mx.array, ...]:
         """What `mx.quantize` gives for the matrix cast to bfloat16: weight, scales, biases.
 
         Rows are quantised independently, so doing a few at a time changes nothing.
@@ -179,7 +175,7 @@ class Matrix:
             values = self.values(row, min(row + step, stop))
             if values.dtype != mx.bfloat16:  # a large float32 becomes infinite here
                 values = finite(self.weight, values.astype(mx.bfloat16))
-            parts.append(mx.quantize(values, GROUP_SIZE, bits))
+            parts.append(mx.quantize(values, quant.group_size, quant.bits))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 
@@ -230,17 +226,16 @@ def _quantized_matrix(
             _shaped(tensor, (*shape[:-1], scales.shape[-1] if scales.shape else 0))
             _typed(tensor, FLOATS if mode == "affine" else ("U8",))
     groups, words = scales.shape[-1], weight.shape[-1] if weight.shape else 0
-    storage = Storage(cols // max(groups, 1), 32 * words // cols, mode)
-    form.check(f"{path}.weight", storage, weight)
-    if weight.bits not in (None, storage.bits):
-        raise ModelFileError(f"tensor {weight.name} is stored with {storage}; its manifest says {weight.bits} bits")
-    known = storage.group_size in AFFINE_GROUPS and storage.bits in AFFINE_BITS
-    if mode == "affine" and not known or groups * storage.group_size != cols:
+    quant = Quant(32 * words // cols, cols // max(groups, 1), mode)
+    form.check(f"{path}.weight", quant, weight)
+    if weight.bits not in (None, quant.bits):
+        raise ModelFileError(f"tensor {weight.name} is stored with {quant}; its manifest says {weight.bits} bits")
+    if mode == "affine" and not is_known(quant) or groups * quant.group_size != cols:
         raise ModelFileError(
             f"tensor {weight.name} with shape {list(weight.shape)} and {groups} scales for {cols} columns"
         )
-    _shaped(weight, (*shape[:-1], cols * storage.bits // 32))
-    return Matrix(shape, weight, scales, biases, storage)
+    _shaped(weight, (*shape[:-1], quant.words(cols)))
+    return Matrix(shape, weight, scales, biases, quant)
 
 
 def _typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:

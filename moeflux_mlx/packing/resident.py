@@ -14,21 +14,19 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor
-from ..formats.record import GROUP_SIZE
-from ..model.decoder import Model
-from ..model.linear import Weight
-from ..spec import DEEPSEEK_V3, LINEAR, ModelArgs
-from .matrix import SUFFIXES, Matrix, SourceFormat, Storage, find_matrix, finite
+from ..kinds import Delta
+from ..model.tensors import ROUTERS, needed, split_latent, stored_as
+from ..quant import DEFAULT, PARTS, Quant, is_computed
+from ..spec import ModelArgs
+from .matrix import Matrix, SourceFormat, find_matrix, finite
 from .sanitize import add_one, channels_first, has_zero_centred_norms, interleaved_rows, is_zero_centred
 from .writer import Bytes
 
 SHARD_BYTES = 4 << 30
 Pieces = tuple[tuple[str, np.ndarray | None], ...]
-ROUTER_BITS = 8
 DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
 
 
@@ -86,14 +84,14 @@ class PlainSource:
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """A matrix, kept as stored (`bits` None, `dense` empty), quantised to `bits`, or kept in floats `dense`.
+    """A matrix, kept as stored (`made` None, `dense` empty), quantised to `made`, or kept in floats `dense`.
 
     `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
     """
 
     matrix: Matrix
     pieces: Pieces
-    bits: int | None = None
+    made: Quant | None = None
     dense: str = ""
 
     @property
@@ -101,9 +99,9 @@ class MatrixSource:
         return self.matrix.tensors
 
     @property
-    def storage(self) -> Storage | None:
+    def quant(self) -> Quant | None:
         """Of the output; None: floats."""
-        return Storage(GROUP_SIZE, self.bits) if self.bits else self.matrix.storage
+        return self.made or self.matrix.quant
 
     @property
     def written(self) -> tuple[Written, ...]:
@@ -117,10 +115,10 @@ class MatrixSource:
         *lead, cols = self.matrix.shape
         if self.dense:
             return [("weight", self.dense, self.matrix.shape)]
-        if self.bits:
-            shapes = [(*lead, cols * self.bits // 32)] + [(*lead, cols // GROUP_SIZE)] * 2
-            return list(zip(SUFFIXES, ("U32", "BF16", "BF16"), shapes, strict=True))
-        return [(s, t.dtype, t.shape) for s, t in zip(SUFFIXES, self.matrix.tensors, strict=True)]
+        if self.made:
+            shapes = [(*lead, self.made.words(cols))] + [(*lead, self.made.groups(cols))] * 2
+            return list(zip(PARTS, ("U32", "BF16", "BF16"), shapes, strict=True))
+        return [(s, t.dtype, t.shape) for s, t in zip(PARTS, self.matrix.tensors, strict=True)]
 
     def arrays(self) -> Iterator[mx.array]:
         parts = self._make()
@@ -129,8 +127,8 @@ class MatrixSource:
                 yield part if rows is None else part[mx.array(rows)]
 
     def _make(self) -> tuple[mx.array, ...]:
-        if self.bits:
-            return self.matrix.quantized(self.bits)
+        if self.made:
+            return self.matrix.quantized(self.made)
         if not self.dense:
             return self.matrix.codes()
         values = self.matrix.values()
@@ -146,25 +144,25 @@ class ResidentPlan:
     lossy: tuple[str, ...] = ()
 
     def quantization(self) -> dict[str, Any]:
-        """The output's `quantization` for config.json: the most frequent storage, and all exceptions."""
-        storages = {
-            path: source.storage
+        """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
+        found = {
+            path: source.quant
             for source in self.sources
             if isinstance(source, MatrixSource)
             for path, _ in source.pieces
         }
-        default = Counter(s for s in storages.values() if s).most_common(1)
-        usual = default[0][0] if default else Storage(GROUP_SIZE, 4)
-        entry: dict[str, Any] = {"group_size": usual.group_size, "bits": usual.bits, "mode": "affine"}
-        for path, storage in storages.items():
-            if storage != usual:
-                entry[path] = {"group_size": storage.group_size, "bits": storage.bits} if storage else False
+        default = Counter(one for one in found.values() if one).most_common(1)
+        usual = default[0][0] if default else DEFAULT
+        entry: dict[str, Any] = usual.entry()
+        for path, quant in found.items():
+            if quant != usual:
+                entry[path] = {"group_size": quant.group_size, "bits": quant.bits} if quant else False
         return entry
 
     def quantized(self, bits: int) -> int:
         """How many matrices come as floats and get `bits`."""
         made = (source for source in self.sources if isinstance(source, MatrixSource))
-        return sum(source.bits == bits and source.matrix.storage is None for source in made)
+        return sum(source.made == Quant(bits, DEFAULT.group_size) and source.matrix.quant is None for source in made)
 
     def files(self) -> list["ResidentFile"]:
         """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
@@ -198,7 +196,7 @@ def plan_resident(
     Raises:
         ModelFileError: a tensor is missing, misshapen, or stored in a way that needs `requantize`.
     """
-    matrices, plain = needed(args, any(name.endswith(".embed_q.weight") for name in tensors))
+    matrices, plain = needed(args, split_latent(tensors))
     grouped = _grouped_projections(args, tensors)
     made = {path for pieces in grouped.values() for path, _ in pieces}
     pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in made}
@@ -211,38 +209,30 @@ def plan_resident(
             args.hidden_size,
         )
         matrix = find_matrix(tensors, path, shape, form)
-        if matrix.storage and matrix.storage.mode != "affine":
+        if matrix.quant and not is_computed(matrix.quant):
             if not requantize:
                 raise ModelFileError(not_kept(matrix, "resident tensors are kept in mode affine"))
             lossy.append(matrix.weight.name)
         sources.append(_matrix_source(args, matrix, pieces, q_bits, as_stored))
     centred = has_zero_centred_norms(args, tensors)
-    sources += [_plain_source(name, shape, tensors, centred) for name, shape in plain.items()]
+    sources += [_plain_source(args, name, shape, tensors, centred) for name, shape in plain.items()]
     sources.sort(key=lambda source: source.written[0].name)
     return ResidentPlan(tuple(sources), tuple(lossy))
 
 
 def not_kept(matrix: Matrix, rule: str) -> str:
     """The message for codes that cannot be copied."""
-    stored = f"{matrix.storage}, {' and '.join(t.dtype for t in matrix.tensors[1:])} scales"
+    stored = f"{matrix.quant}, {' and '.join(t.dtype for t in matrix.tensors[1:])} scales"
     return f"tensor {matrix.weight.name} is stored with {stored}; {rule}: add --requantize (lossy) to convert it"
-
-
-def needed(args: ModelArgs, split_latent: bool) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes of the model's matrices by module path, and of its other tensors by name."""
-    model = Model(args, None, split_latent)
-    matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
-    names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
-    return matrices, {name: shape for name, shape in names.items() if name.rpartition(".")[0] not in matrices}
 
 
 def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
     """Qwen3-Next's interleaved projections that the checkpoint has, with the flat ones they split into."""
-    layers = [layer for layer, kind in enumerate(args.layer_types) if kind == LINEAR]
     return {
         path: pieces
-        for layer in layers
-        for path, pieces in interleaved_rows(args, layer).items()
+        for layer, mixer in enumerate(args.mixers)
+        if isinstance(mixer, Delta)
+        for path, pieces in interleaved_rows(mixer, layer).items()
         if f"{path}.weight" in tensors
     }
 
@@ -250,17 +240,17 @@ def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict
 def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, q_bits: int, as_stored: bool) -> MatrixSource:
     """Affine codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
-    is_router = path.endswith((".mlp.gate", ".mlp.shared_expert_gate"))
-    if matrix.storage and matrix.storage.mode == "affine":
+    if matrix.quant and is_computed(matrix.quant):
         return MatrixSource(matrix, pieces)
-    if matrix.storage is None and (as_stored or is_router and args.model_type == DEEPSEEK_V3):
+    made = stored_as(args, path, matrix.shape[-1], q_bits)
+    if matrix.quant is None and (as_stored or made is None and path.endswith(ROUTERS)):
         return MatrixSource(matrix, pieces, dense=floats)
-    if matrix.shape[-1] % GROUP_SIZE:
-        return MatrixSource(matrix, pieces, dense="BF16")
-    return MatrixSource(matrix, pieces, bits=ROUTER_BITS if is_router else q_bits)
+    return MatrixSource(matrix, pieces, dense="BF16") if made is None else MatrixSource(matrix, pieces, made=made)
 
 
-def _plain_source(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], centred: bool) -> PlainSource:
+def _plain_source(
+    args: ModelArgs, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], centred: bool
+) -> PlainSource:
     """Raises ModelFileError: missing, or neither the model's shape nor Hugging Face's form of it."""
     if name not in tensors:
         raise ModelFileError(f"tensor {name} is missing")
@@ -272,7 +262,7 @@ def _plain_source(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tenso
             f"{tensor.file}: tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
             f"the model needs floats {list(wanted)}"
         )
-    return PlainSource(name, tensor, centred and is_zero_centred(name), convolution)
+    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ import shlex
 from pathlib import Path
 
 from ..errors import NotPackedError
+from ..files import read_json
 from ..formats.packed import FOLDER
 from ..formats.record import ExpertLayout
-from ..spec import ModelArgs, read_json, unquantized
+from ..quant import unquantized
+from ..spec import ModelArgs
 from .matrix import SourceFormat
 from .writer import STATE
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ModelFileError
-from ..files import sync, sync_folder
-from ..spec import read_json
+from ..files import read_json, sync, sync_folder
 
 STATE = "convert_state.json"
 STATE_VERSION = 1
@@ -126,7 +125,7 @@ class Output:
         """Whether an earlier run wrote the file and it still has the same bytes."""
         if not self._has_length(unit):
             return False
-        return _digest(self.path / unit.name) == self.files[unit.name].get("sha256")
+        return _sha256(self.path / unit.name) == self.files[unit.name].get("sha256")
 
     def write(self, unit: Unit, advance: Advance) -> None:
         """Writes (or links) one file; afterwards it counts as finished.
@@ -267,7 +266,7 @@ def _rename(partial: Path, file: Path) -> None:
     sync_folder(file.parent)
 
 
-def _digest(file: Path) -> str:
+def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with _reading(file), open(file, "rb", buffering=0) as opened:
         while data := opened.read(READ_BYTES):

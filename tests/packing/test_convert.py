@@ -13,15 +13,17 @@ import numpy as np
 import oracle
 import pytest
 
-from moeflux_mlx import convert as command
+from moeflux_mlx.cli import conversion
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.packed import PackedExperts
-from moeflux_mlx.formats.record import PARTS, PROJECTIONS, ExpertLayout
+from moeflux_mlx.formats.record import PROJECTIONS, ExpertLayout
+from moeflux_mlx.packing import convert as packing
 from moeflux_mlx.packing import resident as resident_file
-from moeflux_mlx.packing.sanitize import canonical_name
-from moeflux_mlx.spec import ModelArgs, Storage
+from moeflux_mlx.quant import PARTS, Quant
+from moeflux_mlx.spec import ModelArgs
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +88,7 @@ def test_expert_files(tmp_path, family, variant):
     wanted = goldens.packed_layers(family, "fp8" if variant == "fp8" else "hub")
     assert sorted(wanted) == list(packed.layout.moe_layers)
     for layer, blocks in wanted.items():
-        blocks = np.frombuffer(blocks, np.uint8).reshape(args.num_experts, packed.layout.expert_size)
+        blocks = np.frombuffer(blocks, np.uint8).reshape(args.num_experts, packed.layout.record.size)
         records = np.frombuffer(packed.paths[layer].read_bytes(), np.uint8).reshape(args.num_experts, -1)
         assert np.array_equal(records[:, : blocks.shape[1]], blocks)
         assert not records[:, blocks.shape[1] :].any()
@@ -156,8 +158,8 @@ def test_blocks_equal_mx_quantize_of_the_bfloat16_tensor(tmp_path):
     given = read_header(source / "model.safetensors")
     data = (tmp_path / "out" / "packed_experts" / "layer_01.bin").read_bytes()
     for expert in range(layout.num_experts):
-        block = data[expert * layout.expert_stride :][: layout.expert_size]
-        parts = oracle.unpack_expert_block(block, layout.hidden_size, layout.moe_intermediate_size)
+        block = data[expert * layout.expert_stride :][: layout.record.size]
+        parts = oracle.unpack_expert_block(block, layout.record.hidden_size, layout.record.moe_intermediate_size)
         for projection in PROJECTIONS:
             values = given[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"].read()
             codes = mx.quantize(values.astype(mx.bfloat16), 64, 4)
@@ -203,7 +205,7 @@ def test_routers(tmp_path, family):
 def test_eight_bits_for_resident_tensors_only(tmp_path):
     out = converted(tmp_path, "qwen3_moe", "hub", q_bits=8)
     quantization = ModelArgs.from_file(out).quantization
-    assert quantization.of("lm_head") == quantization.of("model.layers.0.mlp.gate") == Storage(64, 8)
+    assert quantization.of("lm_head") == quantization.of("model.layers.0.mlp.gate") == Quant(8, 64)
     assert resident(out)["lm_head.weight"][1].shape[-1] == 128 * 8 // 32
     PackedExperts.open(out, ModelArgs.from_file(out))
 
@@ -273,7 +275,7 @@ def test_experts_in_other_bits_need_requantize(tmp_path, group_size, bits):
     assert report.lossy == (STACK,)
     args = ModelArgs.from_file(tmp_path / "out")
     packed = PackedExperts.open(tmp_path / "out", args)
-    block = packed.paths[1].read_bytes()[3 * packed.layout.expert_stride :][: packed.layout.expert_size]
+    block = packed.paths[1].read_bytes()[3 * packed.layout.expert_stride :][: packed.layout.record.size]
     parts = oracle.unpack_expert_block(block, args.hidden_size, args.moe_intermediate_size)
     for part, wanted in zip(PARTS, mx.quantize(exact[3].astype(mx.bfloat16), 64, 4), strict=True):
         assert np.array_equal(parts[f"down_proj.{part}"], as_numpy(wanted))
@@ -288,7 +290,7 @@ def test_resident_codes_of_any_affine_kind_are_copied(tmp_path):
     change |= {f"lm_head.{n}": ("F32", np.array(a)) for n, a in (("scales", scales), ("biases", biases))}
     restack(source, {"lm_head": {"group_size": 32, "bits": 6}}, change)
     convert(source, tmp_path / "out")
-    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Storage(32, 6)
+    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Quant(6, 32)
     got = resident(tmp_path / "out")
     assert all(np.array_equal(got[name][1], array) for name, (_, array) in change.items())
 
@@ -333,7 +335,7 @@ def test_microscaling_checkpoints(tmp_path):
         convert(source, tmp_path / "out")
     report = convert(source, tmp_path / "out", requantize=True, verify=True)
     assert "lm_head.weight" in report.lossy and STACK.replace("switch_mlp", "experts.0") in report.lossy
-    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Storage(64, 4)
+    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Quant(4, 64)
 
 
 def test_a_module_without_a_mode_is_affine_in_any_file(tmp_path):
@@ -404,7 +406,7 @@ def test_packed_layers_that_are_damaged(tmp_path):
     ):
         convert(source, tmp_path / "out")
     layout = ExpertLayout.from_args(ModelArgs.from_file(source / "mlx"))
-    nan_at = 5 * layout.expert_size + layout.components[4].offset
+    nan_at = 5 * layout.record.size + layout.record.fields[4].offset
     file.write_bytes(sound[:nan_at] + b"\xc0\x7f" + sound[nan_at + 2 :])
     with pytest.raises(ModelFileError, match=r"layer_02\.bin: up_proj\.scales of expert 5 holds NaN"):
         convert(source, tmp_path / "out")
@@ -596,7 +598,7 @@ def test_control_c_says_how_to_go_on(monkeypatch, tmp_path, capsys):
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "convert", interrupted)
+    monkeypatch.setattr(conversion, "convert", interrupted)
     assert main(["--hf-path", "x", "--mlx-path", str(tmp_path)]) == 130
     assert "run the same command again to resume" in capsys.readouterr().err
 
@@ -633,7 +635,7 @@ def test_layers_that_cannot_be_linked_need_room(tmp_path, monkeypatch):
     source = moeflux_like(tmp_path, WIDE)
     layers = sum(file.stat().st_size for file in (source / "packed_experts").glob("layer_*.bin"))
     asked = []
-    monkeypatch.setattr(command, "check_space", lambda path, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(packing, "check_space", lambda path, nbytes: asked.append(nbytes))
     convert(source, tmp_path / "linked" / "out")
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
     (tmp_path / "copied").mkdir()

@@ -12,7 +12,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.packing import matrix
 from moeflux_mlx.packing.matrix import Matrix, SourceFormat, find_matrix
-from moeflux_mlx.spec import DEFAULT_STORAGE, Storage
+from moeflux_mlx.quant import MODES, Quant
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -94,7 +94,7 @@ def test_quantised_bytes_are_those_of_mx_quantize_on_bfloat16(tmp_path, monkeypa
     by_oracle = oracle.quantize(oracle.bf16_to_f32(oracle.f32_to_bf16(values.astype(np.float32))), bits=bits)
     for chunk in (1 << 24, 300):  # a chunk of two rows
         monkeypatch.setattr(matrix, "CHUNK_VALUES", chunk)
-        for got, one, other in zip(made.quantized(bits), wanted, by_oracle, strict=True):
+        for got, one, other in zip(made.quantized(Quant(bits, 64)), wanted, by_oracle, strict=True):
             assert np.array_equal(as_numpy(got), as_numpy(one))
             assert np.array_equal(as_numpy(got), other)
 
@@ -102,7 +102,7 @@ def test_quantised_bytes_are_those_of_mx_quantize_on_bfloat16(tmp_path, monkeypa
 def test_affine_codes_come_as_stored_and_dequantise_in_float32(tmp_path):
     tensors = triplet(normal(6, 128))
     made = found(tmp_path, tensors, (6, 128), MLX)
-    assert made.is_packed and made.storage == Storage(64, 4)
+    assert made.is_packed and made.quant == Quant(4, 64)
     for got, (_, wanted) in zip(made.codes(), tensors.values(), strict=True):
         assert np.array_equal(as_numpy(got), wanted)
     wanted = oracle.dequantize(*(array for _, array in tensors.values()))
@@ -117,14 +117,14 @@ def test_other_affine_storage_is_told_from_shapes(tmp_path, group_size, bits, mo
     )
     config = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
     made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config, 1))
-    assert made.storage == Storage(group_size, bits) and not made.is_packed
+    assert made.quant == Quant(bits, group_size) and not made.is_packed
     wanted = mx.dequantize(*parts, group_size, bits).astype(mx.float32)
     assert np.abs(np.array(made.values()) - np.array(wanted)).max() < 0.02
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_microscaling_modes_dequantise(tmp_path, mode):
-    group_size, bits = DEFAULT_STORAGE[mode]
+    group_size, bits = MODES[mode]
     weight, scales = mx.quantize(mx.array(normal(4, 128)), group_size, bits, mode)
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
     config = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
@@ -152,14 +152,14 @@ def test_weights_that_are_no_numbers(tmp_path, kind):
     w[3, 3] = np.nan
     held = w if kind == "F32" else w.view(np.uint32).__rshift__(16).astype(np.uint16)
     with pytest.raises(ModelFileError, match=r"tensor m\.weight holds NaN"):
-        found(tmp_path, {"m.weight": (kind, held)}, (4, 64), {}).quantized(4)
+        found(tmp_path, {"m.weight": (kind, held)}, (4, 64), {}).quantized(Quant(4, 64))
 
 
 def test_a_float32_too_large_for_bfloat16(tmp_path):
     w = normal(4, 64)
     w[0, 0] = np.finfo(np.float32).max
     with pytest.raises(ModelFileError, match=r"tensor m\.weight holds NaN or infinite"):
-        found(tmp_path, {"m.weight": ("F32", w)}, (4, 64), {}).quantized(4)
+        found(tmp_path, {"m.weight": ("F32", w)}, (4, 64), {}).quantized(Quant(4, 64))
 
 
 @pytest.mark.parametrize("where", ["weight", "weight_scale_inv"])
@@ -171,7 +171,7 @@ def test_fp8_that_is_no_number(tmp_path, where):
         scale[0, 0] = np.inf
     tensors = {"m.weight": ("F8_E4M3", codes), "m.weight_scale_inv": ("F32", scale)}
     with pytest.raises(ModelFileError, match=rf"tensor m\.{where} holds NaN"):
-        found(tmp_path, tensors, (4, 64), FP8).quantized(4)
+        found(tmp_path, tensors, (4, 64), FP8).quantized(Quant(4, 64))
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,9 @@ def test_quantisation_that_is_not_known(config):
 
 def test_a_quantization_config_that_repeats_mlx_settings():
     form = SourceFormat({"quantization_config": {"group_size": 64, "bits": 8}}, 1)
-    assert form.mlx and form.default == Storage(64, 8)
+    assert form.mlx and form.default == Quant(8, 64)
     both = {**MLX, "quantization_config": {"quant_method": "fp8"}}  # left over from the checkpoint before
-    assert SourceFormat(both, 1).default == Storage(64, 4)
+    assert SourceFormat(both, 1).default == Quant(4, 64)
 
 
 def test_a_matrix_names_its_tensors(tmp_path):

@@ -76,7 +76,7 @@ def test_grouped_rows_against_a_loop_over_heads(heads, ratio, dk, dv):
             labels += [(part, head, i) for i in range(width)]
         for part in "ba":
             labels_ba += [(part, head, i) for i in range(ratio)]
-    fused = sanitize.interleaved_rows(args, 0)
+    fused = sanitize.interleaved_rows(args.mixers[0], 0)
     for path, stored in (("qkvz", labels), ("ba", labels_ba)):
         pieces = fused[f"model.layers.0.linear_attn.in_proj_{path}"]
         got = [stored[row] for _, rows in pieces for row in rows]
@@ -86,7 +86,7 @@ def test_grouped_rows_against_a_loop_over_heads(heads, ratio, dk, dv):
 
 
 def convolution(args, hf):
-    channels, taps = args.linear_conv_dim, args.linear_conv_kernel_dim
+    channels, taps = args.mixers[0].channels, args.mixers[0].taps
     name = "model.layers.0.linear_attn.conv1d.weight"
     return {name: tensor(name, *((channels, 1, taps) if hf else (channels, taps, 1)))}
 
@@ -113,9 +113,10 @@ def test_other_families_never_centre(family):
 def test_which_norms_are_centred():
     stem = "model.layers.0."
     centred = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
-    assert all(sanitize.is_zero_centred(f"{stem}{name}.weight") for name in centred)
-    assert sanitize.is_zero_centred("model.norm.weight")
-    assert not sanitize.is_zero_centred(f"{stem}linear_attn.norm.weight")
+    args = next_args()
+    assert all(sanitize.is_zero_centred(args, f"{stem}{name}.weight") for name in centred)
+    assert sanitize.is_zero_centred(args, "model.norm.weight")
+    assert not sanitize.is_zero_centred(args, f"{stem}linear_attn.norm.weight")
 
 
 def test_adding_one_keeps_every_bit_of_a_small_weight():

@@ -1,4 +1,4 @@
-"""The layer files of packed experts: finds each expert's matrices and lays them out as blocks.
+"""The layer files of packed experts: finds each expert's matrices and lays them out as records.
 
 An expert is made when its turn comes, from its own rows of the checkpoint only, whether the checkpoint
 keeps experts one by one, stacked, or with gate and up fused.
@@ -14,10 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
+from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.packed import FOLDER, check_length
-from ..formats.record import BITS, PROJECTIONS, ExpertLayout
-from ..spec import ModelArgs, read_json
+from ..formats.record import PROJECTIONS, ExpertLayout
+from ..quant import DEFAULT
+from ..spec import ModelArgs
 from .matrix import Matrix, SourceFormat, find_matrix
 from .resident import array_bytes, not_kept
 from .writer import Bytes
@@ -32,10 +34,10 @@ class Part:
     stop: int
 
     def codes(self) -> tuple[mx.array, ...]:
-        """Weight, scales and biases of the block: as stored where that fits, else quantised from bfloat16."""
+        """Weight, scales and biases of the record: as stored where that fits, else quantised from bfloat16."""
         if self.matrix.is_packed:
             return self.matrix.rows(self.start, self.stop).codes()
-        return self.matrix.quantized(BITS, self.start, self.stop)
+        return self.matrix.quantized(DEFAULT, self.start, self.stop)
 
 
 class Experts(Protocol):
@@ -126,68 +128,72 @@ def check_experts(experts: Experts, requantize: bool) -> tuple[set[str], list[st
     """Names of all tensors behind `experts`, and those that are quantised a second time.
 
     Raises:
-        ModelFileError: a tensor is missing or misshapen, or its codes do not fit a block.
+        ModelFileError: a tensor is missing or misshapen, or its codes do not fit a record.
     """
     used: set[str] = set()
     lossy: list[str] = []
     for matrix in experts.matrices():
         used.update(tensor.name for tensor in matrix.tensors)
-        if matrix.storage is None or matrix.is_packed:
+        if matrix.quant is None or matrix.is_packed:
             continue
         if not requantize:
-            raise ModelFileError(not_kept(matrix, "packed experts hold 4 bits, group_size 64, BF16 scales"))
+            raise ModelFileError(
+                not_kept(
+                    matrix, f"packed experts hold {DEFAULT.bits} bits, group_size {DEFAULT.group_size}, BF16 scales"
+                )
+            )
         lossy.append(matrix.weight.name)
     return used, lossy
 
 
 class LayerFile:
-    """One layer of freshly made blocks, each padded with zeros to the stride."""
+    """One layer of freshly made records, each padded with zeros to the stride."""
 
     link: Path | None = None
 
     def __init__(self, layout: ExpertLayout, layer: int, experts: Experts):
         self.layout, self.experts = layout, experts
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
-        self.size = layout.layer_bytes
+        self.size = layout.layer_bytes(layer)
+        self.geometry = layout.records[layer]
 
     def chunks(self) -> Iterator[Bytes]:
         for expert in range(self.layout.num_experts):
-            yield self._block(expert)
+            yield self._record(expert)
 
-    def _block(self, expert: int) -> bytearray:
-        block = bytearray(self.layout.expert_stride)
+    def _record(self, expert: int) -> bytearray:
+        record = bytearray(self.geometry.stride)
         codes = [array for part in self.experts.parts(expert) for array in part.codes()]
-        for component, array in zip(self.layout.components, codes, strict=True):
-            block[component.offset : component.offset + component.size] = array_bytes(array)
-        return block
+        for field, array in zip(self.geometry.fields, codes, strict=True):
+            record[field.offset : field.end] = array_bytes(array)
+        return record
 
 
 class PackedLayerFile:
-    """One layer that moeflux or flash-moe has packed; linked when its blocks are spaced like ours."""
+    """One layer that moeflux or flash-moe has packed; linked when its records are spaced like ours."""
 
     def __init__(self, layout: ExpertLayout, source: ExpertLayout, layer: int, folder: Path):
-        self.layout, self.source = layout, source
+        self.layout, self.geometry, self.source = layout, layout.records[layer], source.records[layer]
         self.file = folder / source.file_name(layer)
-        check_length(self.file, source.layer_bytes)
+        check_length(self.file, source.layer_bytes(layer))
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
-        self.size = layout.layer_bytes
-        self.link = self.file if source.expert_stride == layout.expert_size == layout.expert_stride else None
+        self.size = layout.layer_bytes(layer)
+        self.link = self.file if self.source.stride == self.geometry.size == self.geometry.stride else None
 
     def chunks(self) -> Iterator[Bytes]:
         for expert in range(self.layout.num_experts):
-            block = read_bytes(self.file, expert * self.source.expert_stride, self.layout.expert_size)
-            self._check_scales(block, expert)
-            yield block + bytes(self.layout.expert_stride - len(block))
+            record = read_bytes(self.file, expert * self.source.stride, self.geometry.size)
+            self._check_scales(record, expert)
+            yield record + bytes(self.geometry.stride - len(record))
 
-    def _check_scales(self, block: bytearray, expert: int) -> None:
+    def _check_scales(self, record: bytearray, expert: int) -> None:
         """A bfloat16 with all exponent bits set is NaN or infinite."""
-        for component in self.layout.components:
-            if component.dtype == "BF16":
-                bits = np.frombuffer(block, "<u2", component.size // 2, component.offset)
+        for field in self.geometry.fields:
+            if field.dtype == "BF16":
+                bits = np.frombuffer(record, "<u2", field.size // 2, field.offset)
                 if (bits & 0x7F80 == 0x7F80).any():
                     raise ModelFileError(
-                        f"{self.file}: {component.name} of expert {expert} holds NaN or infinite values; "
-                        "download it again"
+                        f"{self.file}: {field.name} of expert {expert} holds NaN or infinite values; download it again"
                     )
 
 
