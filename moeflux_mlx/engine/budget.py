@@ -1,24 +1,96 @@
-"""Plans memory before anything is loaded: what stays resident, what the pool may take, what cannot work.
+"""Who gets which bytes, decided before anything is loaded: what stays resident, what the pool may take, whether expert
+files are mapped or read, what cannot work.
 
-Pure arithmetic on a configuration and a few figures; it opens no file and allocates nothing.
+Arithmetic on a configuration and a few figures; it opens no file and allocates nothing.
 """
 
+import os
+import warnings
 from dataclasses import dataclass, replace
 
-from ..errors import RequestError
-from ..experts.routed import DECODE_ROWS, WAVE_BYTES
+from ..errors import MoefluxWarning, RequestError
+from ..experts.routed import DECODE_ROWS
+from ..experts.source import IoMode
+from ..experts.waves import WAVE_BYTES
 from ..formats.record import ExpertLayout
-from ..spec import FULL, ModelArgs
-from ..state.cache import KVCache
+from ..spec import ModelArgs
+from ..state.cache import KVCache, kind_of
 from .generation import PREFILL_STEP_SIZE
-from .io_mode import Figures, IoMode, describe, reason_to_read, select_io_mode
+from .machine import WORKING_SET_SHARE, Figures
 
+MODES = ("auto", "mmap", "pread")
 HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to here the share alone counts
 RUNTIME_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = KVCache.step  # positions by which caches grow
 DEFAULT_CONTEXT = 8192
+
+
+def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: str | None = None) -> IoMode:
+    """MMAP while the experts fit in three quarters of memory (4 * total <= 3 * ram, exact in integers).
+
+    Args:
+        total_expert_bytes: bytes of all packed expert files.
+        physical_ram_bytes: bytes of physical memory.
+        override: "mmap" or "pread" to force a mode; None or "auto" to decide.
+
+    Raises:
+        RequestError: `override` is anything else.
+    """
+    if override not in (None, "auto"):
+        try:
+            return IoMode(override)
+        except ValueError:
+            raise RequestError(f"expert_io {override!r} is not one of {', '.join(MODES)}") from None
+    return IoMode.MMAP if 4 * total_expert_bytes <= 3 * physical_ram_bytes else IoMode.PREAD
+
+
+def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures, headroom: int = 0) -> str:
+    """Why files must not be mapped, with the figure that decides; empty if they may be.
+
+    Args:
+        total: bytes of all expert files.
+        layer_bytes: of one of them.
+        fixed: of everything else that is in memory.
+        headroom: to be left alone where mapping copies.
+    """
+    if select_io_mode(total, figures.memory) is IoMode.PREAD:
+        return f"experts exceed three quarters of {figures.name}"
+    if figures.copies and fixed + total + headroom > figures.memory:
+        rest = f"{_gb(fixed)} of resident weights and state"
+        return f"experts and {rest} leave less than {_gb(headroom)} of {figures.name}"
+    usable = figures.usable_working_set
+    if usable is not None and fixed + total > usable:
+        return (
+            f"experts and {_gb(fixed)} of resident weights and state exceed {_gb(usable)}, "
+            f"{WORKING_SET_SHARE:.0%} of max_recommended_working_set_size"
+        )
+    if figures.buffer is not None and layer_bytes > figures.buffer:
+        return f"a layer file of {_gb(layer_bytes)} exceeds max_buffer_length {_gb(figures.buffer)}"
+    return ""
+
+
+def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: str) -> str:
+    """One line with the three figures behind the decision, and the one that decided if it is another."""
+    why = "forced" if forced else "auto"
+    text = (
+        f"expert I/O: {mode.value} ({why}): experts {_gb(total)}, {figures.name} {_gb(figures.memory)} "
+        f"({figures.memory / 2**30:.1f} GiB), threshold {_gb(figures.memory * 3 // 4)}"
+    )
+    if forced and mode is IoMode.MMAP and reason:
+        return f"{text}; warning: {reason}, so this will page and may run many times slower; --expert-io pread fits"
+    return f"{text}; {reason}" if reason and not forced else text
+
+
+def from_environment(option: str) -> str:
+    """`option`, or if that is "auto", what `MOEFLUX_EXPERT_IO` says; an unknown value there warns and means auto."""
+    value = os.environ.get("MOEFLUX_EXPERT_IO") or "auto"
+    if option != "auto" or value in MODES:
+        return value if option == "auto" else option
+    message = f"MOEFLUX_EXPERT_IO={value!r} is not {', '.join(MODES[:-1])} or {MODES[-1]}; using auto"
+    warnings.warn(message, MoefluxWarning, stacklevel=2)
+    return "auto"
 
 
 @dataclass(frozen=True)
@@ -29,7 +101,7 @@ class Demand:
         resident: bytes of all weights that are not routed experts, as they are kept in memory.
         context: positions that the caches hold at most.
         itemsize: bytes of one activation or cache entry.
-        in_place: prefill reads packed blocks where they are (native CPU kernels), not from unpacked copies.
+        in_place: prefill reads packed records where they are (native CPU kernels), not from unpacked copies.
         expert_io: forces a mode; None or "auto" decides.
         expert_cache_bytes: forces the pool's size.
     """
@@ -108,13 +180,13 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     activations = activation_bytes(args, layout, demand)
     fixed = demand.resident + state + activations + RUNTIME_BYTES
     headroom = headroom_bytes(figures.memory)
-    reason = reason_to_read(layout.total_bytes, layout.layer_bytes, fixed, figures, headroom)
+    reason = reason_to_read(layout.total_bytes, layout.largest_layer, fixed, figures, headroom)
     mode = IoMode.PREAD if reason else IoMode.MMAP
     if demand.forced:
         mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
-    if mode is IoMode.MMAP and figures.buffer is not None and layout.layer_bytes > figures.buffer:
+    if mode is IoMode.MMAP and figures.buffer is not None and layout.largest_layer > figures.buffer:
         raise RequestError(
-            f"experts cannot be mapped: a layer file of {_gb(layout.layer_bytes)} exceeds Metal's max_buffer_length, "
+            f"experts cannot be mapped: a layer file of {_gb(layout.largest_layer)} exceeds Metal's max_buffer_length, "
             f"{_gb(figures.buffer)}; give --expert-io auto or pread"
         )
     pool = 0
@@ -151,6 +223,11 @@ def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode
     return layout.total_bytes if figures.copies else 0
 
 
+def default_context(args: ModelArgs) -> int:
+    """Positions that are planned for unless somebody asks."""
+    return min(DEFAULT_CONTEXT, args.max_position_embeddings)
+
+
 def room(figures: Figures) -> int:
     """Bytes that this process may take: what the headroom leaves, and no more than a Mac's GPU may use."""
     free = figures.memory - headroom_bytes(figures.memory)
@@ -163,15 +240,8 @@ def headroom_bytes(memory: int) -> int:
 
 
 def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
-    """Caches of one sequence with `context` positions, rounded up to the steps in which they grow."""
-    positions = -(-context // KV_STEP) * KV_STEP
-    if args.kv_lora_rank:
-        return args.num_hidden_layers * positions * (args.kv_lora_rank + args.qk_rope_head_dim) * itemsize
-    full = args.layer_types.count(FULL)
-    linear = args.num_hidden_layers - full
-    conv = max(args.linear_conv_kernel_dim - 1, 0) * args.linear_conv_dim * itemsize
-    matrix = args.linear_value_dim * args.linear_key_head_dim * 4
-    return full * positions * 2 * args.num_key_value_heads * args.head_dim * itemsize + linear * (conv + matrix)
+    """Caches of one sequence with `context` positions, in whole steps in which they grow."""
+    return sum(kind_of(mixer).bytes_for(mixer, context, itemsize) for mixer in args.mixers)
 
 
 def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> int:
@@ -180,17 +250,15 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> i
     That is a chunk's expert outputs with one wave of unpacked experts, or the attention of one layer.
     """
     tokens, item = min(demand.prefill_step_size, demand.context), demand.itemsize
-    wave = 0 if demand.in_place else min(4 * max(WAVE_BYTES, layout.expert_stride), 3 * layout.layer_bytes)
+    wave = 0 if demand.in_place else min(4 * max(WAVE_BYTES, layout.expert_stride), 3 * layout.largest_layer)
     rows = tokens * args.num_experts_per_tok
     experts = 2 * rows * args.hidden_size * item + rows * args.moe_intermediate_size * item + wave
     return max(experts, _attention_bytes(args, tokens, demand)) + 6 * tokens * args.hidden_size * item
 
 
 def _attention_bytes(args: ModelArgs, tokens: int, demand: Demand) -> int:
-    """Scores of one layer; MLA adds two, and expands its latents to keys and values of every head."""
-    scores = args.num_attention_heads * tokens * demand.context * demand.itemsize * (2 if args.kv_lora_rank else 1)
-    widths = args.qk_nope_head_dim + args.v_head_dim if args.kv_lora_rank else 0
-    return scores + args.num_attention_heads * demand.context * widths * demand.itemsize
+    """Of the layer that needs most."""
+    return demand.itemsize * max(mixer.temporaries(tokens, demand.context) for mixer in args.mixers)
 
 
 def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, mode: IoMode) -> str:

@@ -4,21 +4,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError, RequestError
-from ..model.decoder import check_vocabulary
-from ..ops import cpu
+from ..experts.source import LoaderStats
+from ..model.decoder import Model, check_vocabulary
+from ..ops.elementwise import log_softmax
+from ..spec import ModelArgs
 from ..state.cache import Cache, KVCache
+from ..text.tokenizer import TokenizerWrapper
 from .sampling import LogitsProcessor, Sampler, make_sampler
-
-if TYPE_CHECKING:
-    from ..experts.source import LoaderStats
-    from ..model.decoder import Model
-    from ..text.tokenizer import TokenizerWrapper
 
 PREFILL_STEP_SIZE = 512
 
@@ -50,14 +48,14 @@ class GenerationResponse:
     expert_wait_seconds: float = 0.0
 
 
-def make_prompt_cache(model: "Model") -> list[Cache]:
+def make_prompt_cache(model: Model) -> list[Cache]:
     """An empty cache for `model`, to be given to several calls in turn."""
     return model.make_cache()
 
 
 def generate_step(
     prompt: Sequence[int] | mx.array,
-    model: "Model",
+    model: Model,
     *,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
@@ -104,7 +102,7 @@ def generate_step(
 class _Step:
     """One call of the model: chunk [L] in, the next token [1] and its logprobs [vocab_size] out."""
 
-    def __init__(self, model: "Model", cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
+    def __init__(self, model: Model, cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
         self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
         self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
 
@@ -114,12 +112,12 @@ class _Step:
             self.seen = mx.concatenate([self.seen, chunk])
             for process in self.processors:
                 logits = process(self.seen, logits)
-        logprobs = cpu.log_softmax(logits)
+        logprobs = log_softmax(logits)
         return self.sampler(logprobs), logprobs[0]
 
 
 def prefill(
-    model: "Model",
+    model: Model,
     tokens: mx.array,
     cache: list[Cache],
     step_size: int,
@@ -141,8 +139,8 @@ def prefill(
 
 
 def stream_generate(
-    model: "Model",
-    tokenizer: "TokenizerWrapper",
+    model: Model,
+    tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int] | mx.array,
     *,
     max_tokens: int = 256,
@@ -189,7 +187,7 @@ def stream_generate(
 
 
 def generate(
-    model: "Model", tokenizer: "TokenizerWrapper", prompt: str | Sequence[int], verbose: bool = False, **kwargs: Any
+    model: Model, tokenizer: TokenizerWrapper, prompt: str | Sequence[int], verbose: bool = False, **kwargs: Any
 ) -> str:
     """The whole text of `stream_generate`; `verbose` also prints it as it comes, and the rates."""
     text = ""
@@ -203,13 +201,19 @@ def generate(
     return text
 
 
+def within_limit(args: ModelArgs, prompt_tokens: int, max_tokens: int) -> int:
+    """`max_tokens`, or what the model takes after the prompt if that is less; at least 1."""
+    room = max(args.max_position_embeddings - prompt_tokens, 1)
+    return room if max_tokens == -1 else min(max_tokens, room)
+
+
 def check_max_tokens(max_tokens: int) -> None:
     """Raises RequestError: it is neither a positive integer nor -1."""
     if not isinstance(max_tokens, (int, np.integer)) or max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens is {max_tokens!r}; it must be a positive integer, or -1 for no limit")
 
 
-def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: "Model") -> mx.array:
+def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: Model) -> mx.array:
     """Token ids as uint32 [N].
 
     Raises:
@@ -255,7 +259,7 @@ class _Clock:
 class _ExpertMeter:
     """Expert I/O of the tokens after the first."""
 
-    def __init__(self, model: "Model"):
+    def __init__(self, model: Model):
         self.experts = getattr(model, "experts", None)
         self.before: LoaderStats | None = None
 

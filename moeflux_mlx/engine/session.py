@@ -53,8 +53,7 @@ class Session:
 
     Args:
         store: looked at before computing a prompt, and given its state afterwards.
-        checkpoint_bytes: limit of the states kept in memory (recurrent models only); by default a gibibyte, or a
-            quarter of what the model's plan left alone if that is less.
+        checkpoint_bytes: limit of the states kept in memory (recurrent models only).
         checkpoint_every: tokens between kept states.
         prefill_step_size: tokens of a prompt that run at once.
 
@@ -72,7 +71,7 @@ class Session:
         tokenizer: TokenizerWrapper,
         *,
         store: PromptStore | None = None,
-        checkpoint_bytes: int | None = None,
+        checkpoint_bytes: int = CHECKPOINT_BYTES,
         checkpoint_every: int = CHECKPOINT_EVERY,
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
@@ -80,7 +79,7 @@ class Session:
         self.checkpoint_every = checkpoint_every
         self.prefill_step_size = prefill_step_size
         self.cache = model.make_cache()
-        self.points = RewindPoints(self.cache, _room(model) if checkpoint_bytes is None else checkpoint_bytes)
+        self.points = RewindPoints(self.cache, checkpoint_bytes)
         self.tokens: list[int] = []
         self.reuse = Reuse()
         self.first_token_seconds = 0.0
@@ -238,12 +237,6 @@ class Session:
             except (PromptCacheError, SnapshotError) as error:
                 self.save_error = error
         self._to_store = []
-
-
-def _room(model: Model) -> int:
-    """Bytes for states that no plan has counted."""
-    plan = getattr(model, "plan", None)
-    return CHECKPOINT_BYTES if plan is None else min(CHECKPOINT_BYTES, plan.headroom // 4)
 
 
 def _cut(layer: Cache, length: int) -> Cache:

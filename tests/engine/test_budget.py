@@ -17,17 +17,28 @@ from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
-from moeflux_mlx.cli.command import configure_mlx
-from moeflux_mlx.engine.budget import Demand, headroom_bytes, least_pool, plan_memory, room, state_bytes
-from moeflux_mlx.engine.io_mode import Figures, IoMode, describe, reason_to_read
-from moeflux_mlx.engine.load import default_context, load_model
-from moeflux_mlx.engine.ram import group_limits
+from moeflux_mlx.cli import planning
+from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.budget import (
+    Demand,
+    default_context,
+    describe,
+    headroom_bytes,
+    least_pool,
+    plan_memory,
+    reason_to_read,
+    room,
+    state_bytes,
+)
+from moeflux_mlx.engine.engine import load_model, open_engine
+from moeflux_mlx.engine.machine import Figures, group_limits
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.model.weights import read_resident, resident_bytes
-from moeflux_mlx.plan import variant_bytes
+from moeflux_mlx.model.tensors import resident_bytes, variant_bytes
+from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.spec import ModelArgs, variants
 
 GB = 10**9
@@ -172,7 +183,7 @@ def test_both_scores_of_latent_attention_are_planned():
 
 def test_longer_steps_of_a_prompt_are_planned():
     path = tiny_directory("qwen3_moe")
-    plans = [load_model(path, context=4096, prefill_step_size=step).plan for step in (512, 4096)]
+    plans = [open_engine(path, context=4096, prefill_step_size=step).plan for step in (512, 4096)]
     assert plans[1].activations > plans[0].activations
 
 
@@ -183,11 +194,11 @@ def test_a_forced_mapping_that_does_not_fit_warns():
 
 
 def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
-    monkeypatch.setattr(plan, "machine_figures", lambda: METAL)
-    assert plan.figures(None) == METAL
-    assert plan.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
-    monkeypatch.setattr(plan, "machine_figures", lambda: Figures(64 * GB, name="free GPU memory", copies=True))
-    assert plan.figures(16.0) == Figures(16 * GB)
+    monkeypatch.setattr(planning, "machine_figures", lambda: METAL)
+    assert planning.figures(None) == METAL
+    assert planning.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
+    monkeypatch.setattr(planning, "machine_figures", lambda: Figures(64 * GB, name="free GPU memory", copies=True))
+    assert planning.figures(16.0) == Figures(16 * GB)
 
 
 def test_what_metal_may_wire():
@@ -209,11 +220,11 @@ def test_what_metal_may_wire():
 
 
 def test_models_share_what_metal_may_wire(monkeypatch):
-    limits, load = [], importlib.import_module("moeflux_mlx.engine.load")
+    limits, load = [], importlib.import_module("moeflux_mlx.engine.engine")
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
     monkeypatch.setattr(load, "machine_figures", lambda: replace(METAL, working_set=10**9))
     path = tiny_directory("qwen3_moe")
-    first, second = (load_model(path, dtype=mx.float32, expert_io="pread") for _ in range(2))
+    first, second = (open_engine(path, dtype=mx.float32, expert_io="pread") for _ in range(2))
     one = first.plan.wired
     assert limits == [one, 2 * one]
     first.experts.close()
@@ -223,13 +234,13 @@ def test_models_share_what_metal_may_wire(monkeypatch):
     gc.collect()
     assert limits[3:] == [0]
     limits.clear()
-    packed = PackedExperts.open(path, first.args)
+    packed = PackedExperts.open(path, first.model.args)
     tight = replace(first.plan, figures=replace(METAL, working_set=one + 5))
-    loaders = [load.open_experts(packed, first.args, tight) for _ in range(2)]
+    loaders = [load.open_experts(packed, first.model.args, tight) for _ in range(2)]
     assert limits == [one, one + 5]
-    monkeypatch.setattr(load, "ExpertLoader", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(load, "StreamedExperts", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        load.open_experts(packed, first.args, tight)
+        load.open_experts(packed, first.model.args, tight)
     assert limits[2:] == [one + 5] * 2
     for loader in loaders:
         loader.close()
@@ -285,12 +296,12 @@ def test_limits_of_control_groups(tmp_path):
 
 
 def test_loading_follows_the_plan(monkeypatch):
-    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.engine.load")
-    model = load_model(path, dtype=mx.float32, expert_io="pread", context=500)
-    stride = model.experts.layout.expert_stride
-    assert model.plan.demand.context == 500 and model.experts.slots == model.plan.slots == 3 * 16
+    path, load = tiny_directory("qwen3_moe"), importlib.import_module("moeflux_mlx.engine.engine")
+    engine = open_engine(path, dtype=mx.float32, expert_io="pread", context=500)
+    stride = engine.experts.layout.expert_stride
+    assert engine.plan.demand.context == 500 and engine.experts.slots == engine.plan.slots == 3 * 16
     monkeypatch.setattr(load, "machine_figures", lambda: Figures(310_000_000))
-    planned = load_model(path, dtype=mx.float32, expert_io="pread").plan
+    planned = open_engine(path, dtype=mx.float32, expert_io="pread").plan
     wanted = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=20 * stride)
     assert planned.figures.memory == 310_000_000 and wanted.experts.slots == 20
     monkeypatch.setattr(load, "machine_figures", lambda: Figures(100_000_000))

@@ -84,7 +84,7 @@ def test_the_comparison_sees_a_state_that_is_one_percent_off():
     session = make(RECURRENT)
     check(session, text(), boundaries=[40])
     kept = session.points._kept[40]
-    session.points._kept[40] = [(conv, recurrent * 1.01) for conv, recurrent in kept]
+    session.points._kept[40] = {i: (conv, recurrent * 1.01) for i, (conv, recurrent) in kept.items()}
     with pytest.raises(AssertionError):
         check(session, text()[:50])
 

@@ -14,9 +14,9 @@ import pytest
 from test_decode import make_resident
 from tiny_models import child_environment, tiny_directory, tiny_model
 
-from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.ops import mixer_kernels, native
+from moeflux_mlx.ops import launch, native
 
 THREADS, CALLS = 4, 8
 
@@ -49,7 +49,7 @@ def streamed(family="qwen3_moe"):
     return load_model(tiny_directory(family), dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
 
 
-@pytest.mark.parametrize("constant", [lambda: mixer_kernels._length(77), lambda: mixer_kernels._epsilon(0.77)])
+@pytest.mark.parametrize("constant", [lambda: launch.count(77), lambda: launch.number(0.77)])
 def test_what_is_kept_for_kernels_serves_every_thread(constant):
     made = constant()
     assert in_thread(lambda: np.array(made + 1)).size == 8

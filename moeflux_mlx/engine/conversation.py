@@ -1,0 +1,120 @@
+"""A conversation: messages, and the session that knows the tokens of what has been said."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import PromptCacheError, RequestError
+from ..state.fingerprint import Fingerprint
+from ..state.prompt_file import read_prompt_header
+from ..text.boundaries import Rendering
+from ..text.channels import ThinkingSplitter, opens_thinking
+from ..text.tokenizer import TokenizerWrapper
+from .generation import within_limit
+from .session import Session
+
+Message = dict[str, str]
+
+
+class Conversation:
+    """Messages, and the session that knows the tokens of what has been said."""
+
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: TokenizerWrapper,
+        template_config: dict[str, Any],
+        system: str | None = None,
+    ):
+        self.session, self.tokenizer = session, tokenizer
+        self.rendering = Rendering(tokenizer, template_config, self._encode)
+        self.system = system
+        self.turns: list[Message] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.turns]
+
+    def ask(self, text: str, **generation: Any) -> Iterator[tuple[str, bool]]:
+        """Yields the answer in pieces (text, whether it is reasoning).
+
+        What was answered is part of the conversation also when the iterator is closed or fails; a message
+        without any answer is taken back.
+        """
+        self.turns.append({"role": "user", "content": text})
+        said: dict[bool, str] = {False: "", True: ""}
+        try:
+            rendered = self.rendering.text(self.messages)
+            prompt = self._encode(rendered)
+            self._check_room(prompt)
+            asked = generation.get("max_tokens", -1)
+            generation["max_tokens"] = within_limit(self.session.model.args, len(prompt), asked)
+            end = self.rendering.before_answer(self.messages, prompt)
+            splitter = ThinkingSplitter(opens_thinking(rendered))
+            for response in self.session.respond(prompt, boundaries=[end], **generation):
+                pieces = splitter.feed(response.text)
+                for piece, is_thinking in pieces + (splitter.finish() if response.finish_reason else []):
+                    said[is_thinking] += piece
+                    yield piece, is_thinking
+        finally:
+            self._keep(said[False], said[True])
+
+    def _keep(self, answer: str, thinking: str) -> None:
+        if not answer and not thinking:
+            self.turns.pop()
+            return
+        message = {"role": "assistant", "content": answer.lstrip("\n")}
+        if thinking:
+            message["reasoning_content"] = thinking.strip("\n")
+        self.turns.append(message)
+
+    def save(self, path: Path, fingerprint: Fingerprint) -> None:
+        """Raises PromptCacheError: among others, `path` is something else's file. SnapshotError."""
+        if path.exists():
+            read_prompt_header(path)
+        if self.turns:
+            # A recurrent state of more than the next prompt begins with would be of no use to it.
+            self.session.rewind(self.rendering.after_answer(self.messages, self.session.tokens))
+        self.session.save(path, fingerprint, {"system": self.system, "turns": self.turns})
+
+    def load(self, path: Path, fingerprint: Fingerprint) -> None:
+        """Raises PromptCacheError: the file is damaged, foreign, or holds no conversation."""
+        extra = read_prompt_header(path).extra
+        system, turns = extra.get("system"), extra.get("turns")
+        if not isinstance(system, str | None) or not isinstance(turns, list) or not _are_messages(turns):
+            raise PromptCacheError(f"{path} holds no conversation; give a file made by /save")
+        self.session.load(path, fingerprint)
+        self.system, self.turns = system, turns
+
+    def _encode(self, rendered: str) -> list[int]:
+        """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning.
+
+        A model may write a text in other tokens than the tokenizer does; encoded anew, it would be computed anew.
+        Where the texts part, tokens are known up to the last special one before: no other depends on what follows.
+        """
+        known, specials = self.session.tokens, self.tokenizer.all_special_ids
+        speller, spelt, kept, kept_letters = self.tokenizer.detokenizer, 0, 0, 0
+        for count, token in enumerate(known, start=1):
+            speller.add_token(token)
+            piece = speller.last_segment
+            if not rendered.startswith(piece, spelt):
+                break
+            spelt += len(piece)
+            if token in specials or count == len(known):
+                kept, kept_letters = count, spelt
+        return known[:kept] + self.tokenizer.encode(rendered[kept_letters:], add_special_tokens=False)
+
+    def _check_room(self, prompt: list[int]) -> None:
+        """Raises RequestError: the model takes no token after `prompt`."""
+        limit = self.session.model.args.max_position_embeddings
+        if len(prompt) >= limit:
+            raise RequestError(
+                f"the conversation has {len(prompt)} tokens and the model takes {limit}; begin anew with /reset"
+            )
+
+
+def _are_messages(turns: list[Any]) -> bool:
+    """Whether all are dicts of strings with at least role and content."""
+    dicts = [turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= set(turn)]
+    return len(dicts) == len(turns) and all(isinstance(v, str) for turn in dicts for v in turn.values())

@@ -1,0 +1,192 @@
+"""A model and all that belongs to it, put together in one place: `Engine`, and the public `load` and `load_model`."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..experts.mapped import MappedExperts
+from ..experts.routed import RoutedExperts
+from ..experts.source import ExpertLoader, IoMode
+from ..experts.streamed import StreamedExperts
+from ..formats.packed import PackedExperts
+from ..model.decoder import Model
+from ..model.tensors import resident_bytes, split_latent
+from ..model.weights import fill, read_resident
+from ..ops.backend import computes_natively
+from ..process import claim_process
+from ..spec import ModelArgs
+from ..state.fingerprint import Fingerprint, model_fingerprint
+from ..text.tokenizer import TokenizerWrapper, load_tokenizer
+from .budget import Demand, MemoryPlan, default_context, from_environment, least_slots, plan_memory
+from .generation import PREFILL_STEP_SIZE
+from .locate import resolve
+from .machine import default_dtype, machine_figures
+from .session import CHECKPOINT_BYTES, Session
+from .wired import wire
+
+PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A loaded model, the source of its experts, the plan of its memory, its tokenizer, and where it came from.
+
+    Nothing of it changes after loading.
+    """
+
+    path: Path
+    model: Model
+    experts: ExpertLoader
+    plan: MemoryPlan
+
+    @cached_property
+    def tokenizer(self) -> TokenizerWrapper:
+        """Read when it is first asked for.
+
+        Raises:
+            TokenizerError: the tokenizer files cannot be used.
+        """
+        return load_tokenizer(self.path)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What saved states of this model depend on.
+
+        Raises:
+            ModelFileError: a file cannot be read any more.
+        """
+        return model_fingerprint(self.path, self.model.activation_dtype)
+
+    def session(self, **options: Any) -> Session:
+        """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
+        room = min(CHECKPOINT_BYTES, self.plan.headroom // 4)
+        return Session(self.model, self.tokenizer, **{"checkpoint_bytes": room, **options})
+
+
+def open_engine(
+    path_or_hf_repo: str | Path | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+    expert_io: str = "auto",
+    expert_cache_bytes: int | None = None,
+    prefetch: str = "auto",
+    context: int | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    revision: str | None = None,
+) -> Engine:
+    """Loads a packed model; arguments and errors are those of `load`."""
+    claim_process()
+    if prefetch not in PREFETCH:
+        raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
+    path = resolve(path_or_hf_repo, revision)
+    args = ModelArgs.from_file(path)
+    packed = PackedExperts.open(path, args)
+    tensors = read_resident(path)
+    dtype = dtype or default_dtype()
+    demand = Demand(
+        resident=resident_bytes(tensors, dtype),
+        context=context if context is not None else default_context(args),
+        itemsize=dtype.size,
+        prefill_step_size=prefill_step_size,
+        in_place=computes_natively(dtype),
+        expert_io=from_environment(expert_io),
+        expert_cache_bytes=expert_cache_bytes,
+    )
+    plan = plan_memory(args, packed.layout, machine_figures(), demand)
+    experts = open_experts(packed, args, plan)
+    model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(tensors))
+    fill(model, tensors, args.quantization, dtype)
+    return Engine(path, model, experts, plan)
+
+
+def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> ExpertLoader:
+    """The source that `plan` asks for. On Metal its share of wired memory is asked for first: adopted memory counts."""
+    release = _wire(plan)
+    try:
+        experts: ExpertLoader
+        if plan.mode is IoMode.MMAP:
+            experts = MappedExperts(packed, plan.decision)
+        else:
+            experts = StreamedExperts(
+                packed,
+                plan.decision,
+                cache_bytes=plan.pool,
+                least_slots=least_slots(args),
+                buffer_bytes=plan.figures.buffer,
+            )
+    except BaseException:
+        release()
+        raise
+    forgotten = weakref.finalize(experts, release)
+    forgotten.atexit = False  # MLX goes first
+    experts.at_close(forgotten)
+    return experts
+
+
+def _wire(plan: MemoryPlan) -> Callable[[], None]:
+    """Gives the model its share of what MLX keeps wired; what is returned takes it back."""
+    if plan.wired is None or plan.figures.working_set is None:
+        return lambda: None
+    return wire(plan.wired, plan.figures.working_set)
+
+
+def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]], Callable[P, R]]":
+    """Gives a function of an engine the parameters of `make`, which are so written once."""
+
+    def decorate(use: Callable[[Engine], R]) -> Callable[P, R]:
+        @functools.wraps(make, assigned=("__module__",))
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return use(make(*args, **kwargs))
+
+        call.__name__, call.__qualname__, call.__doc__ = use.__name__, use.__qualname__, use.__doc__
+        return call
+
+    return decorate
+
+
+@_opened_like(open_engine)
+def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
+    """Loads a packed model and its tokenizer.
+
+    A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side by
+    side; if they are read into a pool, calls take turns, and once a second thread has called, what a call returns is
+    evaluated before the next one begins. A cache can go on in another thread once its arrays are evaluated:
+    `mx.eval([layer.state for layer in cache])`. On a GPU that holds every expert each thread compiles its own step, so
+    a thread that stays is better than one for each request. A process that is forked afterwards cannot use the model,
+    nor load another; start processes with multiprocessing's "spawn".
+
+    Args:
+        path_or_hf_repo: a directory made by `convert`, a Hugging Face repo id that holds one, or None
+            for the demo model that ships with the package.
+        dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
+        expert_io: "mmap", "pread", or "auto": what the environment variable MOEFLUX_EXPERT_IO says, else what fits.
+        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
+        prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
+            used for the previous token) or "off"; only when reading (pread), and never a different result.
+        context: positions for which memory is planned; None means 8192, or the model's own limit if less.
+            Longer texts work as long as there is memory.
+        prefill_step_size: prompt tokens that are to run at once, for which memory is planned.
+        revision: of the Hugging Face repo.
+
+    Raises:
+        ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
+        NotPackedError: a checkpoint that needs converting; the message holds the command.
+        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory.
+        ExpertIOError: this process was forked from one that had loaded a model.
+    """
+    return engine.model, engine.tokenizer
+
+
+@_opened_like(open_engine)
+def load_model(engine: Engine) -> Model:
+    """`load` without a tokenizer; `model.experts` is the `ExpertLoader`."""
+    return engine.model

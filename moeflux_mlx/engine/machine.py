@@ -1,0 +1,101 @@
+"""What this machine allows: memory, or less where a control group limits it (Linux), and a GPU's limits.
+
+It reads the system's figures; it does not know what they are for.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..ops import backend
+
+WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the machine allows, in bytes; None where there is no such limit.
+
+    Args:
+        memory: that experts must share: RAM, or the GPU's where it has its own.
+        working_set: Metal's max_recommended_working_set_size.
+        buffer: Metal's max_buffer_length.
+        name: of `memory`, for messages.
+        copies: mapping a file copies it into `memory` (an NVIDIA GPU); elsewhere the page cache holds it.
+    """
+
+    memory: int
+    working_set: int | None = None
+    buffer: int | None = None
+    name: str = "RAM"
+    copies: bool = False
+
+    @property
+    def usable_working_set(self) -> int | None:
+        """What weights, experts and temporaries may take of Metal's working set."""
+        return None if self.working_set is None else int(self.working_set * WORKING_SET_SHARE)
+
+
+def machine_figures() -> Figures:
+    """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
+    if not backend.has_kernels():
+        return Figures(usable_ram_bytes())
+    info = mx.device_info()
+    if backend.name() == "cuda":
+        return Figures(int(info["free_memory"]), name="free GPU memory", copies=True)
+    working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
+    return Figures(usable_ram_bytes(), working_set, buffer)
+
+
+def default_dtype() -> mx.Dtype:
+    """bfloat16 on a GPU; float32 on CPU, where MLX's bfloat16 arithmetic is several times slower."""
+    return mx.bfloat16 if backend.has_kernels() else mx.float32
+
+
+def physical_ram_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def usable_ram_bytes() -> int:
+    """Physical memory, or the limit of this process's control group where that is smaller."""
+    return min([physical_ram_bytes(), *group_limits()])
+
+
+def group_limits(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
+    """Limits in bytes of this process's memory group and of those above it, versions 1 and 2.
+
+    Inside a container the group's own path may not be visible; then the root that is visible counts.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _limits(groups, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _limits(groups / "memory", path, "memory.limit_in_bytes")
+    return found
+
+
+def _limits(root: Path, path: str, name: str) -> list[int]:
+    found, folder = [], root / path.lstrip("/")
+    for place in [folder, *folder.parents]:
+        if place == root or root in place.parents:
+            found += _read_limit(place / name)
+    return found
+
+
+def _read_limit(file: Path) -> list[int]:
+    """One number, or none: no such group, or no limit ("max")."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return []
+    return [int(text)] if text.isdigit() else []
