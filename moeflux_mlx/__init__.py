@@ -10,9 +10,9 @@ except ImportError as error:  # on Linux the package mlx alone has no engine
 
 import moeflux_mlx.generate  # noqa: F401  (first: the function below takes the place of the command)
 
+from .engine.budget import select_io_mode
+from .engine.engine import load, load_model
 from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
-from .engine.io_mode import IoMode, select_io_mode
-from .engine.load import load, load_model
 from .engine.sampling import make_logits_processors, make_sampler
 from .errors import (
     ConfigError,
@@ -26,7 +26,7 @@ from .errors import (
     SnapshotError,
     TokenizerError,
 )
-from .experts.source import ExpertLoader
+from .experts.source import ExpertLoader, IoMode
 from .model.decoder import Model
 from .spec import ModelArgs
 from .state.fingerprint import model_fingerprint

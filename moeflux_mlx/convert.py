@@ -1,260 +1,20 @@
-"""`python -m moeflux_mlx.convert`: makes a packed model directory from a checkpoint.
-
-Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8), MLX 4-bit conversions and the directories
-of moeflux and flash-moe. Works expert by expert and tensor by tensor, so memory grows with the largest of these
-only. An interrupted conversion is resumed by running it again; `layout.json` is written last, so an
-unfinished directory is never taken for a model.
-"""
+"""`python -m moeflux_mlx.convert`: makes a packed model directory from a checkpoint."""
 
 import argparse
-import hashlib
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from .cli.command import INTERRUPTED, execute, note
-from .errors import ConfigError, ModelFileError
-from .files import user_path
-from .formats.checkpoint import Checkpoint, Tensor, open_checkpoint
-from .formats.hub import hub_errors, looks_like_repo
-from .formats.packed import FOLDER, PackedExperts
-from .formats.record import GROUP_SIZE, ExpertLayout
-from .packing.experts import LayerFile, check_experts, find_experts, layout_json, packed_layers
-from .packing.matrix import SourceFormat
-from .packing.resident import plan_resident
-from .packing.sanitize import canonical_tensors
-from .packing.writer import STATE, Output, Unit, check_space
-from .spec import ModelArgs, read_json, unquantized
+from .cli.conversion import run
+from .cli.run import execute, program
+from .packing.convert import DEFAULT_Q_BITS, Q_BITS, convert
+from .quant import DEFAULT
 
-Q_BITS, DEFAULT_Q_BITS = (4, 8), 4
-COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-DOWNLOADED = ["*.safetensors", "model.safetensors.index.json", "config.json", *COPIED]
-
-Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What a conversion did.
-
-    Attributes:
-        path: the packed model directory.
-        lossy: checkpoint tensors that were quantised already and had to be quantised again.
-        kept: files that an earlier run had finished.
-        repaired: files that an earlier run had finished and that had other bytes now; they were written again.
-        quantized: how many resident matrices came as floats and have `q_bits` now.
-        linked: whether layer files are hard links to the checkpoint's.
-        verified: whether everything was read again and compared.
-    """
-
-    path: Path
-    lossy: tuple[str, ...]
-    kept: tuple[str, ...]
-    repaired: tuple[str, ...]
-    quantized: int
-    linked: bool
-    verified: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The files to write, in order, and what goes into config.json."""
-
-    layout: ExpertLayout
-    units: tuple[Unit, ...]
-    quantization: Mapping[str, Any]
-    lossy: tuple[str, ...]
-    quantized: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(unit.size for unit in self.units)
-
-
-def convert(
-    hf_path: str | Path,
-    mlx_path: str | Path,
-    *,
-    q_bits: int = DEFAULT_Q_BITS,
-    q_group_size: int = GROUP_SIZE,
-    requantize: bool = False,
-    verify: bool = False,
-    revision: str | None = None,
-    progress: Progress | None = None,
-) -> ConversionReport:
-    """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
-
-    Args:
-        hf_path: checkpoint directory, or Hugging Face repo id org/name.
-        mlx_path: the directory to write.
-        q_bits: 4 or 8, of resident linear layers that come as floats; routed experts always have 4.
-        q_group_size: must be 64.
-        requantize: quantise again what is stored in a way that the engine cannot use; loses precision.
-        verify: afterwards read everything again and compare it with a fresh conversion.
-        revision: of the Hugging Face repo.
-        progress: called with bytes done, bytes in all, and the name of the file.
-
-    Raises:
-        ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
-        is unusable, damaged or too large for the disk.
-    """
-    if q_bits not in Q_BITS or q_group_size != GROUP_SIZE:
-        raise ConfigError(
-            f"q_bits {q_bits}, q_group_size {q_group_size} is not implemented; use 4 or 8 and {GROUP_SIZE}"
-        )
-    source = resolve(hf_path, revision)
-    if (source / STATE).exists() and not (source / FOLDER / "layout.json").exists():
-        raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
-    path = user_path(mlx_path)
-    if path.resolve() == source.resolve():
-        raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    checkpoint = open_checkpoint(source)
-    args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, q_bits, requantize)
-    output = Output(
-        path,
-        {"source": fingerprint(checkpoint), "options": {"q_bits": q_bits, "requantize": requantize}},
-        {"hf_path": str(source.absolute() if user_path(hf_path).exists() else hf_path), "revision": revision},
-    )
-    check_space(path, output.missing_bytes(plan.units))
-    report = progress or (lambda done, total, name: None)
-    with output.opened():
-        kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
-        _write_small_files(output, checkpoint, plan)
-        PackedExperts.open(path, ModelArgs.from_file(path))
-        if verify:
-            _verify(output, checkpoint, plan, report)
-    return ConversionReport(path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, output.linked, verify)
-
-
-def resolve(hf_path: str | Path, revision: str | None) -> Path:
-    """The checkpoint's local directory; a repo id is downloaded."""
-    path = user_path(hf_path)
-    if path.exists() or not looks_like_repo(str(hf_path)):
-        return path
-    return _download(str(hf_path), revision)
-
-
-def _download(repo: str, revision: str | None) -> Path:
-    """Reads config.json first, so that an unsupported model costs no download."""
-    import huggingface_hub as hub
-
-    with hub_errors(f"{repo} is no directory here and cannot be downloaded"):
-        config = read_json(Path(hub.hf_hub_download(repo, "config.json", revision=revision)))
-        SourceFormat(config, ModelArgs.from_dict(unquantized(config)).num_hidden_layers)
-        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=DOWNLOADED))
-
-
-def read_args(checkpoint: Checkpoint) -> ModelArgs:
-    generation = checkpoint.folder / "generation_config.json"
-    return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
-
-
-def make_plan(checkpoint: Checkpoint, args: ModelArgs, q_bits: int, requantize: bool) -> Plan:
-    """Finds and checks every tensor before a byte is written.
-
-    Raises:
-        ConfigError, ModelFileError: as `convert`.
-    """
-    form = SourceFormat(checkpoint.config, args.num_hidden_layers)
-    tensors = canonical_tensors(checkpoint.tensors.values(), args.num_hidden_layers)
-    resident = plan_resident(args, tensors, form, q_bits, requantize)
-    layout = ExpertLayout.from_args(args)
-    used = {tensor.name for source in resident.sources for tensor in source.tensors}
-    layers: list[Unit] = []
-    lossy = list(resident.lossy)
-    if checkpoint.packed is not None:
-        layers += packed_layers(args, layout, checkpoint.packed)
-    else:
-        for layer in layout.moe_layers:
-            experts = find_experts(args, tensors, layer, form)
-            names, again = check_experts(experts, requantize)
-            used |= names
-            lossy += again
-            layers.append(LayerFile(layout, layer, experts))
-    _check_all_used(tensors, used)
-    units = (*resident.files(), *layers)
-    return Plan(layout, units, resident.quantization(), tuple(lossy), resident.quantized(q_bits))
-
-
-def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
-    left = sorted(tensor.name for tensor in tensors.values() if tensor.name not in used)
-    if left:
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise ModelFileError(f"tensor {left[0]}{more} does not belong to this model; is config.json the right one?")
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Changes when config.json, a tensor's place, or a file's length or date changes."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for file in checkpoint.files:
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
-    return digest.hexdigest()
-
-
-def _write(output: Output, plan: Plan, progress: Progress, total: int) -> tuple[list[str], list[str]]:
-    """All large files; returns the names of those that an earlier run had finished, intact and damaged ones."""
-    kept: list[str] = []
-    repaired: list[str] = []
-    done = 0
-    for unit in plan.units:
-        progress(done, total, unit.name)
-        if output.is_finished(unit):
-            kept.append(unit.name)
-        else:
-            repaired += [unit.name] if unit.name in output.files else []
-            (output.path / FOLDER / "layout.json").unlink(missing_ok=True)  # nobody loads what is being repaired
-            output.write(unit, _advance(progress, done, total, unit.name))
-        done += unit.size
-        progress(done, total, unit.name)
-    return kept, repaired
-
-
-def _advance(progress: Progress, start: int, total: int, name: str) -> Callable[[int], None]:
-    done = start
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total, name)
-
-    return advance
-
-
-def _small_files(checkpoint: Checkpoint, plan: Plan) -> dict[str, bytes]:
-    """Contents by name; layout.json, which makes the directory a model, comes last."""
-    copied = {name: (checkpoint.folder / name) for name in COPIED}
-    files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
-    config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
-    files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    files[f"{FOLDER}/layout.json"] = layout_json(plan.layout)
-    return files
-
-
-def _write_small_files(output: Output, checkpoint: Checkpoint, plan: Plan) -> None:
-    for name, data in _small_files(checkpoint, plan).items():
-        output.put(name, data)
-
-
-def _verify(output: Output, checkpoint: Checkpoint, plan: Plan, progress: Progress) -> None:
-    done = total = plan.total_bytes
-    for unit in plan.units:
-        output.compare(unit, _advance(progress, done, 2 * total, f"verify {unit.name}"))
-        done += unit.size
+__all__ = ["convert", "main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m moeflux_mlx.convert",
+        prog=program("convert"),
         description="Convert a Mixture-of-Experts checkpoint into a packed model directory. "
         "An interrupted conversion is resumed by running the same command again.",
     )
@@ -268,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         default=DEFAULT_Q_BITS,
         help="of resident layers; experts have 4 (%(default)s)",
     )
-    add("--q-group-size", type=int, choices=(GROUP_SIZE,), default=GROUP_SIZE, help="(%(default)s)")
+    add("--q-group-size", type=int, choices=(DEFAULT.group_size,), default=DEFAULT.group_size, help="(%(default)s)")
     add("--requantize", action="store_true", help="quantise again what is stored in another way (lossy)")
     add("--verify", action="store_true", help="read everything again and compare it with a fresh conversion")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
@@ -278,63 +38,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     return execute(run, parser().parse_args(argv), writes=False)
-
-
-def run(options: argparse.Namespace) -> int:
-    try:
-        report = _convert(options)
-    except KeyboardInterrupt:
-        note("interrupted; run the same command again to resume")
-        return INTERRUPTED
-    _print_report(report, options)
-    return 0
-
-
-def _convert(options: argparse.Namespace) -> ConversionReport:
-    from tqdm import tqdm
-
-    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr, disable=None) as bar:
-        named = ""
-
-        def show(done: int, total: int, name: str) -> None:
-            nonlocal named
-            if bar.disable and name != named:  # in a log, a line for each file
-                named = name
-                note(f"{done / total:4.0%} {name}")
-            bar.total = total
-            bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
-            bar.update(done - bar.n)
-
-        return convert(**vars(options), progress=show)
-
-
-def _files(count: int) -> str:
-    return f"{count} file{'s' if count != 1 else ''}"
-
-
-def _print_report(report: ConversionReport, options: argparse.Namespace) -> None:
-    lines = []
-    if options.requantize and not report.lossy:
-        lines.append("note: --requantize had no effect: everything could be copied")
-    if options.q_bits != DEFAULT_Q_BITS and not report.quantized:
-        lines.append("note: --q-bits had no effect: the checkpoint's matrices are quantised already, and were copied")
-    if not any((report.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        lines.append("warning: the checkpoint has no tokenizer.json or tokenizer.model; generate needs one of them")
-    if report.kept:
-        lines.append(f"kept {_files(len(report.kept))} of an earlier run")
-    if report.repaired:
-        names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
-        lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
-    if report.linked:
-        lines.append("layer files are hard links to the checkpoint's: they share its disk space")
-    if report.lossy:
-        lines.append(
-            f"warning: {len(report.lossy)} quantised tensors were quantised again (lossy), "
-            f"the first is {report.lossy[0]}"
-        )
-    if report.verified:
-        lines.append("verified: all files equal a fresh conversion")
-    note("\n".join([*lines, f"{report.path} is ready"]))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_faults_are_seen():
         "model.decoder",
         "ops.native",
     }
-    assert imports_of("if TYPE_CHECKING:\n    from .engine import load", "chat") == {"engine.load"}
+    assert imports_of("if TYPE_CHECKING:\n    from .engine import engine", "chat") == {"engine.engine"}
     assert imports_of("def f():\n    import moeflux_mlx.ops.native", "errors") == {"ops.native"}
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tiny_models import child_environment, on_cpu, tiny_directory
 
+from moeflux_mlx.files import directory
 from moeflux_mlx.generate.__main__ import main
 from moeflux_mlx.ops import native
-from moeflux_mlx.resources import directory
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("pyproject.toml", "setup.py", "README.md", "moeflux_mlx", "metal", "configs", "native")
@@ -63,7 +63,7 @@ def test_a_wheel_made_from_the_sdist_has_all_data(wheel):
 def test_an_installed_wheel_finds_its_data(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
-        "from moeflux_mlx.spec import variants; from moeflux_mlx.resources import directory;"
+        "from moeflux_mlx.spec import variants; from moeflux_mlx.files import directory;"
         "import moeflux_mlx; print(moeflux_mlx.__file__, len(variants()), (directory('metal') / 'qmv4.metal').exists(),"
         "(directory('demo') / 'config.json').exists())"
     )

@@ -18,7 +18,7 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moeflux_mlx.convert import convert
-from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.engine.engine import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"

@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import runpy
 import select
 import shutil
 import signal
@@ -20,16 +19,17 @@ from hypothesis import strategies as st
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import chat, model_fingerprint, stream_generate
-from moeflux_mlx.chat import Conversation, Display
-from moeflux_mlx.engine.load import load_model
+from moeflux_mlx.cli import repl
+from moeflux_mlx.cli.repl import Display
+from moeflux_mlx.engine.conversation import Conversation
+from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError
+from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.text.boundaries import Rendering
 from moeflux_mlx.text.channels import ThinkingSplitter, opens_thinking
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
-# Run instead of imported: as a submodule it would take the place of the function `moeflux_mlx.generate`.
-generate_main = runpy.run_module("moeflux_mlx.generate")["main"]
 PROMPT = r"\x1b\[\?2004h"  # bracketed paste goes on when a line can be typed
 ATTENTION, RECURRENT = "qwen3_moe", "qwen3_next"
 
@@ -287,23 +287,22 @@ def test_an_answer_ends_with_the_models_context(monkeypatch):
 
 def test_answers_that_were_cut_say_so(monkeypatch, capsys):
     endless = stopping_at(999)
-    monkeypatch.setattr(chat, "load_named", lambda options: endless)
+    monkeypatch.setattr(repl, "load_named", lambda options: endless)
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
     assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)\n") == 2
-    limit = endless[1].args.max_position_embeddings
+    limit = endless.model.args.max_position_embeddings
     _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
     assert f"(the text has the {limit} tokens that the model takes)" in err
     ending = stopping_at(*range(256))
-    monkeypatch.setattr(chat, "load_named", lambda options: ending)
+    monkeypatch.setattr(repl, "load_named", lambda options: ending)
     assert "(cut" not in (err := run(monkeypatch, capsys, ["Hello"])[2]) and "(the text" not in err
 
 
 def stopping_at(*ends):
     """What `load_named` gives, with other stop tokens."""
-    path = tiny_directory(RECURRENT)
-    tokenizer = load_tokenizer(path)
-    tokenizer.eos_token_ids = set(ends)
-    return path, load_model(path, dtype=mx.float32), tokenizer
+    engine = open_engine(tiny_directory(RECURRENT), dtype=mx.float32)
+    engine.tokenizer.eos_token_ids = set(ends)
+    return engine
 
 
 def test_a_conversation_that_outgrows_the_plan_says_so_once(monkeypatch, capsys):
@@ -376,7 +375,7 @@ def test_a_first_interrupt_stops_the_answer(interruptible, monkeypatch, capsys):
 
     monkeypatch.setattr(Display, "piece", piece)
     before = signal.getsignal(signal.SIGINT)
-    told = chat.Chat(talk, tiny_directory(RECURRENT), {"max_tokens": 50})
+    told = repl.Chat(talk, open_engine(tiny_directory(RECURRENT)), {"max_tokens": 50})
     assert told.take("Hello")
     assert "(stopped)" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is before
     assert len(talk.turns) == 2 and talk.session.last.generation_tokens < 10

@@ -21,13 +21,14 @@ import pytest
 from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
-from moeflux_mlx.cli.command import NOT_GIVEN, execute
+from moeflux_mlx.cli.options import NOT_GIVEN
+from moeflux_mlx.cli.run import execute
 from moeflux_mlx.engine.generation import PREFILL_STEP_SIZE, generate_step
 from moeflux_mlx.engine.generation import generate as library_generate
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
+from moeflux_mlx.files import read_json
 from moeflux_mlx.generate.__main__ import main, parser
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.spec import read_json
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
 PROMPT = list(range(10, 31))

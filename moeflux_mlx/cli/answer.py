@@ -1,0 +1,136 @@
+"""One answer on stdout, and statistics on stderr: what `generate` does."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from ..engine.generation import within_limit
+from ..errors import RequestError
+from ..text.boundaries import Rendering
+from .options import (
+    beyond_plan,
+    expert_statistics,
+    load_named,
+    open_store,
+    parse_template_config,
+    sampling,
+    why_cut,
+)
+from .run import INTERRUPTED
+from .terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
+
+if TYPE_CHECKING:
+    from ..engine.generation import GenerationResponse
+    from ..engine.session import Session
+    from ..text.tokenizer import TokenizerWrapper
+
+WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always share a few
+
+
+def run(options: argparse.Namespace) -> int:
+    prompt = read_prompt(options.prompt)
+    template_config = parse_template_config(options.chat_template_config)
+    generation = sampling(options)
+    engine = load_named(options)
+    model, tokenizer = engine.model, engine.tokenizer
+    store = open_store(options, engine)
+    tokens = encode(tokenizer, prompt, options, template_config)
+    if options.verbose:
+        note(f"prompt tokens: {tokens}")
+    limit = model.args.max_position_embeddings
+    if len(tokens) >= limit:
+        note(f"warning: the prompt has {len(tokens)} tokens and the model was made for {limit}")
+    else:
+        generation["max_tokens"] = within_limit(model.args, len(tokens), generation["max_tokens"])
+        if warning := beyond_plan(engine, len(tokens)):
+            note(warning)
+    session = engine.session(store=store, prefill_step_size=options.prefill_step_size)
+    boundaries = []
+    if options.prompt_cache_dir is not None and options.system_prompt is not None and not options.ignore_chat_template:
+        shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), tokens)
+        boundaries = [shared, len(tokens) - 1]
+    return stream(session, tokens, boundaries, generation, options.verbose)
+
+
+def stream(
+    session: "Session", tokens: list[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
+) -> int:
+    """Prints the text as it comes, then the statistics, also after Ctrl-C."""
+    progress = Progress("prompt")
+    last, code, dropped = None, 0, unsafe_letters(sys.stdout)
+    with Interruption(at_once=True) as interruption:
+
+        def update(done: int, total: int) -> None:
+            progress.update(done, total)
+            interruption.check()
+
+        try:
+            for last in session.respond(tokens, boundaries=boundaries, prompt_progress_callback=update, **generation):
+                progress.close()
+                print(last.text.translate(dropped), end="", flush=True)
+                interruption.check()
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        finally:
+            progress.close()
+    print(flush=True)
+    print_statistics(last, session, verbose)
+    return code
+
+
+def read_prompt(value: str) -> str:
+    """The prompt option, or all of stdin when it is '-'."""
+    if value == "-":
+        try:
+            value = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the prompt on stdin is not UTF-8: byte {error.start} is invalid") from None
+    if not value.strip():
+        raise RequestError("the prompt is empty; give some text with --prompt, or '-' and text on stdin")
+    return value
+
+
+def encode(
+    tokenizer: "TokenizerWrapper", prompt: str, options: argparse.Namespace, template_config: dict[str, Any]
+) -> list[int]:
+    """Token ids of the prompt, through the chat template unless it is ignored."""
+    if options.ignore_chat_template:
+        return tokenizer.encode(prompt)
+    messages = messages_of(prompt, options)
+    return cast(list[int], tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template_config))
+
+
+def messages_of(prompt: str, options: argparse.Namespace) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": prompt}]
+    if options.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": options.system_prompt})
+    return messages
+
+
+def print_statistics(last: "GenerationResponse | None", session: "Session", verbose: bool) -> None:
+    if session.save_error is not None:
+        note(f"warning: the prompt was not saved: {session.save_error}")
+    if last is None:
+        return
+    experts, reuse = session.model.experts, session.reuse
+    if session.store is not None:
+        note(f"prompt cache: {reuse.disk} of {last.prompt_tokens} tokens")
+    if reuse.out_of_reach >= WORTH_SAYING:
+        note(
+            f"prompt cache: {reuse.out_of_reach} more tokens are those of a saved prompt, but this model's "
+            "state can be taken up only where it was kept: at a prompt's end, and after --system-prompt; "
+            "put there what prompts share"
+        )
+    if reuse.computed < reuse.prompt:
+        waited = f"{session.first_token_seconds:.2f} s"
+        note(f"prompt: {reuse.prompt} tokens, {reuse.computed} of them computed, first token after {waited}")
+    else:
+        note(f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens-per-sec")
+    note(f"generation: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
+    if last.finish_reason == "length":
+        note(why_cut(session.model.args, last.prompt_tokens, last.generation_tokens))
+    note(f"peak memory: {peak_memory_gb():.3f} GB, {last.peak_memory:.3f} GB of it MLX's arrays")
+    for line in expert_statistics(experts, verbose):
+        note(line)
+    if verbose and last.expert_bytes_per_token:
+        note(f"expert I/O: {last.expert_bytes_per_token / 1e6:.1f} MB a token, hit rate {last.expert_hit_rate:.1%}")

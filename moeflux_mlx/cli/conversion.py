@@ -1,0 +1,66 @@
+"""A conversion as a command shows it: a bar while it runs, and what was done."""
+
+import argparse
+import sys
+
+from ..formats.packed import FOLDER
+from ..packing.convert import DEFAULT_Q_BITS, ConversionReport, convert
+from .run import INTERRUPTED
+from .terminal import note
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        report = _convert(options)
+    except KeyboardInterrupt:
+        note("interrupted; run the same command again to resume")
+        return INTERRUPTED
+    _print_report(report, options)
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> ConversionReport:
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr, disable=None) as bar:
+        named = ""
+
+        def show(done: int, total: int, name: str) -> None:
+            nonlocal named
+            if bar.disable and name != named:  # in a log, a line for each file
+                named = name
+                note(f"{done / total:4.0%} {name}")
+            bar.total = total
+            bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
+            bar.update(done - bar.n)
+
+        return convert(**vars(options), progress=show)
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
+
+
+def _print_report(report: ConversionReport, options: argparse.Namespace) -> None:
+    lines = []
+    if options.requantize and not report.lossy:
+        lines.append("note: --requantize had no effect: everything could be copied")
+    if options.q_bits != DEFAULT_Q_BITS and not report.quantized:
+        lines.append("note: --q-bits had no effect: the checkpoint's matrices are quantised already, and were copied")
+    if not any((report.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        lines.append("warning: the checkpoint has no tokenizer.json or tokenizer.model; generate needs one of them")
+    if report.kept:
+        lines.append(f"kept {_files(len(report.kept))} of an earlier run")
+    if report.repaired:
+        names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
+        lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
+    if report.linked:
+        lines.append("layer files are hard links to the checkpoint's: they share its disk space")
+    if report.lossy:
+        lines.append(
+            f"warning: {len(report.lossy)} quantised tensors were quantised again (lossy), "
+            f"the first is {report.lossy[0]}"
+        )
+    if report.verified:
+        lines.append("verified: all files equal a fresh conversion")
+    note("\n".join([*lines, f"{report.path} is ready"]))

@@ -1,0 +1,30 @@
+"""`moeflux X` and `python -m moeflux_mlx X`: the commands by name."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "generate": ("moeflux_mlx.generate.__main__", "a prompt in, text out"),
+    "chat": ("moeflux_mlx.chat", "a conversation in the terminal"),
+    "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
+    "plan": ("moeflux_mlx.plan", "what a model needs in memory, and how fast the disk lets it run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names, with the others; returns its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+    if given and given[0] not in ("-h", "--help"):
+        print(f"error: no command {given[0]!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    print(usage())
+    return 0 if given else 2
+
+
+def usage() -> str:
+    """The commands, a line each."""
+    lines = [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: moeflux COMMAND [OPTIONS]", "", *lines, "", "moeflux COMMAND --help lists the options."])

@@ -1,0 +1,138 @@
+"""What a model needs in memory, how it will be read, and how fast the disk lets it run, in lines for people.
+
+Nothing is loaded. A named variant needs no files at all: its resident weights are counted from the shapes.
+"""
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.budget import RUNTIME_BYTES, Demand, MemoryPlan, default_context, from_environment, plan_memory
+from ..engine.locate import resolve
+from ..engine.machine import Figures, default_dtype, machine_figures
+from ..errors import RequestError
+from ..experts.pool import page_aligned
+from ..experts.reader import ExpertReader
+from ..experts.source import IoMode
+from ..formats.packed import PackedExperts
+from ..formats.record import ExpertLayout
+from ..model.tensors import resident_bytes, variant_bytes
+from ..model.weights import read_resident
+from ..ops.backend import computes_natively
+from ..spec import ModelArgs
+from .options import gigabytes
+from .terminal import note
+
+HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
+MEASURED_BYTES = 1 << 30
+IN_FLIGHT = 16  # reads queued at once when the disk is measured
+DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
+
+
+def run(options: argparse.Namespace) -> int:
+    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    if (options.model is None) == (options.variant is None):
+        raise RequestError("give either --model or --variant")
+    if options.measure_disk and options.variant is not None:
+        raise RequestError("--measure-disk reads a model's files; give --model instead of --variant")
+    stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
+    if options.measure_disk and stated is not None:
+        raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
+    packed = None
+    if options.variant is not None:
+        args = ModelArgs.from_variant(options.variant)
+        layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
+    else:
+        path = resolve(options.model)
+        args = ModelArgs.from_file(path)
+        packed = PackedExperts.open(path, args)
+        layout, resident = packed.layout, resident_bytes(read_resident(path), dtype)
+    demand = Demand(
+        resident=resident,
+        context=default_context(args) if options.context is None else options.context,
+        itemsize=dtype.size,
+        prefill_step_size=options.prefill_step_size,
+        in_place=computes_natively(dtype),
+        expert_io=from_environment(options.expert_io),
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+    )
+    plan = plan_memory(args, layout, figures(options.ram_gb), demand)
+    if plan.mode is IoMode.MMAP and options.expert_cache_gb is not None:
+        note("note: --expert-cache-gb has no effect where experts are mapped")
+    disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
+    if options.measure_disk and packed is not None:
+        disks = [int(measure_disk(packed))]
+        lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+    print("\n".join([*memory_lines(plan, layout), *lines, *speed_lines(args, layout, plan, disks)]))
+    return 0
+
+
+def figures(ram_gb: float | None) -> Figures:
+    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion."""
+    nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures()
+    if nbytes is None:
+        return own
+    limits = (own.working_set, own.buffer)
+    working_set, buffer = (None if limit is None else limit * nbytes // own.memory for limit in limits)
+    return Figures(nbytes, working_set, buffer)
+
+
+def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
+    demand, memory = plan.demand, plan.figures.memory
+    rows = [
+        ("resident weights", demand.resident, ""),
+        ("state", plan.state, f"  for a context of {demand.context}"),
+        ("temporary", plan.activations, f"  for {demand.prefill_step_size} tokens at once"),
+        ("runtime", RUNTIME_BYTES, ""),
+    ]
+    if plan.mode is IoMode.PREAD:
+        share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
+        rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
+    mapped = plan.experts if plan.mode is IoMode.MMAP else 0
+    if mapped:
+        rows.append(("experts", mapped, "" if plan.copied else "  mapped: in the system's cache of files"))
+    total = plan.total - plan.copied + mapped
+    rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
+    return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
+
+
+def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
+    """What `disks`, in bytes per second, allow: tokens per second at several hit rates, or the time to read all."""
+    names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
+    if plan.mode is IoMode.MMAP and plan.fixed + plan.experts <= plan.figures.memory:
+        seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+        return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
+    all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    lines = [f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names)]
+    for rate in HIT_RATES:
+        nbytes = all_bytes * (1 - rate)
+        bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)
+        lines.append(f"{f'hit rate {rate:4.0%}: {_gb(nbytes)} a token':30}{bounds}")
+    return lines
+
+
+def measure_disk(packed: PackedExperts) -> float:
+    """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
+    layout, reader = packed.layout, ExpertReader(packed)
+    every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
+    count = max(min(MEASURED_BYTES // layout.expert_stride, len(every)), 1)
+    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.expert_stride // 4), deque[Future[int]](), 0
+    start = time.perf_counter()
+    for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
+        if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row
+            nbytes += waiting.popleft().result()
+        layer, expert = every[choice]
+        waiting.append(reader.submit(layer, expert, memoryview(memory[i % IN_FLIGHT]).cast("B")))
+    nbytes += sum(future.result() for future in waiting)
+    seconds = time.perf_counter() - start
+    reader.close()
+    return nbytes / seconds
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3f} GB"

@@ -1,0 +1,100 @@
+"""Runs a command: its errors and warnings are one line each on stderr, its exit code says how it went."""
+
+import argparse
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from ..errors import MoefluxError, MoefluxWarning, RequestError
+from .terminal import note
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # what writing to stdout ends in
+
+
+def program(command: str) -> str:
+    """The command as it was called, for its usage."""
+    is_script = Path(sys.argv[0]).name == "moeflux"
+    return f"moeflux {command}" if is_script else f"python -m moeflux_mlx.{command}"
+
+
+def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, writes: bool = True) -> int:
+    """Runs a command, which `writes` to stdout or does not; returns its exit code.
+
+    Our own errors and warnings become one line each on stderr.
+    """
+    configure_mlx()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", MoefluxWarning)
+        warnings.showwarning = _show_warning
+        try:
+            prepare_streams(writes)
+            code = run(options)
+            if writes:
+                sys.stdout.flush()
+            return code
+        except MoefluxError as error:
+            note(f"error: {error}")
+        except BrokenPipeError:  # whoever read the text has gone
+            _give_up_stdout()
+        except OSError as error:
+            is_output = error.errno in UNWRITABLE and error.filename is None
+            if is_output:
+                _give_up_stdout()
+            note(f"error: the output cannot be written: {error.strerror}" if is_output else f"error: {error}")
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return 1
+
+
+def prepare_streams(writes: bool) -> None:
+    """Lets text be written that a terminal has no letters for, a question mark each, and closed streams be used.
+
+    Raises:
+        RequestError: stdout is closed, and the command `writes` to it.
+    """
+    is_closed = sys.stdout is None
+    for descriptor in (0, 1, 2):  # a file that is opened in the place of a stream is taken for it: MLX reads none at 0
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or _nowhere(mode) for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+    )
+    if is_closed and writes:
+        raise RequestError("stdout is closed, so there is nowhere to write to")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _nowhere(mode: str) -> TextIO:
+    """The null device, at the lowest descriptor that is free; it stays open."""
+    return cast(TextIO, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
+
+
+def _give_up_stdout() -> None:
+    """Keeps the interpreter from flushing to nobody at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """As one line, without the place in the code that a MoefluxWarning is not about."""
+    note(f"warning: {message}" if issubclass(category, MoefluxWarning) else f"{category.__name__}: {message}")
+
+
+def configure_mlx() -> None:
+    """Says how much MLX gathers before it hands work to the GPU, unless the user decided.
+
+    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. CUDA's graphs run
+    a launch faster the fewer there are in one, down to what the host can keep up with: on an H200 decode of
+    Qwen3.6-35B-A3B's shapes reaches 200 tokens a second with 40, 185 with MLX's 100. MLX reads the variables
+    when the device is first used, so this comes before the first array.
+    """
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
+    if sys.platform == "linux":
+        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "40")

@@ -1,0 +1,87 @@
+"""What a terminal shows and takes: lines on stderr, progress, interruption. Light to import."""
+
+import contextlib
+import resource
+import signal
+import sys
+import threading
+from typing import Any, TextIO
+
+# What would move a terminal's cursor or change its state; a model can be talked into writing it.
+CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
+
+
+def note(text: str) -> None:
+    """One line or more on stderr; that nobody can read them is no reason to stop."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def peak_memory_gb() -> float:
+    """The most memory that this process has held, in units of 1e9 bytes, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def unsafe_letters(out: TextIO) -> dict[int, None]:
+    """What to leave out of a model's text for `out`, as `str.translate` takes it."""
+    return CONTROLS if out.isatty() else {}
+
+
+class Progress:
+    """One line on a terminal's stderr that is wiped when the work is done; nothing elsewhere."""
+
+    def __init__(self, label: str):
+        self.label, self.shown = label, False
+
+    def __enter__(self) -> "Progress":
+        self._show(f"{self.label} ...")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, done: int, total: int) -> None:
+        self._show(f"{self.label} {done}/{total} tokens")
+
+    def close(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self.shown = False
+
+    def _show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            self.shown = True
+
+
+class Interruption:
+    """While entered, Ctrl-C sets `wanted`, and raises too if `at_once` is set or it is not the first.
+
+    Raising alone is not enough: MLX drops errors that come up while it looks at a numpy array, so that about one
+    Ctrl-C in two hundred would be lost. A process that ignores Ctrl-C (nohup) goes on ignoring it.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.wanted, self._at_once = False, at_once
+
+    def __enter__(self) -> "Interruption":
+        self._before = signal.getsignal(signal.SIGINT)
+        self._takes = callable(self._before) and threading.current_thread() is threading.main_thread()
+        if self._takes:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._takes:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raises the KeyboardInterrupt that is wanted."""
+        if self.wanted:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: Any) -> None:
+        again, self.wanted = self.wanted, True
+        if again or self._at_once:
+            raise KeyboardInterrupt
