@@ -27,12 +27,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from moeflux_mlx import load_model
+from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.linear import Weight
+from moeflux_mlx.model.layers import Weight
 from moeflux_mlx.ops import native
-from moeflux_mlx.spec import read_json
 
 READ_BYTES = 1 << 30
 OURS, FLOAT32, BFLOAT16 = "moeflux-mlx float32", "mlx-lm float32", "mlx-lm bfloat16"
@@ -96,7 +96,7 @@ def experts(path: Path, ours: Model):
     layout = packed.layout
     for layer in tqdm(layout.moe_layers, unit="layer", desc="copying experts for mlx-lm"):
         blocks = np.memmap(packed.paths[layer], np.uint8, "r").reshape(layout.num_experts, -1)
-        for component in layout.components:
+        for component in layout.records[layer].fields:
             raw = np.ascontiguousarray(blocks[:, component.offset : component.offset + component.size])
             projection, part = component.name.split(".")
             assert projection in PROJECTIONS
@@ -113,7 +113,7 @@ def token_bytes(model: Model) -> int:
     modules = [m for n, m in model.named_modules() if isinstance(m, Weight) and not n.endswith("embed_tokens")]
     resident = sum(m[part].nbytes for m in modules for part in ("weight", "scales", "biases") if part in m)
     layout = model.experts.layout
-    return resident + len(layout.moe_layers) * model.args.num_experts_per_tok * layout.expert_size
+    return resident + len(layout.moe_layers) * model.args.num_experts_per_tok * layout.record.size
 
 
 def seconds(call: Callable[[], object]) -> float:

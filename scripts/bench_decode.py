@@ -20,48 +20,40 @@ import mlx.core as mx
 from bench_kernels import random_words
 from mlx.utils import tree_flatten
 
-from moeflux_mlx.cli.command import configure_mlx
-from moeflux_mlx.engine.io_mode import IoMode
+from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.linear import Weight
+from moeflux_mlx.model.layers import Weight
+from moeflux_mlx.model.tensors import KEPT_FLOAT32, ROUTER_BITS, ROUTERS
 from moeflux_mlx.model.weights import arrange
-from moeflux_mlx.resources import directory
-from moeflux_mlx.spec import DEEPSEEK_V3, ModelArgs, read_json, variants
+from moeflux_mlx.quant import DEFAULT, Quant
+from moeflux_mlx.spec import ModelArgs, variants
 
 PROMPT, TOKENS, WARMUP = 512, 96, 16
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
-class ResidentExperts:
-    """What `RoutedExperts` needs of a loader that holds everything in GPU memory."""
-
-    mode = IoMode.MMAP
+class RandomExperts(MappedExperts):
+    """Experts that never were on a disk, all in GPU memory."""
 
     def __init__(self, layout: ExpertLayout):
-        self.layout = layout
-        self.layers = {layer: random_blob(layout) for layer in layout.moe_layers}
-
-    def resident(self, layer: int) -> mx.array:
-        return self.layers[layer]
-
-    def slots_per_layer(self, spare: int = 0) -> int:
-        return 0
-
-    def demote(self, layer: int, ids: list[int]) -> None:
-        """Nothing is ever evicted."""
+        super().__init__(PackedExperts(layout, {}))
+        self._layers = {layer: random_blob(layout) for layer in layout.moe_layers}
 
 
 def random_blob(layout: ExpertLayout) -> mx.array:
     """[num_experts, words]: random codes, scales and biases of a trained model's size."""
-    blob = random_words(layout.num_experts, layout.words)
-    for c in layout.components:
+    record = layout.record
+    blob = random_words(layout.num_experts, record.words)
+    for c in record.fields:
         if c.dtype == "BF16":
-            value = layout.hidden_size**-0.5 / 4.6 * (1 if c.name.endswith("scales") else -7.5)
+            value = record.hidden_size**-0.5 / 4.6 * (1 if c.name.endswith("scales") else -7.5)
             words = mx.full((layout.num_experts, c.size // 2), value, mx.bfloat16).view(mx.uint32)
-            blob[:, c.offset // 4 : (c.offset + c.size) // 4] = words
+            blob[:, c.offset // 4 : c.end // 4] = words
     mx.eval(blob)
     return blob
 
@@ -69,12 +61,12 @@ def random_blob(layout: ExpertLayout) -> mx.array:
 def random_resident(model: Model, args: ModelArgs) -> None:
     matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
     for path, module in matrices.items():
-        router = path.endswith((".mlp.gate", ".mlp.shared_expert_gate"))
-        quantise(module, 8 if router else 4, mx.float32 if router else mx.bfloat16)
+        router = path.endswith(ROUTERS)
+        quantise(module, ROUTER_BITS if router else DEFAULT.bits, mx.float32 if router else mx.bfloat16)
     for name, parameter in tree_flatten(model.parameters()):
         owner, _, leaf = name.rpartition(".")
         if owner not in matrices:
-            dtype = mx.float32 if leaf in ("A_log", "dt_bias", "e_score_correction_bias") else mx.bfloat16
+            dtype = mx.float32 if leaf in KEPT_FLOAT32 else mx.bfloat16
             target = model
             for part in owner.split("."):
                 target = target[int(part)] if isinstance(target, list) else getattr(target, part)
@@ -85,7 +77,7 @@ def random_resident(model: Model, args: ModelArgs) -> None:
 
 def quantise(module: Weight, bits: int, dtype: mx.Dtype) -> None:
     *rows, cols = module.shape
-    module.bits, module.group_size = bits, 64
+    module.quant = Quant(bits, DEFAULT.group_size)
     shape = (*rows, cols * bits // 32)
     module.weight = random_words(*shape)
     step = cols**-0.5 / (4.6 * 2 ** (bits - 4))
@@ -95,9 +87,8 @@ def quantise(module: Weight, bits: int, dtype: mx.Dtype) -> None:
 
 
 def ours(args: ModelArgs) -> Model:
-    model = Model(args, RoutedExperts(ResidentExperts(ExpertLayout.from_args(args))))
+    model = Model(args, RoutedExperts(RandomExperts(ExpertLayout.from_args(args))))
     random_resident(model, args)
-    model.decode_step = DecodeStep(model)
     return model
 
 
@@ -202,7 +193,7 @@ def main() -> None:
         if "layer_types" in body:
             body["layer_types"] = body["layer_types"][: options.layers]
     args = ModelArgs.from_dict(config)
-    assert args.model_type != DEEPSEEK_V3 or not options.layers or options.layers > 3
+    assert args.moe_layers, "more layers, please: the first ones have no experts"
     results = {"variant": options.variant, "layers": args.num_hidden_layers, "prompt": PROMPT}
     if not options.skip_mlx_lm:
         results["mlx_lm"] = measure("mlx-lm", theirs(config))

@@ -21,8 +21,12 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.cli.command import configure_mlx
-from moeflux_mlx.ops import kernels
+from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.ops import backend, launch
+from moeflux_mlx.ops.combine import moe_combine
+from moeflux_mlx.ops.experts import Records, expert_down_combine, expert_gate_up
+from moeflux_mlx.ops.linear import qmv4
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
 PRODUCTS = [
@@ -111,12 +115,13 @@ def error(got: mx.array, want: np.ndarray) -> float:
 
 def poisoned(build: Callable) -> Callable:
     """Kernels whose outputs hold NaN before they start."""
-    return lambda target, family: functools.partial(build(target, family), init_value=float("nan"))
+    return lambda target, kernel: functools.partial(build(target, kernel), init_value=float("nan"))
 
 
 def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[str, float]]:
     """By dtype: errors of gate_up and of down + combine, and the smallest error that a planted fault makes."""
     blob, stacks = random_experts(count + 3, hidden, inner)
+    records = Records(blob, Record.make(hidden, inner))
     slots = np.random.default_rng().permutation(count + 3)[:count]
     index = mx.array(slots[None].astype(np.int32))
     matrices = [expert(stacks, int(s)) for s in slots]
@@ -125,8 +130,8 @@ def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[st
     for dtype in BOUNDS:
         x, h_mid, shared = (mx.random.normal((1, hidden)).astype(dtype) for _ in range(3))
         weights = mx.random.uniform(0, 1, (1, count))
-        act = kernels.expert_gate_up(x, blob, index, moe_intermediate_size=inner)
-        out = kernels.expert_down_combine(act, blob, index, weights, h_mid, shared)
+        act = expert_gate_up(x, index, records)
+        out = expert_down_combine(act, index, records, weights, h_mid, shared)
         w, a = wide(weights)[0], wide(act)[0]  # down is judged on the activations it was given
         downs = np.stack([m[2] @ a[k] for k, m in enumerate(matrices)])
         errors[dtype] = {
@@ -140,7 +145,7 @@ def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[st
 def check_product(rows: int, columns: int, tokens: int, dtype: mx.Dtype) -> dict[str, float]:
     w, s, b = (a[0:1].reshape(a.shape[1:]) for a in random_matrix(1, rows, columns))
     x = mx.random.normal((tokens, columns)).astype(dtype)
-    y = kernels.qmv4(x, w, s, b)
+    y = qmv4(x, w, s, b)
     wrong = [error(y, wide(x) @ dequantised(w, s, b, fault).T) for fault in FAULTS]
     return {"qmv4": error(y, wide(x) @ dequantised(w, s, b).T), "fault": min(wrong)}
 
@@ -149,7 +154,7 @@ def check_combine(hidden: int, count: int, dtype: mx.Dtype) -> dict[str, float]:
     out = mx.random.normal((2, count, hidden)).astype(dtype)
     h_mid, shared = (mx.random.normal((2, hidden)).astype(dtype) for _ in range(2))
     weights = mx.random.uniform(0, 1, (2, count))
-    got = kernels.moe_combine(out, weights, h_mid, shared)
+    got = moe_combine(out, weights, h_mid, shared)
     parts = np.einsum("tk,tkh->th", wide(weights), wide(out))
     want = wide(h_mid) + parts + wide(shared)
     return {"combine": error(got, want), "fault": error(got, wide(h_mid) + parts)}
@@ -265,9 +270,9 @@ def gather_layer(x: mx.array, stacks: list[Matrix], slots: mx.array, weights: mx
     return x + (down * weights[..., None].astype(x.dtype)).sum(axis=-2)
 
 
-def kernel_layer(x: mx.array, blob: mx.array, slots: mx.array, weights: mx.array, inner: int) -> mx.array:
-    act = kernels.expert_gate_up(x, blob, slots, moe_intermediate_size=inner)
-    return kernels.expert_down_combine(act, blob, slots, weights, x)
+def kernel_layer(x: mx.array, records: Records, slots: mx.array, weights: mx.array) -> mx.array:
+    act = expert_gate_up(x, slots, records)
+    return expert_down_combine(act, slots, records, weights, x)
 
 
 def time_experts(name: str, tokens: int, gib: float, layers: int) -> dict:
@@ -285,11 +290,12 @@ def time_experts(name: str, tokens: int, gib: float, layers: int) -> dict:
     slots = mx.array(shuffled) + mx.array(0, mx.uint32)  # on the device
     weights = mx.random.uniform(0, 2e-2, (tokens, count))
     x = mx.random.normal((tokens, hidden)).astype(mx.bfloat16)
+    records = [Records(blob, Record.make(hidden, inner)) for blob in blobs]
     mx.eval(blobs, dense, slots, weights, x)
 
     def ours(h: mx.array) -> mx.array:
         for i in range(layers):
-            h = kernel_layer(h, blobs[i % groups], slots, weights, inner)
+            h = kernel_layer(h, records[i % groups], slots, weights)
         return h
 
     def theirs(h: mx.array) -> mx.array:
@@ -351,7 +357,7 @@ def mlx_product(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) ->
 
 
 def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float) -> dict:
-    ours = timed(functools.partial(chain, kernels.qmv4), x, launches)
+    ours = timed(functools.partial(chain, qmv4), x, launches)
     theirs = timed(functools.partial(chain, mlx_product), x, launches)
     row = {"product": name, "T": x.shape[0]}
     return report(row, f"{name:20s}", ours, theirs, size, "quantized_matmul")
@@ -371,19 +377,19 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     configure_mlx()  # as every command does; MLX's own operations run under the same settings
-    if not kernels.has_kernels():
+    if not backend.has_kernels():
         raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
     device = mx.device_info()
     result: dict = {
         "mlx": mx.__version__,
-        "backend": kernels.backend(),
+        "backend": backend.name(),
         "device": device.get("device_name", ""),
     }
     print(f"mlx {mx.__version__}, {result['backend']}, {result['device']}")
     if not args.skip_check:
-        build, kernels._kernel = kernels._kernel, poisoned(kernels._kernel)
+        build, launch._built = launch._built, poisoned(launch._built)
         result["check"] = check()
-        kernels._kernel = build
+        launch._built = build
     result["copy_GB/s"] = copy_bandwidth()
     print(f"copy {result['copy_GB/s']:.0f} GB/s")
     result["experts"] = [time_experts(name, t, args.gib, args.layers) for name in SHAPES for t in TOKENS]

@@ -14,9 +14,11 @@ import time
 
 import numpy as np
 
+from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import native
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
+RECORD = Record.make(HIDDEN, WIDTH)
 
 
 def matrix(rng, rows, columns):
@@ -55,11 +57,11 @@ def experts(blob, tokens, rng, calls=24):
 
     def gate_up():
         for s in slots:
-            native.expert_gate_up(x, blob, s, WIDTH, act)
+            native.expert_gate_up(x, blob, s, RECORD, act)
 
     def down():
         for s in slots:
-            native.expert_down_combine(act, blob, s, weights, x, None, out)
+            native.expert_down_combine(act, blob, s, RECORD, weights, x, None, out)
 
     distinct = sum(len(np.unique(s)) for s in slots) * blob[0].nbytes
     return {"expert_gate_up": (gate_up, distinct * 2 // 3), "expert_down_combine": (down, distinct // 3)}
@@ -67,7 +69,7 @@ def experts(blob, tokens, rng, calls=24):
 
 def weight_cases(tokens, rng):
     head = matrix(rng, VOCABULARY, HIDDEN)
-    words = 3 * 9 * HIDDEN * WIDTH // 64
+    words = RECORD.size // 4
     blob = rng.integers(0, 2**32, (512, words), dtype=np.uint32) & np.uint32(0x3DFF3DFF)
     return head[0].reshape(-1), {
         "linear lm_head 151936x2048": product([head], tokens, rng),

@@ -32,7 +32,6 @@ import numpy as np
 from moeflux_mlx import load, model_fingerprint
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.state.prompt_store import PromptDirectory
-from moeflux_mlx.state.snapshot import activation_dtype
 
 CASES = ("first", "first, saving", "again", "second turn", "second, anew")
 BASELINE = {"again": "first", "second turn": "second, anew"}
@@ -87,7 +86,7 @@ def measure(options: argparse.Namespace) -> dict:
     respond(Session(model, tokenizer), tokens[::-1][:40].tolist())
     store = None
     if options.case in ("first, saving", "again"):
-        fingerprint = model_fingerprint(options.model, activation_dtype(model))
+        fingerprint = model_fingerprint(options.model, model.activation_dtype)
         store = PromptDirectory(options.folder, fingerprint)
     session, prompt = Session(model, tokenizer, store=store), first
     if options.case == "second turn":

@@ -29,15 +29,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from moeflux_mlx.cli.planning import measure_disk
+from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.io_mode import IoMode
-from moeflux_mlx.engine.load import load_model
 from moeflux_mlx.engine.sampling import make_sampler
 from moeflux_mlx.experts.pool import page_aligned
-from moeflux_mlx.experts.source import ExpertLoader
+from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.plan import measure_disk
 from moeflux_mlx.spec import ModelArgs
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -108,7 +107,7 @@ def bench_loader(options: argparse.Namespace) -> dict:
         packed = write_experts(Path(folder))
         raw: dict[int, list] = {count: [] for count in THREADS}
         loaded = []
-        loader = ExpertLoader(packed, mode=IoMode.PREAD, cache_bytes=1, least_slots=2 * WAVE)
+        loader = StreamedExperts(packed, cache_bytes=1, least_slots=2 * WAVE)
         loader_reads(loader)  # the first use of fresh memory costs page faults, once in a model's life
         for _ in range(options.rounds):
             for count in THREADS:
@@ -134,7 +133,7 @@ def bench_loader(options: argparse.Namespace) -> dict:
 def write_experts(folder: Path) -> PackedExperts:
     """Two layers of 128 experts of the largest Qwen's size; random bytes, written past the page cache."""
     full = ExpertLayout.from_args(ModelArgs.from_variant("qwen3.5-397b-a17b"))
-    layout = ExpertLayout(full.hidden_size, full.moe_intermediate_size, 128, 2, (0, 1), full.expert_stride)
+    layout = ExpertLayout(dict.fromkeys((0, 1), full.record), 128, 2)
     block = os.urandom(layout.expert_stride)
     paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
     for path in paths.values():
@@ -156,7 +155,7 @@ def shuffled(layout: ExpertLayout) -> list[tuple[int, int]]:
 def raw_reads(packed: PackedExperts, threads: int) -> int:
     files = {layer: os.open(path, os.O_RDONLY | os.O_DIRECT) for layer, path in packed.paths.items()}
     blocks, stride = shuffled(packed.layout), packed.layout.expert_stride
-    memory = page_aligned(threads, packed.layout.words)
+    memory = page_aligned(threads, packed.layout.record.words)
 
     def work(index: int) -> None:
         target = memoryview(memory[index]).cast("B")
@@ -173,7 +172,7 @@ def raw_reads(packed: PackedExperts, threads: int) -> int:
     return len(blocks) * stride
 
 
-def loader_reads(loader: ExpertLoader) -> int:
+def loader_reads(loader: StreamedExperts) -> int:
     """Every expert once, in waves, the next wave asked for before this one is waited for."""
     loader.invalidate()
     loader.reset_stats()
@@ -182,8 +181,8 @@ def loader_reads(loader: ExpertLoader) -> int:
         experts = [expert for own, expert in blocks if own == layer]
         waves += [(layer, experts[i : i + WAVE]) for i in range(0, len(experts), WAVE)]
     for (layer, experts), following in zip(waves, [*waves[1:], (0, [])], strict=True):
-        batch = loader.acquire(layer, np.array(experts))
-        loader.prefetch(*following)
+        batch = loader.request(layer, np.array(experts))
+        loader.hint(*following)
         batch.wait()
         batch.release()
     return loader.stats.bytes_read
@@ -361,13 +360,14 @@ def watch(process: subprocess.Popen, group: Path) -> dict:
 
 def run_worker(options: argparse.Namespace) -> dict:
     experts = ExpertLayout.from_args(ModelArgs.from_file(options.model)).total_bytes
-    model = load_model(
+    engine = open_engine(
         options.model,
         expert_cache_bytes=int(options.share * experts) if options.share else None,
         expert_io=options.expert_io,
         prefetch=options.prefetch,
         context=options.context,
     )
+    model = engine.model
     if options.damping != 1:
         damp(model, options.damping)
     mx.random.seed(0)
@@ -396,8 +396,8 @@ def run_worker(options: argparse.Namespace) -> dict:
         "prefetched": stats.prefetched / tokens,
         "waited": stats.wait_seconds / seconds,
         "speed": stats.gb_per_second,
-        "planned": model.plan.total,
-        "pool": model.plan.pool,
+        "planned": engine.plan.total,
+        "pool": engine.plan.pool,
         "device_peak": mx.get_peak_memory(),  # of a GPU; the CPU's pool is not MLX's memory
         "slots": model.experts.slots,
     }

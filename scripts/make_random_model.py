@@ -16,20 +16,18 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
+from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.packed import FOLDER
-from moeflux_mlx.formats.record import BITS, GROUP_SIZE, ExpertLayout
-from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.linear import Weight
-from moeflux_mlx.resources import directory
-from moeflux_mlx.spec import DEEPSEEK_V3, ModelArgs, read_json, variants
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.quant import DEFAULT, Quant
+from moeflux_mlx.spec import ModelArgs, variants
 
 DISTINCT_BLOCKS = 16
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
-ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 
 
 def main() -> None:
@@ -63,29 +61,26 @@ def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     overrides = write_resident(args, out, rng)
     write_experts(ExpertLayout.from_args(args), out / FOLDER, rng)
-    quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine", **overrides}
+    quantization = {**DEFAULT.entry(), **overrides}
     (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}, indent=2))
     write_tokenizer(out)
 
 
 def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
     """One safetensors file; returns the quantisation overrides for config.json."""
-    model = Model(args, experts=None)
     tensors, overrides = {}, {}
-    matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
-    for path, module in matrices.items():
-        dense = path.endswith(".mlp.gate") and args.model_type == DEEPSEEK_V3
-        if dense:
-            tensors[f"{path}.weight"] = mx.array(normal(rng, module.shape)).astype(mx.bfloat16)
+    matrices, others = needed(args)
+    for path, shape in matrices.items():
+        quant = stored_as(args, path, shape[-1])
+        if quant is None:
+            tensors[f"{path}.weight"] = mx.array(normal(rng, shape)).astype(mx.bfloat16)
             continue
-        bits = 8 if path.endswith(ROUTERS) else BITS
-        if bits != BITS:
-            overrides[path] = {"group_size": GROUP_SIZE, "bits": bits}
-        for part, value in quantised(rng, module.shape, bits).items():
+        if quant != DEFAULT:
+            overrides[path] = {"group_size": quant.group_size, "bits": quant.bits}
+        for part, value in quantised(rng, shape, quant).items():
             tensors[f"{path}.{part}"] = value
-    for name, parameter in tree_flatten(model.parameters()):
-        if name.rpartition(".")[0] not in matrices:
-            tensors[name] = plain(name, parameter.shape, rng)
+    for name, shape in others.items():
+        tensors[name] = plain(name, shape, rng)
     mx.save_safetensors(str(out / "resident.safetensors"), tensors)
     return overrides
 
@@ -105,13 +100,13 @@ def plain(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx.arr
     return mx.array(rng.standard_normal(shape, dtype=np.float32) * scale)
 
 
-def quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> dict[str, mx.array]:
+def quantised(rng: np.random.Generator, shape: tuple[int, ...], quant: Quant) -> dict[str, mx.array]:
     *rows, cols = shape
-    codes = rng.integers(0, 2**32, (*rows, cols * bits // 32), dtype=np.uint32)
-    spread = CODE_SPREAD * 2 ** (bits - 4)
-    step = np.full((*rows, cols // GROUP_SIZE), cols**-0.5 / spread, np.float32)
+    codes = rng.integers(0, 2**32, (*rows, quant.words(cols)), dtype=np.uint32)
+    spread = CODE_SPREAD * 2 ** (quant.bits - 4)
+    step = np.full((*rows, quant.groups(cols)), cols**-0.5 / spread, np.float32)
     step *= rng.uniform(0.8, 1.2, step.shape).astype(np.float32)
-    middle = -step * (2**bits - 1) / 2
+    middle = -step * (2**quant.bits - 1) / 2
     return {
         "weight": mx.array(codes),
         "scales": mx.array(step).astype(mx.bfloat16),
@@ -120,14 +115,14 @@ def quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> di
 
 
 def block(layout: ExpertLayout, rng: np.random.Generator) -> np.ndarray:
-    """One packed expert, [expert_stride] bytes."""
-    out = np.zeros(layout.expert_stride, np.uint8)
-    shapes = [c.shape for c in layout.components]
-    for first in range(0, 9, 3):
-        parts = quantised(rng, (shapes[first][0], shapes[first][1] * 8), BITS)
-        for component, value in zip(layout.components[first : first + 3], parts.values(), strict=True):
+    """One packed expert, a stride of bytes."""
+    record = layout.record
+    out = np.zeros(record.stride, np.uint8)
+    for matrix in (record.gate, record.up, record.down):
+        parts = quantised(rng, (matrix.rows, matrix.columns), matrix.quant)
+        for field, value in zip(matrix.fields, parts.values(), strict=True):
             raw = np.array(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value)
-            out[component.offset : component.offset + component.size] = raw.reshape(-1).view(np.uint8)
+            out[field.offset : field.end] = raw.reshape(-1).view(np.uint8)
     return out
 
 
