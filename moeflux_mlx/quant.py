@@ -1,6 +1,7 @@
 """How the codes of a matrix are stored: one type, one reading of every spelling in `config.json`.
 
-The types can say more than is computed; `is_computed` is the one place that knows what is.
+The types can say more than is computed. `is_computed` decides what is, and whoever reads a configuration or a
+checkpoint asks it.
 """
 
 import reprlib

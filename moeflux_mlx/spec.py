@@ -103,6 +103,12 @@ class ModelArgs:
         return tuple(kinds[kind] for kind in self.layer_types)
 
     @cached_property
+    def widths(self) -> frozenset[int]:
+        """Of the rows that operations meet."""
+        plain = {self.hidden_size, self.intermediate_size, self.shared_expert_intermediate_size}
+        return frozenset(plain.union(*(mixer.widths for mixer in self.mixers)))
+
+    @cached_property
     def router(self) -> Router:
         """The rule by which every layer with experts chooses them."""
         return Router(

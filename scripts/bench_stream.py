@@ -33,7 +33,7 @@ from moeflux_mlx.cli.planning import measure_disk
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.sampling import make_sampler
-from moeflux_mlx.experts.pool import page_aligned
+from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout

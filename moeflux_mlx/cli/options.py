@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..engine.budget import MODES
+from ..engine.generation import PREFILL_STEP_SIZE
 from ..errors import RequestError
 from .terminal import Progress, note
 
@@ -59,7 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-step-size",
         type=int,
-        default=512,
+        default=PREFILL_STEP_SIZE,
         metavar="TOKENS",
         help="of a prompt that run at once (%(default)s)",
     )
@@ -68,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_expert_io(add: Callable[..., Any]) -> None:
     add(
         "--expert-io",
-        choices=("auto", "mmap", "pread"),
+        choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
     )

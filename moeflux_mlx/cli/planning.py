@@ -12,18 +12,17 @@ from concurrent.futures import Future
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import RUNTIME_BYTES, Demand, MemoryPlan, default_context, from_environment, plan_memory
+from ..engine.budget import RUNTIME_BYTES, MemoryPlan, demand_of, from_environment, plan_memory
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
 from ..errors import RequestError
-from ..experts.pool import page_aligned
+from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
 from ..experts.source import IoMode
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout
 from ..model.tensors import resident_bytes, variant_bytes
 from ..model.weights import read_resident
-from ..ops.backend import computes_natively
 from ..spec import ModelArgs
 from .options import gigabytes
 from .terminal import note
@@ -52,12 +51,12 @@ def run(options: argparse.Namespace) -> int:
         args = ModelArgs.from_file(path)
         packed = PackedExperts.open(path, args)
         layout, resident = packed.layout, resident_bytes(read_resident(path), dtype)
-    demand = Demand(
-        resident=resident,
-        context=default_context(args) if options.context is None else options.context,
-        itemsize=dtype.size,
+    demand = demand_of(
+        args,
+        resident,
+        dtype,
+        context=options.context,
         prefill_step_size=options.prefill_step_size,
-        in_place=computes_natively(dtype),
         expert_io=from_environment(options.expert_io),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
     )

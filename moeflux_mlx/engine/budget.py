@@ -8,11 +8,14 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from ..errors import MoefluxWarning, RequestError
-from ..experts.routed import DECODE_ROWS
 from ..experts.source import IoMode
 from ..experts.waves import WAVE_BYTES
 from ..formats.record import ExpertLayout
+from ..ops.backend import computes_natively, takes_widths
+from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from ..state.cache import KVCache, kind_of
 from .generation import PREFILL_STEP_SIZE
@@ -119,6 +122,28 @@ class Demand:
         return self.expert_io not in (None, "auto")
 
 
+def demand_of(
+    args: ModelArgs,
+    resident: int,
+    dtype: mx.Dtype,
+    *,
+    context: int | None,
+    prefill_step_size: int,
+    expert_io: str,
+    expert_cache_bytes: int | None,
+) -> Demand:
+    """What running a model with activations in `dtype` needs; `context` None means what is planned by default."""
+    return Demand(
+        resident=resident,
+        context=default_context(args) if context is None else context,
+        itemsize=dtype.size,
+        prefill_step_size=prefill_step_size,
+        in_place=computes_natively(dtype) and takes_widths(args.widths),
+        expert_io=expert_io,
+        expert_cache_bytes=expert_cache_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes of everything that is in memory while a model runs, and how experts are read.
@@ -209,7 +234,7 @@ def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Deman
 
 def least_slots(args: ModelArgs) -> int:
     """Blocks that one request may ask for: every expert that the largest decode call can use."""
-    return min(args.num_experts, DECODE_ROWS * args.num_experts_per_tok)
+    return min(args.num_experts, MAX_TOKENS * args.num_experts_per_tok)
 
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:

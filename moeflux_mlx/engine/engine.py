@@ -19,12 +19,11 @@ from ..formats.packed import PackedExperts
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill, read_resident
-from ..ops.backend import computes_natively
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, model_fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import Demand, MemoryPlan, default_context, from_environment, least_slots, plan_memory
+from .budget import MemoryPlan, demand_of, from_environment, least_slots, plan_memory
 from .generation import PREFILL_STEP_SIZE
 from .locate import resolve
 from .machine import default_dtype, machine_figures
@@ -92,12 +91,12 @@ def open_engine(
     packed = PackedExperts.open(path, args)
     tensors = read_resident(path)
     dtype = dtype or default_dtype()
-    demand = Demand(
-        resident=resident_bytes(tensors, dtype),
-        context=context if context is not None else default_context(args),
-        itemsize=dtype.size,
+    demand = demand_of(
+        args,
+        resident_bytes(tensors, dtype),
+        dtype,
+        context=context,
         prefill_step_size=prefill_step_size,
-        in_place=computes_natively(dtype),
         expert_io=from_environment(expert_io),
         expert_cache_bytes=expert_cache_bytes,
     )

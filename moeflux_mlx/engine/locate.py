@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import ModelFileError
 from ..files import directory, user_path
 from ..formats.hub import hub_errors, looks_like_repo
-from ..formats.packed import FOLDER
+from ..formats.packed import FOLDER, LAYOUT
 from ..packing.suggest import not_packed_error, unfinished_error
 from ..packing.writer import STATE
 
@@ -26,7 +26,7 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
         )
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory")
-    if not (path / FOLDER / "layout.json").exists():
+    if not (path / FOLDER / LAYOUT).exists():
         if (path / STATE).exists():
             raise unfinished_error(path)
         for folder in (path, path / "mlx"):  # the second is moeflux's
@@ -45,7 +45,7 @@ def fetch_packed(repo: str, revision: str | None = None) -> Path:
     import huggingface_hub as hub
 
     with hub_errors(f"cannot fetch {repo} from the Hugging Face Hub"):
-        if f"{FOLDER}/layout.json" not in hub.list_repo_files(repo, revision=revision):
+        if f"{FOLDER}/{LAYOUT}" not in hub.list_repo_files(repo, revision=revision):
             config = Path(hub.hf_hub_download(repo, "config.json", revision=revision))
             raise not_packed_error(repo, config.parent)
         return Path(hub.snapshot_download(repo, revision=revision))

@@ -25,7 +25,7 @@ VERDICT = 384  # tokens that a verdict holds: a trial costs at most half of its 
 
 
 @dataclass
-class LayerRecord:
+class LayerGuesses:
     """How well guessing works for one layer: `useful` is a running share of prefetched experts used."""
 
     previous: np.ndarray | None = None
@@ -43,10 +43,10 @@ class Predictor:
     """
 
     confidence: float = 0.3
-    layers: dict[int, LayerRecord] = field(default_factory=dict)
+    layers: dict[int, LayerGuesses] = field(default_factory=dict)
 
-    def record(self, layer: int) -> LayerRecord:
-        return self.layers.setdefault(layer, LayerRecord())
+    def record(self, layer: int) -> LayerGuesses:
+        return self.layers.setdefault(layer, LayerGuesses())
 
     def observe(self, layer: int, ids: np.ndarray) -> None:
         """The experts [T, K] that `layer` really used."""
@@ -70,7 +70,7 @@ class Predictor:
             return True
         record.sat_out += 1
         if record.sat_out >= RETRY:
-            self.layers[layer] = LayerRecord(previous=record.previous)
+            self.layers[layer] = LayerGuesses(previous=record.previous)
         return False
 
     def judge(self, layer: int, ahead: list[int], ids: np.ndarray) -> None:

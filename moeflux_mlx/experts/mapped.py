@@ -14,7 +14,7 @@ from ..errors import ExpertIOError
 from ..formats.packed import PackedExperts
 from ..ops import backend
 from ..ops.experts import Records
-from .pool import adopt, on_device
+from .memory import adopt, on_device
 from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, asked_for
 
 LOOK_EVERY = 0.1  # seconds between looks at the files that a GPU has adopted: a look costs as much as 60 launches

@@ -115,7 +115,7 @@ class ExpertReader:
         return read.future
 
     def promote(self, future: "Future[int]") -> None:
-        """Moves a queued speculative read to the front: somebody waits for it."""
+        """Moves a queued speculative read to those that somebody waits for."""
         with self._wake:
             for read in self._queue[True]:
                 if read.future is future:

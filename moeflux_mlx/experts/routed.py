@@ -17,8 +17,6 @@ from .routing import Routing
 from .source import ExpertLoader, Lease
 from .waves import in_waves
 
-DECODE_ROWS = MAX_TOKENS  # up to this many tokens the kernels re-read an expert for each token that uses it
-
 
 class RoutedExperts:
     """Implements `routing.RoutedExpertsCall` over a source of experts.
@@ -36,7 +34,7 @@ class RoutedExperts:
         return self.lookahead.wants_guess(layer, tokens)
 
     def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Array:
-        if len(x) > DECODE_ROWS:
+        if len(x) > MAX_TOKENS:
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead)
         records = self.source.whole(routing.layer)

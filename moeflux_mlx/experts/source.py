@@ -17,11 +17,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.record import ExpertLayout
+from ..formats.record import ExpertLayout, Key
 from ..ops.experts import Records
 from ..process import check_process
 
-Key = tuple[int, int]  # layer, expert
 CLOSED = "the expert loader is closed; load the model again"
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..files import read_json
+from .packed import FOLDER, LAYOUT
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {
@@ -112,7 +113,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory; give a checkpoint directory or a repo id org/name")
-    if (path / "packed_experts" / "layout.json").exists() and any(path.glob("resident*.safetensors")):
+    if (path / FOLDER / LAYOUT).exists() and any(path.glob("resident*.safetensors")):
         raise ModelFileError(f"{path} is already packed; there is nothing to convert")
     if _find(path, "model_weights.json", "artifacts") or _find(path, "model_weights.bin", "artifacts"):
         return _open_moeflux(path)
@@ -230,7 +231,7 @@ def _open_moeflux(path: Path) -> Checkpoint:
     config = _required(path, "config.json", "mlx")
     manifest = _required(path, "model_weights.json", "artifacts")
     weights = _required(path, "model_weights.bin", "artifacts")
-    packed = _required(path, "packed_experts", "root")
+    packed = _required(path, FOLDER, "root")
     tensors = read_manifest(manifest, weights)
     files = (manifest, weights, *sorted(packed.glob("layer_*.bin")))
     return Checkpoint(config.parent, read_json(config), tensors, files, packed)

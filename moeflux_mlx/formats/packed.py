@@ -11,6 +11,7 @@ from ..spec import ModelArgs
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
+LAYOUT = "layout.json"  # in it; what has one is a finished model
 
 
 class PackedExperts:
@@ -24,7 +25,7 @@ class PackedExperts:
     def open(cls, model_path: str | Path, args: ModelArgs) -> "PackedExperts":
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
-        layout_file = folder / "layout.json"
+        layout_file = folder / LAYOUT
         layout = ExpertLayout.from_args(args).check_json(read_json(layout_file), layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
         for layer, path in paths.items():

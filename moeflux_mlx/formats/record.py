@@ -19,7 +19,9 @@ FORMAT_VERSION = 1
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where one may begin
 STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and direct I/O both need
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-DTYPES = {"U32": 4, "BF16": 2}  # bytes of a value
+ITEM_BYTES = {"U32": 4, "BF16": 2}  # of a value
+
+Key = tuple[int, int]  # layer, expert
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Field:
     name: str
     offset: int
     size: int
-    dtype: str  # of DTYPES
+    dtype: str  # of ITEM_BYTES
     shape: tuple[int, int]
 
     @property
@@ -121,7 +123,7 @@ def _projection(name: str, rows: int, columns: int, quant: Quant, start: int) ->
     fields, offset = [], start
     for part, shape in zip(PARTS, shapes, strict=False):
         dtype = "U32" if part == "weight" else "BF16"
-        fields.append(Field(f"{name}.{part}", offset, math.prod(shape) * DTYPES[dtype], dtype, shape))
+        fields.append(Field(f"{name}.{part}", offset, math.prod(shape) * ITEM_BYTES[dtype], dtype, shape))
         offset = fields[-1].end
     return Projection(rows, columns, quant, tuple(fields))
 

@@ -104,7 +104,7 @@ class Model(nn.Module):
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
-        self.suits_cpu = backend.takes_widths(_widths(args))
+        self.suits_cpu = backend.takes_widths(args.widths)
         self.experts: Any = None if experts is None else experts.source
         self.decode_step: DecodeStep | None = None
         if self.experts is not None and self.experts.is_resident:
@@ -187,9 +187,3 @@ class Model(nn.Module):
     def make_cache(self) -> list[Cache]:
         """An empty cache for each layer."""
         return [make_cache(mixer) for mixer in self.args.mixers]
-
-
-def _widths(args: ModelArgs) -> set[int]:
-    """Of the rows that operations meet."""
-    plain = {args.hidden_size, args.intermediate_size, args.shared_expert_intermediate_size}
-    return plain.union(*(mixer.widths for mixer in args.mixers))

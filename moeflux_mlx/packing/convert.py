@@ -17,7 +17,7 @@ from ..errors import ConfigError, ModelFileError
 from ..files import read_json, user_path
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint
 from ..formats.hub import hub_errors, looks_like_repo
-from ..formats.packed import FOLDER, PackedExperts
+from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.record import ExpertLayout
 from ..quant import DEFAULT, unquantized
 from ..spec import ModelArgs
@@ -107,7 +107,7 @@ def convert(
             f"q_bits {q_bits}, q_group_size {q_group_size} is not implemented; use 4 or 8 and {DEFAULT.group_size}"
         )
     source = local_checkpoint(hf_path, revision)
-    if (source / STATE).exists() and not (source / FOLDER / "layout.json").exists():
+    if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     path = user_path(mlx_path)
     if path.resolve() == source.resolve():
@@ -210,7 +210,7 @@ def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int)
             kept.append(unit.name)
         else:
             repaired += [unit.name] if unit.name in output.files else []
-            (output.path / FOLDER / "layout.json").unlink(missing_ok=True)  # nobody loads what is being repaired
+            (output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # nobody loads what is being repaired
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size
         progress(done, total, unit.name)
@@ -234,7 +234,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    files[f"{FOLDER}/layout.json"] = layout_json(plan.layout)
+    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout)
     return files
 
 

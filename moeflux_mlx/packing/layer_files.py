@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
-from ..formats.packed import FOLDER, check_length
+from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout
 from ..quant import DEFAULT
 from ..spec import ModelArgs
@@ -203,7 +203,7 @@ def packed_layers(args: ModelArgs, layout: ExpertLayout, folder: Path) -> list[P
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    source = ExpertLayout.from_args(args).check_json(read_json(folder / "layout.json"), folder / "layout.json")
+    source = ExpertLayout.from_args(args).check_json(read_json(folder / LAYOUT), folder / LAYOUT)
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 

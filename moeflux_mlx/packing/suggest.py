@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import NotPackedError
 from ..files import read_json
-from ..formats.packed import FOLDER
+from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..quant import unquantized
 from ..spec import ModelArgs
@@ -32,7 +32,7 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
     gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
     return NotPackedError(
-        f"{source} is not packed (no {FOLDER}/layout.json); run: {command}  "
+        f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
         f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
     )
 

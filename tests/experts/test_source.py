@@ -21,7 +21,8 @@ from test_packed import tiny_args
 from moeflux_mlx.engine.budget import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
 from moeflux_mlx.experts.mapped import MappedExperts
-from moeflux_mlx.experts.pool import SlotPool, landing_memory
+from moeflux_mlx.experts.memory import landing_memory
+from moeflux_mlx.experts.pool import SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.streamed import StreamedExperts

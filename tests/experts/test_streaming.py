@@ -21,7 +21,7 @@ from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import mapped, routed, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
-from moeflux_mlx.experts.pool import landing_memory
+from moeflux_mlx.experts.memory import landing_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.source import IoMode
