@@ -49,12 +49,13 @@ class Quant:
 
 
 PARTS = ("weight", "scales", "biases")  # of a stored matrix: names of tensors
-DEFAULT = Quant(4, 64)  # MLX's own, and the one form of routed experts that is computed
+DEFAULT = Quant(4, 64)  # MLX's own
+EXPERTS = Quant(4, 64)  # the one form of routed experts that is computed, and so converted to
 
 
 def is_computed(quant: Quant, routed: bool = False) -> bool:
     """Whether the operations multiply with matrices that are stored so; `routed`: with those of routed experts."""
-    return quant == DEFAULT if routed else quant.mode == "affine"
+    return quant == EXPERTS if routed else quant.mode == "affine"
 
 
 def is_known(quant: Quant) -> bool:

@@ -16,7 +16,7 @@ from .families.fields import LARGEST, Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
 from .kinds import FULL, LINEAR, Delta, GroupedQuery, Latent, Mixer, Rotation, Router, Yarn
-from .quant import DEFAULT, Quantization, of_packed
+from .quant import EXPERTS, Quantization, of_packed
 
 WIDEST_HEAD = 1 << 16  # far beyond any model's
 
@@ -195,9 +195,9 @@ def _check(args: ModelArgs) -> None:
     if args.num_experts_per_tok > args.num_experts:
         raise ConfigError(f"num_experts_per_tok {args.num_experts_per_tok} exceeds num_experts {args.num_experts}")
     for name in ("hidden_size", "moe_intermediate_size"):
-        if getattr(args, name) % DEFAULT.group_size:
+        if getattr(args, name) % EXPERTS.group_size:
             raise ConfigError(
-                f"{name} {getattr(args, name)} is not a multiple of the quantisation group, {DEFAULT.group_size}"
+                f"{name} {getattr(args, name)} is not a multiple of the quantisation group, {EXPERTS.group_size}"
             )
     if not 1 <= args.topk_group <= args.n_group or args.num_experts % args.n_group:
         groups = f"n_group {args.n_group}, topk_group {args.topk_group}"

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import ModelFileError
-from ..quant import DEFAULT, PARTS, Quant
+from ..quant import EXPERTS, PARTS, Quant
 from ..spec import ModelArgs
 
 FORMAT_VERSION = 1
@@ -68,7 +68,7 @@ class Record:
         cls,
         hidden_size: int,
         moe_intermediate_size: int,
-        quants: tuple[Quant, Quant, Quant] = (DEFAULT,) * 3,
+        quants: tuple[Quant, Quant, Quant] = (EXPERTS,) * 3,
         stride: int | None = None,
     ) -> "Record":
         """Args:

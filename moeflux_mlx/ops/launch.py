@@ -17,7 +17,6 @@ from ..errors import RequestError
 from ..files import directory
 
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
-HEADERS = {"lanes": "lane_sum", "q4": "q4_"}  # by the names they define
 
 Shape = tuple[int, ...]
 
@@ -38,6 +37,11 @@ def _text(name: str) -> str:
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 
+@cache
+def _headers() -> list[str]:
+    return sorted(file.name for file in directory("metal").iterdir() if file.name.endswith(".h.metal"))
+
+
 @dataclass(frozen=True)
 class Kernel:
     """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces."""
@@ -49,10 +53,11 @@ class Kernel:
     def build(self, target: str) -> Any:
         """MLX's object for it, compiled at first use with each set of template arguments.
 
-        Headers go in where their names occur: CUDA's build hashes the whole text at every launch.
+        A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. CUDA's build
+        hashes the whole text at every launch.
         """
         source = _text(f"{self.name}.metal")
-        header = "".join(_text(f"{name}.h.metal") for name, mark in HEADERS.items() if mark in source)
+        header = "".join(_text(name) for name in _headers() if f"{name.split('.')[0]}_" in source)
         make: Any = mx.fast.metal_kernel
         if target == "cuda":
             header = _text("cuda_shim.h") + header

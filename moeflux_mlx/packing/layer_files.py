@@ -18,7 +18,7 @@ from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout
-from ..quant import DEFAULT
+from ..quant import EXPERTS, Quant
 from ..spec import ModelArgs
 from .matrix import Matrix, SourceFormat, find_matrix
 from .resident import array_bytes, not_kept
@@ -33,11 +33,11 @@ class Part:
     start: int
     stop: int
 
-    def codes(self) -> tuple[mx.array, ...]:
-        """Weight, scales and biases of the record: as stored where that fits, else quantised from bfloat16."""
-        if self.matrix.is_packed:
+    def codes(self, quant: Quant) -> tuple[mx.array, ...]:
+        """Weight, scales and biases in the form `quant`: as stored where that is it, else quantised from bfloat16."""
+        if self.matrix.fits(quant):
             return self.matrix.rows(self.start, self.stop).codes()
-        return self.matrix.quantized(DEFAULT, self.start, self.stop)
+        return self.matrix.quantized(quant, self.start, self.stop)
 
 
 class Experts(Protocol):
@@ -139,7 +139,7 @@ def check_experts(experts: Experts, requantize: bool) -> tuple[set[str], list[st
         if not requantize:
             raise ModelFileError(
                 not_kept(
-                    matrix, f"packed experts hold {DEFAULT.bits} bits, group_size {DEFAULT.group_size}, BF16 scales"
+                    matrix, f"packed experts hold {EXPERTS.bits} bits, group_size {EXPERTS.group_size}, BF16 scales"
                 )
             )
         lossy.append(matrix.weight.name)
@@ -162,10 +162,11 @@ class LayerFile:
             yield self._record(expert)
 
     def _record(self, expert: int) -> bytearray:
-        record = bytearray(self.geometry.stride)
-        codes = [array for part in self.experts.parts(expert) for array in part.codes()]
-        for field, array in zip(self.geometry.fields, codes, strict=True):
-            record[field.offset : field.end] = array_bytes(array)
+        record, geometry = bytearray(self.geometry.stride), self.geometry
+        projections = geometry.gate, geometry.up, geometry.down
+        for part, projection in zip(self.experts.parts(expert), projections, strict=True):
+            for field, array in zip(projection.fields, part.codes(projection.quant), strict=True):
+                record[field.offset : field.end] = array_bytes(array)
         return record
 
 

@@ -100,12 +100,14 @@ class Matrix:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for t in (self.weight, self.scales, self.biases, self.inverse) if t is not None)
 
+    def fits(self, quant: Quant) -> bool:
+        """Whether the stored bytes are what a packed expert in the form `quant` holds."""
+        return self.quant == quant and all(t is not None and t.dtype == "BF16" for t in (self.scales, self.biases))
+
     @property
     def is_packed(self) -> bool:
-        """Whether the stored bytes are what a packed expert holds."""
-        if self.quant is None or not is_computed(self.quant, routed=True):
-            return False
-        return all(t is not None and t.dtype == "BF16" for t in (self.scales, self.biases))
+        """Whether they are what a packed expert holds."""
+        return self.quant is not None and is_computed(self.quant, routed=True) and self.fits(self.quant)
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""

@@ -273,7 +273,7 @@ FAULTS = {
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
     "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "one lane too few": ("lanes.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
+    "one lane too few": ("lane.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
 }  # fmt: skip
 
 
