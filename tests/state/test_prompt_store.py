@@ -1,6 +1,7 @@
 """Saved prompts: what is restored, what is refused, and what survives crashes, full disks and other processes."""
 
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -20,11 +21,12 @@ import pytest
 from goldens import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import ROOT, tiny_directory, tiny_model
 
 from moeflux_mlx import model_fingerprint, save_state
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import FingerprintError, ModelFileError, PromptCacheError, RequestError
+from moeflux_mlx.state import fingerprint
 from moeflux_mlx.state.prompt_file import START, load_prompt, read_prompt_header, save_prompt
 from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -185,6 +187,17 @@ def changed(source, target, name, at=None):
     data[len(data) // 2 if at is None else at] ^= 1
     (target / name).write_bytes(data)
     return target
+
+
+SHAPES = {"qwen3.6-35b-a3b": "a181c9e6d57f6b37", "cogito-v2-671b": "49d65ce853c57684"}
+
+
+@pytest.mark.parametrize("variant", SHAPES)
+def test_prompts_that_were_saved_long_ago_keep_their_model(variant, tmp_path):
+    """What a fingerprint holds of the configuration is the same from release to release."""
+    shutil.copy(ROOT / "configs" / f"{variant}.json", tmp_path / "config.json")
+    text = json.dumps(fingerprint._shape(tmp_path), sort_keys=True, default=str)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == SHAPES[variant]
 
 
 def test_fingerprints_follow_contents(tmp_path):
