@@ -1,6 +1,7 @@
 """A model and all that belongs to it, put together in one place: `Engine`, and the public `load` and `load_model`."""
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,11 +143,12 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
     """Gives a function of an engine the parameters of `make`, which are so written once."""
 
     def decorate(use: Callable[[Engine], R]) -> Callable[P, R]:
-        @functools.wraps(make, assigned=("__module__",))
+        @functools.wraps(use)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return use(make(*args, **kwargs))
 
-        call.__name__, call.__qualname__, call.__doc__ = use.__name__, use.__qualname__, use.__doc__
+        signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
+        call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -1,0 +1,69 @@
+"""A model and all that belongs to it: what is public keeps its signature, and nothing is set afterwards."""
+
+import dataclasses
+import inspect
+import shutil
+
+import mlx.core as mx
+import pytest
+from tiny_models import tiny_directory
+
+import moeflux_mlx
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.errors import TokenizerError
+
+DEFAULTS = {
+    "path_or_hf_repo": None,
+    "dtype": None,
+    "expert_io": "auto",
+    "expert_cache_bytes": None,
+    "prefetch": "auto",
+    "context": None,
+    "prefill_step_size": 512,
+    "revision": None,
+}
+
+
+@pytest.mark.parametrize("function, gives", [("load", "tuple"), ("load_model", "Model")])
+def test_public_signatures(function, gives):
+    found = inspect.signature(getattr(moeflux_mlx, function))
+    assert {name: one.default for name, one in found.parameters.items()} == DEFAULTS
+    assert [one.kind.name for one in found.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * 7
+    assert found.return_annotation.__name__ == gives
+    assert getattr(moeflux_mlx, function).__doc__
+
+
+def test_what_load_gives_answers_as_before(capsys):
+    model, tokenizer = moeflux_mlx.load(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread")
+    cache = model.make_cache()
+    assert model(mx.array([[1, 2]]), cache).shape == (1, 2, model.args.vocab_size)
+    assert len(model.layers) == len(cache) == model.args.num_hidden_layers
+    assert isinstance(model.experts, moeflux_mlx.ExpertLoader) and isinstance(model.args, moeflux_mlx.ModelArgs)
+    assert model.experts.mode is moeflux_mlx.IoMode.PREAD and model.experts.slots > 0
+    assert model.experts.stats.misses > 0 and model.experts.stats.bytes_read > 0
+    model.experts.reset_stats()
+    assert model.experts.stats.misses == model.experts.stats.bytes_read == 0
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+    model.experts.close()
+
+
+def test_a_model_without_a_tokenizer_loads_alone(tmp_path):
+    path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    assert moeflux_mlx.load_model(path).args.num_hidden_layers
+    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json"):
+        moeflux_mlx.load(path)
+
+
+def test_an_engine_does_not_change():
+    engine = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32)
+    assert engine.tokenizer is engine.tokenizer and engine.fingerprint.dtype == "float32"
+    assert engine.model.experts is engine.experts and engine.plan.mode is engine.experts.mode
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        engine.plan = None
+
+
+def test_states_on_a_texts_way_take_a_quarter_of_the_headroom():
+    engine = open_engine(tiny_directory("qwen3_next"), dtype=mx.float32)
+    assert engine.session().points.max_bytes == min(1 << 30, engine.plan.headroom // 4)
+    assert engine.session(checkpoint_bytes=7).points.max_bytes == 7
