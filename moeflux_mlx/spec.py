@@ -76,6 +76,17 @@ class ModelArgs:
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @cached_property
+    def delta(self) -> Delta:
+        """The mixer of layers with linear attention, whether there are any or not."""
+        return Delta(
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+        )
+
+    @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The token mixer of each layer."""
         rotation = Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling, self.rope_interleave)
@@ -83,13 +94,7 @@ class ModelArgs:
             FULL: GroupedQuery(
                 self.num_attention_heads, self.num_key_value_heads, self.head_dim, rotation, self.attn_output_gate
             ),
-            LINEAR: Delta(
-                self.linear_num_key_heads,
-                self.linear_num_value_heads,
-                self.linear_key_head_dim,
-                self.linear_value_head_dim,
-                self.linear_conv_kernel_dim,
-            ),
+            LINEAR: self.delta,
         }
         if self.kv_lora_rank:
             kinds[FULL] = Latent(

@@ -120,7 +120,7 @@ def measure_disk(packed: PackedExperts) -> float:
     layout, reader = packed.layout, ExpertReader(packed)
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
     count = max(min(MEASURED_BYTES // layout.expert_stride, len(every)), 1)
-    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.expert_stride // 4), deque[Future[int]](), 0
+    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.words), deque[Future[int]](), 0
     start = time.perf_counter()
     for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
         if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row

@@ -1,7 +1,8 @@
 """Who gets which bytes, decided before anything is loaded: what stays resident, what the pool may take, whether expert
 files are mapped or read, what cannot work.
 
-Arithmetic on a configuration and a few figures; it opens no file and allocates nothing.
+Arithmetic on a configuration and a few figures; it opens no file and allocates nothing. Only `from_environment` looks
+at the environment, for the public functions and commands that call it.
 """
 
 import os

@@ -103,8 +103,12 @@ def open_engine(
     )
     plan = plan_memory(args, packed.layout, machine_figures(), demand)
     experts = open_experts(packed, args, plan)
-    model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(tensors))
-    fill(model, tensors, args.quantization, dtype)
+    try:
+        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(tensors))
+        fill(model, tensors, args.quantization, dtype)
+    except BaseException:
+        experts.close()  # a model that compiles its steps and its experts refer to each other
+        raise
     return Engine(path, model, experts, plan)
 
 
@@ -149,6 +153,7 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
 
         signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
         call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {**make.__annotations__, "return": use.__annotations__["return"]}
         return call
 
     return decorate

@@ -47,9 +47,9 @@ class SlotPool:
         self._copying: list[tuple[int, mx.array]] = []  # rows that the device still reads, and their copies
         self._landing: mx.array | None = None
         if landing is not None and backend.name() == "cuda":
-            self.rows, self._landing = landing_memory(landing, layout.expert_stride // 4)
+            self.rows, self._landing = landing_memory(landing, layout.words)
         else:
-            self.rows = page_aligned(slots if landing is None else landing, layout.expert_stride // 4)
+            self.rows = page_aligned(slots if landing is None else landing, layout.words)
         self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
         self._free = list(range(len(self.rows)))
         self._used: OrderedDict[Key, Slot] = OrderedDict()

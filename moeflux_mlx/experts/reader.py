@@ -184,7 +184,7 @@ class ExpertReader:
         """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
         files, direct = self._opened  # another thread may open them anew in the meantime
         size = self._bytes_of(read.layer, direct)
-        start, done = read.expert * self.layout.records[read.layer].stride, 0
+        start, done = self.layout.start(read.layer, read.expert), 0
         while done < size:
             try:
                 got = self._preadv(files[read.layer], [read.target[done:size]], start + done)

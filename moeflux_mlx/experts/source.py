@@ -208,6 +208,11 @@ class ExpertLoader(ABC):
     def drain(self) -> None:  # noqa: B027
         """Blocks until no read is under way. Failed guesses are forgotten."""
 
+    @property
+    def in_flight(self) -> list[Key]:
+        """Records whose read is under way."""
+        return []
+
     def invalidate(self) -> None:  # noqa: B027
         """Forgets every record in the pool, so that the next request reads the files again.
 

@@ -96,7 +96,6 @@ class StreamedExperts(ExpertLoader):
 
     @property
     def in_flight(self) -> list[Key]:
-        """Records whose read is under way."""
         return [key for pool in self._pools for key in pool.in_flight()]
 
     @contextlib.contextmanager
@@ -122,14 +121,14 @@ class StreamedExperts(ExpertLoader):
         self._check_open()
         keys, inverse = asked_for(layer, ids)
         ready = np.ones(len(keys), bool)
-        lease = Lease(self, keys, inverse, ready)
+        lease = Lease(self, keys, inverse, np.ones(ids.shape, bool))
         self._collect()
         try:
             self._admit(self._pool_of[layer], keys, ready)
         except BaseException:
             lease.release()
             raise
-        lease.ready = ready[inverse]
+        lease.ready[...] = ready[inverse]
         return lease
 
     def hint(self, layer: int, ids: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ that stand here. `layout.json` version 1 can say one geometry for all layers, th
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from ..errors import ModelFileError
@@ -38,6 +38,11 @@ class Field:
     def end(self) -> int:
         return self.offset + self.size
 
+    @property
+    def words(self) -> slice:
+        """Where it lies in a record of uint32 words."""
+        return slice(self.offset // 4, self.end // 4)
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -64,6 +69,7 @@ class Record:
     stride: int
 
     @classmethod
+    @cache  # equal ones are the same object, which is cheap to look up at every launch
     def make(
         cls,
         hidden_size: int,
@@ -156,6 +162,15 @@ class ExpertLayout:
         """Bytes that hold a record of any layer."""
         return max(record.stride for record in self.records.values())
 
+    @property
+    def words(self) -> int:
+        """uint32 words that hold a record of any layer."""
+        return self.expert_stride // 4
+
+    def start(self, layer: int, expert: int) -> int:
+        """Bytes from the beginning of the layer's file to the expert's record."""
+        return expert * self.records[layer].stride
+
     def layer_bytes(self, layer: int) -> int:
         """Of a layer's file."""
         return self.num_experts * self.records[layer].stride
@@ -208,6 +223,12 @@ class ExpertLayout:
         (record,) = set(self.records.values())
         return record
 
+    def _spaced(self, stride: int) -> Record:
+        """The record of all layers, `stride` bytes apart."""
+        record = self.record
+        quants = record.gate.quant, record.up.quant, record.down.quant
+        return Record.make(record.hidden_size, record.moe_intermediate_size, quants, stride)
+
     def check_json(self, found: Mapping[str, Any], where: object) -> "ExpertLayout":
         """This layout with the stride that `found` (a layout.json) states, once everything else agrees.
 
@@ -226,7 +247,7 @@ class ExpertLayout:
                 f"{where}: expert_stride {stride!r} does not hold {record.size}-byte experts "
                 f"at multiples of {LOAD_BYTES}"
             )
-        checked = replace(self, records=dict.fromkeys(self.records, replace(record, stride=stride)))
+        checked = replace(self, records=dict.fromkeys(self.records, self._spaced(stride)))
         for key, wanted in checked.to_json().items():
             value = found.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
             if key == "components":

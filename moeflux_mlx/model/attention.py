@@ -37,6 +37,5 @@ class Attention(nn.Module):
         k = k.reshape(B, L, self.kv_heads, -1)
         v = v.reshape(B, L, self.kv_heads, -1)
         q, gate = split(q, self.head_dim) if self.gated else (q, None)
-        q = self.rope(self.q_norm(q), cache.offset)
-        k = self.rope(self.k_norm(k), cache.offset)
-        return self.o_proj(attend(q, k, v, cache, scale=self.head_dim**-0.5, gate=gate))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(attend(q, k, v, cache, rope=self.rope, scale=self.head_dim**-0.5, gate=gate))

@@ -46,12 +46,10 @@ class MLA(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).reshape(B, L, self.heads, -1)
         q_nope, q_pe = split(q, self.nope)
         latent, k_pe = split(self.kv_a_proj_with_mqa(x), self.latent)
-        q_pe = self.rope(q_pe, cache.offset)
-        k_pe = self.rope(k_pe[:, :, None], cache.offset)
+        latent = self.kv_a_layernorm(latent)
         matrices = self._key(), self._value()
-        return self.o_proj(
-            attend_latent(q_nope, q_pe, self.kv_a_layernorm(latent), k_pe, cache, *matrices, scale=self.scale)
-        )
+        out = attend_latent(q_nope, q_pe, latent, k_pe[:, :, None], cache, *matrices, rope=self.rope, scale=self.scale)
+        return self.o_proj(out)
 
     def _key(self) -> HeadMatrices:
         """Each head's [nope, latent]."""

@@ -8,6 +8,7 @@ import numpy as np
 from . import native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
+from .rope import Rope
 
 
 class Positions(Protocol):
@@ -26,19 +27,24 @@ class Positions(Protocol):
         ...
 
 
-def attend(q: Array, k: Array, v: Array, cache: Positions, *, scale: float, gate: Array | None = None) -> Array:
+def attend(
+    q: Array, k: Array, v: Array, cache: Positions, *, rope: Rope, scale: float, gate: Array | None = None
+) -> Array:
     """softmax(scale * q k) v over all that `cache` has seen and the new positions up to each query's own.
 
     Args:
-        q: [B, L, heads, D], normed and rotated.
-        k, v: [B, L, kv heads, D], appended to `cache`.
+        q: [B, L, heads, D], normed.
+        k, v: [B, L, kv heads, D], appended to `cache`, k rotated.
+        rope: turns q and k by their positions.
         gate: [B, L, heads, D]; its sigmoid multiplies the result.
 
     Returns:
         [B, L, heads * D]
     """
     B, L = q.shape[:2]
+    position = cache.offset
     if isinstance(q, np.ndarray):
+        q, k = rope(q, position), rope(k, position)
         cache.update_and_fetch(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
         mx.eval(cache.keys, cache.values)  # one wait for both
         keys, values = view(cache.keys), view(cache.values)
@@ -47,6 +53,7 @@ def attend(q: Array, k: Array, v: Array, cache: Positions, *, scale: float, gate
             out *= sigmoid(gate)
         return out.reshape(B, L, -1)
     q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))  # [B, heads, L, D]
+    q, k = rope(q, position), rope(k, position)
     k, v = cache.update_and_fetch(k, v)
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=cache.mask(L))
     out = out.transpose(0, 2, 1, 3).reshape(B, L, -1)

@@ -99,7 +99,7 @@ def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, 
     def matrix(projection: Projection) -> Dense:
         made = []
         for field in projection.fields:
-            columns = blob[:, field.offset // 4 : field.end // 4]
+            columns = blob[:, field.words]
             words = (
                 mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
             )

@@ -15,6 +15,7 @@ from . import native
 from .attend import Positions
 from .backend import Array, stack, view
 from .linear import Weights, by_head, multiply, part_of_heads
+from .rope import Rope
 
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
@@ -31,6 +32,12 @@ class HeadMatrices:
     heads: int
     rows: slice | None = None
     turned: bool = False
+
+    @property
+    def height(self) -> int:
+        """Rows of a head's matrix, as it is stored."""
+        rows = self.weights.shape[-2] if len(self.weights.shape) == 3 else self.weights.shape[0] // self.heads
+        return len(range(rows)[self.rows or slice(None)])
 
     def multiply(self, x: mx.array, transpose: bool) -> mx.array:
         """x [B, heads, L, ...] @ M.T (`transpose`) or x @ M."""
@@ -52,26 +59,31 @@ def attend_latent(
     key: HeadMatrices,
     value: HeadMatrices,
     *,
+    rope: Rope,
     scale: float,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all that `cache` has seen.
 
     Args:
-        q_nope: [B, L, heads, nope]. q_pe: [B, L, heads, R], rotated.
-        latent: [B, L, N], normed. k_pe: [B, L, 1, R], rotated. Both are appended to `cache`.
+        q_nope: [B, L, heads, nope]. q_pe: [B, L, heads, R].
+        latent: [B, L, N], normed. k_pe: [B, L, 1, R]. Both are appended to `cache`, k_pe rotated.
         key: matrices [nope, N]. value: matrices [v, N].
+        rope: turns q_pe and k_pe by their positions.
 
     Returns:
         [B, L, heads * v]
     """
     B, L = q_nope.shape[:2]
+    position = cache.offset
     if isinstance(q_nope, np.ndarray):
+        q_pe, k_pe = rope(q_pe, position), rope(k_pe, position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = _absorbed_native if L <= ABSORB_AT_MOST else _expanded_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, k_pe = (part.transpose(0, 2, 1, 3) for part in (q_nope, q_pe, k_pe))  # [B, heads, L, ...]
+    q_pe, k_pe = rope(q_pe, position), rope(k_pe, position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = _absorbed if L <= ABSORB_AT_MOST else _expanded
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
@@ -136,7 +148,10 @@ def _absorbed_native(
         q[:, head, :width] = q_nope[:, head] @ matrix
     q[..., width:] = q_pe
     mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], N, scale)
-    return np.stack([mixed[:, head] @ matrix.T for head, matrix in enumerate(value.each())], axis=1)
+    out = np.empty((L, heads, value.height), np.float32)
+    for head, matrix in enumerate(value.each()):
+        out[:, head] = mixed[:, head] @ matrix.T
+    return out
 
 
 def _expanded_native(
@@ -151,9 +166,9 @@ def _expanded_native(
     heads, nope = q_nope.shape[1:]
     N = len(latent)
     k = np.empty((heads, N, nope + q_pe.shape[-1]), np.float32)
-    v = []
+    v = np.empty((heads, N, value.height), np.float32)
     for head, (keys, values) in enumerate(zip(key.each(), value.each(), strict=True)):
         k[head, :, :nope] = latent @ keys.T
-        v.append(latent @ values.T)
+        v[head] = latent @ values.T
     k[..., nope:] = k_pe
-    return native.attend(np.concatenate([q_nope, q_pe], axis=-1), k, np.stack(v), N, scale)
+    return native.attend(np.concatenate([q_nope, q_pe], axis=-1), k, v, N, scale)

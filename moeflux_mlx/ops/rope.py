@@ -29,16 +29,17 @@ class Rope:
         self.frequencies = frequencies.tobytes()
 
     def __call__(self, x: Array, offset: int | mx.array) -> Array:
-        """x [B, L, heads, head_dim] at positions offset .. offset + L - 1."""
+        """x at positions offset .. offset + L - 1, laid out as attention wants it of each kind: numpy arrays
+        [B, L, heads, head_dim], MLX's [B, heads, L, head_dim].
+        """
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
             cosine, sine = angles(self.frequencies, self.magnitude, offset, L)
             rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
-        x = x.transpose(0, 2, 1, 3)
         if self.magnitude != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
-        x = mx.fast.rope(
+        return mx.fast.rope(
             x,
             self.dims,
             traditional=self.interleaved,
@@ -47,7 +48,6 @@ class Rope:
             offset=offset,
             freqs=self.periods,
         )
-        return x.transpose(0, 2, 1, 3)
 
 
 @lru_cache(maxsize=16)

@@ -174,16 +174,16 @@ class PackedLayerFile:
     """One layer that moeflux or flash-moe has packed; linked when its records are spaced like ours."""
 
     def __init__(self, layout: ExpertLayout, source: ExpertLayout, layer: int, folder: Path):
-        self.layout, self.geometry, self.source = layout, layout.records[layer], source.records[layer]
+        self.layout, self.geometry, self.source, self.layer = layout, layout.records[layer], source, layer
         self.file = folder / source.file_name(layer)
         check_length(self.file, source.layer_bytes(layer))
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
         self.size = layout.layer_bytes(layer)
-        self.link = self.file if self.source.stride == self.geometry.size == self.geometry.stride else None
+        self.link = self.file if source.records[layer].stride == self.geometry.size == self.geometry.stride else None
 
     def chunks(self) -> Iterator[Bytes]:
         for expert in range(self.layout.num_experts):
-            record = read_bytes(self.file, expert * self.source.stride, self.geometry.size)
+            record = read_bytes(self.file, self.source.start(self.layer, expert), self.geometry.size)
             self._check_scales(record, expert)
             yield record + bytes(self.geometry.stride - len(record))
 

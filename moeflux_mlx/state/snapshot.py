@@ -39,7 +39,7 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..kinds import FULL, Delta, Mixer
+from ..kinds import FULL, Mixer
 from ..spec import ModelArgs
 from .cache import Cache, State, kind_of
 
@@ -176,11 +176,8 @@ def _interval(args: ModelArgs) -> int:
 
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
-    """Of the two states of a layer with linear attention, 0 without such layers."""
-    mixer = next((one for one in args.mixers if isinstance(one, Delta)), None)
-    if mixer is None:
-        return 0, 0
-    conv, recurrent = (FLOAT.itemsize * math.prod(shape) for shape in kind_of(mixer).stored_shapes(mixer, 0))
+    """Of the two states of a layer with linear attention, as the configuration has it; 0 where it has none."""
+    conv, recurrent = (FLOAT.itemsize * math.prod(shape) for shape in kind_of(args.delta).stored_shapes(args.delta, 0))
     return conv, recurrent
 
 

@@ -116,7 +116,7 @@ def test_both_rotations_use_frequencies_and_magnitude(interleaved):
     turned = turn(x[0, ..., :64].astype(float), np.frombuffer(rope.frequencies)) * rope.magnitude
     want = np.concatenate([turned, x[0, ..., 64:]], axis=-1)
     assert rope.magnitude > 1.1
-    plain = np.array(rope(mx.array(x), 0))[0]
+    plain = np.array(rope(mx.array(x.transpose(0, 2, 1, 3)), 0)).transpose(0, 2, 1, 3)[0]
     np.testing.assert_allclose(plain, want, atol=2e-5)
     np.testing.assert_allclose(rope(x, 0)[0], want, atol=2e-5)
 
