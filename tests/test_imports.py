@@ -86,6 +86,13 @@ def test_imports_point_down(module):
     assert all((PACKAGE / (name.replace(".", "/") + ".py")).exists() for name in GRAPH[module])
 
 
+def test_the_model_knows_nothing_of_files():
+    """Where experts are is behind a protocol; only filling a model and the plan of its tensors read any."""
+    files = {"formats.packed", *(f"experts.{name}" for name in ("mapped", "streamed", "reader", "pool", "memory"))}
+    for module in (name for name in MODULES if name.startswith("model.") and name not in ("model.weights",)):
+        assert not GRAPH[module] & {*files, "experts.routed"}, module
+
+
 def test_nothing_goes_round():
     assert cycle(GRAPH) == []
 

@@ -113,6 +113,7 @@ def print_statistics(last: "GenerationResponse | None", session: "Session", verb
     if last is None:
         return
     experts, reuse = session.model.experts, session.reuse
+    assert experts is not None  # as in every model that was loaded
     if session.store is not None:
         note(f"prompt cache: {reuse.disk} of {last.prompt_tokens} tokens")
     if reuse.out_of_reach >= WORTH_SAYING:

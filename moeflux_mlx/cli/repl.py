@@ -192,7 +192,7 @@ class Chat:
 
     def stats(self, argument: str) -> None:
         session = self.conversation.session
-        reuse, experts = session.reuse, session.model.experts
+        reuse, experts = session.reuse, self.engine.experts
         note(f"context: {len(session.tokens)} of {session.model.args.max_position_embeddings} tokens")
         note(
             f"last prompt: {reuse.prompt} tokens, {reuse.memory} known, {reuse.disk} from disk, "

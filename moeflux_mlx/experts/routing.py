@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import Array
+from .source import ExpertLoader
 
 
 @dataclass
@@ -25,6 +26,11 @@ class Routing:
 
 class RoutedExpertsCall(Protocol):
     """Whoever implements it knows where expert weights are; the model does not."""
+
+    @property
+    def source(self) -> ExpertLoader:
+        """Where they are: for turns, and for who asks the model."""
+        ...
 
     def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Array:
         """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]."""

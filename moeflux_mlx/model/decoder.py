@@ -10,7 +10,6 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend
@@ -98,14 +97,14 @@ class Model(nn.Module):
         experts: the source of routed experts, an `ExpertLoader`.
     """
 
-    def __init__(self, args: ModelArgs, experts: RoutedExperts | None, split_latent: bool = False):
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool = False):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
         self.suits_cpu = backend.takes_widths(args.widths)
-        self.experts: Any = None if experts is None else experts.source
+        self.experts = None if experts is None else experts.source
         self.decode_step: DecodeStep | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._step)

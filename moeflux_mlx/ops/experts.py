@@ -13,11 +13,11 @@ import numpy as np
 
 from ..formats.record import Projection, Record
 from . import backend, native
-from .backend import Array
+from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .launch import Kernel, Launch, Shape, ceildiv, require
 from .linear import check_activations, matmul_float32
-from .tiles import TILES, down_lanes, lanes_of
+from .tiles import FORM, TILES, down_lanes, lanes_of
 
 GATE_UP = Kernel("expert_gate_up", "x blob slots", "act")
 DOWN_COMBINE = Kernel("expert_down_combine", "act blob slots weights h_mid shared", "out")
@@ -77,7 +77,10 @@ def expert_gate_up(x: Array, slots: Slots, records: Records) -> Array:
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(x, np.ndarray):
-        return native.expert_gate_up(x, records.blob, slots, records.record)
+        if is_read(records.record):
+            return native.expert_gate_up(x, records.blob, slots, records.record)
+        copies, index = records.for_mlx(np.asarray(slots))
+        return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
     launch = _plan_gate_up(backend.name(), x.shape, x.dtype, records.blob.shape, slots.shape, records.record)
     return launch(x, records.blob, slots)[0] if launch else _gate_up_ops(x, slots, records)
@@ -107,7 +110,12 @@ def expert_down_combine(
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(act, np.ndarray):
-        return native.expert_down_combine(act, records.blob, slots, records.record, weights, residual, shared)
+        if is_read(records.record):
+            return native.expert_down_combine(act, records.blob, slots, records.record, weights, residual, shared)
+        copies, index = records.for_mlx(np.asarray(slots))
+        other = None if shared is None else mx.array(shared)
+        sums = _down_combine_ops(mx.array(act), mx.array(index), copies, mx.array(weights), mx.array(residual), other)
+        return view(sums)
     assert isinstance(slots, mx.array)
     other = residual if shared is None else shared  # an input cannot be left out; it is not read
     dtypes = act.dtype, residual.dtype, None if shared is None else other.dtype
@@ -117,6 +125,11 @@ def expert_down_combine(
     if launch is None:
         return _down_combine_ops(act, slots, records, weights, residual, shared)
     return launch(act, records.blob, slots, weights, residual, other)[0]
+
+
+def is_read(record: Record) -> bool:
+    """Whether kernels and native forms read such records; the twins read all."""
+    return all(projection.quant == FORM for projection in (record.gate, record.up, record.down))
 
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record) -> None:
@@ -139,7 +152,7 @@ def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Sh
     inner = record.moe_intermediate_size
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     _check_slots(blob, slots, tokens, record)
-    if target == "ops":
+    if target == "ops" or not is_read(record):
         return None
     top_k = slots[1]
     tile = TILES[target]["expert_gate_up"]
@@ -171,7 +184,7 @@ def _plan_down(
     )
     _check_slots(blob, slots, tokens, record)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
-    if target == "ops":
+    if target == "ops" or not is_read(record):
         return None
     tile = TILES[target]["expert_down_combine"]
     lanes = down_lanes(tile, hidden, inner)

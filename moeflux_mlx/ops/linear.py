@@ -12,15 +12,15 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..quant import DEFAULT, Quant
+from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, require
-from .tiles import MAX_TOKENS, TILES, Tile, lanes_of, split_of
+from .tiles import FORM, MAX_TOKENS, TILES, Tile, lanes_of, split_of
 
 ONE = Kernel("qmv4", "x w scales biases", "y")
 SEVERAL = Kernel("qmv4_tokens", "x w scales biases", "y")
-GROUP = DEFAULT.group_size
+GROUP = FORM.group_size
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
 
@@ -68,7 +68,7 @@ def linear(x: Array, w: Weights) -> Array:
         out = native.linear(rows, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
         return out.reshape(*x.shape[:-1], -1)
     count = x.size // x.shape[-1]
-    if w.quant == DEFAULT and qmv4_pays(count, *w.shape):
+    if w.quant == FORM and qmv4_pays(count, *w.shape):
         y = qmv4(x.reshape(count, -1), w.weight, w.scales, w.biases)
         return y.reshape(*x.shape[:-1], -1)
     return multiply(x, w, transpose=True)
@@ -189,7 +189,7 @@ def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, sca
     check_activations("x", x, x_dtype)
     tokens, columns = x
     rows = w[0]
-    codes, groups = DEFAULT.words(columns), DEFAULT.groups(columns)
+    codes, groups = FORM.words(columns), FORM.groups(columns)
     good = w == (rows, codes) and scales == (rows, groups)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
     if target == "ops" or rows * groups < LEAST_ELEMENTS:
@@ -206,7 +206,7 @@ def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, sca
 
 
 def _qmv4_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    return matmul_float32(x, DEFAULT, w, scales, biases).astype(x.dtype)
+    return matmul_float32(x, FORM, w, scales, biases).astype(x.dtype)
 
 
 def matmul_float32(x: mx.array, quant: Quant, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from ..quant import Quant
+
+FORM = Quant(4, 64)  # of the matrices that the GPU kernels for few tokens, and the native ones for experts, read
 MAX_TOKENS = 8  # rows of x that the kernels for few tokens take
 
 

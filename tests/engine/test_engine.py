@@ -5,12 +5,16 @@ import inspect
 import shutil
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tiny_models import tiny_directory
 
 import moeflux_mlx
+from moeflux_mlx.engine import engine as engine_module
 from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.errors import TokenizerError
+from moeflux_mlx.errors import ExpertIOError, ModelFileError, TokenizerError
+from moeflux_mlx.experts import mapped
+from moeflux_mlx.experts.mapped import MappedExperts
 
 DEFAULTS = {
     "path_or_hf_repo": None,
@@ -67,3 +71,20 @@ def test_states_on_a_texts_way_take_a_quarter_of_the_headroom():
     engine = open_engine(tiny_directory("qwen3_next"), dtype=mx.float32)
     assert engine.session().points.max_bytes == min(1 << 30, engine.plan.headroom // 4)
     assert engine.session(checkpoint_bytes=7).points.max_bytes == 7
+
+
+def test_a_load_that_fails_keeps_no_experts(tmp_path, monkeypatch):
+    """A model that compiles its steps and the experts in a GPU's memory refer to each other."""
+    path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    (file,) = path.glob("resident*.safetensors")
+    mx.save_safetensors(str(file), {**mx.load(str(file)), "surplus": mx.zeros((1,))})
+    made = []
+    monkeypatch.setattr(
+        mapped, "_map", lambda path, n, size: (mx.array(np.fromfile(path, np.uint32).reshape(n, -1)), None)
+    )
+    monkeypatch.setattr(engine_module, "MappedExperts", lambda *args: made.append(MappedExperts(*args)) or made[-1])
+    with pytest.raises(ModelFileError, match="surplus"):
+        moeflux_mlx.load_model(path, expert_io="mmap")
+    assert made and not made[0]._layers
+    with pytest.raises(ExpertIOError, match="closed"):
+        made[0].request(0, np.array([0]))

@@ -1,6 +1,7 @@
 """The CPU path: numpy and native kernels against MLX's operations, and what it must leave alone."""
 
 import dataclasses
+import tracemalloc
 
 import goldens
 import mlx.core as mx
@@ -10,10 +11,13 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Router
+from moeflux_mlx.model import moe
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.layers import Embedding, Linear
-from moeflux_mlx.ops import attend, backend, native
+from moeflux_mlx.model.layers import Embedding, Linear, Weight
+from moeflux_mlx.ops import attend, backend, delta, latent, native
+from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax
+from moeflux_mlx.ops.latent import HeadMatrices
 from moeflux_mlx.ops.linear import by_head, dequantized
 from moeflux_mlx.ops.route import route
 from moeflux_mlx.quant import Quant
@@ -58,10 +62,14 @@ def test_both_paths_give_the_same_logits(by_mlx, family, chunk):
     assert np.abs(got - by_mlx[family, chunk]).max() < TOLERANCE
 
 
-def test_the_comparison_sees_a_fault(by_mlx, monkeypatch):
-    monkeypatch.setattr(attend, "sigmoid", lambda x: 1 / (1 + np.exp(-1.01 * x)))
-    got = run(tiny_model("qwen3_5_moe", mx.float32), TOKENS, 1)
-    assert np.abs(got - by_mlx["qwen3_5_moe", 1]).max() > 10 * TOLERANCE
+@pytest.mark.parametrize(
+    "module, family",
+    [(attend, "qwen3_5_moe"), (delta, "qwen3_5_moe"), (moe, "qwen3_5_moe"), (router, "deepseek_v3")],
+)
+def test_the_comparison_sees_a_fault(by_mlx, monkeypatch, module, family):
+    monkeypatch.setattr(module, "sigmoid", lambda x: 1 / (1 + np.exp(-1.05 * x)))
+    got = run(tiny_model(family, mx.float32), TOKENS, 1)
+    assert np.abs(got - by_mlx[family, 1]).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", goldens.families())
@@ -184,3 +192,21 @@ def test_huge_pages_change_nothing():
     assert 0 <= native.huge_pages(array) <= array.nbytes
     assert (np.array(array) == before).all()
     assert native.huge_pages(mx.zeros(4)) == 0
+
+
+def test_expanded_latents_are_held_once():
+    """Keys and values of all heads are the largest temporaries of a long prompt on the CPU."""
+    heads, nope, value, width, N, L = 16, 32, 64, 64, 2000, 16
+    weights = Weight(heads * (nope + value), width)
+    weights.weight = mx.random.normal((heads * (nope + value), width), key=mx.random.key(0))
+    key, values = (HeadMatrices(weights, heads, rows) for rows in (slice(None, nope), slice(nope, None)))
+    rng = np.random.default_rng(0)
+    shapes = (L, heads, nope), (L, heads, 16), (N, width), (N, 16)
+    q, q_pe, stored, k_pe = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    assert (key.height, values.height) == (nope, value)
+    latent._expanded_native(q, q_pe, stored, k_pe, key, values, 0.1)
+    tracemalloc.start()
+    latent._expanded_native(q, q_pe, stored, k_pe, key, values, 0.1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.3 * 4 * heads * N * (nope + 16 + value)

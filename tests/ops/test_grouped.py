@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import tiny_directory
+from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, grouped, native
-from moeflux_mlx.ops.experts import Records
+from moeflux_mlx.ops.experts import Records, expert_ffn
+from moeflux_mlx.quant import Quant
 
 
 @given(counts=st.lists(st.integers(1, 70), min_size=1, max_size=9), size=st.sampled_from([1, 16, 32, 64]))
@@ -71,3 +72,43 @@ def shifted(in_blocks):
         return source, np.roll(owners, 1), places
 
     return wrong
+
+
+WIDER = Record.make(64, 128, (Quant(8, 64), Quant(4, 32), Quant(6, 64)))
+
+
+def expert(blob, slot):
+    """gate, up and down of a record in any form, as MLX unpacks them."""
+    for projection in (WIDER.gate, WIDER.up, WIDER.down):
+        parts = [mx.array(blob[slot, field.words]) for field in projection.fields]
+        codes = parts[0].reshape(projection.fields[0].shape)
+        scales, biases = (p.view(mx.bfloat16).reshape(projection.fields[1].shape) for p in parts[1:])
+        quant = projection.quant
+        wide = (scales.astype(mx.float32), biases.astype(mx.float32))
+        yield np.array(mx.dequantize(codes, *wide, quant.group_size, quant.bits), np.float64)
+
+
+@on_cpu()
+@pytest.mark.parametrize("kind", [np.array, mx.array])
+def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
+    rng = np.random.default_rng(8)
+    blob = rng.integers(0, 1 << 32, (5, WIDER.words), np.uint32)
+    for field in WIDER.fields:
+        if field.dtype == "BF16":
+            values = rng.uniform(-1e-3, 1e-3, (5, field.size // 2)).astype(np.float32)
+            blob[:, field.words] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint32)
+    records = Records(blob, WIDER)
+    x, mid = rng.standard_normal((2, 3, 64)).astype(np.float32)
+    slots, weights = np.array([[4, 1], [0, 4], [2, 2]], np.int32), rng.random((3, 2)).astype(np.float32)
+    want, each = mid.astype(np.float64), {}
+    for t, k in np.ndindex(3, 2):
+        gate, up, down = expert(blob, slots[t, k])
+        g = gate @ x[t]
+        each[t, k] = down @ (g / (1 + np.exp(-g)) * (up @ x[t]))
+        want[t] += weights[t, k] * each[t, k]
+    got = expert_ffn(kind(x), slots, records, kind(weights), kind(mid), None)
+    np.testing.assert_allclose(np.array(got), want, atol=1e-4)
+    rows, where = np.array([0, 2, 0]), np.array([1, 2, 4], np.int32)
+    out, places = grouped.expert_rows(kind(x), rows, where, records)
+    found = np.array(out)[places]
+    np.testing.assert_allclose(found, [each[0, 1], each[2, 0], each[0, 0]], atol=1e-4)
