@@ -127,6 +127,7 @@ def expert_down_combine(
     return launch(act, records.blob, slots, weights, residual, other)[0]
 
 
+@cache
 def is_read(record: Record) -> bool:
     """Whether kernels and native forms read such records; the twins read all."""
     return all(projection.quant == FORM for projection in (record.gate, record.up, record.down))
