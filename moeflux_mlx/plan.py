@@ -4,10 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import DTYPES, add_expert_io
+from .cli.options import add_dtype, add_expert_io, add_prefill_step_size
 from .cli.planning import DISKS, run
 from .cli.run import execute, program
-from .engine.generation import PREFILL_STEP_SIZE
 from .spec import variants
 
 
@@ -19,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument_group("model").add_argument
     add("--model", help="directory of a packed model, or Hugging Face repo id org/name")
     add("--variant", help=f"a known model by name: {', '.join(variants())}")
-    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+    add_dtype(add)
     add = made.add_argument_group("machine").add_argument
     add(
         "--ram-gb",
@@ -44,13 +43,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="positions that the caches hold; default: 8192, or the model's limit if less",
     )
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=PREFILL_STEP_SIZE,
-        metavar="TOKENS",
-        help="of a prompt that run at once (%(default)s)",
-    )
+    add_prefill_step_size(add)
     return made
 
 

@@ -48,7 +48,8 @@ class Quant:
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
-PARTS = ("weight", "scales", "biases")  # of a stored matrix: names of tensors
+OF_GROUPS = ("scales", "biases")
+PARTS = ("weight", *OF_GROUPS)  # of a stored matrix: names of tensors
 DEFAULT = Quant(4, 64)  # MLX's own
 EXPERTS = Quant(4, 64)  # the one form of routed experts that is computed, and so converted to
 

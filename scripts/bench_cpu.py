@@ -33,6 +33,7 @@ from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layers import Weight
 from moeflux_mlx.ops import native
+from moeflux_mlx.quant import PARTS
 
 READ_BYTES = 1 << 30
 OURS, FLOAT32, BFLOAT16 = "moeflux-mlx float32", "mlx-lm float32", "mlx-lm bfloat16"
@@ -85,7 +86,7 @@ def geometry(config: dict, name: str, module: nn.Module):
 def parameters(ours: Model):
     """Resident tensors under the names that both models use."""
     for name, module in ours.named_modules():
-        for part in ("weight", "scales", "biases"):
+        for part in PARTS:
             if part in module:
                 yield f"{name}.{part}", module[part]
 
@@ -111,7 +112,7 @@ def experts(path: Path, ours: Model):
 def token_bytes(model: Model) -> int:
     """Weight bytes that decoding one token reads: every matrix but the embedding, and the chosen experts."""
     modules = [m for n, m in model.named_modules() if isinstance(m, Weight) and not n.endswith("embed_tokens")]
-    resident = sum(m[part].nbytes for m in modules for part in ("weight", "scales", "biases") if part in m)
+    resident = sum(m[part].nbytes for m in modules for part in PARTS if part in m)
     layout = model.experts.layout
     return resident + len(layout.moe_layers) * model.args.num_experts_per_tok * layout.record.size
 

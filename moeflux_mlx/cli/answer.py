@@ -2,11 +2,13 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from ..engine.generation import within_limit
+from ..engine.generation import GenerationResponse, within_limit
+from ..engine.session import Session
 from ..errors import RequestError
 from ..text.boundaries import Rendering
+from ..text.tokenizer import TokenizerWrapper
 from .options import (
     beyond_plan,
     expert_statistics,
@@ -18,11 +20,6 @@ from .options import (
 )
 from .run import INTERRUPTED
 from .terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
-
-if TYPE_CHECKING:
-    from ..engine.generation import GenerationResponse
-    from ..engine.session import Session
-    from ..text.tokenizer import TokenizerWrapper
 
 WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always share a few
 
@@ -53,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stream(
-    session: "Session", tokens: list[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
+    session: Session, tokens: list[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
 ) -> int:
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = Progress("prompt")
@@ -91,7 +88,7 @@ def read_prompt(value: str) -> str:
 
 
 def encode(
-    tokenizer: "TokenizerWrapper", prompt: str, options: argparse.Namespace, template_config: dict[str, Any]
+    tokenizer: TokenizerWrapper, prompt: str, options: argparse.Namespace, template_config: dict[str, Any]
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless it is ignored."""
     if options.ignore_chat_template:
@@ -107,7 +104,7 @@ def messages_of(prompt: str, options: argparse.Namespace) -> list[dict[str, str]
     return messages
 
 
-def print_statistics(last: "GenerationResponse | None", session: "Session", verbose: bool) -> None:
+def print_statistics(last: GenerationResponse | None, session: Session, verbose: bool) -> None:
     if session.save_error is not None:
         note(f"warning: the prompt was not saved: {session.save_error}")
     if last is None:

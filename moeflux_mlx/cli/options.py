@@ -1,22 +1,23 @@
-"""The options that commands share, and what they stand for. Light to import."""
+"""The options that commands share, and what they stand for."""
 
 import argparse
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mlx.core as mx
 
 from ..engine.budget import MODES
-from ..engine.generation import PREFILL_STEP_SIZE
+from ..engine.engine import Engine, open_engine
+from ..engine.generation import PREFILL_STEP_SIZE, check_max_tokens
+from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
+from ..experts.source import ExpertLoader
+from ..spec import ModelArgs
+from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .terminal import Progress, note
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
-    from ..experts.source import ExpertLoader
-    from ..spec import ModelArgs
-    from ..state.prompt_store import PromptStore
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
@@ -36,7 +37,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
-    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+    add_dtype(add)
     add(
         "--chat-template-config",
         default="{}",
@@ -58,13 +59,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="for which memory is planned; default: 8192, or the model's limit if less",
     )
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=PREFILL_STEP_SIZE,
-        metavar="TOKENS",
-        help="of a prompt that run at once (%(default)s)",
-    )
+    add_prefill_step_size(add)
 
 
 def add_expert_io(add: Callable[..., Any]) -> None:
@@ -73,6 +68,20 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+    )
+
+
+def add_dtype(add: Callable[..., Any]) -> None:
+    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+
+
+def add_prefill_step_size(add: Callable[..., Any]) -> None:
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=PREFILL_STEP_SIZE,
+        metavar="TOKENS",
+        help="of a prompt that run at once (%(default)s)",
     )
 
 
@@ -125,12 +134,8 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
     )
 
 
-def load_named(options: argparse.Namespace) -> "Engine":
+def load_named(options: argparse.Namespace) -> Engine:
     """The model of the options, its tokenizer read."""
-    import mlx.core as mx
-
-    from ..engine.engine import open_engine
-
     start = time.perf_counter()
     with Progress("loading"):
         engine = open_engine(
@@ -171,7 +176,7 @@ def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
     ]
 
 
-def beyond_plan(engine: "Engine", tokens: int) -> str:
+def beyond_plan(engine: Engine, tokens: int) -> str:
     """What to say of a prompt for which no memory was planned, if it is one."""
     planned, limit = engine.plan.demand.context, engine.model.args.max_position_embeddings
     if tokens <= planned:
@@ -182,7 +187,7 @@ def beyond_plan(engine: "Engine", tokens: int) -> str:
     )
 
 
-def why_cut(args: "ModelArgs", prompt_tokens: int, answer_tokens: int) -> str:
+def why_cut(args: ModelArgs, prompt_tokens: int, answer_tokens: int) -> str:
     """Why an answer ended without an end."""
     limit = args.max_position_embeddings
     if prompt_tokens + answer_tokens >= limit:
@@ -207,11 +212,6 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RequestError: a value is out of range.
     """
-    import mlx.core as mx
-
-    from ..engine.generation import check_max_tokens
-    from ..engine.sampling import make_logits_processors, make_sampler
-
     check_max_tokens(options.max_tokens)  # before a long prompt has been computed
     if options.seed is not None:
         mx.random.seed(check_seed(options.seed))
@@ -228,14 +228,12 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def open_store(options: argparse.Namespace, engine: "Engine") -> "PromptStore | None":
+def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
     """Where the options want prompts to be kept, if anywhere.
 
     Raises:
         RequestError: two places, or a size that is none. PromptCacheError: the place cannot be used.
     """
-    from ..state.prompt_store import PromptDirectory, PromptFile
-
     file = getattr(options, "prompt_cache_file", None)
     if file is not None and options.prompt_cache_dir is not None:
         raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
@@ -262,7 +260,7 @@ def parse_template_config(text: str) -> dict[str, Any]:
     return value
 
 
-def expert_statistics(experts: "ExpertLoader", verbose: bool) -> list[str]:
+def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
     """Lines on what reading experts took."""
     stats = experts.stats
     if experts.slots == 0:

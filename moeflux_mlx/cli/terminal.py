@@ -1,4 +1,4 @@
-"""What a terminal shows and takes: lines on stderr, progress, interruption. Light to import."""
+"""What a terminal shows and takes: lines on stderr, progress, interruption."""
 
 import contextlib
 import resource

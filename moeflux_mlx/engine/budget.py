@@ -234,7 +234,7 @@ def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Deman
 
 
 def least_slots(args: ModelArgs) -> int:
-    """Blocks that one request may ask for: every expert that the largest decode call can use."""
+    """Experts that one request may ask for: all that the largest decode call can use."""
     return min(args.num_experts, MAX_TOKENS * args.num_experts_per_tok)
 
 

@@ -133,7 +133,7 @@ class SlotPool:
         slots = [self._used[key] for key in keys]
         if self.copied:
             copies = [slot.device for slot in slots if slot.device is not None]
-            assert len(copies) == len(keys)  # the batch was waited for
+            assert len(copies) == len(keys)  # they were waited for
             return mx.stack(copies), np.arange(len(keys), dtype=np.int32)
         blob = self.rows if self._adopted is None else self._adopted
         return blob, np.array([slot.row for slot in slots], np.int32)

@@ -275,7 +275,7 @@ class StreamedExperts(ExpertLoader):
     def _collect(self) -> None:
         """Takes in what has arrived, so that it counts as present and may be evicted.
 
-        A failure that a batch will ask about stays until then.
+        A failure that a lease will ask about stays until then.
         """
         for pool in self._pools:
             for key in pool.in_flight():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..quant import DEFAULT, Quant
+from ..quant import DEFAULT, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .layers import Weight
@@ -52,7 +52,7 @@ def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
     kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith(ROUTERS) else dtype
     # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.
     on_cpu = kept == mx.float32 and mx.default_device() == mx.cpu
-    narrow = leaf in ("scales", "biases") and not path.endswith(EMBEDDING) and tensor.dtype == mx.bfloat16
+    narrow = leaf in OF_GROUPS and not path.endswith(EMBEDDING) and tensor.dtype == mx.bfloat16
     return mx.bfloat16 if on_cpu and narrow else kept
 
 
@@ -71,6 +71,6 @@ def variant_bytes(args: ModelArgs, dtype: mx.Dtype) -> int:
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
             continue
         tensors[f"{path}.weight"] = mx.zeros((*rows, quant.words(columns)), mx.uint32)
-        for part in ("scales", "biases"):
+        for part in OF_GROUPS:
             tensors[f"{path}.{part}"] = mx.zeros((*rows, quant.groups(columns)), mx.bfloat16)
     return resident_bytes(tensors, dtype)

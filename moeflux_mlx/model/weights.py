@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..errors import ModelFileError
 from ..ops import backend
 from ..ops.backend import FLOATS
-from ..quant import Quant, Quantization
+from ..quant import OF_GROUPS, Quant, Quantization
 from .decoder import Model
 from .layers import Weight
 from .tensors import kept_dtype
@@ -90,7 +90,7 @@ def _fill_weight(
     module.quant = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
     module.weight = weight
     grouped = (*module.shape[:-1], module.quant.groups(module.shape[-1]))
-    for name in ("scales", "biases"):
+    for name in OF_GROUPS:
         tensor = _take_float(left, f"{path}.{name}", grouped)
         setattr(module, name, tensor.astype(kept_dtype(f"{path}.{name}", tensor, dtype)))
     mx.eval(module.weight, module.scales, module.biases)

@@ -198,11 +198,11 @@ def _plan_down(
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:
     """[P, columns] x, each row times its own record's matrix: float32 [P, rows]."""
     pairs = len(x)
-    start, end = projection.words[0], projection.fields[-1].end // 4
-    words = mx.take(records.blob[:, start:end], slots.reshape(-1), axis=0)
+    start, stop = projection.fields[0].words.start, projection.fields[-1].words.stop
+    words = mx.take(records.blob[:, start:stop], slots.reshape(-1), axis=0)
     parts = []
     for field in projection.fields:
-        part = words[:, field.offset // 4 - start : field.end // 4 - start]
+        part = words[:, field.words.start - start : field.words.stop - start]
         parts.append((part if field.dtype == "U32" else part.view(mx.bfloat16)).reshape(pairs, *field.shape))
     return matmul_float32(x[:, None], projection.quant, *parts)[:, 0]
 

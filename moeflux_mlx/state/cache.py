@@ -6,7 +6,7 @@ trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +16,7 @@ from ..ops import backend
 
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
+Kind = TypeVar("Kind", bound="_Cache")
 Pair = tuple[mx.array | None, mx.array | None]
 State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and how many positions they have absorbed
 
@@ -63,7 +64,27 @@ class FixedState:
         return [self.conv, self.recurrent]
 
 
-class _Growing:
+class _Cache:
+    """What all kinds answer alike, from their `state`."""
+
+    state: State
+    offset: int
+
+    @classmethod
+    def from_state(cls: type[Kind], state: Any) -> Kind:
+        cache = cls()
+        cache.state = state
+        return cache
+
+    def size(self) -> int:
+        return self.offset
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state[:2] if array is not None)
+
+
+class _Growing(_Cache):
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
 
     step = 256
@@ -141,15 +162,6 @@ class _Growing:
     def state(self, value: State) -> None:
         self.keys, self.values, self.offset = value
 
-    @classmethod
-    def from_state(cls, state: Any) -> "_Growing":
-        cache = cls()
-        cache.state = state
-        return cache
-
-    def size(self) -> int:
-        return self.offset
-
     def empty(self) -> bool:
         return self.offset == 0
 
@@ -165,10 +177,6 @@ class _Growing:
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position; nothing need be kept for it."""
         self.offset = position
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.keys, self.values) if array is not None)
 
 
 def _sees_capacity(length: int) -> bool:
@@ -208,7 +216,7 @@ class LatentCache(_Growing):
         return (1, mixer.latent), (1, mixer.rotation.dims)
 
 
-class RecurrentCache:
+class RecurrentCache(_Cache):
     """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
     `recurrent`, float32 [B, value_heads, value_dim, key_dim]."""
 
@@ -249,15 +257,6 @@ class RecurrentCache:
     def state(self, value: State) -> None:
         self.conv, self.recurrent, self.offset = value
 
-    @classmethod
-    def from_state(cls, state: Any) -> "RecurrentCache":
-        cache = cls()
-        cache.state = state
-        return cache
-
-    def size(self) -> int:
-        return self.offset
-
     def empty(self) -> bool:
         return self.recurrent is None
 
@@ -273,10 +272,6 @@ class RecurrentCache:
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position, whose arrays were kept; None: to the beginning."""
         self.state = (*(kept or (None, None)), position)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.conv, self.recurrent) if array is not None)
 
 
 Cache = KVCache | LatentCache | RecurrentCache
