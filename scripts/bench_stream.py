@@ -33,6 +33,7 @@ from moeflux_mlx.cli.planning import measure_disk
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.sampling import make_sampler
+from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
@@ -48,7 +49,10 @@ WAVE = 16  # experts that one request of the loader benchmark asks for
 def main() -> None:
     options = parser().parse_args()
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} CPUs")
-    report = options.run(options)
+    try:
+        report = options.run(options)
+    except MoefluxError as error:
+        raise SystemExit(f"error: {error}") from None
     print(json.dumps({"load_average": os.getloadavg()[0], **report}))
 
 
@@ -89,8 +93,10 @@ def parser() -> argparse.ArgumentParser:
     worker = commands.add_parser("worker", help="one run of `decode`; prints JSON")
     for name in ("model", "prefetch"):
         worker.add_argument(f"--{name}", required=True)
-    for name in ("prompt-tokens", "max-tokens", "context"):
+    for name in ("prompt-tokens", "max-tokens"):
         worker.add_argument(f"--{name}", type=int, required=True)
+    for name in ("context", "prefill-step-size"):
+        worker.add_argument(f"--{name}", type=int, help="default: planned")
     for name in ("temp", "damping"):
         worker.add_argument(f"--{name}", type=float, required=True)
     worker.add_argument("--expert-io", default="pread")
@@ -111,7 +117,7 @@ def bench_loader(options: argparse.Namespace) -> dict:
         loader_reads(loader)  # the first use of fresh memory costs page faults, once in a model's life
         for _ in range(options.rounds):
             for count in THREADS:
-                raw[count].append(timed(lambda count=count: raw_reads(packed, count)))
+                raw[count].append(timed(lambda count=count: raw_reads(packed, shuffled(packed.layout), count)))
             loaded.append(timed(lambda: loader_reads(loader)))
         loader.close()
     ceilings = [max(raw[count][i][0] for count in THREADS) for i in range(options.rounds)]
@@ -152,15 +158,16 @@ def shuffled(layout: ExpertLayout) -> list[tuple[int, int]]:
     return blocks
 
 
-def raw_reads(packed: PackedExperts, threads: int) -> int:
+def raw_reads(packed: PackedExperts, blocks: list[tuple[int, int]], threads: int) -> int:
+    """Reads whole records past the page cache, with nothing but system calls; returns the bytes."""
     files = {layer: os.open(path, os.O_RDONLY | os.O_DIRECT) for layer, path in packed.paths.items()}
-    blocks, stride = shuffled(packed.layout), packed.layout.expert_stride
-    memory = page_aligned(threads, packed.layout.record.words)
+    layout = packed.layout
+    memory, sizes = page_aligned(threads, layout.words), {layer: layout.records[layer].stride for layer in files}
 
     def work(index: int) -> None:
         target = memoryview(memory[index]).cast("B")
         for layer, expert in blocks[index::threads]:
-            os.preadv(files[layer], [target], expert * stride)
+            os.preadv(files[layer], [target[: sizes[layer]]], layout.start(layer, expert))
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
     for one in workers:
@@ -169,7 +176,7 @@ def raw_reads(packed: PackedExperts, threads: int) -> int:
         one.join()
     for file in files.values():
         os.close(file)
-    return len(blocks) * stride
+    return sum(sizes[layer] for layer, _ in blocks)
 
 
 def loader_reads(loader: StreamedExperts) -> int:
@@ -344,21 +351,34 @@ def leave(group: Path) -> None:
 
 
 def watch(process: subprocess.Popen, group: Path) -> dict:
-    """Peaks of rss + shmem and of swap in the memory group, if there is one; sampled every 10 ms."""
+    """Peaks of rss + shmem and of swap, of the memory group or else of the process; sampled every 10 ms."""
     peak = swapped = 0
+    look = (lambda: held_by_group(group)) if group.exists() else (lambda: held_by_process(process.pid))
     while process.poll() is None:
-        if group.exists():
-            lines = (group / "memory.stat").read_text().splitlines()
-            stat = {name: int(value) for name, value in (line.split() for line in lines)}
-            peak = max(peak, stat["total_rss"] + stat["total_shmem"])
-            swapped = max(swapped, stat.get("total_swap", 0))
+        held, swap = look()
+        peak, swapped = max(peak, held), max(swapped, swap)
         time.sleep(0.01)
     if process.returncode:
         raise SystemExit(f"error: the run ended with {process.returncode}")
-    return {"peak": peak, "swapped": swapped} if group.exists() else {}
+    return {"peak": peak, "swapped": swapped}
+
+
+def held_by_group(group: Path) -> tuple[int, int]:
+    """Bytes of rss + shmem, and of swap."""
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(stat["total_rss"]) + int(stat["total_shmem"]), int(stat.get("total_swap", 0))
+
+
+def held_by_process(pid: int) -> tuple[int, int]:
+    """As `held_by_group`; nothing once the process has ended, or where the system does not tell (macOS)."""
+    status = Path(f"/proc/{pid}/status")
+    lines = (line.split() for line in status.read_text().splitlines()) if status.exists() else ()
+    kib = {fields[0]: int(fields[1]) for fields in lines if fields[-1:] == ["kB"]}
+    return 1024 * (kib.get("RssAnon:", 0) + kib.get("RssShmem:", 0)), 1024 * kib.get("VmSwap:", 0)
 
 
 def run_worker(options: argparse.Namespace) -> dict:
+    step = {"prefill_step_size": options.prefill_step_size} if options.prefill_step_size else {}
     experts = ExpertLayout.from_args(ModelArgs.from_file(options.model)).total_bytes
     engine = open_engine(
         options.model,
@@ -366,6 +386,7 @@ def run_worker(options: argparse.Namespace) -> dict:
         expert_io=options.expert_io,
         prefetch=options.prefetch,
         context=options.context,
+        **step,
     )
     model = engine.model
     if options.damping != 1:
@@ -375,7 +396,7 @@ def run_worker(options: argparse.Namespace) -> dict:
     prompt = np.random.default_rng(0).integers(0, 256, options.prompt_tokens).tolist()
     times, start = [], time.perf_counter()
     before: dict = {}
-    for _ in generate_step(prompt, model, max_tokens=options.max_tokens + 1, sampler=sampler):
+    for _ in generate_step(prompt, model, max_tokens=options.max_tokens + 1, sampler=sampler, **step):
         times.append(time.perf_counter())
         if len(times) == 1:
             model.experts.drain()
