@@ -42,7 +42,7 @@ class MappedExperts(ExpertLoader):
                 self._files[layer] = mapped
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[bool]:
+    def turn(self, tokens: int) -> Iterator[bool]:
         self.check_process()
         self._check_open()
         self._look_at_files()

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import mmap
+import sys
 from typing import Any, cast
 
 import mlx.core as mx
@@ -10,22 +11,34 @@ import numpy as np
 
 from ..errors import ExpertIOError
 
+GIVES_BACK = sys.platform == "linux"  # elsewhere MADV_DONTNEED is a hint, and pages stay
 PREFERRED_LOCATION, ACCESSED_BY, HOST = 3, 5, -1  # CU_MEM_ADVISE_SET_..., CU_DEVICE_CPU of <cuda.h>
 
 
 def page_aligned(rows: int, words: int) -> np.ndarray:
-    """Zeroed private memory [rows, words] uint32 that direct I/O can fill and Metal can adopt.
+    """Zeroed private memory [rows, words] uint32 that direct I/O can fill and Metal can adopt."""
+    return np.frombuffer(private_pages(rows * words * 4), np.uint32).reshape(rows, words)
+
+
+def private_pages(size: int) -> mmap.mmap:
+    """Zeroed memory, which takes none of the machine's until it is touched.
 
     A forked child does not get it: its copies could otherwise receive what the parent's reads deliver.
     Large pages make direct I/O cheaper, where the system has them.
     """
-    size = rows * words * 4
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):
                 memory.madvise(getattr(mmap, advice))
-    return np.frombuffer(memory, np.uint32).reshape(rows, words)
+    return memory
+
+
+def give_back(pages: mmap.mmap, start: int, stop: int) -> None:
+    """The system gets the whole pages in bytes [start, stop) back; they read as zeros afterwards."""
+    start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start:
+        pages.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def adopt(rows: np.ndarray, what: str) -> mx.array:

@@ -3,18 +3,25 @@
 The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every record in an array of
 its own in device memory, because updating an array that others refer to would copy all of it; there the
 host's memory is only a landing place that the GPU reads over the bus. It knows neither files nor threads, only futures.
+
+A pool that breathes is resized while the model runs. On the CPU its rows are address space for the largest size. A
+system gives a large page back only as a whole, whatever it says of the parts, so the records that stay are moved
+together, into the first rows (results.tsv, "pool resize").
 """
 
+import mmap
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import mlx.core as mx
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
-from .memory import adopt, as_result, landing_memory, on_device, page_aligned
+from .memory import GIVES_BACK, adopt, as_result, give_back, landing_memory, on_device, private_pages
 
 
 @dataclass
@@ -31,27 +38,41 @@ class Slot:
     speculative: bool = False
 
 
+def can_breathe(copied: bool) -> bool:
+    """Whether a pool can be resized here: memory that Metal has adopted stays as it is."""
+    return backend.name() != "metal" and (copied or GIVES_BACK)
+
+
 class SlotPool:
     """At most `slots` records in least-recently-used order.
 
     Args:
         layout: gives the size of a record.
-        slots: records that are kept.
+        slots: records that are kept, until `resize`.
         landing: None keeps records where they were read to. A number copies each into an array of its own
             as it arrives, and that many records may be on their way at once.
+        most: what `resize` may grow to; as many as `slots` if the pool does not breathe.
+
+    Attributes:
+        breathes: whether `resize` is offered.
     """
 
-    def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None):
-        self.slots = slots
+    def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None, most: int | None = None):
         self.copied = landing is not None
+        self.breathes = can_breathe(self.copied)
+        self.slots = slots
+        self.most = slots if most is None or not self.breathes else most
+        self._pages: mmap.mmap | None = None
         self._copying: list[tuple[int, mx.array]] = []  # rows that the device still reads, and their copies
         self._landing: mx.array | None = None
         if landing is not None and backend.name() == "cuda":
             self.rows, self._landing = landing_memory(landing, layout.words)
         else:
-            self.rows = page_aligned(slots if landing is None else landing, layout.words)
+            rows = self.most if landing is None else landing
+            self._pages = private_pages(rows * layout.words * 4)
+            self.rows = np.frombuffer(self._pages, np.uint32).reshape(rows, layout.words)
         self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
-        self._free = list(range(len(self.rows)))
+        self._free = list(range(len(self.rows)))  # a heap: the first rows are used first
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._pins: Counter[Key] = Counter()
         self._arriving: set[Key] = set()
@@ -99,7 +120,7 @@ class SlotPool:
         """A free slot, if there is one."""
         if not self._free:
             self._finish_copies()
-        return Slot(self._free.pop()) if self._free and len(self._used) < self.slots else None
+        return Slot(heappop(self._free)) if self._free and len(self._used) < self.slots else None
 
     def memory(self, slot: Slot) -> memoryview:
         return memoryview(self.rows[slot.row]).cast("B")
@@ -118,7 +139,7 @@ class SlotPool:
             row, copy = self._copying[-1]
             mx.eval(copy)
             self._copying.pop()  # before the row is free: whoever interrupts this must not find it twice
-            self._free.append(row)
+            heappush(self._free, row)
 
     def _copy(self, row: int) -> mx.array:
         """[words] in device memory, soon."""
@@ -172,9 +193,58 @@ class SlotPool:
         del self._used[key]
         self._arriving.discard(key)
         if slot.device is None:
-            self._free.append(slot.row)
+            heappush(self._free, slot.row)
+            if slot.row >= self.slots and not self.copied:  # it could not be moved when the pool shrank
+                self._give_back(slot.row, slot.row + 1)
         elif any(copy is slot.device for _, copy in self._copying):
             self._finish_copies()  # they hold on to the record
+
+    def resize(self, slots: int, evict: Callable[[Key], object]) -> int:
+        """Keeps at most `slots` records from now on, and no memory for more; returns how many it came to.
+
+        That is more only where more records are pinned.
+
+        Args:
+            evict: drops a record, its read being cancelled or over.
+        """
+        assert self.breathes and 0 < slots <= self.most
+        if len(self._used) > slots:
+            self._finish_copies()  # else `victim` would look for one that leaves its landing place
+        while len(self._used) > slots and (key := self.victim(for_guess=False)) is not None:
+            evict(key)
+        reached = max(slots, len(self._used))
+        if reached < self.slots and not self.copied:
+            self._compact(reached)
+        self.slots = reached
+        return reached
+
+    def _compact(self, slots: int) -> None:
+        """Moves what lies behind the first `slots` rows into them, and gives back the memory of all that are free.
+
+        A record that is pinned or arriving stays where it is.
+        """
+        self._free = sorted(set(range(len(self.rows))) - {slot.row for slot in self._used.values()})
+        for key, slot in self._used.items():
+            if slot.row >= slots and slot.future is None and not self._pins[key]:
+                self._move(slot)
+        self._free.sort()  # it is still a heap
+        for first, stop in _runs(self._free):
+            self._give_back(first, stop)
+
+    def _move(self, slot: Slot) -> None:
+        """To the first free row."""
+        if slot.guard is not None:
+            mx.eval(slot.guard)
+        old, new = slot.row, self._free[0]
+        self.rows[new] = self.rows[old]
+        heappop(self._free)  # whoever interrupts this leaves a row without an owner until `_compact`, none with two
+        slot.row = new
+        heappush(self._free, old)
+
+    def _give_back(self, first: int, stop: int) -> None:
+        if self._pages is not None:
+            stride = self.rows.strides[0]
+            give_back(self._pages, first * stride, stop * stride)
 
     def records(self) -> list[Key]:
         return list(self._used)
@@ -182,3 +252,11 @@ class SlotPool:
     def in_flight(self) -> list[Key]:
         """Blocks whose read is under way, or over without `arrived` having been told."""
         return list(self._arriving)
+
+
+def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours among ascending `rows`: the first of each run, and the one behind its last."""
+    cuts = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
+    for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+        if stop > start:
+            yield rows[start], rows[stop - 1] + 1

@@ -164,8 +164,9 @@ class ExpertLoader(ABC):
         return max(record.size for record in self.layout.records.values())
 
     @abstractmethod
-    def turn(self) -> contextlib.AbstractContextManager[bool]:
-        """Held by one thread for one call of the model; tells whether its results must be evaluated before it ends.
+    def turn(self, tokens: int) -> contextlib.AbstractContextManager[bool]:
+        """Held by one thread for one call of the model with so many tokens; tells whether its results must be
+        evaluated before it ends.
 
         Raises:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped

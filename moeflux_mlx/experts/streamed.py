@@ -5,10 +5,11 @@ the caller computes. It knows bytes, files and which expert was used when; it do
 """
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from itertools import chain
 from typing import cast
@@ -21,18 +22,22 @@ from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.experts import Records
-from .pool import Slot, SlotPool
+from .pool import Slot, SlotPool, can_breathe
 from .reader import DEFAULT_WORKERS, ExpertReader
 from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
 DEFAULT_CACHE_BYTES = 2 << 30
+WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it is not resized for each token
 
 
 class StreamedExperts(ExpertLoader):
     """Args:
         packed: the opened files.
         decision: why they are read.
-        cache_bytes: size of the pool.
+        cache_bytes: size of the pool, at the start if it breathes.
+        most_bytes: what it may grow to; None is `cache_bytes`. Where the pool does not breathe, this says nothing.
+        allowance: gives the bytes that the pool may have during a call of so many tokens. It is asked at every
+            call, so it should take no more than microseconds.
         least_slots: records that one request may ask for; the pool is never smaller.
         buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
             some of the layers.
@@ -53,6 +58,8 @@ class StreamedExperts(ExpertLoader):
         decision: str = "",
         *,
         cache_bytes: int | None = None,
+        most_bytes: int | None = None,
+        allowance: Callable[[int], int] | None = None,
         least_slots: int | None = None,
         buffer_bytes: int | None = None,
         workers: int = DEFAULT_WORKERS,
@@ -67,7 +74,11 @@ class StreamedExperts(ExpertLoader):
         self._reader = reader or ExpertReader(packed, workers=workers)
         self._stop = weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
-        self._pools = _pools(self.layout, cache_bytes or DEFAULT_CACHE_BYTES, least, buffer_bytes, copied)
+        sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
+        self._pools = _pools(self.layout, sizes, least, buffer_bytes, copied)
+        self._least = min(least, self._pools[0].slots)
+        self._allowance = allowance if self.breathes else None
+        self._within = 0  # turns of the thread that holds the lock
         self._groups = np.array_split(np.array(self.layout.moe_layers), len(self._pools))
         self._pool_of = {layer: self._pools[i] for i, group in enumerate(self._groups) for layer in group.tolist()}
 
@@ -95,11 +106,40 @@ class StreamedExperts(ExpertLoader):
         return sum(pool.slots for pool in self._pools)
 
     @property
+    def breathes(self) -> bool:
+        """Whether `resize` is offered."""
+        return all(pool.breathes for pool in self._pools)
+
+    def resize(self, nbytes: int) -> int:
+        """Gives the pool so many bytes: whole records, at least as many as a request may ask for, at most what the
+        pool was made for; returns the slots that it came to, more if more are leased. Least recently used records go.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect()
+            share = self._share(nbytes)
+            return sum(pool.resize(share, functools.partial(self._evict, pool)) for pool in self._pools)
+
+    def _share(self, nbytes: int) -> int:
+        """Slots of each pool: they are all of one size."""
+        share = nbytes // self.layout.expert_stride // len(self._pools)
+        return min(max(share, self._least), self._pools[0].most)
+
+    def _breathe(self, tokens: int) -> None:
+        """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
+        if self._allowance is None:
+            return
+        nbytes, now, most = self._allowance(tokens), max(pool.slots for pool in self._pools), self._pools[0].most
+        share = self._share(nbytes)
+        if share < now or share - now >= max(now / WORTH_GROWING, 1) or now < share == most:
+            self.resize(nbytes)
+
+    @property
     def in_flight(self) -> list[Key]:
         return [key for pool in self._pools for key in pool.in_flight()]
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[bool]:
+    def turn(self, tokens: int) -> Iterator[bool]:
         """A lazy array can be evaluated only by the thread that made it, and what a call leaves lazy reads memory that
         the next call may use again. So once several threads have called, nothing is left lazy; what a single thread
         leaves is at least under way.
@@ -111,9 +151,13 @@ class StreamedExperts(ExpertLoader):
             if len(self._callers) < 2:
                 self._callers.add(threading.get_ident())
             shared = len(self._callers) > 1
+            if not self._within:
+                self._breathe(tokens)
+            self._within += 1
             try:
                 yield shared
             finally:
+                self._within -= 1
                 (mx.eval if shared else mx.async_eval)(self._guards)
                 self._guards = []
 
@@ -334,13 +378,15 @@ def _failed(future: "Future[int]") -> bool:
 
 
 def _pools(
-    layout: ExpertLayout, cache_bytes: int, least: int, buffer_bytes: int | None, copied: bool | None
+    layout: ExpertLayout, sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
 ) -> list[SlotPool]:
-    """One pool, or as many as keep each within `buffer_bytes`."""
+    """One pool, or as many as keep each within `buffer_bytes`; `sizes` are bytes at the start and at most."""
     if copied is None:
         copied = backend.name() == "cuda"
-    total = min(max(cache_bytes // layout.expert_stride, least), layout.total_bytes // layout.expert_stride)
-    at_most = total if buffer_bytes is None else max(buffer_bytes // layout.expert_stride, 1)
-    count = min(-(-total // at_most), max(total // least, 1), len(layout.moe_layers))
+    there = layout.total_bytes // layout.expert_stride
+    total, most = (min(max(size // layout.expert_stride, least), there) for size in sizes)
+    most = max(total, most) if can_breathe(copied) else total
+    at_most = there if buffer_bytes is None else max(buffer_bytes // layout.expert_stride, 1)
+    count = min(-(-most // at_most), max(total // least, 1), len(layout.moe_layers))
     landing = 2 * least if copied else None
-    return [SlotPool(layout, total // count, landing) for _ in range(count)]
+    return [SlotPool(layout, total // count, landing, most // count) for _ in range(count)]

@@ -138,7 +138,8 @@ class Model(nn.Module):
     ) -> mx.array:
         """`compute`, one thread at a time where threads share the memory of experts."""
         cache = self.make_cache() if cache is None else cache
-        with nullcontext(False) if self.experts is None else self.experts.turn() as shared:
+        count = getattr(tokens, "size", 0)  # `_check` may still refuse them
+        with nullcontext(False) if self.experts is None else self.experts.turn(count) as shared:
             self._check(tokens, cache)
             out = backend.leave(compute(tokens, cache))
             if shared:
