@@ -62,8 +62,8 @@ def test_environment_is_the_fallback(monkeypatch):
     assert from_environment("pread") == "pread"
 
 
-def write_packed(folder):
-    layout = ExpertLayout.from_args(tiny_args(experts=EXPERTS))
+def write_packed(folder, experts=EXPERTS):
+    layout = ExpertLayout.from_args(tiny_args(experts=experts))
     rng = np.random.default_rng(1)
     paths = {}
     for layer in layout.moe_layers:

@@ -1,0 +1,331 @@
+"""The pool grows and shrinks while the model runs: the same bytes and bits, and memory that really goes."""
+
+import contextlib
+import os
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from test_packed import tiny_args
+from test_source import EXPERTS, Evaluated, Faults, blocks, records, shared_files, write_packed
+from test_streaming import TOP_K, run, streamed, tokens_of
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts import waves
+from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages
+from moeflux_mlx.experts.pool import SlotPool
+from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.ops import backend, native
+
+pytestmark = pytest.mark.skipif(
+    backend.name() == "metal" or not GIVES_BACK, reason="memory is adopted, or is not given back here"
+)
+ALL = 2 * EXPERTS
+on_host = pytest.mark.skipif(backend.name() == "cuda", reason="CUDA keeps records elsewhere")
+
+
+@pytest.fixture
+def packed(tmp_path):
+    return write_packed(tmp_path)
+
+
+def breathing(packed, slots=2, **options):
+    """A loader of `slots` slots that may grow to all records, and its bytes per slot."""
+    stride = packed.layout.expert_stride
+    options = {"least_slots": 2, "cache_bytes": slots * stride, "most_bytes": 1 << 30, **options}
+    return StreamedExperts(packed, **options), stride
+
+
+def read(loader, layer, ids):
+    lease = loader.request(layer, np.array(ids))
+    lease.wait()
+    return lease
+
+
+# Bytes.
+
+
+class BreathingMachine(RuleBasedStateMachine):
+    """The loader against the files themselves, resized between any two calls, while leases are held."""
+
+    def __init__(self, copied=None):
+        super().__init__()
+        packed, self.truth = shared_files()
+        self.faults, self.held = Faults(), []
+        reader = ExpertReader(packed, workers=2, preadv=self.faults)
+        self.loader, self.stride = breathing(packed, 4, reader=reader, copied=copied)
+        self.pool = self.loader._pools[0]
+
+    layers = st.sampled_from([0, 1])
+    some_ids = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4)
+
+    @rule(plan=st.lists(st.sampled_from([None, "short", "eintr", "eio", "slow"]), max_size=4))
+    def misbehave(self, plan):
+        self.faults.plan = plan
+
+    @rule(layer=layers, ids=some_ids, keep=st.booleans())
+    def acquire(self, layer, ids, keep):
+        try:
+            lease = read(self.loader, layer, ids)
+        except (ExpertIOError, ValueError):
+            return
+        self.held.append((lease, layer, ids))
+        if not keep:
+            self.check_held()
+            self.held.pop()[0].release()
+
+    @rule(layer=layers, ids=some_ids)
+    def begin_to_read(self, layer, ids):
+        """A lease that nobody waits for yet, released with its reads under way."""
+        with contextlib.suppress(ValueError):
+            self.loader.request(layer, np.array(ids)).release()
+
+    @rule(which=st.integers(0, 3))
+    def release(self, which):
+        if self.held:
+            self.held.pop(which % len(self.held))[0].release(mx.zeros(1) + which)
+
+    @rule(layer=layers, ids=some_ids)
+    def hint(self, layer, ids):
+        self.loader.hint(layer, ids)
+
+    @rule(slots=st.integers(0, ALL + 2))
+    def resize(self, slots):
+        before, pinned = self.loader.slots, self.pool.pinned_besides([])
+        reached = self.loader.resize(slots * self.stride)
+        wanted = min(max(slots, 2), ALL)
+        assert wanted <= reached <= max(wanted, pinned) and self.loader.slots == reached
+        if reached < before and not self.pool.copied:
+            self.check_given_back()
+
+    def check_given_back(self):
+        """Free rows read as zeros; behind the limit there is only what cannot be moved."""
+        assert not self.pool.rows[self.pool._free].any()
+        for key in self.pool.records():
+            moves = self.pool[key].future is None and not self.pool.pinned(key)
+            assert self.pool[key].row < self.loader.slots or not moves
+
+    @invariant()
+    def check_held(self):
+        for lease, layer, ids in self.held:
+            found, rows = lease.records()
+            assert np.array_equal(np.asarray(found.blob)[rows], self.truth[layer][ids])
+
+    @invariant()
+    def every_row_has_one_owner(self):
+        slots = [self.pool[key] for key in self.pool.records()]
+        assert len(slots) <= self.loader.slots <= ALL
+        copying = [row for row, _ in self.pool._copying]
+        used = [slot.row for slot in slots if slot.device is None]
+        assert sorted([*self.pool._free, *used, *copying]) == list(range(len(self.pool.rows)))
+
+    def teardown(self):
+        self.faults.plan = []
+        self.held.clear()
+        self.loader.close()
+
+
+class CopyingMachine(BreathingMachine):
+    """As on CUDA."""
+
+    def __init__(self):
+        super().__init__(copied=True)
+
+
+TestBreathingMachine = BreathingMachine.TestCase
+TestCopyingMachine = CopyingMachine.TestCase
+TestBreathingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCopyingMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+def test_the_least_recently_used_go_and_the_others_stay(packed):
+    loader, stride = breathing(packed, ALL)
+    for layer, expert in [(0, 0), (0, 1), (1, 2), (1, 3), (0, 4), (0, 0)]:
+        read(loader, layer, [expert]).release()
+    assert loader.resize(3 * stride) == 3
+    for layer, expert in [(1, 3), (0, 4), (0, 0)]:
+        lease = read(loader, layer, [expert])
+        assert lease.ready.all() and np.array_equal(blocks(lease)[0], records(packed, layer)[expert])
+    assert loader.slots_per_layer() == 1
+    assert loader.resize(1 << 40) == ALL
+    loader.close()
+
+
+def test_what_is_leased_stays(packed):
+    loader, stride = breathing(packed, ALL)
+    leases = [read(loader, layer, [0, 3, 5]) for layer in (0, 1)]
+    assert loader.resize(1) == 6
+    for layer, lease in enumerate(leases):
+        assert np.array_equal(blocks(lease), records(packed, layer)[[0, 3, 5]])
+        lease.release()
+    assert loader.resize(1) == 2
+    loader.close()
+
+
+@pytest.mark.parametrize("slots, dropped, moved", [(2, 3, 1), (4, 2, 1)])
+def test_a_guarded_record_is_evaluated_before_its_memory_goes(packed, slots, dropped, moved):
+    """Here the last rows' records are the most recently used, so they are moved."""
+    loader, stride = breathing(packed, ALL)
+    evaluated = Evaluated(4)
+    leases = [read(loader, 0, ids) for ids in ([0], [1], [2, 3], [4, 5])]
+    for lease, out in zip(leases, evaluated.arrays, strict=True):
+        lease.release(out)
+    loader._guards = []
+    assert evaluated.count() == 0
+    loader.resize(slots * stride)
+    assert evaluated.count() == dropped + (0 if loader._pools[0].copied else moved)
+    loader.close()
+
+
+def test_what_was_read_in_vain_is_counted(packed):
+    loader, stride = breathing(packed, ALL)
+    loader.hint(0, range(EXPERTS))
+    loader.drain()
+    read(loader, 0, [5]).release()
+    loader.resize(2 * stride)
+    assert loader.stats.wasted == EXPERTS - 2 and loader.stats.prefetched == EXPERTS
+    loader.close()
+
+
+def test_several_pools_get_equal_shares(packed):
+    stride = packed.layout.expert_stride
+    loader, _ = breathing(packed, 4, buffer_bytes=6 * stride)
+    assert [pool.slots for pool in loader._pools] == [2, 2] and [pool.most for pool in loader._pools] == [6, 6]
+    loader.resize(11 * stride)
+    assert [pool.slots for pool in loader._pools] == [5, 5] and loader.slots_per_layer() == 5
+    for layer in (0, 1):
+        read(loader, layer, range(5)).release()
+    loader.resize(0)
+    assert [len(pool) for pool in loader._pools] == [2, 2] == [pool.slots for pool in loader._pools]
+    loader.close()
+
+
+def test_a_pool_without_a_larger_size_only_shrinks(packed):
+    loader, stride = breathing(packed, 4, most_bytes=None)
+    assert loader.resize(1 << 40) == 4 and len(loader._pools[0].rows) == 4
+    assert loader.resize(3 * stride) == 3
+    loader.close()
+
+
+def test_memory_that_metal_has_adopted_stays(packed, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "from_dlpack", lambda rows, copy: mx.array(rows))
+        patch.setattr(backend, "name", lambda: "metal")
+        loader, stride = breathing(packed, 4, allowance=lambda tokens: 1 << 40)
+        assert not loader.breathes and len(loader._pools[0].rows) == 4
+        with loader.turn(1):
+            assert loader.slots == 4
+        with pytest.raises(AssertionError):
+            loader.resize(4 * stride)
+        loader.close()
+
+
+# Memory.
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@on_host
+@pytest.mark.parametrize("share", [2, 10])
+def test_memory_goes_back_to_the_system(share):
+    """200 MB of records whose stride is no multiple of a large page, the ones that stay anywhere among them."""
+    layout = ExpertLayout.from_args(tiny_args(hidden=1024, inner=512))
+    stride, slack = layout.expert_stride, 8 << 20
+    most = (200 << 20) // stride
+    start = resident()
+    pool = SlotPool(layout, most // 2, most=most)
+    assert resident() - start < slack, "address space takes no memory"
+    pool.resize(most, pool.drop)
+    for expert in range(most):
+        slot = pool.take()
+        pool.rows[slot.row] = expert
+        pool.put((0, expert), slot)
+        pool.arrived((0, expert))
+    order = random.Random(1).sample(range(most), most)
+    for expert in order:
+        pool.find((0, expert))
+    assert resident() - start > 195 << 20
+    for slots in (most // share, 1):
+        pool.resize(slots, pool.drop)
+        assert abs(resident() - start - slots * stride) < slack
+        assert pool.records() == [(0, expert) for expert in order[-slots:]]
+        assert all((pool.rows[pool[key].row] == key[1]).all() for key in pool.records())
+
+
+def test_only_whole_pages_are_given_back():
+    page = os.sysconf("SC_PAGE_SIZE")
+    pages = private_pages(4 * page)
+    pages[:] = b"x" * (4 * page)
+    for start, stop, gone in [(1, page, 0), (page - 1, 2 * page + 1, 1), (2 * page + 1, 4 * page, 2)]:
+        give_back(pages, start, stop)
+        assert pages[:].count(0) == gone * page
+
+
+# Turns.
+
+
+def test_an_allowance_is_asked_once_in_a_turn(packed, monkeypatch):
+    asked, resized = [], []
+    loader, stride = breathing(packed, 2, allowance=lambda tokens: asked.append(tokens) or size[0] * stride)
+    resize = loader.resize
+    monkeypatch.setattr(loader, "resize", lambda nbytes: resized.append(nbytes // stride) or resize(nbytes))
+    size = [2]
+    for slots in (2, 1, 6, 6, 99, 99, 3, 2, 2):
+        size[0] = slots
+        with loader.turn(slots), loader.turn(tokens=-1):
+            assert loader.slots == min(max(slots, 2), ALL)
+    assert asked == [2, 1, 6, 6, 99, 99, 3, 2, 2] and resized == [6, 99, 3, 2]
+    loader.close()
+
+
+def test_a_little_more_memory_is_not_worth_a_resize(tmp_path):
+    packed = write_packed(tmp_path, experts=40)
+    loader, stride = breathing(packed, 32, allowance=lambda tokens: tokens * stride)
+    for tokens, slots in [(33, 32), (34, 34), (33, 33), (34, 33), (36, 36), (78, 78), (79, 78), (80, 80), (79, 79)]:
+        with loader.turn(tokens):
+            assert loader.slots == slots, tokens
+    loader.close()
+
+
+def test_what_the_allowance_raises_ends_the_call_only(packed):
+    loader, stride = breathing(packed, allowance=lambda tokens: 1 // tokens)
+    with pytest.raises(ZeroDivisionError), loader.turn(0):
+        pass
+    with loader.turn(1):
+        assert loader._lock._is_owned()
+    assert not loader._lock._is_owned() and not loader._within
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", ["native", "operations", "copied"])
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
+    """Everything, then the least, call after call; and from the least to everything again."""
+    if kind != "native":
+        monkeypatch.setattr(native, "available", lambda: False)
+        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    path, seen = tiny_directory("qwen3_moe"), []
+    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
+    model = streamed(
+        path,
+        least_slots=2 * TOP_K,
+        cache_bytes=1,
+        most_bytes=1 << 30,
+        copied=True if kind == "copied" else None,
+        allowance=lambda tokens: (seen.append(model.experts.slots), (len(seen) % 2) << 30)[1],
+    )
+    tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
+    for size in (chunk, 2):
+        assert np.array_equal(run(model, tokens, size), run(reference, tokens, size))
+    assert set(seen) == {2 * TOP_K, model.experts._pools[0].most}
+    model.experts.close()
