@@ -3,6 +3,8 @@
 import contextlib
 import os
 import random
+import threading
+import time
 
 import mlx.core as mx
 import numpy as np
@@ -76,7 +78,7 @@ class BreathingMachine(RuleBasedStateMachine):
             lease = read(self.loader, layer, ids)
         except (ExpertIOError, ValueError):
             return
-        self.held.append((lease, layer, ids))
+        self.held.append((lease, *lease.records(), self.truth[layer][ids]))
         if not keep:
             self.check_held()
             self.held.pop()[0].release()
@@ -114,9 +116,8 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @invariant()
     def check_held(self):
-        for lease, layer, ids in self.held:
-            found, rows = lease.records()
-            assert np.array_equal(np.asarray(found.blob)[rows], self.truth[layer][ids])
+        for _, found, rows, truth in self.held:
+            assert np.array_equal(np.asarray(found.blob)[rows], truth)
 
     @invariant()
     def every_row_has_one_owner(self):
@@ -166,6 +167,65 @@ def test_what_is_leased_stays(packed):
         assert np.array_equal(blocks(lease), records(packed, layer)[[0, 3, 5]])
         lease.release()
     assert loader.resize(1) == 2
+    loader.close()
+
+
+@on_host
+def test_a_leased_record_is_not_moved_and_its_memory_goes_later(packed):
+    loader, stride = breathing(packed, ALL)
+    pool = loader._pools[0]
+    read(loader, 0, range(4)).release()
+    lease = read(loader, 0, [5])
+    found, rows = lease.records()
+    assert loader.resize(2 * stride) == 2 <= rows[0]
+    assert np.array_equal(found.blob[rows], records(packed, 0)[[5]])
+    lease.release()
+    read(loader, 1, range(2)).release()
+    assert (0, 5) not in pool and not pool.rows[2:].any()
+    loader.close()
+
+
+def waiting_for(count, reads):
+    while len(reads) < count:
+        time.sleep(0.001)
+
+
+def test_reads_under_way_are_waited_for_where_they_would_be_dropped(packed):
+    begun, over = [], []
+
+    def slow(fd, buffers, offset):
+        begun.append(offset)
+        time.sleep(0.1)
+        over.append(offset)
+        return os.preadv(fd, buffers, offset)
+
+    loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, workers=4, preadv=slow))
+    loader.hint(0, range(4))
+    waiting_for(4, begun)
+    assert loader.resize(2 * stride) == 2 <= len(over)
+    assert np.array_equal(blocks(read(loader, 0, [2, 3])), records(packed, 0)[[2, 3]])
+    loader.close()
+
+
+@on_host
+def test_a_record_that_is_being_read_is_not_moved(packed):
+    begun, go_on = [], threading.Event()
+
+    def held_up(fd, buffers, offset):
+        begun.append(offset)
+        if len(begun) == 4:
+            go_on.wait(10)
+        return os.preadv(fd, buffers, offset)
+
+    loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, preadv=held_up))
+    for expert in range(3):
+        read(loader, 0, [expert]).release()
+    loader.hint(0, [3])
+    waiting_for(4, begun)
+    assert loader.resize(2 * stride) == 2
+    go_on.set()
+    lease = read(loader, 0, [2, 3])
+    assert np.array_equal(blocks(lease), records(packed, 0)[[2, 3]])
     loader.close()
 
 
