@@ -18,9 +18,12 @@ from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
 from .launch import Kernel, Launch, Shape, ceildiv, count, number
 from .norm import rms_norm
+from .tiles import MAX_TOKENS, TILES, Tile, lanes_of_pieces
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
 GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out next")
+DELTA_INPUTS = Kernel("delta_inputs", "qkv a b A_log dt_bias length", "qk gates")
+GATED_DELTA_TOKENS = Kernel("gated_delta_tokens", "qkv qk gates state length", "out next")
 GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
 SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
@@ -76,15 +79,11 @@ def delta(qkv: Array, z: Array, b: Array, a: Array, state: State, w: DeltaWeight
 
 def _ops(qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.array:
     B, L, _ = qkv.shape
-    q, k, v = split(_convolve(qkv, state, w, sizes), sizes.key_width, 2 * sizes.key_width)
-    q = _unit(q.reshape(B, L, sizes.key_heads, sizes.key_dim)) * sizes.key_dim**-0.5
-    k = _unit(k.reshape(B, L, sizes.key_heads, sizes.key_dim))
-    v = v.reshape(B, L, sizes.value_heads, sizes.value_dim)
     recurrent = state.recurrent
     if recurrent is None:
         recurrent = mx.zeros((B, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
-    decay = decay_rate(a, w.A_log, w.dt_bias)
-    out, state.recurrent = mx.fast.gated_delta_update(q, k, v, decay, mx.sigmoid(b), recurrent)
+    qkv = _convolve(qkv, state, w, sizes)
+    out, state.recurrent = gated_delta_ops(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
     z = z.reshape(B, L, sizes.value_heads, sizes.value_dim).astype(mx.float32)
     out = rms_norm(out, w.norm, w.eps) * nn.silu(z).astype(out.dtype)
     return out.reshape(B, L, -1)
@@ -97,6 +96,20 @@ def _convolve(qkv: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.
     padded = mx.concatenate([before, qkv], axis=1)
     state.conv = mx.contiguous(padded[:, -keep:])
     return nn.silu(mx.conv1d(padded, w.conv, groups=sizes.channels))
+
+
+def gated_delta_ops(
+    qkv: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, state: mx.array, key_heads: int
+) -> tuple[mx.array, mx.array]:
+    """`gated_delta` for a batch: every array but A_log and dt_bias has an axis [B] before those it has there."""
+    B, L, _ = qkv.shape
+    _, heads, v_dim, k_dim = state.shape
+    q, k, v = split(qkv, key_heads * k_dim, 2 * key_heads * k_dim)
+    q = _unit(q.reshape(B, L, key_heads, k_dim)) * k_dim**-0.5
+    k = _unit(k.reshape(B, L, key_heads, k_dim))
+    v = v.reshape(B, L, heads, v_dim)
+    out, following = mx.fast.gated_delta_update(q, k, v, decay_rate(a, A_log, dt_bias), mx.sigmoid(b), state)
+    return out, following
 
 
 def _unit(x: mx.array) -> mx.array:
@@ -169,7 +182,8 @@ def _kernels(
         recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
     qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
     recurrent = recurrent.reshape(recurrent.shape[1:])
-    out, recurrent = gated_delta(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
+    steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
+    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
     state.conv, state.recurrent = conv[None], recurrent[None]
     return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(L, -1)
 
@@ -220,6 +234,42 @@ def _plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: i
     groups = (ceildiv(v_dim, STATE_ROWS * SIMDGROUPS), heads)
     outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]
     return Launch(target, GATED_DELTA, template, groups, 32 * SIMDGROUPS, outputs)
+
+
+def gated_delta_tokens(
+    qkv: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, state: mx.array, key_heads: int
+) -> tuple[mx.array, mx.array]:
+    """`gated_delta` for more than a few tokens, in two launches: the same values but for float32's rounding.
+
+    The steps are taken one by one, so the bits do not depend on how a text is cut into calls of this function.
+    """
+    T = qkv.shape[0]
+    target = backend.name()
+    tile = TILES[target]["gated_delta_tokens"]
+    prepare, steps = _plan_tokens(target, T, qkv.dtype, state.shape, key_heads, tile)
+    qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
+    out, following = steps(qkv, qk, gates, state, count(T))
+    return out, following
+
+
+@lru_cache(PLANS)
+def _plan_tokens(
+    target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, tile: Tile
+) -> tuple[Launch, Launch]:
+    """The launch that prepares what the steps read, and that of the steps."""
+    heads, v_dim, k_dim = state
+    template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim}
+    inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
+    shapes = (T, 2, key_heads, k_dim), (T, 3, heads)
+    prepared = [(shape, mx.float32) for shape in shapes]
+    groups = (ceildiv(T * key_heads, SIMDGROUPS), 1)
+    prepare = Launch(target, DELTA_INPUTS, inputs, groups, 32 * SIMDGROUPS, prepared)
+
+    lanes = lanes_of_pieces(k_dim // 4, tile.lanes)
+    template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "DEPTH": tile.ahead}
+    groups = (ceildiv(v_dim * lanes, 32 * tile.rows * tile.simdgroups), heads)
+    outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]
+    return prepare, Launch(target, GATED_DELTA_TOKENS, template, groups, 32 * tile.simdgroups, outputs)
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:

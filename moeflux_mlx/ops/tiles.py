@@ -1,4 +1,4 @@
-"""The tiles of the kernels for 4-bit matrices: how each cuts its matrix. The constants that were tuned."""
+"""The tiles of the kernels: how each cuts its matrix. The constants that were tuned."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ MAX_TOKENS = 8  # rows of x that the kernels for few tokens take
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its matrix."""
+    """How a kernel cuts its matrix: 4-bit codes, or the state that `gated_delta_tokens` keeps in registers."""
 
     rows: int  # rows a simdgroup takes in turn with one load of x
     lanes: int  # lanes that share a row, at most; 32 / lanes rows lie abreast in a simdgroup
     simdgroups: int = 0  # per threadgroup
-    ahead: int = 1  # 16-byte chunks per row that a lane has in flight (loop unrolling; CUDA only)
+    ahead: int = 1  # 16-byte chunks per row that a lane has in flight (loop unrolling; CUDA only), or steps
     spread: int = 0  # a row's columns are split until so many simdgroups are busy
     narrow: int = 0  # lanes are halved, down to 8, while so many threadgroups remain (0: never)
 
@@ -34,6 +34,8 @@ TILES = {
         "qmv4": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv4_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv4_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
+        "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=4, ahead=3),
+        "expert_dequantize": Tile(rows=4, lanes=32, simdgroups=8),
     },
     "metal": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=2),
@@ -41,14 +43,21 @@ TILES = {
         "qmv4": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv4_large": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv4_tokens": Tile(rows=2, lanes=32, simdgroups=2),
+        "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=4, ahead=2),
+        "expert_dequantize": Tile(rows=4, lanes=32, simdgroups=8),
     },
 }
 
 
 def lanes_of(columns: int, limit: int) -> int:
     """Lanes per row: the largest power of two up to `limit` that divides the row's 16-byte chunks evenly."""
+    return lanes_of_pieces(columns // 32, limit)
+
+
+def lanes_of_pieces(pieces: int, limit: int) -> int:
+    """The largest power of two up to `limit` that divides the 16-byte pieces of a row evenly."""
     lanes = 1
-    while lanes < limit and columns // 32 % (2 * lanes) == 0:
+    while lanes < limit and pieces % (2 * lanes) == 0:
         lanes *= 2
     return lanes
 

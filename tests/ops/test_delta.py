@@ -1,5 +1,7 @@
 """The small kernels against the numpy oracle, launched as in `test_kernels`."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import oracle
@@ -8,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal import msl
+from moeflux_mlx.kinds import Delta
 from moeflux_mlx.ops import delta, launch, route
+from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -94,19 +98,72 @@ def test_gated_delta(host, T, heads, key_heads, v_dim, k_dim, dtype):
     assert error(following, state) < 2e-5
 
 
-def test_gated_delta_in_two_calls_is_one(host):
-    qkv, a, b, *rest, state, key_heads = delta_case(np.random.default_rng(3), 5, 2, 1, 16, 64, mx.float32)
-    whole, last = delta.gated_delta(qkv, a, b, *rest, state, key_heads)
-    first, middle = delta.gated_delta(qkv[:2], a[:2], b[:2], *rest, state, key_heads)
-    second, end = delta.gated_delta(qkv[2:], a[2:], b[2:], *rest, middle, key_heads)
+TOKENS_CASES = [  # T, value heads, key heads, value dim, key dim
+    (1, 2, 1, 32, 128),
+    (2, 4, 2, 20, 64),
+    (9, 3, 3, 7, 32),
+    (9, 2, 1, 9, 96),
+    (70, 4, 2, 36, 128),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("T, heads, key_heads, v_dim, k_dim", TOKENS_CASES)
+def test_gated_delta_tokens(host, T, heads, key_heads, v_dim, k_dim, dtype):
+    case = delta_case(np.random.default_rng([T, heads]), T, heads, key_heads, v_dim, k_dim, dtype)
+    out, following = delta.gated_delta_tokens(*case)
+    want, state = delta_oracle(*case)
+    assert error(out, want) < LIMITS[dtype]
+    assert error(following, state) < 2e-5
+
+
+@pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 1), (8, 3, 2, 2), (16, 1, 4, 3), (32, 4, 2, 4)])
+def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdgroups, ahead):
+    monkeypatch.setitem(TILES["metal"], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
+    case = delta_case(np.random.default_rng(lanes), 11, 2, 1, 19, 128, mx.float32)
+    want, state = delta_oracle(*case)
+    out, following = delta.gated_delta_tokens(*case)
+    assert error(out, want) < 2e-5 and error(following, state) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_twin_of_gated_delta(dtype):
+    qkv, a, b, A_log, dt_bias, state, key_heads = delta_case(np.random.default_rng(6), 9, 4, 2, 20, 64, dtype)
+    out, following = delta.gated_delta_ops(qkv[None], a[None], b[None], A_log, dt_bias, state[None], key_heads)
+    want, last = delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads)
+    assert error(out[0], want) < 2 * LIMITS[dtype] and error(following[0], last) < 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("T", [1, MAX_TOKENS, MAX_TOKENS + 1])
+def test_layer_on_kernels_equals_plain_operations(host, T):
+    rng, sizes = np.random.default_rng(T), Delta(1, 2, 32, 16, 4)
+    qkv, z, b, a = (random(rng, 1, T, n) for n in (sizes.channels, sizes.value_width, 2, 2))
+    weights = delta.DeltaWeights(
+        random(rng, sizes.channels, 4, 1), random(rng, 2), random(rng, 2), random(rng, sizes.value_dim), 1e-6
+    )
+    conv, recurrent = random(rng, 1, 3, sizes.channels), random(rng, 1, 2, sizes.value_dim, sizes.key_dim)
+    states = [SimpleNamespace(offset=0, conv=conv, recurrent=recurrent) for _ in range(2)]
+    got = delta._kernels(*(part[0] for part in (qkv, z, b, a)), states[0], weights, sizes)
+    assert error(got, wide(delta._ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
+    assert error(states[0].recurrent, wide(states[1].recurrent)) < 1e-4
+
+
+@pytest.mark.parametrize("steps, T, cut", [("gated_delta", 5, 2), ("gated_delta_tokens", 14, 3)])
+def test_gated_delta_in_two_calls_is_one(host, steps, T, cut):
+    qkv, a, b, *rest, state, key_heads = delta_case(np.random.default_rng(3), T, 2, 1, 16, 64, mx.float32)
+    run = getattr(delta, steps)
+    whole, last = run(qkv, a, b, *rest, state, key_heads)
+    first, middle = run(qkv[:cut], a[:cut], b[:cut], *rest, state, key_heads)
+    second, end = run(qkv[cut:], a[cut:], b[cut:], *rest, middle, key_heads)
     assert np.array_equal(np.array(whole), np.concatenate([np.array(first), np.array(second)]))
     assert np.array_equal(np.array(last), np.array(end))
 
 
-def test_decay_survives_extreme_inputs(host):
+@pytest.mark.parametrize("steps", ["gated_delta", "gated_delta_tokens"])
+def test_decay_survives_extreme_inputs(host, steps):
     case = list(delta_case(np.random.default_rng(5), 2, 2, 1, 8, 32, mx.float32))
     case[1] = mx.array([[80.0, -80.0], [200.0, -200.0]])
-    out, following = delta.gated_delta(*case)
+    out, following = getattr(delta, steps)(*case)
     want, state = delta_oracle(*case)
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
 
@@ -167,9 +224,10 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     qkv = case[0]
     delta.conv_silu(qkv, mx.zeros((3, qkv.shape[1]), mx.bfloat16), mx.zeros((qkv.shape[1], 4), mx.bfloat16))
     out, _ = delta.gated_delta(*case)
+    delta.gated_delta_tokens(*case)
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
     route.softmax_topk(mx.zeros((1, E)), K, True)
-    assert len(msl.TextKernel.texts) == 4 and all(text.isascii() for text in msl.TextKernel.texts)
+    assert len(msl.TextKernel.texts) == 6 and all(text.isascii() for text in msl.TextKernel.texts)
 
 
 @msl.needed
@@ -179,6 +237,11 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
         ("gated_delta.metal", "s[r * N + i] *= decay;", "s[r * N + i] += 0 * decay;"),
         ("gated_delta.metal", "head / (NV / NK) * DK", "head % NK * DK"),
         ("gated_delta.metal", "* beta;", "+ beta;"),
+        ("gated_delta_tokens.metal", "both[d],", "0.0f,"),
+        ("gated_delta_tokens.metal", "head / (NV / NK) * DK", "head % NK * DK"),
+        ("gated_delta_tokens.metal", "fma(-decay[d], sums[r]", "fma(-1.0f, sums[r]"),
+        ("delta_inputs.metal", "both = lane_sum<32>(both)", "both = both"),
+        ("delta.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
         ("conv_silu.metal", "t + j - KEPT", "t - j"),
         ("gated_norm.metal", "/ float(D)", ""),
     ],
@@ -193,9 +256,10 @@ def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
 
     monkeypatch.setattr(launch, "_text", planted)
     rng = np.random.default_rng(1)
-    if file == "gated_delta.metal":
+    if "delta" in file:
         case = delta_case(rng, 3, 4, 2, 8, 64, mx.float32)
-        assert error(delta.gated_delta(*case)[0], delta_oracle(*case)[0]) > 1e-2
+        steps = delta.gated_delta if file == "gated_delta.metal" else delta.gated_delta_tokens
+        assert error(steps(*case)[0], delta_oracle(*case)[0]) > 1e-2
         return
     x, weight = random(rng, 4, 32), random(rng, 32, 4)
     if file == "conv_silu.metal":
