@@ -133,15 +133,20 @@ def is_read(record: Record) -> bool:
     return all(projection.quant == FORM for projection in (record.gate, record.up, record.down))
 
 
-def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record) -> None:
+def check_blob(blob: Shape, record: Record) -> None:
+    """Raises RequestError: the kernels do not take a blob of such a shape."""
     least = record.size // 4
     good = len(blob) == 2 and blob[1] >= least and blob[1] % 4 == 0
     require(good, f"blob is {blob}; expected [S, words], words a multiple of 4 and at least {least}")
+
+
+def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record) -> None:
+    check_blob(blob, record)
     good = len(slots) == 2 and slots[0] == tokens and 1 <= slots[1] <= MAX_SLOTS
     require(good, f"slots are {slots}; expected [{tokens}, K], K from 1 to {MAX_SLOTS}")
 
 
-def _places(name: str, projection: Projection) -> dict[str, int]:
+def places_of(name: str, projection: Projection) -> dict[str, int]:
     """Where a matrix lies in a record, as the text's constants say it: words to its codes, scales and biases."""
     return dict(zip((f"{name}_W", f"{name}_S", f"{name}_B"), projection.words, strict=True))
 
@@ -159,7 +164,7 @@ def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Sh
     tile = TILES[target]["expert_gate_up"]
     lanes = lanes_of(hidden, tile.lanes)
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "WORDS": blob[1]}
-    template |= _places("GATE", record.gate) | _places("UP", record.up)
+    template |= places_of("GATE", record.gate) | places_of("UP", record.up)
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": tile.ahead}
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * top_k)
     return Launch(target, GATE_UP, template, groups, 32 * tile.simdgroups, [((tokens, top_k, inner), dtype)])
@@ -189,7 +194,7 @@ def _plan_down(
         return None
     tile = TILES[target]["expert_down_combine"]
     lanes = down_lanes(tile, hidden, inner)
-    template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **_places("DOWN", record.down)}
+    template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": tile.ahead, **combine_types(dtypes)}
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     return Launch(target, DOWN_COMBINE, template, groups, 32 * top_k, [((tokens, hidden), dtypes[1])])
