@@ -25,7 +25,8 @@
     row[r] = metal::min(first + r * ABREAST, uint(DV - 1));
     delta_load<N, L>(state + (head * DV + row[r]) * DK + 4 * lane, s + r * N);
   }
-  float q[DEPTH * N], k[DEPTH * N], v[DEPTH * R];
+  float q[DEPTH * N], k[DEPTH * N];
+  X v[DEPTH * R];  // made floats where they are used: here that would wait for the load
   float decay[DEPTH], beta[DEPTH], both[DEPTH];
   // The first round only loads.
   for (uint round = 0; round < steps + DEPTH; round += DEPTH) {
@@ -42,7 +43,7 @@
         delta_sums<2 * R, L>(sums);
         MLX_MTL_PRAGMA_UNROLL
         for (uint r = 0; r < R; r++) {
-          const float learnt = beta[d] * metal::fma(-decay[d], sums[r], v[d * R + r]);
+          const float learnt = beta[d] * metal::fma(-decay[d], sums[r], float(v[d * R + r]));
           MLX_MTL_PRAGMA_UNROLL
           for (uint i = 0; i < N; i++) {
             s[r * N + i] = metal::fma(learnt, k[d * N + i], decay[d] * s[r * N + i]);
@@ -60,13 +61,14 @@
       both[d] = gates[(3 * later + 2) * NV + head];
       MLX_MTL_PRAGMA_UNROLL
       for (uint r = 0; r < R; r++) {
-        v[d * R + r] = float(values[later * C + row[r]]);
+        v[d * R + r] = values[later * C + row[r]];
       }
     }
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {
     if (first + r * ABREAST < DV) {
+      MLX_MTL_PRAGMA_UNROLL
       for (uint i = 0; i < N; i++) {
         next[(head * DV + row[r]) * DK + 4 * lane + i / 4 * (4 * L) + i % 4] = s[r * N + i];
       }
