@@ -64,8 +64,9 @@ def _ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, 
             part = mx.contiguous(words[:, field.words])
             part = part if field.dtype == "U32" else part.view(mx.bfloat16).astype(mx.float32)
             parts.append(part.reshape(len(slots), field.shape[0], -1))
+        codes, scales, biases = parts
         quant = projection.quant
-        return mx.dequantize(*parts, quant.group_size, quant.bits).astype(dtype)
+        return mx.dequantize(codes, scales, biases, quant.group_size, quant.bits).astype(dtype)
 
     gate, up, down = (matrix(part) for part in (records.record.gate, records.record.up, records.record.down))
     return mx.concatenate([gate, up], axis=1), down
