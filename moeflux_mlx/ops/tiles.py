@@ -25,6 +25,7 @@ class Tile:
 #   down: 8 lanes, so 16 rows per threadgroup, pay once enough threadgroups remain.
 #   qmv4: 16 lanes and columns split over simdgroups. A large matrix fills the GPU by itself, and 8 rows share x better.
 #   qmv4_tokens: 2 rows load x twice as often.
+#   gated_delta_tokens, expert_dequantize: not measured.
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
 TILES = {
