@@ -1,28 +1,27 @@
-// What the L lanes that share a row do in gated_delta_tokens.metal. A lane has N of the row's columns: pieces of four,
-// L pieces from one of its own to the next, so that the lanes read side by side.
+// What the L lanes that share a row do in gated_delta_tokens.metal. A lane has M pieces of four of the row's columns, L
+// pieces from one of its own to the next, so that the lanes read side by side.
 
-// `from` is the lane's first column, at a multiple of 16 bytes.
-template <int N, int L>
-inline void delta_load(const device float* from, thread float* to) {
+// The lane's part of a product: two sums that do not wait for each other, and more rows whose sums do not either.
+template <int M>
+inline float delta_dot(const thread float4* a, const thread float4* b) {
+  float even = 0, odd = 0;
   MLX_MTL_PRAGMA_UNROLL
-  for (int i = 0; i < N; i += 4) {
-    const float4 piece = *(const device float4*)(from + i * L);
-    to[i] = piece.x;
-    to[i + 1] = piece.y;
-    to[i + 2] = piece.z;
-    to[i + 3] = piece.w;
+  for (int i = 0; i < M; i++) {
+    even = metal::fma(a[i].x, b[i].x, even);
+    odd = metal::fma(a[i].y, b[i].y, odd);
+    even = metal::fma(a[i].z, b[i].z, even);
+    odd = metal::fma(a[i].w, b[i].w, odd);
   }
+  return even + odd;
 }
 
-// The lane's part of a product: four sums that do not wait for each other.
-template <int N>
-inline float delta_dot(const thread float* a, const thread float* b) {
-  float sum[4] = {0, 0, 0, 0};
-  MLX_MTL_PRAGMA_UNROLL
-  for (int i = 0; i < N; i++) {
-    sum[i % 4] = metal::fma(a[i], b[i], sum[i % 4]);
-  }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+// decay * s + learnt * k
+inline float4 delta_learn(float4 s, float decay, float learnt, float4 k) {
+  s.x = metal::fma(learnt, k.x, decay * s.x);
+  s.y = metal::fma(learnt, k.y, decay * s.y);
+  s.z = metal::fma(learnt, k.z, decay * s.z);
+  s.w = metal::fma(learnt, k.w, decay * s.w);
+  return s;
 }
 
 // Each of COUNT values, summed over the L lanes; the shuffles of one round do not wait for each other.
@@ -33,6 +32,26 @@ inline void delta_sums(thread float* v) {
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < COUNT; i++) {
       v[i] += simd_shuffle_xor(v[i], ushort(o));
+    }
+  }
+}
+
+// The same sums, shared out: value i * L + lane is left in v[i]. Of two values a lane keeps one and gives the other.
+template <int COUNT, int L>
+inline void delta_shares(thread float* v, uint lane) {
+  int count = COUNT;
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint o = 1; o < L; o *= 2) {
+    const bool odd = (lane & o) != 0;
+    if (count > 1) {
+      count /= 2;
+      MLX_MTL_PRAGMA_UNROLL
+      for (int i = 0; i < count; i++) {
+        const float a = v[2 * i], b = v[2 * i + 1];
+        v[i] = (odd ? b : a) + simd_shuffle_xor(odd ? a : b, ushort(o));
+      }
+    } else {
+      v[0] += simd_shuffle_xor(v[0], ushort(o));
     }
   }
 }

@@ -1,8 +1,7 @@
 // What the steps of the gated delta rule read, for all T tokens at once (gated_delta_tokens.metal says how they use it).
 // qkv[T, C] X holds q of all NK key heads, k, then what is not read here; a, b[T, NV] X; A_log, dt_bias[NV] float;
 // length[0] = T. qk[T, 2, NK, DK] float: q / sqrt(DK), then k, each divided by its length over the head.
-// gates[T, 3, NV] float: decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b), and the product of the
-// head's q and k.
+// gates[T, 2, NV] float: decay = exp(-exp(A_log) * softplus(a + dt_bias)), then beta = sigmoid(b).
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per token and key head.
   constexpr uint N = DK / 32, SHARED = NV / NK;
@@ -13,17 +12,15 @@
   if (unit / NK < uint(length[0])) {
     const device X* qt = qkv + t * C + head * DK;
     float q[N], k[N];
-    float qq = 0, kk = 0, both = 0;
+    float qq = 0, kk = 0;
     for (uint i = 0; i < N; i++) {
       q[i] = float(qt[lane + 32 * i]);
       k[i] = float(qt[NK * DK + lane + 32 * i]);
       qq = metal::fma(q[i], q[i], qq);
       kk = metal::fma(k[i], k[i], kk);
-      both = metal::fma(q[i], k[i], both);
     }
     const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
     const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
-    both = lane_sum<32>(both) * q_scale * k_scale;
     for (uint i = 0; i < N; i++) {
       qk[(2 * t * NK + head) * DK + lane + 32 * i] = q[i] * q_scale;
       qk[((2 * t + 1) * NK + head) * DK + lane + 32 * i] = k[i] * k_scale;
@@ -32,8 +29,7 @@
       const uint h = head * SHARED + i;
       const float u = float(a[t * NV + h]) + dt_bias[h];
       const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-      gates[3 * t * NV + h] = metal::exp(-metal::exp(A_log[h]) * softplus);
-      gates[(3 * t + 1) * NV + h] = 1.0f / (1.0f + metal::exp(-float(b[t * NV + h])));
-      gates[(3 * t + 2) * NV + h] = both;
+      gates[2 * t * NV + h] = metal::exp(-metal::exp(A_log[h]) * softplus);
+      gates[(2 * t + 1) * NV + h] = 1.0f / (1.0f + metal::exp(-float(b[t * NV + h])));
     }
   }

@@ -1,76 +1,127 @@
 // The gated delta rule over T steps, for many of them. For each value head, with its state S[DV, DK]:
-//     learnt = beta * (v - decay * S k);  out = decay * S q + learnt * (q k);  S = decay * S + outer(learnt, k)
-// Both products read the state before the step, so a step waits for one lane sum. qkv[T, C] X holds v of all NV value
-// heads in its last columns; qk[T, 2, NK, DK] float is q and k of all key heads, and gates[T, 3, NV] float decay, beta
-// and the product of q and k, as delta_inputs.metal writes them; value head h reads key head h / (NV / NK).
+//     learnt = beta * (v - decay * S k);  S = decay * S + outer(learnt, k);  out = S q
+// qkv[T, C] X holds v of all NV value heads in its last columns; qk[T, 2, NK, DK] float is q and k of all key heads, and
+// gates[T, 2, NV] float decay and beta, as delta_inputs.metal writes them; value head h reads key head h / (NV / NK).
 // state, next[NV, DV, DK] float; out[T, NV, DV] X; length[0] = T.
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of a head's state, so a simdgroup
-// holds 32 / L rows abreast and R such sets of rows. What DEPTH steps read is in registers: step t ends by loading what
-// step t + DEPTH reads in place of its own.
-  constexpr uint N = DK / L, ABREAST = 32 / L, C = 2 * NK * DK + NV * DV;
+// holds 32 / L rows abreast and R such sets of rows. A threadgroup takes B steps from threadgroup memory while it loads
+// what the next B read: loads of single steps, however early, were waited for together (scripts/results.tsv). A step
+// past the last keeps the state. B and L are powers of two.
+  constexpr uint M = DK / 4 / L, ABREAST = 32 / L, ROWS = SG * R * ABREAST, THREADS = 32 * SG;
+  constexpr uint PIECES = B * DK / 2, P = (PIECES + THREADS - 1) / THREADS;
+  constexpr uint NOTES = B * ROWS, V = (NOTES + THREADS - 1) / THREADS;
+  constexpr uint C = 2 * NK * DK + NV * DV, OUTS = B > L ? B / L : 1;
+  threadgroup float4 pieces[2 * PIECES];  // of q and k
+  threadgroup float4 notes[2 * NOTES];    // beta * v, beta * decay and decay, for each step and row
   const uint lane = thread_index_in_simdgroup % L;
+  const uint mine = thread_index_in_threadgroup;
   const uint head = threadgroup_position_in_grid.y;
-  const uint block = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
-  const uint first = block * (R * ABREAST) + thread_index_in_simdgroup / L;
+  const uint top = threadgroup_position_in_grid.x * ROWS;
+  const uint first = simdgroup_index_in_threadgroup * (R * ABREAST) + thread_index_in_simdgroup / L;
   const uint steps = uint(length[0]);
 
-  const device float* queries = qk + head / (NV / NK) * DK + 4 * lane;
-  const device X* values = qkv + 2 * NK * DK + head * DV;
-
-  uint row[R];
-  float s[R * N];
+  float4 s[R * M];
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {
-    row[r] = metal::min(first + r * ABREAST, uint(DV - 1));
-    delta_load<N, L>(state + (head * DV + row[r]) * DK + 4 * lane, s + r * N);
-  }
-  float q[DEPTH * N], k[DEPTH * N];
-  X v[DEPTH * R];  // made floats where they are used: here that would wait for the load
-  float decay[DEPTH], beta[DEPTH], both[DEPTH];
-  // The first round only loads.
-  for (uint round = 0; round < steps + DEPTH; round += DEPTH) {
+    const uint row = metal::min(top + first + r * ABREAST, uint(DV - 1));
     MLX_MTL_PRAGMA_UNROLL
-    for (uint d = 0; d < DEPTH; d++) {
-      if (round >= DEPTH && round - DEPTH + d < steps) {
-        const size_t t = round - DEPTH + d;
-        float sums[2 * R];
-        MLX_MTL_PRAGMA_UNROLL
-        for (uint r = 0; r < R; r++) {
-          sums[r] = delta_dot<N>(s + r * N, k + d * N);
-          sums[R + r] = delta_dot<N>(s + r * N, q + d * N);
-        }
-        delta_sums<2 * R, L>(sums);
-        MLX_MTL_PRAGMA_UNROLL
-        for (uint r = 0; r < R; r++) {
-          const float learnt = beta[d] * metal::fma(-decay[d], sums[r], float(v[d * R + r]));
-          MLX_MTL_PRAGMA_UNROLL
-          for (uint i = 0; i < N; i++) {
-            s[r * N + i] = metal::fma(learnt, k[d * N + i], decay[d] * s[r * N + i]);
-          }
-          if (lane == 0 && first + r * ABREAST < DV) {
-            out[(t * NV + head) * DV + row[r]] = X(metal::fma(learnt, both[d], decay[d] * sums[R + r]));
-          }
-        }
-      }
-      const size_t later = metal::min(round + d, steps - 1);
-      delta_load<N, L>(queries + later * (2 * NK * DK), q + d * N);
-      delta_load<N, L>(queries + later * (2 * NK * DK) + NK * DK, k + d * N);
-      decay[d] = gates[3 * later * NV + head];
-      beta[d] = gates[(3 * later + 1) * NV + head];
-      both[d] = gates[(3 * later + 2) * NV + head];
-      MLX_MTL_PRAGMA_UNROLL
-      for (uint r = 0; r < R; r++) {
-        v[d * R + r] = values[later * C + row[r]];
-      }
+    for (uint i = 0; i < M; i++) {
+      s[r * M + i] = *(const device float4*)(state + (head * DV + row) * DK + 4 * (lane + i * L));
     }
   }
+  // The first round only loads.
+  for (uint from = 0; from < steps + B; from += B) {
+    const uint side = from / B % 2;
+    float4 piece[P];
+    X v[V];
+    float decay[V], beta[V];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < P; i++) {
+      const uint at = metal::min(mine + i * THREADS, PIECES - 1), part = at / (DK / 4);
+      const size_t t = metal::min(from + part / 2, steps - 1);
+      const size_t vector = (2 * t + part % 2) * NK + head / (NV / NK);
+      piece[i] = *(const device float4*)(qk + vector * DK + 4 * (at % (DK / 4)));
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < V; i++) {
+      const uint at = metal::min(mine + i * THREADS, NOTES - 1);
+      const size_t t = metal::min(from + at / ROWS, steps - 1);
+      v[i] = qkv[t * C + 2 * NK * DK + head * DV + metal::min(top + at % ROWS, uint(DV - 1))];
+      decay[i] = gates[2 * t * NV + head];
+      beta[i] = gates[(2 * t + 1) * NV + head];
+    }
+    if (from > 0) {
+      const uint piece_at = (1 - side) * PIECES + lane;
+      const uint note_at = (1 - side) * NOTES + first;
+      float o[R * B];
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint j = 0; j < B; j++) {
+        float4 q[M], k[M], note[R];
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint i = 0; i < M; i++) {
+          q[i] = pieces[piece_at + 2 * j * (DK / 4) + i * L];
+          k[i] = pieces[piece_at + (2 * j + 1) * (DK / 4) + i * L];
+        }
+        float sums[R];
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint r = 0; r < R; r++) {
+          note[r] = notes[note_at + j * ROWS + r * ABREAST];
+          sums[r] = delta_dot<M>(s + r * M, k);
+        }
+        delta_sums<R, L>(sums);
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint r = 0; r < R; r++) {
+          const float learnt = metal::fma(-note[r].y, sums[r], note[r].x);
+          MLX_MTL_PRAGMA_UNROLL
+          for (uint i = 0; i < M; i++) {
+            s[r * M + i] = delta_learn(s[r * M + i], note[r].z, learnt, k[i]);
+          }
+          o[r * B + j] = delta_dot<M>(s + r * M, q);
+        }
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint r = 0; r < R; r++) {
+        delta_shares<B, L>(o + r * B, lane);
+        const uint row = top + first + r * ABREAST;
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint i = 0; i < OUTS; i++) {
+          const size_t t = from - B + i * L + lane;
+          if (lane < B && t < steps && row < DV) {
+            out[(t * NV + head) * DV + row] = X(o[r * B + i]);
+          }
+        }
+      }
+    }
+    // The last reads of this side were before the last barrier.
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < P; i++) {
+      if (mine + i * THREADS < PIECES) {
+        pieces[side * PIECES + mine + i * THREADS] = piece[i];
+      }
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < V; i++) {
+      const uint at = mine + i * THREADS;
+      if (at < NOTES) {
+        const bool taken = from + at / ROWS < steps;
+        float4 note;
+        note.x = taken ? beta[i] * float(v[i]) : 0.0f;
+        note.y = taken ? beta[i] * decay[i] : 0.0f;
+        note.z = taken ? decay[i] : 1.0f;
+        note.w = 0;
+        notes[side * NOTES + at] = note;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {
-    if (first + r * ABREAST < DV) {
-      MLX_MTL_PRAGMA_UNROLL
-      for (uint i = 0; i < N; i++) {
-        next[(head * DV + row[r]) * DK + 4 * lane + i / 4 * (4 * L) + i % 4] = s[r * N + i];
+    const uint row = top + first + r * ABREAST;
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < M; i++) {
+      if (row < DV) {
+        *(device float4*)(next + (head * DV + row) * DK + 4 * (lane + i * L)) = s[r * M + i];
       }
     }
   }

@@ -260,13 +260,13 @@ def _plan_tokens(
     heads, v_dim, k_dim = state
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim}
     inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
-    shapes = (T, 2, key_heads, k_dim), (T, 3, heads)
+    shapes = (T, 2, key_heads, k_dim), (T, 2, heads)
     prepared = [(shape, mx.float32) for shape in shapes]
     groups = (ceildiv(T * key_heads, SIMDGROUPS), 1)
     prepare = Launch(target, DELTA_INPUTS, inputs, groups, 32 * SIMDGROUPS, prepared)
 
     lanes = lanes_of_pieces(k_dim // 4, tile.lanes)
-    template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "DEPTH": tile.ahead}
+    template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "B": tile.ahead}
     groups = (ceildiv(v_dim * lanes, 32 * tile.rows * tile.simdgroups), heads)
     outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]
     return prepare, Launch(target, GATED_DELTA_TOKENS, template, groups, 32 * tile.simdgroups, outputs)

@@ -15,7 +15,7 @@ class Tile:
     rows: int  # rows a simdgroup takes in turn with one load of x
     lanes: int  # lanes that share a row, at most; 32 / lanes rows lie abreast in a simdgroup
     simdgroups: int = 0  # per threadgroup
-    ahead: int = 1  # 16-byte chunks per row that a lane has in flight (loop unrolling; CUDA only), or steps
+    ahead: int = 1  # 16-byte chunks per row that a lane has in flight (loop unrolling; CUDA only), or steps of a block
     spread: int = 0  # a row's columns are split until so many simdgroups are busy
     narrow: int = 0  # lanes are halved, down to 8, while so many threadgroups remain (0: never)
 
@@ -25,7 +25,9 @@ class Tile:
 #   down: 8 lanes, so 16 rows per threadgroup, pay once enough threadgroups remain.
 #   qmv4: 16 lanes and columns split over simdgroups. A large matrix fills the GPU by itself, and 8 rows share x better.
 #   qmv4_tokens: 2 rows load x twice as often.
-#   gated_delta_tokens, expert_dequantize: not measured.
+#   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows or blocks of 16 steps are not
+#     unrolled (arrays on the stack).
+#   expert_dequantize: not measured.
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
 TILES = {
@@ -35,7 +37,7 @@ TILES = {
         "qmv4": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv4_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv4_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
-        "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=4, ahead=3),
+        "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=4, lanes=32, simdgroups=8),
     },
     "metal": {
@@ -44,7 +46,7 @@ TILES = {
         "qmv4": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv4_large": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv4_tokens": Tile(rows=2, lanes=32, simdgroups=2),
-        "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=4, ahead=2),
+        "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
         "expert_dequantize": Tile(rows=4, lanes=32, simdgroups=8),
     },
 }

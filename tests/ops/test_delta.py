@@ -103,6 +103,7 @@ TOKENS_CASES = [  # T, value heads, key heads, value dim, key dim
     (2, 4, 2, 20, 64),
     (9, 3, 3, 7, 32),
     (9, 2, 1, 9, 96),
+    (16, 2, 2, 40, 64),
     (70, 4, 2, 36, 128),
 ]
 
@@ -117,7 +118,7 @@ def test_gated_delta_tokens(host, T, heads, key_heads, v_dim, k_dim, dtype):
     assert error(following, state) < 2e-5
 
 
-@pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 1), (8, 3, 2, 2), (16, 1, 4, 3), (32, 4, 2, 4)])
+@pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 8), (8, 3, 2, 1), (16, 1, 4, 2), (32, 4, 2, 4)])
 def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdgroups, ahead):
     monkeypatch.setitem(TILES["metal"], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
     case = delta_case(np.random.default_rng(lanes), 11, 2, 1, 19, 128, mx.float32)
@@ -237,11 +238,12 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
         ("gated_delta.metal", "s[r * N + i] *= decay;", "s[r * N + i] += 0 * decay;"),
         ("gated_delta.metal", "head / (NV / NK) * DK", "head % NK * DK"),
         ("gated_delta.metal", "* beta;", "+ beta;"),
-        ("gated_delta_tokens.metal", "both[d],", "0.0f,"),
-        ("gated_delta_tokens.metal", "head / (NV / NK) * DK", "head % NK * DK"),
-        ("gated_delta_tokens.metal", "fma(-decay[d], sums[r]", "fma(-1.0f, sums[r]"),
-        ("delta_inputs.metal", "both = lane_sum<32>(both)", "both = both"),
-        ("delta.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
+        ("gated_delta_tokens.metal", "* NK + head / (NV / NK);", "* NK + head % NK;"),
+        ("gated_delta_tokens.metal", "fma(-note[r].y, sums[r]", "fma(-note[r].z, sums[r]"),
+        ("gated_delta_tokens.metal", "taken ? decay[i] : 1.0f", "decay[i]"),
+        ("delta_inputs.metal", "k[i] * k_scale", "k[i] * q_scale * k_scale"),
+        ("delta.h.metal", "int o = 1; o < L;", "int o = 1; o < L / 2;"),
+        ("delta.h.metal", "odd ? b : a", "odd ? a : b"),
         ("conv_silu.metal", "t + j - KEPT", "t - j"),
         ("gated_norm.metal", "/ float(D)", ""),
     ],
@@ -259,7 +261,7 @@ def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
     if "delta" in file:
         case = delta_case(rng, 3, 4, 2, 8, 64, mx.float32)
         steps = delta.gated_delta if file == "gated_delta.metal" else delta.gated_delta_tokens
-        assert error(steps(*case)[0], delta_oracle(*case)[0]) > 1e-2
+        assert max(map(error, steps(*case), delta_oracle(*case))) > 1e-2
         return
     x, weight = random(rng, 4, 32), random(rng, 32, 4)
     if file == "conv_silu.metal":
