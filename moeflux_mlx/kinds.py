@@ -51,7 +51,11 @@ class GroupedQuery:
         return (self.head_dim,)
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once while `tokens` attend over `positions`: the scores."""
+        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results."""
+        return 4 * self.heads * self.head_dim * tokens
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Scores of all heads."""
         return self.heads * tokens * positions
 
 
@@ -77,8 +81,13 @@ class Latent:
         return self.q_latent, self.latent, self.nope, self.rotation.dims, self.value
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once: two sums of scores, and the latents expanded to keys and values of every head."""
-        return self.heads * positions * (2 * tokens + self.nope + self.value)
+        """Values that exist at once, but for scores: the latents expanded to keys and values of every head, queries,
+        results."""
+        return self.heads * (positions * (self.head_dim + self.value) + 3 * tokens * self.head_dim)
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Two sums of scores of all heads."""
+        return 2 * self.heads * tokens * positions
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,11 @@ class Delta:
         return self.key_dim, self.value_dim, self.channels
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once, but for a few times the input's."""
+        """Values that exist at once: the projections, the convolution's results, queries and keys in float32."""
+        return 4 * (self.channels + self.value_width) * tokens
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """It has none."""
         return 0
 
 

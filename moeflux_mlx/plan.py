@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import add_dtype, add_expert_io, add_prefill_step_size
+from .cli.options import add_dtype, add_expert_io, add_prompt_sizes
 from .cli.planning import DISKS, run
 from .cli.run import execute, program
 from .spec import variants
@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
         "--context",
         type=int,
         metavar="TOKENS",
-        help="positions that the caches hold; default: 8192, or the model's limit if less",
+        help="positions that the caches hold; default: 8192, or the model's limit, or what there is room for",
     )
-    add_prefill_step_size(add)
+    add_prompt_sizes(add)
     return made
 
 

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         generation["max_tokens"] = within_limit(model.args, len(tokens), generation["max_tokens"])
         if warning := beyond_plan(engine, len(tokens)):
             note(warning)
-    session = engine.session(store=store, prefill_step_size=options.prefill_step_size)
+    session = engine.session(store=store)
     boundaries = []
     if options.prompt_cache_dir is not None and options.system_prompt is not None and not options.ignore_chat_template:
         shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), tokens)
@@ -124,6 +124,8 @@ def print_statistics(last: GenerationResponse | None, session: Session, verbose:
         note(f"prompt: {reuse.prompt} tokens, {reuse.computed} of them computed, first token after {waited}")
     else:
         note(f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens-per-sec")
+    if verbose and session.prompt_bytes:
+        note(f"prompt: {session.prompt_bytes / 1e9:.3f} GB of experts read in {session.first_token_seconds:.2f} s")
     note(f"generation: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
     if last.finish_reason == "length":
         note(why_cut(session.model.args, last.prompt_tokens, last.generation_tokens))

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..engine.budget import MODES
 from ..engine.engine import Engine, open_engine
-from ..engine.generation import PREFILL_STEP_SIZE, check_max_tokens
+from ..engine.generation import check_max_tokens
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
 from ..experts.source import ExpertLoader
@@ -57,9 +57,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="TOKENS",
-        help="for which memory is planned; default: 8192, or the model's limit if less",
+        help="for which memory is planned; default: 8192, or the model's limit, or what there is room for",
     )
-    add_prefill_step_size(add)
+    add_prompt_sizes(add)
 
 
 def add_expert_io(add: Callable[..., Any]) -> None:
@@ -75,13 +75,18 @@ def add_dtype(add: Callable[..., Any]) -> None:
     add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
 
 
-def add_prefill_step_size(add: Callable[..., Any]) -> None:
+def add_prompt_sizes(add: Callable[..., Any]) -> None:
+    add(
+        "--span",
+        type=int,
+        metavar="TOKENS",
+        help="of a prompt that go through the model together, each expert read once; default: what there is room for",
+    )
     add(
         "--prefill-step-size",
         type=int,
-        default=PREFILL_STEP_SIZE,
         metavar="TOKENS",
-        help="of a prompt that run at once (%(default)s)",
+        help="of a span that attention handles at once, at most; default: 4096, or what there is room for",
     )
 
 
@@ -146,11 +151,15 @@ def load_named(options: argparse.Namespace) -> Engine:
             expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
             prefetch=options.prefetch,
             context=options.context,
+            span=options.span,
             prefill_step_size=options.prefill_step_size,
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     note(engine.experts.decision)
+    if engine.plan.shortened:
+        note(engine.plan.shortened)
     if options.verbose:
+        note(engine.plan.prompts)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     for line in idle_options(options, engine.experts.slots == 0):
         note(line)
@@ -178,7 +187,7 @@ def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
 
 def beyond_plan(engine: Engine, tokens: int) -> str:
     """What to say of a prompt for which no memory was planned, if it is one."""
-    planned, limit = engine.plan.demand.context, engine.model.args.max_position_embeddings
+    planned, limit = engine.plan.context, engine.model.args.max_position_embeddings
     if tokens <= planned:
         return ""
     return (

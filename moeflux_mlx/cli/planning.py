@@ -56,18 +56,22 @@ def run(options: argparse.Namespace) -> int:
         resident,
         dtype,
         context=options.context,
+        span=options.span,
         prefill_step_size=options.prefill_step_size,
         expert_io=from_environment(options.expert_io),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
     )
     plan = plan_memory(args, layout, figures(options.ram_gb), demand)
+    if plan.shortened:
+        note(plan.shortened)
     if plan.mode is IoMode.MMAP and options.expert_cache_gb is not None:
         note("note: --expert-cache-gb has no effect where experts are mapped")
     disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
     if options.measure_disk and packed is not None:
         disks = [int(measure_disk(packed))]
         lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
-    print("\n".join([*memory_lines(plan, layout), *lines, *speed_lines(args, layout, plan, disks)]))
+    passes = [plan.prompts, *pass_lines(plan, disks)]
+    print("\n".join([*memory_lines(plan, layout), *lines, *passes, *speed_lines(args, layout, plan, disks)]))
     return 0
 
 
@@ -85,8 +89,8 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     demand, memory = plan.demand, plan.figures.memory
     rows = [
         ("resident weights", demand.resident, ""),
-        ("state", plan.state, f"  for a context of {demand.context}"),
-        ("temporary", plan.activations, f"  for {demand.prefill_step_size} tokens at once"),
+        ("state", plan.state, f"  for a context of {plan.context}"),
+        ("temporary", plan.activations, f"  for prompts in spans of {plan.sizes.span}, blocks of {plan.sizes.block}"),
         ("runtime", RUNTIME_BYTES, ""),
     ]
     if plan.mode is IoMode.PREAD:
@@ -98,6 +102,14 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     total = plan.total - plan.copied + mapped
     rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
     return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
+
+
+def pass_lines(plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
+    """How long reading takes in a pass, on disks of so many bytes per second, where experts do not stay in memory."""
+    if plan.mode is IoMode.MMAP and plan.fixed + plan.experts <= plan.figures.memory:
+        return []
+    times = ", ".join(f"{plan.experts / disk:.1f} s at {disk / 1e9:.3g} GB/s" for disk in disks)
+    return [f"reading all experts once takes {times}"]
 
 
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
     store = open_store(options, engine)
-    session = engine.session(store=store, prefill_step_size=options.prefill_step_size)
+    session = engine.session(store=store)
     conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
     chat = Chat(conversation, engine, generation, hide_thinking=options.hide_thinking, verbose=options.verbose)
     note("/help lists the commands.")

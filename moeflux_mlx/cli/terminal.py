@@ -5,8 +5,10 @@ import resource
 import signal
 import sys
 import threading
+import time
 from typing import Any, TextIO
 
+JUDGED_FROM = 2.0  # seconds of work from which what is left is estimated
 # What would move a terminal's cursor or change its state; a model can be talked into writing it.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
@@ -28,11 +30,18 @@ def unsafe_letters(out: TextIO) -> dict[int, None]:
     return CONTROLS if out.isatty() else {}
 
 
+def duration(seconds: float) -> str:
+    """Whole seconds, or minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02} s"
+
+
 class Progress:
     """One line on a terminal's stderr that is wiped when the work is done; nothing elsewhere."""
 
     def __init__(self, label: str):
         self.label, self.shown = label, False
+        self._began: tuple[float, int] | None = None  # when the first part was reported, and how much was done
 
     def __enter__(self) -> "Progress":
         self._show(f"{self.label} ...")
@@ -42,7 +51,13 @@ class Progress:
         self.close()
 
     def update(self, done: int, total: int) -> None:
-        self._show(f"{self.label} {done}/{total} tokens")
+        """So many tokens are done; how long the rest will take is told once there is something to judge by."""
+        now = time.perf_counter()
+        self._began = self._began or (now, done)
+        seconds, made = now - self._began[0], done - self._began[1]
+        left = seconds / made * (total - done) if made else 0.0
+        rest = f", {duration(left)} left" if seconds >= JUDGED_FROM and made else ""
+        self._show(f"{self.label} {done}/{total} tokens{rest}")
 
     def close(self) -> None:
         if self.shown:

@@ -7,19 +7,23 @@ at the environment, for the public functions and commands that call it.
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import MoefluxWarning, RequestError
 from ..experts.source import IoMode
-from ..experts.waves import WAVE_BYTES
+from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
+from ..kinds import Mixer
+from ..model.span import PromptSizes
+from ..ops.attend import SCORES
 from ..ops.backend import computes_natively, takes_widths
+from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import KVCache, kind_of
-from .generation import PREFILL_STEP_SIZE
+from ..state.cache import FLOAT_BYTES, KVCache, kind_of, uncut_bytes
 from .machine import WORKING_SET_SHARE, Figures
 
 MODES = ("auto", "mmap", "pread")
@@ -28,7 +32,14 @@ LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to here the share alone counts
 RUNTIME_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = KVCache.step  # positions by which caches grow
-DEFAULT_CONTEXT = 8192
+DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
+SPANS = tuple(512 << i for i in range(6, -1, -1))  # the sizes that a span comes in, 32768 to 512
+BLOCK, LEAST_BLOCK = 4096, 64
+# A span that is longer than this, or whose memory the pool cannot have back afterwards, takes one part in so many of
+# what the pool could have.
+EASY_SPAN, PROMPT_SHARE = 8192, 4
+SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
+ROUTING_BYTES = 40  # of one row: its expert, weight, places, and what sorting needs
 
 
 def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: str | None = None) -> IoMode:
@@ -103,18 +114,21 @@ class Demand:
 
     Args:
         resident: bytes of all weights that are not routed experts, as they are kept in memory.
-        context: positions that the caches hold at most.
+        context: positions that the caches hold at most; None: 8192, or less if there is no room.
         itemsize: bytes of one activation or cache entry.
-        in_place: prefill reads packed records where they are (native CPU kernels), not from unpacked copies.
+        span: prompt tokens that go through the model together; None: as many as there is room for.
+        prefill_step_size: of a span, tokens that a mixer handles at once, at most; None: as many as there is room for.
+        native: the CPU's native kernels compute, which read packed records where they are and keep no scores.
         expert_io: forces a mode; None or "auto" decides.
         expert_cache_bytes: forces the pool's size.
     """
 
     resident: int
-    context: int = DEFAULT_CONTEXT
+    context: int | None = None
     itemsize: int = 4
-    prefill_step_size: int = PREFILL_STEP_SIZE
-    in_place: bool = False
+    span: int | None = None
+    prefill_step_size: int | None = None
+    native: bool = False
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
 
@@ -129,17 +143,19 @@ def demand_of(
     dtype: mx.Dtype,
     *,
     context: int | None,
-    prefill_step_size: int,
+    span: int | None,
+    prefill_step_size: int | None,
     expert_io: str,
     expert_cache_bytes: int | None,
 ) -> Demand:
-    """What running a model with activations in `dtype` needs; `context` None means what is planned by default."""
+    """What running a model with activations in `dtype` needs; None means what the plan finds best."""
     return Demand(
         resident=resident,
-        context=default_context(args) if context is None else context,
+        context=context,
         itemsize=dtype.size,
+        span=span,
         prefill_step_size=prefill_step_size,
-        in_place=computes_natively(dtype) and takes_widths(args.widths),
+        native=computes_natively(dtype) and takes_widths(args.widths),
         expert_io=expert_io,
         expert_cache_bytes=expert_cache_bytes,
     )
@@ -147,19 +163,25 @@ def demand_of(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of everything that is in memory while a model runs, and how experts are read.
+    """Bytes of everything that is in memory while a model runs, how prompts are cut, and how experts are read.
 
-    `pool` is 0 when files are mapped: the page cache holds them. `reason` says what forbids mapping.
+    `context` is what was asked for, or `longest`, or less where there is no room. `pool` is what the experts have while
+    a prompt fills the whole context, `most` what they may have while nothing else needs it; both are 0 when files are
+    mapped: the page cache holds them. `reason` says what forbids mapping.
     """
 
     mode: IoMode
     reason: str
     figures: Figures
     demand: Demand
+    context: int
+    longest: int
+    sizes: PromptSizes
     experts: int
     state: int
     activations: int
     pool: int
+    most: int
     slots: int
     headroom: int
 
@@ -174,9 +196,24 @@ class MemoryPlan:
         return describe(self.mode, self.experts, self.figures, self.demand.forced, self.reason)
 
     @property
+    def shortened(self) -> str:
+        """What to say of a context that had to be less than the default; empty if nothing."""
+        if self.demand.context is not None or self.context == self.longest:
+            return ""
+        return f"note: memory is planned for a context of {self.context} tokens, not {self.longest}: there is no more"
+
+    @property
+    def prompts(self) -> str:
+        """One line on how prompts are cut, and what a pass over the experts takes from the disk."""
+        return (
+            f"prompts: spans of up to {self.sizes.span} tokens, in blocks of {self.sizes.block}; "
+            f"a span reads each expert that it uses once, {_gb(self.experts)} at most"
+        )
+
+    @property
     def total(self) -> int:
         """What this process is expected to hold at its peak, in bytes; mapped files not counted."""
-        return self.fixed + self.pool + self.copied
+        return max(self.fixed + self.pool, self.demand.resident + RUNTIME_BYTES + self.most) + self.copied
 
     @property
     def copied(self) -> int:
@@ -195,18 +232,22 @@ class MemoryPlan:
 def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> MemoryPlan:
     """Divides memory among what a model needs.
 
+    What nobody has asked for gives way, in this order: the span, the block, the context.
+
     Raises:
         RequestError: it does not fit, or a value is impossible; the message has the figures and the
             nearest that fits.
     """
-    for name, value in (("context", demand.context), ("prefill_step_size", demand.prefill_step_size)):
-        if value < 1:
+    asked = ("context", demand.context), ("span", demand.span), ("prefill_step_size", demand.prefill_step_size)
+    for name, value in asked:
+        if value is not None and value < 1:
             raise RequestError(f"{name} is {value}; it must be positive")
-    state = state_bytes(args, demand.context, demand.itemsize)
-    activations = activation_bytes(args, layout, demand)
+    context, sizes = _cut_to_fit(args, layout, figures, demand)
+    state = state_bytes(args, context, demand.itemsize)
+    activations = activation_bytes(args, layout, demand, context, sizes)
     fixed = demand.resident + state + activations + RUNTIME_BYTES
     headroom = headroom_bytes(figures.memory)
-    reason = reason_to_read(layout.total_bytes, layout.largest_layer, fixed, figures, headroom)
+    reason = _reads(layout, figures, fixed)
     mode = IoMode.PREAD if reason else IoMode.MMAP
     if demand.forced:
         mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
@@ -215,15 +256,94 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
             f"experts cannot be mapped: a layer file of {_gb(layout.largest_layer)} exceeds Metal's max_buffer_length, "
             f"{_gb(figures.buffer)}; give --expert-io auto or pread"
         )
-    pool = 0
+    pool = most = 0
     if mode is IoMode.PREAD:
-        pool = _pool_bytes(args, layout, room(figures) - fixed, demand)
+        pool = most = _pool_bytes(args, layout, room(figures) - fixed, demand)
+        if demand.expert_cache_bytes is None and figures.breathes:
+            most = _pool_bytes(args, layout, room(figures) - demand.resident - RUNTIME_BYTES, demand)
     if fixed + max(pool, _least(args, layout, figures, mode)) > room(figures):
         raise RequestError(_refusal(args, layout, figures, demand, mode))
     slots = pool // layout.expert_stride
     return MemoryPlan(
-        mode, reason, figures, demand, layout.total_bytes, state, activations, pool, slots, headroom
+        mode, reason, figures, demand, context, default_context(args), sizes, layout.total_bytes, state, activations,
+        pool, most, slots, headroom,
     )  # fmt: skip
+
+
+def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> tuple[int, PromptSizes]:
+    """The context, and how prompts are cut: the largest sizes that memory allows, else the smallest.
+
+    Neither the mode nor the size of the pool that is asked for has a say: the sizes show in the bits. But cuts that
+    leave room to map the experts come before larger ones that do not.
+    """
+    for context in contexts(args, demand):
+        fixed = demand.resident + RUNTIME_BYTES + state_bytes(args, context, demand.itemsize)
+        spare = room(figures) - fixed - least_pool(args, layout)
+        needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in cuts(context, demand)}
+        needs = {sizes: need for sizes, need in needs.items() if need <= spare} or needs
+        mapped = {sizes: need for sizes, need in needs.items() if not _reads(layout, figures, fixed + need)}
+        for sizes, need in (mapped or needs).items():
+            share = 1 if figures.breathes and sizes.span <= EASY_SPAN else PROMPT_SHARE
+            if need <= spare // share:
+                return context, sizes
+        if min(needs.values()) <= spare:
+            return context, sizes
+    return context, sizes
+
+
+def _reads(layout: ExpertLayout, figures: Figures, fixed: int) -> str:
+    """Why files must not be mapped beside so many bytes; empty if they may be."""
+    headroom = headroom_bytes(figures.memory)
+    return reason_to_read(layout.total_bytes, layout.largest_layer, fixed, figures, headroom)
+
+
+def contexts(args: ModelArgs, demand: Demand) -> list[int]:
+    """The one asked for, or the default and its halves."""
+    if demand.context is not None:
+        return [demand.context]
+    longest = default_context(args)
+    return [longest >> i for i in range(5) if i == 0 or longest >> i >= LEAST_CONTEXT]
+
+
+def cuts(context: int, demand: Demand) -> Iterator[PromptSizes]:
+    """The ways to cut prompts, largest first, with what is asked for."""
+    spans = [span for span in SPANS if span < 2 * context] if demand.span is None else [demand.span]
+    longest = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
+    for span in spans or SPANS[-1:]:
+        yield PromptSizes(span, min(longest, span))
+    if demand.prefill_step_size is None:
+        block = min(longest, (spans or SPANS)[-1])
+        while block > LEAST_BLOCK:
+            block //= 2
+            yield PromptSizes((spans or SPANS)[-1], block)
+
+
+class Breath:
+    """How much memory the pool of experts may have from call to call: what nobody else needs for the moment.
+
+    Args:
+        args, layout, plan: of the model.
+    """
+
+    def __init__(self, args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan):
+        self.args, self.layout, self.plan = args, layout, plan
+        self._needs: dict[int, int] = {}
+
+    def __call__(self, tokens: int, held: int) -> int:
+        """Bytes of the pool during a call of so many tokens; `held` of MLX's arrays are the pool's own."""
+        used, cached = mx.get_active_memory() - self.plan.figures.others - held, mx.get_cache_memory()
+        rounded = -(-tokens // KV_STEP) * KV_STEP if tokens > MAX_TOKENS else MAX_TOKENS
+        if rounded not in self._needs:
+            self._needs[rounded] = self._need(rounded)
+        left = room(self.plan.figures) - RUNTIME_BYTES - used - max(self._needs[rounded], cached)
+        return max(min(left, self.plan.most), least_pool(self.args, self.layout))
+
+    def _need(self, tokens: int) -> int:
+        """Temporaries, and what the caches grow by."""
+        demand, sizes = self.plan.demand, PromptSizes(tokens, min(self.plan.sizes.block, tokens))
+        growth = state_bytes(self.args, tokens + KV_STEP, demand.itemsize)
+        context = max(self.plan.context, tokens)
+        return growth + activation_bytes(self.args, self.layout, demand, context, sizes)
 
 
 def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Demand) -> int:
@@ -270,40 +390,65 @@ def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
     return sum(kind_of(mixer).bytes_for(mixer, context, itemsize) for mixer in args.mixers)
 
 
-def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand) -> int:
-    """The largest set of temporaries that one prefill step needs, beside the residual stream.
+def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, context: int, sizes: PromptSizes) -> int:
+    """The largest set of temporaries that a span needs.
 
-    That is a chunk's expert outputs with one wave of unpacked experts, or the attention of one layer.
+    That is the span's hidden states before and after a layer's mixer, normed, and the shared expert's output, and the
+    states that it began with, for the way back; with them either one block in a mixer, and a cache that is copied as it
+    grows, or all experts' outputs and the waves under way.
     """
-    tokens, item = min(demand.prefill_step_size, demand.context), demand.itemsize
-    wave = 0 if demand.in_place else min(4 * max(WAVE_BYTES, layout.expert_stride), 3 * layout.largest_layer)
-    rows = tokens * args.num_experts_per_tok
-    experts = 2 * rows * args.hidden_size * item + rows * args.moe_intermediate_size * item + wave
-    return max(experts, _attention_bytes(args, tokens, demand)) + 6 * tokens * args.hidden_size * item
+    span = min(sizes.span, context)
+    streams = 5 * span * args.hidden_size * demand.itemsize + uncut_bytes(args.mixers, demand.itemsize)
+    block = _mixer_bytes(args, min(sizes.block, span), demand, context)
+    block += max(kind_of(mixer).bytes_for(mixer, context, demand.itemsize) for mixer in args.mixers)
+    return streams + max(block, _experts_bytes(args, layout, demand, span))
 
 
-def _attention_bytes(args: ModelArgs, tokens: int, demand: Demand) -> int:
-    """Of the layer that needs most."""
-    return demand.itemsize * max(mixer.temporaries(tokens, demand.context) for mixer in args.mixers)
+def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> int:
+    """Of the layer that needs most: its mixer, or the MLP that every token goes through."""
+
+    def values(mixer: Mixer) -> int:
+        scores = 0 if demand.native else SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
+        return mixer.temporaries(tokens, context) + scores
+
+    mlp = 3 * tokens * max(args.intermediate_size, args.shared_expert_intermediate_size)
+    blocks = 1 if demand.native else 2  # a GPU has been given the next one before this one is done
+    return blocks * (demand.itemsize * max(mlp, *map(values, args.mixers)) + FLOAT_BYTES * tokens * args.hidden_size)
+
+
+def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens: int) -> int:
+    """Routing, the outputs of all experts, and the waves that are under way."""
+    D, inner, K = args.hidden_size, args.moe_intermediate_size, args.num_experts_per_tok
+    rows = tokens * K
+    routing = rows * ROUTING_BYTES + 4 * min(tokens, BLOCK) * args.num_experts
+    if demand.native:
+        return routing + rows * D * demand.itemsize + min(rows, NATIVE_ROWS) * (4 * D + 2 * inner) * demand.itemsize
+    wave = wave_size(layout, K)
+    dense = wave * 3 * D * inner * demand.itemsize
+    piece = min(rows, PIECE_ROWS) * (2 * D + 4 * inner) * demand.itemsize
+    outputs = rows * D * demand.itemsize * (STEPS + 1) // STEPS
+    # The outputs of all waves are joined once the last wave is done.
+    return routing + outputs + max(outputs, UNDER_WAY * (wave * layout.expert_stride + dense + piece))
 
 
 def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, mode: IoMode) -> str:
     """Why it does not fit, and the nearest that does: a smaller pool, a shorter context, more memory."""
     least = _least(args, layout, figures, mode)
-    state = state_bytes(args, demand.context, demand.itemsize)
-    temporary = activation_bytes(args, layout, demand) + RUNTIME_BYTES
+    asked, sizes = _cut_to_fit(args, layout, figures, demand)
+    state = state_bytes(args, asked, demand.itemsize)
+    temporary = activation_bytes(args, layout, demand, asked, sizes) + RUNTIME_BYTES
     fixed, kept = demand.resident + state + temporary, figures.memory - room(figures)
     why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
     pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
-        f"{_gb(state)} for a context of {demand.context}, {_gb(temporary)} temporary, "
+        f"{_gb(state)} for a context of {asked}, {_gb(temporary)} temporary, "
         f"{_gb(pool)} expert pool, {_gb(kept)} {why}"
     )
     spare = room(figures) - fixed
     if spare >= least and pool > spare:
         return f"{text}; an expert pool of {_gb(spare)} fits"
-    context = _longest_context(args, layout, figures, demand, pool)
+    context = _longest_context(args, layout, figures, demand, asked, pool)
     if context:
         return f"{text}; a context of {context} fits"
     need = (fixed + pool) / (1 - HEADROOM_SHARE)
@@ -314,16 +459,19 @@ def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: De
     return f"{text}; {_gb(need)} of memory would do"
 
 
-def _longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, pool: int) -> int:
-    """In whole steps of the caches; 0 if not even one fits."""
+def _longest_context(
+    args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, asked: int, pool: int
+) -> int:
+    """Below `asked`, in whole steps of the caches; 0 if not even one fits."""
     left = room(figures) - demand.resident - RUNTIME_BYTES - pool
 
     def fits(steps: int) -> bool:
-        shorter = replace(demand, context=steps * KV_STEP)
-        need = state_bytes(args, shorter.context, demand.itemsize) + activation_bytes(args, layout, shorter)
-        return need <= left
+        context = steps * KV_STEP
+        smallest = list(cuts(context, demand))[-1]
+        need = state_bytes(args, context, demand.itemsize)
+        return need + activation_bytes(args, layout, demand, context, smallest) <= left
 
-    low, high = 0, -(-min(demand.context, args.max_position_embeddings) // KV_STEP)
+    low, high = 0, -(-min(asked, args.max_position_embeddings) // KV_STEP)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -24,8 +24,7 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, model_fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import MemoryPlan, demand_of, from_environment, least_slots, plan_memory
-from .generation import PREFILL_STEP_SIZE
+from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, plan_memory
 from .locate import resolve
 from .machine import default_dtype, machine_figures
 from .session import CHECKPOINT_BYTES, Session
@@ -80,7 +79,8 @@ def open_engine(
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
     context: int | None = None,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
+    span: int | None = None,
+    prefill_step_size: int | None = None,
     revision: str | None = None,
 ) -> Engine:
     """Loads a packed model; arguments and errors are those of `load`."""
@@ -97,6 +97,7 @@ def open_engine(
         resident_bytes(tensors, dtype),
         dtype,
         context=context,
+        span=span,
         prefill_step_size=prefill_step_size,
         expert_io=from_environment(expert_io),
         expert_cache_bytes=expert_cache_bytes,
@@ -104,7 +105,7 @@ def open_engine(
     plan = plan_memory(args, packed.layout, machine_figures(), demand)
     experts = open_experts(packed, args, plan)
     try:
-        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(tensors))
+        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(tensors), plan.sizes)
         fill(model, tensors, args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
@@ -124,6 +125,8 @@ def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> Ex
                 packed,
                 plan.decision,
                 cache_bytes=plan.pool,
+                most_bytes=plan.most,
+                allowance=Breath(args, packed.layout, plan) if plan.most > plan.pool else None,
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
             )
@@ -163,12 +166,13 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
 def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
     """Loads a packed model and its tokenizer.
 
-    A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side by
-    side; if they are read into a pool, calls take turns, and once a second thread has called, what a call returns is
-    evaluated before the next one begins. A cache can go on in another thread once its arrays are evaluated:
-    `mx.eval([layer.state for layer in cache])`. On a GPU that holds every expert each thread compiles its own step, so
-    a thread that stays is better than one for each request. A process that is forked afterwards cannot use the model,
-    nor load another; start processes with multiprocessing's "spawn".
+    A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side
+    by side; if they are read into a pool, calls take turns (a span of a prompt is one call), and once a second
+    thread has called, what a call returns is evaluated before the next one begins. A cache can go on in another
+    thread once its arrays are evaluated: `mx.eval([layer.state for layer in cache])`. On a GPU that holds every
+    expert each thread compiles its own step, so a thread that stays is better than one for each request. A process
+    that is forked afterwards cannot use the model, nor load another; start processes with multiprocessing's
+    "spawn".
 
     Args:
         path_or_hf_repo: a directory made by `convert`, a Hugging Face repo id that holds one, or None
@@ -178,9 +182,12 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
         prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
-        context: positions for which memory is planned; None means 8192, or the model's own limit if less.
-            Longer texts work as long as there is memory.
-        prefill_step_size: prompt tokens that are to run at once, for which memory is planned.
+        context: positions for which memory is planned; None means 8192, or the model's own limit if less, or what
+            there is room for. Longer texts work as long as there is memory.
+        span: prompt tokens that go through the model together, so that each expert is read once for all of them; None
+            means as many as there is room for, in steps from 512 to 32768.
+        prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
+            means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
 
     Raises:

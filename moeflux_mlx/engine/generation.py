@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,9 +16,8 @@ from ..ops.elementwise import log_softmax
 from ..spec import ModelArgs
 from ..state.cache import Cache, KVCache
 from ..text.tokenizer import TokenizerWrapper
+from .prefill import Prefill, Progress
 from .sampling import LogitsProcessor, Sampler, make_sampler
-
-PREFILL_STEP_SIZE = 512
 
 
 @dataclass
@@ -61,18 +60,29 @@ def generate_step(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] = (),
     prompt_cache: list[Cache] | None = None,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
-    prompt_progress_callback: Callable[[int, int], Any] | None = None,
+    prefill_step_size: int | None = None,
+    span: int | None = None,
+    prompt_progress_callback: Progress | None = None,
+    prefill: Prefill | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
     """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
+
+    An exception while the prompt is computed leaves `prompt_cache` with whole spans of it, or none.
 
     Args:
         prompt: token ids.
         sampler: logprobs [1, V] -> token [1]; None takes the most likely.
         logits_processors: (tokens so far, logits [1, V]) -> logits.
         prompt_cache: continues after what it has seen, and is updated.
-        prefill_step_size: tokens of the prompt that run at once.
-        prompt_progress_callback: called with (tokens done, tokens in all).
+        prefill_step_size: prompt tokens that attention or a recurrent mixer handles at once, at most; None, or more
+            than was planned for the model, means what was planned. It does not bound how many go through the experts
+            together: `span` does.
+        span: prompt tokens that go through the model together, at most, so that each expert is read once for all of
+            them; None, or more than was planned for the model, means what was planned.
+        prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), ascending; both are
+            equal once, at the end. It is for display only, and may raise to stop.
+        prefill: how `prompt` is taken in, made by who wants to go on after an interruption; `prompt_cache`,
+            `prefill_step_size` and `span` are then its own, and an exception leaves what is half done to its maker.
 
     Raises:
         RequestError: an empty prompt, or a token count out of range.
@@ -80,62 +90,51 @@ def generate_step(
     """
     tokens = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
-    cache = model.make_cache() if prompt_cache is None else prompt_cache
-    step = _Step(model, cache, sampler or make_sampler(), logits_processors)
+    taken = prefill
+    if taken is None:
+        cache = model.make_cache() if prompt_cache is None else prompt_cache
+        taken = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
     report = prompt_progress_callback or (lambda done, total: None)
-    done = prefill(model, tokens[:-1], cache, prefill_step_size, lambda n: report(n, len(tokens)))
-    step.seen = tokens[:done]
-    chunk, produced = tokens[done:], 0
+    logits: mx.array | None
+    try:
+        logits = taken.run(report)
+    except BaseException:
+        if prefill is None:
+            taken.drop()
+        raise
+    step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
+    chunk, produced = tokens, 0
     while produced != max_tokens:
-        token, logprobs = step(chunk)
+        token, logprobs = step(chunk, logits)
         mx.eval(token, logprobs)
         if produced == 0:
             report(len(tokens), len(tokens))
         if math.isnan(cast(float, logprobs[0].item())):
             raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
         yield cast(int, token.item()), logprobs
-        chunk, produced = token.astype(mx.uint32), produced + 1
-        if produced % KVCache.step == 0:  # caches have grown; what they were fits no later request
-            mx.clear_cache()
+        chunk, produced, logits = token.astype(mx.uint32), produced + 1, None
+        if produced == 1 or produced % KVCache.step == 0:
+            mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
 
 
 class _Step:
-    """One call of the model: chunk [L] in, the next token [1] and its logprobs [vocab_size] out."""
+    """Chooses a token: chunk [L] in, with its logits or for the model, the next token [1] and its logprobs out."""
 
     def __init__(self, model: Model, cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
         self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
         self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
 
-    def __call__(self, chunk: mx.array) -> tuple[mx.array, mx.array]:
-        logits = self.model(chunk[None], self.cache)[:, -1].astype(mx.float32)
+    def __call__(self, chunk: mx.array, logits: mx.array | None) -> tuple[mx.array, mx.array]:
+        """`logits` [1, vocab_size] are those after `chunk`, if they are known; the logprobs are [vocab_size]."""
+        if logits is None:
+            logits = self.model(chunk[None], self.cache)[:, -1]
+        logits = logits.astype(mx.float32)
         if self.processors:
             self.seen = mx.concatenate([self.seen, chunk])
             for process in self.processors:
                 logits = process(self.seen, logits)
         logprobs = log_softmax(logits)
         return self.sampler(logprobs), logprobs[0]
-
-
-def prefill(
-    model: Model,
-    tokens: mx.array,
-    cache: list[Cache],
-    step_size: int,
-    report: Callable[[int], Any] = lambda n: None,
-) -> int:
-    """Runs `tokens` [N] through the model into `cache`, `step_size` at a time; returns N."""
-    if step_size < 1:
-        raise RequestError(f"prefill_step_size is {step_size}; it must be positive")
-    done, step_size = 0, min(step_size, max(len(tokens), 1))
-    report(done)
-    while done < len(tokens):
-        chunk = tokens[done : done + step_size]
-        model.hidden(chunk[None], cache)
-        mx.eval([c.state for c in cache])
-        done += len(chunk)
-        report(done)
-        mx.clear_cache()
-    return done
 
 
 def stream_generate(

@@ -26,6 +26,7 @@ class Figures:
         buffer: Metal's max_buffer_length.
         name: of `memory`, for messages.
         copies: mapping a file copies it into `memory` (an NVIDIA GPU); elsewhere the page cache holds it.
+        others: bytes of MLX's arrays that are not part of `memory`: what was in use when it was measured.
     """
 
     memory: int
@@ -33,6 +34,12 @@ class Figures:
     buffer: int | None = None
     name: str = "RAM"
     copies: bool = False
+    others: int = 0
+
+    @property
+    def breathes(self) -> bool:
+        """Whether a pool of experts can grow and shrink: memory that Metal has adopted cannot."""
+        return self.working_set is None
 
     @property
     def usable_working_set(self) -> int | None:
@@ -46,7 +53,7 @@ def machine_figures() -> Figures:
         return Figures(usable_ram_bytes())
     info = mx.device_info()
     if backend.name() == "cuda":
-        return Figures(int(info["free_memory"]), name="free GPU memory", copies=True)
+        return Figures(int(info["free_memory"]), name="free GPU memory", copies=True, others=mx.get_active_memory())
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
     return Figures(usable_ram_bytes(), working_set, buffer)
 

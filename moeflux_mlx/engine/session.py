@@ -4,7 +4,6 @@
 prompt store, and computes only the rest. Text, messages and templates are the caller's business.
 """
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +14,16 @@ import mlx.core as mx
 
 from ..errors import PromptCacheError, SnapshotError
 from ..model.decoder import Model
-from ..state.cache import Cache
+from ..model.span import Span
+from ..state.cache import Cache, Pair, uncut_bytes
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .generation import PREFILL_STEP_SIZE, GenerationResponse, checked_prompt, prefill, stream_generate
+from .generation import GenerationResponse, checked_prompt, stream_generate
+from .prefill import Prefill
 from .sampling import LogitsProcessor
 
 CHECKPOINT_BYTES = 1 << 30
@@ -30,7 +31,7 @@ CHECKPOINT_EVERY = 1024  # tokens between kept states, besides those at the ends
 
 
 class Stopped(Exception):
-    """Raised by a caller's progress callback, between chunks, to leave a prompt half computed."""
+    """Raised by a caller's progress callback to leave a prompt half computed."""
 
 
 @dataclass
@@ -48,6 +49,18 @@ class Reuse:
         return self.prompt - self.memory - self.disk
 
 
+@dataclass
+class Half:
+    """A span that was left between two layers, and the tokens of it."""
+
+    span: Span
+    tokens: list[int]
+
+    def keeps(self, wanted: set[int]) -> bool:
+        """Whether states are kept after each of `wanted` numbers of its tokens, those beyond its end not counted."""
+        return {n for n in wanted if 0 < n <= len(self.tokens)} <= set(self.span.keep)
+
+
 class Session:
     """A text in progress.
 
@@ -55,12 +68,14 @@ class Session:
         store: looked at before computing a prompt, and given its state afterwards.
         checkpoint_bytes: limit of the states kept in memory (recurrent models only).
         checkpoint_every: tokens between kept states.
-        prefill_step_size: tokens of a prompt that run at once.
+        prefill_step_size: tokens of a prompt that a mixer handles at once, at most; None means what was planned.
+        span: tokens of a prompt that go through the model together, at most; None means what was planned.
 
     Attributes:
         tokens: what the caches have absorbed.
         reuse: how the last prompt was come by.
         first_token_seconds: from the call to the first token of the last response.
+        prompt_bytes: of experts that were read for the last prompt.
         last: the newest response, None until a prompt has had one.
         save_error: why the store did not take the last prompt, if it did not.
     """
@@ -73,19 +88,23 @@ class Session:
         store: PromptStore | None = None,
         checkpoint_bytes: int = CHECKPOINT_BYTES,
         checkpoint_every: int = CHECKPOINT_EVERY,
-        prefill_step_size: int = PREFILL_STEP_SIZE,
+        prefill_step_size: int | None = None,
+        span: int | None = None,
     ):
         self.model, self.tokenizer, self.store = model, tokenizer, store
         self.checkpoint_every = checkpoint_every
-        self.prefill_step_size = prefill_step_size
+        self.prefill_step_size, self.span = prefill_step_size, span
         self.cache = model.make_cache()
         self.points = RewindPoints(self.cache, checkpoint_bytes)
         self.tokens: list[int] = []
         self.reuse = Reuse()
         self.first_token_seconds = 0.0
+        self.prompt_bytes = 0
         self.last: GenerationResponse | None = None
         self.save_error: PromptCacheError | SnapshotError | None = None
-        self._to_store: list[tuple[int, dict[int, Cache]]] = []  # lengths, and what cannot be cut to them later
+        self._to_store: list[tuple[int, dict[int, Pair]]] = []  # lengths, and what cannot be cut to them later
+        self._half: Half | None = None
+        self._answering = False  # whether tokens go through the model one by one
 
     def respond(
         self,
@@ -97,12 +116,14 @@ class Session:
     ) -> Iterator[GenerationResponse]:
         """Yields the responses of `stream_generate` to `prompt`, token ids of the whole text so far.
 
-        Closing the iterator, an exception and `Stopped` leave a session that can go on.
+        Closing the iterator, an exception and `Stopped` leave a session that can go on. After `Stopped` a prompt that
+        begins with the same tokens goes on in the middle of the span where it stopped.
 
         Args:
             boundaries: lengths of the prompt's prefixes that later prompts are likely to share; a state is
                 kept at each and given to the store. Without any, that of all tokens but the last is.
-            prompt_progress_callback: called with (tokens known, tokens in all).
+            prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), what is known
+                already counted; may raise `Stopped`.
             generation: as `stream_generate`.
 
         Raises:
@@ -117,109 +138,182 @@ class Session:
         self.last, self.save_error, self._to_store = None, None, []
         start = time.perf_counter()
         try:
-            self._reuse(prompt)
-            self._absorb(prompt, ends, report)
-            for response in self._generate(prompt, report, generation):
+            prefill = self._prefill(prompt, ends)
+            for response in self._generate(prompt, prefill, ends, report, generation):
                 if response.generation_tokens == 1:
                     self.first_token_seconds = time.perf_counter() - start
                 rate = self.reuse.computed / self.first_token_seconds
                 self.last = replace(response, prompt_tokens=len(prompt), prompt_tps=rate)
                 yield self.last
-        except (Stopped, GeneratorExit):
+        except GeneratorExit:
             raise
-        except BaseException:
-            # Some layers may have seen a token that others have not.
-            self._go_back(len(self.tokens))
+        except BaseException as error:
+            self._agree_again(keep_half=isinstance(error, Stopped))
             raise
         finally:
             self._save_states(prompt)
 
+    def _agree_again(self, keep_half: bool) -> None:
+        """After an exception: caches and tokens become those of one text.
+
+        In an answer some layers may have seen a token that others have not; a prompt leaves whole spans behind, and one
+        that is half done.
+        """
+        if not keep_half:
+            self._drop_half()
+        apart = any(layer.offset != len(self.tokens) for layer in self.cache)
+        if self._answering or (apart and self._half is None):
+            self._go_back(len(self.tokens))
+
     def rewind(self, length: int) -> int:
         """Goes back to the first `length` tokens, or the nearest state before; returns the length reached."""
+        self._drop_half()
         return self._go_back(length) if length < len(self.tokens) else len(self.tokens)
 
     def _go_back(self, length: int) -> int:
+        self._drop_half()
         reached = self.points.rewind(length)
         del self.tokens[reached:]
         return reached
 
     def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
         """Writes tokens, state and `extra` to a file. Raises PromptCacheError, SnapshotError."""
+        self._drop_half()
         save_prompt(path, self.model, self.cache, self.tokens, fingerprint, extra)
 
     def load(self, path: Path, fingerprint: Fingerprint) -> PromptHeader:
         """Becomes the session that `save` wrote; after an error it is as it was. Raises PromptCacheError."""
+        self._drop_half()
         header = load_prompt(path, self.model, self.cache, fingerprint)
         self.points.drop_after(0)
         self.tokens = header.tokens.tolist()
         self.points.keep(len(self.tokens))
         return header
 
+    def _prefill(self, prompt: list[int], ends: list[int]) -> Prefill:
+        """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
+        self._answering = False
+        if not self._goes_on(prompt):
+            self._drop_half()
+            self._reuse(prompt)
+        start = len(self.tokens)
+        keep = self._worth_keeping(start, len(prompt), ends)
+        if self._half is not None and not self._half.keeps({n - start for n in ends if n in keep}):
+            self._drop_half()
+        if self._half is not None:
+            self.reuse = Reuse(len(prompt), start, 0)
+        half, self._half = self._half.span if self._half else None, None
+        self.points.set_apart(len(keep) * self._state_bytes())
+        return Prefill(
+            self.model,
+            self.cache,
+            mx.array(prompt[start:], mx.uint32),
+            span=self.span,
+            block=self.prefill_step_size,
+            keep=[position - start for position in keep],
+            half=half,
+        )
+
+    def _goes_on(self, prompt: list[int]) -> bool:
+        """Whether `prompt` begins with what is known and the span that is half done."""
+        if self._half is None:
+            return False
+        known = self.tokens + self._half.tokens
+        return prompt[: len(known)] == known
+
+    def _worth_keeping(self, start: int, end: int, ends: list[int]) -> list[int]:
+        """Where states are kept while a prompt is absorbed from `start` to `end`: at `ends` first."""
+        keep = self.points.choose(start, end, ends, self.checkpoint_every, self._state_bytes())
+        if self.store is not None and not self.points.can_trim:
+            keep = sorted({*keep, *(n for n in ends if n > start)})
+        return keep
+
+    def _state_bytes(self) -> int:
+        """Of the layers that cannot be cut."""
+        return uncut_bytes(self.model.args.mixers, self.model.activation_dtype.size)
+
+    def _drop_half(self) -> None:
+        if self._half is not None:
+            self._half.span.drop(self.cache)
+            self._half = None
+            self.points.set_apart(0)
+
     def _reuse(self, prompt: list[int]) -> None:
         """Brings the caches to the longest known prefix of `prompt` that leaves a token to compute."""
-        shared = shared_length(self.tokens, prompt[:-1])
-        known = shared if shared == len(self.tokens) else self.points.nearest(shared)
+        before, shared = self.tokens, shared_length(self.tokens, prompt[:-1])
+        known = shared if shared == len(before) else self.points.nearest(shared)
         found = saved = 0
         if self.store is not None:
-            found, saved = restore_prefix(self.model, self.cache, prompt, self.store, known)
+            self.tokens = []  # should what follows be interrupted, the caches may hold anything
+            try:
+                found, saved = restore_prefix(self.model, self.cache, prompt, self.store, known)
+            except PromptCacheError:
+                self.tokens = before
+                raise
         if found:
             self.points.drop_after(shared)
             self.tokens = prompt[:found]
             self.points.keep(found)
         else:
+            self.tokens = before
             self.rewind(known)
         self.reuse = Reuse(len(prompt), 0 if found else known, found, max(saved - max(found, known), 0))
 
-    def _absorb(self, prompt: list[int], ends: list[int], report: Callable[[int, int], Any]) -> None:
-        """Computes up to each of `ends` in turn, and keeps the state there."""
-        for end in ends:
-            start = len(self.tokens)
-            if start >= end:
-                continue
-            rest = mx.array(prompt[start:end], mx.uint32)
-
-            def advanced(done: int, start: int = start) -> None:
-                self._advanced(prompt[: start + done])
-                report(start + done, len(prompt))
-
-            prefill(self.model, rest, self.cache, self.prefill_step_size, advanced)
-            self.points.keep(end)
-            if self.store is not None:
-                fixed = {i: copy.copy(layer) for i, layer in enumerate(self.cache) if not layer.is_trimmable()}
-                self._to_store.append((end, fixed))
+    def _absorbed(self, prompt: list[int], prefill: Prefill, ends: list[int]) -> None:
+        """Takes note of what `prefill` has done of `prompt`."""
+        start = len(self.tokens)
+        self.tokens = prompt[: start + prefill.done]
+        half, self._half = prefill.half, None
+        if half is not None:
+            at = len(self.tokens)
+            self._half = Half(half, prompt[at : at + half.length])
+        self.points.set_apart(half.nbytes if half is not None else 0)
+        kept = {start + n: states for n, states in prefill.kept.items()}
+        for position, states in sorted(kept.items()):
+            self.points.add(position, states)
+        prefill.kept.clear()
+        if half is not None and half.nbytes > self.points.max_bytes:
+            self._drop_half()
+        if self.store is not None:
+            self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
 
     def _generate(
-        self, prompt: list[int], report: Callable[[int, int], Any], generation: dict[str, Any]
+        self,
+        prompt: list[int],
+        prefill: Prefill,
+        ends: list[int],
+        report: Callable[[int, int], Any],
+        generation: dict[str, Any],
     ) -> Iterator[GenerationResponse]:
-        start = len(self.tokens)
+        start, absorbed, read = len(self.tokens), False, self._bytes_read()
         processors = generation.pop("logits_processors", ())
-
-        def advanced(done: int, total: int) -> None:
-            self._advanced(prompt[: start + done])
-            report(start + done, len(prompt))
-
         responses = stream_generate(
             self.model,
             self.tokenizer,
             prompt[start:],
-            prompt_cache=self.cache,
-            prefill_step_size=self.prefill_step_size,
-            prompt_progress_callback=advanced,
+            prefill=prefill,
+            prompt_progress_callback=lambda done, total: report(start + done, len(prompt)),
             logits_processors=[_seeing_all(prompt[:start], process) for process in processors],
             **generation,
         )
         previous = None
-        for response in responses:
-            if previous is not None:  # absorbed now that its successor has been computed
-                self.tokens.append(previous)
-                self._keep_if_due()
-            previous = response.token
-            yield response
+        try:
+            for response in responses:
+                if previous is None:
+                    absorbed = self._answering = True
+                    self._absorbed(prompt, prefill, ends)
+                    self.prompt_bytes = self._bytes_read() - read
+                else:  # absorbed now that its successor has been computed
+                    self.tokens.append(previous)
+                    self._keep_if_due()
+                previous = response.token
+                yield response
+        finally:
+            if not absorbed:
+                self._absorbed(prompt, prefill, ends)
 
-    def _advanced(self, tokens: list[int]) -> None:
-        """Takes note that the caches have absorbed `tokens`."""
-        self.tokens = tokens
-        self._keep_if_due()
+    def _bytes_read(self) -> int:
+        return 0 if self.model.experts is None else self.model.experts.stats.bytes_read
 
     def _keep_if_due(self) -> None:
         if len(self.tokens) - max(self.points.positions, default=0) >= self.checkpoint_every:
@@ -227,10 +321,10 @@ class Session:
 
     def _save_states(self, prompt: list[int]) -> None:
         """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""
-        for end, fixed in self._to_store:
-            caches = [fixed.get(i) or _cut(layer, end) for i, layer in enumerate(self.cache)]
+        for end, states in self._to_store:
+            caches = [_cut(layer, end, states.get(i)) for i, layer in enumerate(self.cache)]
             if any(layer.offset != end for layer in caches):
-                continue  # a failure went back further
+                continue  # a failure went back further, or the state was not kept
             try:
                 assert self.store is not None
                 self.store.save(self.model, caches, prompt[:end])
@@ -239,10 +333,11 @@ class Session:
         self._to_store = []
 
 
-def _cut(layer: Cache, length: int) -> Cache:
-    """The cache as it was at `length`: the same arrays, as far as they had been filled."""
-    cut = copy.copy(layer)
-    cut.trim(layer.offset - length)
+def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
+    """The cache as it was at `length`: `kept`, or the same arrays as far as they had been filled."""
+    cut = type(layer).from_state(layer.state)
+    if kept is not None or (layer.is_trimmable() and layer.offset > length):
+        cut.go_back(length, kept)
     return cut
 
 

@@ -137,7 +137,7 @@ class Lookahead:
             self._judge(routing.layer, ids[0])
         if guess is not None:
             wanted = self.predictor.confident(np.array(guess.ids), np.array(guess.weights))
-            self._ahead[guess.layer] = self.source.hint(guess.layer, wanted)
+            self._read_ahead(guess.layer, wanted)
         elif self.prefetch == "previous" and len(ids) == 1:
             self._read_previous(routing.layer, ids)
 
@@ -168,4 +168,7 @@ class Lookahead:
         self.predictor.observe(layer, ids)
         following = self.layout.next_moe_layer(layer)
         if following is not None and self.trial.ahead and self.predictor.pays(following):
-            self._ahead[following] = self.source.hint(following, self.predictor.previous(following))
+            self._read_ahead(following, self.predictor.previous(following))
+
+    def _read_ahead(self, layer: int, ids: list[int]) -> None:
+        self._ahead[layer] = [expert for _, expert in self.source.hint([(layer, expert) for expert in ids])]

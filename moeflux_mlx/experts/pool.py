@@ -76,6 +76,7 @@ class SlotPool:
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._pins: Counter[Key] = Counter()
         self._arriving: set[Key] = set()
+        self.intended: set[Key] = set()  # records that are wanted soon
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -104,17 +105,17 @@ class SlotPool:
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
-        One that is still arriving only if there is no other, and not for a guess.
+        One that is intended or still arriving only if there is no other, and not for a guess.
         """
-        row_wanted, arriving = self.copied and not self._free, None
+        row_wanted, last = self.copied and not self._free, None
         for key, slot in self._used.items():
             if self._pins[key]:
                 continue
-            if slot.future is None and not row_wanted:
+            if slot.future is None and not row_wanted and key not in self.intended:
                 return key
-            if slot.future is not None and arriving is None:
-                arriving = key
-        return None if for_guess else arriving
+            if last is None and (slot.future is not None or not row_wanted):
+                last = key
+        return None if for_guess else last
 
     def take(self) -> Slot | None:
         """A free slot, if there is one."""

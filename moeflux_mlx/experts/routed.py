@@ -13,9 +13,9 @@ from ..ops.backend import Array, computes_at_once
 from ..ops.experts import expert_down_combine, expert_ffn, expert_gate_up
 from ..ops.tiles import MAX_TOKENS
 from .lookahead import Lookahead
-from .routing import Routing
+from .routing import Report, Routing, unheard
 from .source import ExpertLoader, Lease
-from .waves import in_waves
+from .waves import expect, in_waves
 
 
 class RoutedExperts:
@@ -33,10 +33,16 @@ class RoutedExperts:
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return self.lookahead.wants_guess(layer, tokens)
 
-    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Array:
+    def expect(self, layer: int, tokens: int) -> None:
+        if self.lookahead.prefetch != "off":
+            expect(self.source, layer, tokens)
+
+    def __call__(
+        self, routing: Routing, x: Array, residual: Array, shared: Array | None, report: Report = unheard
+    ) -> Array:
         if len(x) > MAX_TOKENS:
             reads_ahead = self.lookahead.prefetch != "off"
-            return in_waves(self.source, routing, x, residual, shared, reads_ahead)
+            return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
         records = self.source.whole(routing.layer)
         if records is not None:
             return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
@@ -54,7 +60,7 @@ def _awaited(lease: Lease, weights: Array, x: Array, residual: Array, shared: Ar
     lease.wait()
     records, slots = lease.records()
     out = expert_ffn(x, slots, records, weights, residual, shared)
-    lease.release(out)
+    lease.release(None if records.lasting else out)
     return out
 
 

@@ -1,13 +1,20 @@
 """The seam between a model and its experts: what a layer's router decides, and who computes what it chose."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import Array
 from .source import ExpertLoader
+
+Report = Callable[[float], Any]  # told the share of the work that is done; whatever it raises stops the work
+
+
+def unheard(share: float) -> None:
+    """A `Report` to nobody."""
 
 
 @dataclass
@@ -32,8 +39,14 @@ class RoutedExpertsCall(Protocol):
         """Where they are: for turns, and for who asks the model."""
         ...
 
-    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Array:
+    def __call__(
+        self, routing: Routing, x: Array, residual: Array, shared: Array | None, report: Report = unheard
+    ) -> Array:
         """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]."""
+        ...
+
+    def expect(self, layer: int, tokens: int) -> None:
+        """So many tokens are about to reach the experts of `layer`, in a moment."""
         ...
 
     def wants_guess(self, layer: int, tokens: int) -> bool:

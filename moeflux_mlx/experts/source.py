@@ -183,12 +183,19 @@ class ExpertLoader(ABC):
             ValueError: more different experts than the pool has slots that no other lease holds.
         """
 
-    def hint(self, layer: int, ids: Sequence[int]) -> list[int]:
-        """Begins to read records that may be wanted next; returns the ids that were not there."""
+    def hint(self, keys: Sequence[Key]) -> list[Key]:
+        """Begins to read records that may be wanted next, in this order; returns those that begin to be read now."""
         return []
+
+    def intend(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
+        """These records, and no others, are wanted soon: what of them is in memory is the last to be replaced."""
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
         """These records are the first to be replaced."""
+
+    def slots_of(self, layer: int) -> int:
+        """Slots of the memory that serves `layer`, and others; 0 when files are mapped."""
+        return 0
 
     def slots_per_layer(self, spare: int = 0) -> int:
         """An equal share of the pool less `spare` slots; 0 when files are mapped."""

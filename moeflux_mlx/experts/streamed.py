@@ -36,8 +36,8 @@ class StreamedExperts(ExpertLoader):
         decision: why they are read.
         cache_bytes: size of the pool, at the start if it breathes.
         most_bytes: what it may grow to; None is `cache_bytes`. Where the pool does not breathe, this says nothing.
-        allowance: gives the bytes that the pool may have during a call of so many tokens. It is asked at every
-            call, so it should take no more than microseconds.
+        allowance: gives the bytes that the pool may have during a call of so many tokens, while so many bytes of
+            MLX's arrays are the pool's own. It is asked at every call, so it should take no more than microseconds.
         least_slots: records that one request may ask for; the pool is never smaller.
         buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
             some of the layers.
@@ -59,7 +59,7 @@ class StreamedExperts(ExpertLoader):
         *,
         cache_bytes: int | None = None,
         most_bytes: int | None = None,
-        allowance: Callable[[int], int] | None = None,
+        allowance: Callable[[int, int], int] | None = None,
         least_slots: int | None = None,
         buffer_bytes: int | None = None,
         workers: int = DEFAULT_WORKERS,
@@ -70,7 +70,7 @@ class StreamedExperts(ExpertLoader):
         self._busy_before = 0.0
         self._callers: set[int] = set()  # the first two threads that have had a turn
         self._guards: list[mx.array] = []  # given out in this turn
-        self._ahead: list[Key] = []  # the one generation of speculative reads
+        self._ahead: list[Key] = []  # guesses that are being read, or wait for it
         self._reader = reader or ExpertReader(packed, workers=workers)
         self._stop = weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
@@ -129,7 +129,9 @@ class StreamedExperts(ExpertLoader):
         """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
         if self._allowance is None:
             return
-        nbytes, now, most = self._allowance(tokens), max(pool.slots for pool in self._pools), self._pools[0].most
+        held = sum(len(pool) for pool in self._pools if pool.copied) * self.layout.expert_stride
+        nbytes = self._allowance(tokens, held)
+        now, most = max(pool.slots for pool in self._pools), self._pools[0].most
         share = self._share(nbytes)
         if share < now or share - now >= max(now / WORTH_GROWING, 1) or now < share == most:
             self.resize(nbytes)
@@ -175,28 +177,36 @@ class StreamedExperts(ExpertLoader):
         lease.ready[...] = ready[inverse]
         return lease
 
-    def hint(self, layer: int, ids: Sequence[int]) -> list[int]:
-        """Begins to read records that may be wanted next; returns the ids that were not there.
+    def hint(self, keys: Sequence[Key]) -> list[Key]:
+        """Begins to read records that may be wanted next, in this order; returns those that begin to be read now.
 
-        What the last hint queued and nobody has begun to read is dropped first. Only what nobody holds
-        and what this call does not ask for is evicted for a guess.
+        What an earlier hint queued, nobody has begun to read and this one does not name is dropped first. Only what
+        nobody holds and what this call does not ask for is evicted for a guess.
         """
         if self._closed:
             return []
-        self._drop_queued()
+        self._drop_queued(set(keys))
         self._collect()
-        pool = self._pool_of[layer]
-        missing = [key for key in ((layer, expert) for expert in ids) if pool.find(key) is None]
+        begun: list[Key] = []
+        missing = [key for key in keys if self._pool_of[key[0]].find(key) is None]
         for key in missing:
+            pool = self._pool_of[key[0]]
             if key in pool:  # asked for twice
                 continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:
                 break
             self._submit(pool, key, slot, speculative=True)
-            self._ahead.append(key)
-        self._stats.prefetched += len(self._ahead)
-        return [expert for _, expert in self._ahead]
+            begun.append(key)
+        self._ahead += begun
+        self._stats.prefetched += len(begun)
+        return begun
+
+    def intend(self, layer: int, ids: Sequence[int]) -> None:
+        for pool in self._pools:
+            pool.intended = set()
+        if self._pools:
+            self._pool_of[layer].intended = {(layer, expert) for expert in ids}
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:
         """These records are the first to be replaced.
@@ -204,7 +214,11 @@ class StreamedExperts(ExpertLoader):
         A pass over all layers that is larger than the pool would otherwise leave nothing for the next one.
         """
         for expert in ids if self._pools else ():
+            self._pool_of[layer].intended.discard((layer, expert))
             self._pool_of[layer].demote((layer, expert))
+
+    def slots_of(self, layer: int) -> int:
+        return self._pool_of[layer].slots
 
     def slots_per_layer(self, spare: int = 0) -> int:
         return min(
@@ -245,7 +259,7 @@ class StreamedExperts(ExpertLoader):
         self._check_open()
         layer = keys[0][0]
         blob, rows = self._pool_of[layer].locate(keys)
-        return Records(blob, self.layout.records[layer]), rows
+        return Records(blob, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
         if not self._pools:  # closed
@@ -353,14 +367,20 @@ class StreamedExperts(ExpertLoader):
         self._stats.bytes_read += nbytes
         return None
 
-    def _drop_queued(self) -> None:
+    def _drop_queued(self, wanted: set[Key]) -> None:
+        """Forgets the guesses that are not `wanted` and that nobody has begun to read."""
+        left = []
         for key in self._ahead:
             pool = self._pool_of[key[0]]
             slot = pool.get(key)
-            if slot is not None and slot.speculative and slot.future is not None and slot.future.cancel():
+            if slot is None or not slot.speculative or slot.future is None:
+                continue  # used, read or gone
+            if key in wanted or not slot.future.cancel():
+                left.append(key)
+            else:
                 pool.drop(key)
                 self._stats.prefetched -= 1
-        self._ahead = []
+        self._ahead = left
 
     def _take_in(self, keys: list[Key]) -> None:
         for key in keys:

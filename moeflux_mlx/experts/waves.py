@@ -1,97 +1,137 @@
 """Many tokens through a layer's experts, in waves: a few experts of the layer in memory together.
 
-Rows are sorted by expert and go expert by expert, so that the temporary memory is known in advance. Which experts make
-a wave depends on the tokens and the sizes only, where it shows in the bits.
+Rows are sorted by expert and go expert by expert, so that each expert is asked for once and the temporary memory is
+known in advance. Which experts make a wave depends on the tokens and the sizes only, never on what is in memory: a
+product's bits may depend on what is multiplied beside it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from collections import deque
+from typing import Any, cast
 
-import mlx.core as mx
 import numpy as np
 
+from ..formats.record import ExpertLayout, Key
+from ..ops import backend
 from ..ops.backend import Array
-from ..ops.combine import combine
-from ..ops.grouped import expert_rows, waves_show
+from ..ops.grouped import GroupedRows
 from ..ops.tiles import MAX_TOKENS
-from .routing import Routing
+from .routing import Report, Routing
 from .source import ExpertLoader
 
-WAVE_BYTES = 128 << 20  # of records taken apart at a time; of a wave that was read, four times as much exists
-NEARLY_ALL = 0.9  # share of a layer's experts in use from which the next layer's first ones are read unseen
+WAVE_BYTES = 128 << 20  # of records that are multiplied together, at most
+NEARLY_ALL = 0.9  # share of a layer's experts in use from which the next layer's are read unseen, in file order
+AHEAD = 4  # one part in so many of the pool is for reading ahead; the rest keeps what decoding needs
+UNDER_WAY = 2  # waves that a GPU has been given at a time
 
 
 def in_waves(
-    source: ExpertLoader, routing: Routing, x: Array, residual: Array, shared: Array | None, reads_ahead: bool
+    source: ExpertLoader,
+    routing: Routing,
+    x: Array,
+    residual: Array,
+    shared: Array | None,
+    reads_ahead: bool,
+    report: Report,
 ) -> Array:
     """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]; each expert is asked for once.
 
+    Afterwards the experts with the most tokens are still in the pool, as many as are this layer's share.
+
     Args:
-        reads_ahead: whether the next layer's first experts may be read before its router has run.
+        reads_ahead: whether the next layer's experts may be read before its router has run.
+        report: told the share that is done, after each wave.
     """
-    T, K = routing.ids.shape
-    flat = np.array(routing.ids).reshape(-1)
-    order = np.argsort(flat, kind="stable")  # rows of one expert become neighbours, in token order
-    rows, experts = order // K, flat[order]
-    outs, places, start = [], [], 0
-    for wave in _waves(source, routing.layer, flat, K, reads_ahead):
-        out, place = _run(source, wave, x, rows[wave.part], experts[wave.part])
-        outs.append(out)
-        places.append(start + place)
-        start += len(out)
-    found = mx.concatenate(outs) if isinstance(outs[0], mx.array) else np.concatenate(outs)
-    where = np.concatenate(places)[np.argsort(order)].reshape(T, K).astype(np.int32)
-    return combine(found, where, cast(Array, routing.weights), residual, shared)
+    layer, ids = routing.layer, np.array(routing.ids)
+    counts = np.bincount(ids.reshape(-1), minlength=source.layout.num_experts)
+    waves = waves_of(counts, wave_size(source.layout, ids.shape[1]))
+    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer])
+    path = _Path(source, layer, waves, counts, reads_ahead)
+    under_way: deque[Any] = deque()
+    done = 0
+    try:
+        for i, wave in enumerate(waves):
+            under_way.append(_run(source, layer, wave, rows, i, path))
+            if len(under_way) == UNDER_WAY:
+                backend.finish(under_way.popleft())
+            done += int(counts[wave].sum())
+            report(done / ids.size)
+        path.leave_before(len(waves))
+    finally:
+        source.intend(layer, ())
+    return rows.combined(cast(Array, routing.weights), residual, shared)
 
 
-@dataclass(frozen=True)
-class Wave:
-    """Rows `part` (sorted by expert) of a few experts of `layer`; `following` is what is wanted next."""
+def waves_of(counts: np.ndarray, size: int) -> list[np.ndarray]:
+    """The experts in use, `size` at a time, those with the fewest rows first; `counts` [E] says how many each has.
 
-    layer: int
-    part: slice
-    following: tuple[int, list[int]]
+    Those that have about as many are multiplied together, and the last ones stay in memory.
+    """
+    order = np.argsort(counts, kind="stable")
+    used = order[np.searchsorted(counts[order], 1) :]
+    return [used[start : start + size] for start in range(0, len(used), size)]
 
 
-def _run(source: ExpertLoader, wave: Wave, x: Array, rows: np.ndarray, experts: np.ndarray) -> tuple[Array, np.ndarray]:
-    """As `expert_rows`; the next wave's experts are read meanwhile."""
-    records = source.whole(wave.layer)
+def wave_size(layout: ExpertLayout, top_k: int) -> int:
+    """Experts of a wave: it finds room in the smallest pool."""
+    return layout.experts_within(WAVE_BYTES, at_most=MAX_TOKENS * top_k)
+
+
+def expect(source: ExpertLoader, layer: int, tokens: int) -> None:
+    """Begins to read `layer` in file order, if `tokens` are so many that they will use nearly all of it."""
+    if tokens >= source.layout.num_experts:
+        source.hint(_whole(source.layout, layer)[: source.slots_of(layer) // AHEAD])
+
+
+def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> Any:
+    """Multiplies one wave, while what comes next is read; what is returned is computed once the wave is."""
+    records = source.whole(layer)
     if records is not None:
-        return expert_rows(x, rows, experts, records)
-    with source.request(wave.layer, experts) as lease:
-        source.hint(*wave.following)
+        return rows.multiply(index, wave, records)
+    path.leave_before(index)
+    with source.request(layer, wave) as lease:
+        path.read_on(index)
         lease.wait()
         records, slots = lease.records()
-        return expert_rows(x, rows, slots, records)
+        done = rows.multiply(index, slots, records)
+        lease.release(None if records.lasting else backend.after(done))
+    return done
 
 
-def _waves(source: ExpertLoader, layer: int, ids: np.ndarray, top_k: int, reads_ahead: bool) -> Iterator[Wave]:
-    """A few experts each, ascending; `ids` [T * K] is what the chunk uses.
+class _Path:
+    """The way through a layer's experts and on to the next layer's: what to read meanwhile, what need not stay."""
 
-    Afterwards the experts with the most tokens are still in the pool, as many as are this layer's share.
-    """
-    layout = source.layout
-    size = _wave_size(source, layer, top_k)
-    counts = np.bincount(ids, minlength=layout.num_experts)
-    used = np.flatnonzero(counts)
-    kept = set(np.argsort(-counts, kind="stable")[: source.slots_per_layer(spare=2 * size)].tolist())
-    ends = np.cumsum(counts)
-    groups = [used[cut : cut + size].tolist() for cut in range(0, len(used), size)]
-    first: tuple[int, list[int]] = layer, []
-    following = layout.next_moe_layer(layer)
-    if reads_ahead and following is not None and len(used) >= NEARLY_ALL * layout.num_experts:
-        first = following, list(range(min(size, layout.num_experts)))
-    nexts = [*((layer, group) for group in groups[1:]), first]
-    for group, wanted in zip(groups, nexts, strict=True):
-        yield Wave(layer, slice(ends[group[0]] - counts[group[0]], ends[group[-1]]), wanted)
-        source.give_way(layer, [expert for expert in group if expert not in kept])
+    def __init__(
+        self, source: ExpertLoader, layer: int, waves: list[np.ndarray], counts: np.ndarray, reads_ahead: bool
+    ):
+        self.source, self.layer, self.waves = source, layer, waves
+        size = max(len(wave) for wave in waves)
+        self._room = _room_ahead(source, layer, size)
+        self._keys: list[Key] = [(layer, expert) for wave in waves for expert in wave.tolist()]
+        self._ends = np.cumsum([len(wave) for wave in waves]).tolist()
+        share = source.slots_per_layer(spare=self._room + size)
+        source.intend(layer, [expert for wave in waves for expert in wave.tolist()])
+        self._kept = set(np.argsort(-counts, kind="stable")[:share].tolist())
+        following = source.layout.next_moe_layer(layer)
+        if reads_ahead and following is not None and len(self._keys) >= NEARLY_ALL * source.layout.num_experts:
+            self._keys += _whole(source.layout, following)
+
+    def leave_before(self, index: int) -> None:
+        """The records of the wave before `index` may be replaced, but for those that decoding is likely to want."""
+        if index:
+            before = self.waves[index - 1].tolist()
+            self.source.give_way(self.layer, [expert for expert in before if expert not in self._kept])
+
+    def read_on(self, index: int) -> None:
+        """Wave `index` has been asked for: now for what comes after it."""
+        end = self._ends[index]
+        self.source.hint(self._keys[end : end + self._room])
 
 
-def _wave_size(source: ExpertLoader, layer: int, top_k: int) -> int:
-    """Experts of a wave. Where bits do not depend on it, a layer in memory goes in few and large ones, which is faster
-    (results.tsv, "prefill")."""
-    layout = source.layout
-    if not waves_show() and source.whole(layer) is not None:
-        return layout.experts_within(2 * WAVE_BYTES, at_most=layout.num_experts)
-    return layout.experts_within(WAVE_BYTES, at_most=MAX_TOKENS * top_k // 2)
+def _whole(layout: ExpertLayout, layer: int) -> list[Key]:
+    return [(layer, expert) for expert in range(layout.num_experts)]
+
+
+def _room_ahead(source: ExpertLoader, layer: int, size: int) -> int:
+    """Records that may be read ahead while a wave of `size` is in use."""
+    slots = source.slots_of(layer)
+    return max(min(max(size, slots // AHEAD), slots - size), 0)

@@ -1,7 +1,7 @@
 """The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import RoutedExpertsCall
+from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend
 from ..ops.backend import Array
@@ -23,6 +23,9 @@ from .delta import GatedDeltaNet
 from .latent import MLA
 from .layers import MLP, Embedding, Linear, RMSNorm
 from .moe import MoE
+from .span import PromptSizes, Span
+
+MIXER_SHARE = 0.3  # of a layer's work, for whoever watches: the experts take the rest
 
 
 def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:
@@ -56,20 +59,42 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
     def __call__(self, x: Array, cache: Any) -> Array:
+        return self.mlp.end(self._begin(x, cache))
+
+    def _begin(self, x: Array, cache: Any) -> tuple[Array, ...]:
+        """Up to where rows of different tokens meet in the experts."""
         h = x + self[self._mixer_name](self.input_layernorm(x), cache)
-        return self.mlp(self.post_attention_layernorm(h), h)
+        return self.mlp.begin(self.post_attention_layernorm(h), h)
+
+    def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
+        """The layer over a span: its mixer block by block, its experts over all rows.
+
+        At most two blocks are under way: what they are made of need not be in memory together with the others'.
+        """
+        parts: list[tuple[Array, ...]] = []
+        cache.expect(span.length)
+        for start, end in span.blocks(cache):
+            part = self._begin(backend.contiguous(x[:, start:end]), cache)
+            backend.start(*part, *cache.state[:2])
+            span.passed(span.layer, end, cache)
+            if parts:
+                backend.finish(parts[-1][0])
+            parts.append(part)
+            report(MIXER_SHARE * start / span.length)
+        joined = backend.join(parts, axis=1)
+        return self.mlp.end(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
 
 
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
-    def __call__(self, x: Array, residual: Array) -> Array:  # type: ignore[override]
-        out = residual + super().__call__(x)
-        if x.shape[1] > MAX_TOKENS:
-            # Layers of experts are waited for to read the routing. Without a wait here the attention of all
-            # layers before the first of them would be in memory together.
-            backend.finish(out)
-        return out
+    def begin(self, x: Array, residual: Array) -> tuple[Array, ...]:
+        """All of it; x [B, L, D] is normed, `residual` the stream it was taken from."""
+        return (residual + self(x),)
+
+    def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
+        """What `begin` gave."""
+        return parts[0]
 
 
 class Decoder(nn.Module):
@@ -91,15 +116,23 @@ class Model(nn.Module):
         args: the hyper-parameters.
         experts: who reads and computes routed experts; None for a model that is made for its shapes only.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
+        sizes: how prompts are cut.
 
     Attributes:
         args: the hyper-parameters.
+        sizes: how prompts are cut.
         experts: the source of routed experts, an `ExpertLoader`.
     """
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool = False):
+    def __init__(
+        self,
+        args: ModelArgs,
+        experts: RoutedExpertsCall | None,
+        split_latent: bool = False,
+        sizes: PromptSizes = PromptSizes(),  # noqa: B008
+    ):
         super().__init__()
-        self.args = args
+        self.args, self.sizes = args, sizes
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
@@ -113,7 +146,8 @@ class Model(nn.Module):
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
 
-        Without a cache the tokens stand alone.
+        Many tokens in one call are one span: they go through the model layer by layer, and each expert is read once for
+        all of them. Without a cache the tokens stand alone.
 
         Args:
             tokens: integers [B, L] of the vocabulary. On a GPU a single token is believed: to look would be to wait.
@@ -124,10 +158,6 @@ class Model(nn.Module):
         """
         return self._in_turn(self._logits, tokens, cache)
 
-    def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
-        """The normed hidden states [B, L, hidden_size] that `lm_head` turns into logits."""
-        return self._in_turn(self.run, tokens, cache)
-
     def check_process(self) -> None:
         """Raises ExpertIOError: this process was forked from the one that loaded the model."""
         if self.experts is not None:
@@ -136,15 +166,20 @@ class Model(nn.Module):
     def _in_turn(
         self, compute: Callable[[mx.array, list[Cache]], mx.array], tokens: mx.array, cache: list[Cache] | None
     ) -> mx.array:
-        """`compute`, one thread at a time where threads share the memory of experts."""
         cache = self.make_cache() if cache is None else cache
-        count = getattr(tokens, "size", 0)  # `_check` may still refuse them
-        with nullcontext(False) if self.experts is None else self.experts.turn(count) as shared:
-            self._check(tokens, cache)
+        with self._turn(tokens, cache) as shared:
             out = backend.leave(compute(tokens, cache))
             if shared:
                 mx.eval(out, [layer.state for layer in cache])
         return out
+
+    @contextmanager
+    def _turn(self, tokens: mx.array, cache: list[Cache]) -> Iterator[bool]:
+        """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
+        count = getattr(tokens, "size", 0)  # `_check` may still refuse them
+        with nullcontext(False) if self.experts is None else self.experts.turn(count) as shared:
+            self._check(tokens, cache)
+            yield shared
 
     def _check(self, tokens: mx.array, cache: list[Cache]) -> None:
         if not isinstance(tokens, mx.array) or tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
@@ -167,13 +202,67 @@ class Model(nn.Module):
         return self.lm_head(self.run(tokens, cache))
 
     def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
-        """`hidden` without taking a turn, on the CPU as a numpy array."""
-        if self.suits_cpu:
-            tokens = backend.enter(tokens, self.activation_dtype)
-        h = self.model.embed_tokens(tokens)
+        """The normed hidden states [B, L, hidden_size] before `lm_head`, on the CPU as a numpy array."""
+        if tokens.shape[1] > MAX_TOKENS:
+            span = Span(tokens, cache[0].offset, self.sizes.block)
+            try:
+                self._through_layers(span, cache, unheard)
+            except BaseException:
+                span.drop(cache)  # else layers would have seen tokens that others have not
+                raise
+            return self.model.norm(span.hidden)
+        h = self._embedded(tokens)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache)
         return self.model.norm(h)
+
+    def advance(self, span: Span, cache: list[Cache], report: Report = unheard) -> mx.array:
+        """Takes a span through the layers that it has not passed; the logits [B, vocab_size] of its last token.
+
+        Args:
+            span: tokens after what `cache` has absorbed; it may have come from an earlier call that was stopped.
+            cache: from `make_cache`.
+            report: told the share of the span's work that is done, after each block and wave. What it raises, like
+                any other exception, leaves the span between two layers: `advance` goes on with it,
+                `span.drop` undoes it.
+
+        Raises:
+            RequestError, ExpertIOError: as calling the model does.
+        """
+        with self._turn(span.tokens, cache):
+            self._through_layers(span, cache, report)
+            last = backend.contiguous(span.hidden[:, -1:])
+            logits = backend.leave(self.lm_head(self.model.norm(last)))
+            mx.eval(logits)
+        return logits[:, 0]
+
+    def _through_layers(self, span: Span, cache: Sequence[Any], report: Report) -> None:
+        count = len(self.layers)
+        if span.hidden is None:
+            self._expect(span)
+            span.reached = 0, self._embedded(span.tokens)
+        while span.layer < count:
+            i = span.layer
+            span.begin(i, cache[i])
+            try:
+                h = self.layers[i].pass_span(
+                    span.hidden, cache[i], span, lambda share, done=i: report((done + share) / count)
+                )
+                backend.start(h)
+            except BaseException:
+                span.undo(i, cache[i])
+                raise
+            span.reached = i + 1, h
+
+    def _expect(self, span: Span) -> None:
+        """Lets the experts of the first layer that has any be read while what is before them is computed."""
+        first = self.layers[self.args.moe_layers[0]].mlp if self.args.moe_layers else None
+        if first is not None and first.experts is not None:
+            first.experts.expect(first.layer, span.tokens.size)
+
+    def _embedded(self, tokens: mx.array) -> Any:
+        """[B, L, hidden_size], on the CPU as a numpy array."""
+        return self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
 
     @property
     def layers(self) -> list[Any]:

@@ -1,11 +1,11 @@
 """The Mixture-of-Experts block: router, shared expert, and the one call behind which experts stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..experts.routing import RoutedExpertsCall, Routing
+from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..ops.backend import Array
 from ..ops.elementwise import float32, sigmoid
 from ..ops.route import route
@@ -40,16 +40,35 @@ class MoE(nn.Module):
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
 
-    def __call__(self, x: Array, residual: Array) -> Array:
-        """x: the normed input [B, L, D]; residual: the stream it was taken from, same shape."""
-        B, L, D = x.shape
-        flat = x.reshape(B * L, D)
-        mid = residual.reshape(B * L, D)
-        found = self._gates(float32(flat))  # the router's logits, and the shared expert's gate
-        routing = Routing(self.layer, *self.route(found[0]), self._guess(mid))
-        shared = self._shared(flat, found[1] if len(found) > 1 else None) if "shared_expert" in self else None
+    def begin(self, x: Array, residual: Array) -> tuple[Array, ...]:
+        """What each token needs of itself alone; `end` takes it, of one block of tokens or of several joined.
+
+        Args:
+            x: the normed input [B, L, D].
+            residual: the stream it was taken from, same shape.
+
+        Returns:
+            `residual`, `x`, ids and weights [B, L, K], and the shared expert's output [B, L, D] if there is one.
+        """
+        B, L, _ = x.shape
+        found = self._gates(float32(x))  # the router's logits, and the shared expert's gate
+        ids, weights = self.route(found[0].reshape(B * L, -1))
+        parts: tuple[Array, ...] = residual, x, ids.reshape(B, L, -1), weights.reshape(B, L, -1)
+        if "shared_expert" in self:
+            parts += (self._shared(x, found[1] if len(found) > 1 else None),)
+        return parts
+
+    def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
+        """The routed experts over all tokens, from what `begin` gave: [B, L, D].
+
+        `report` is told what share of them is done.
+        """
+        B, L, _ = parts[0].shape
+        rows = [part.reshape(B * L, -1) for part in parts]
+        residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        return self.experts(routing, flat, mid, shared).reshape(B, L, D)
+        routing = Routing(self.layer, ids, weights, self._guess(residual))
+        return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
 
     def _guess(self, residual: Array) -> Routing | None:
         """The next MoE layer's router on this layer's hidden state, which its own norm rescales."""
@@ -66,5 +85,5 @@ class MoE(nn.Module):
         return route(logits, self.rule, self.e_score_correction_bias if self.rule.correction_bias else None)
 
     def _shared(self, x: Array, gate: Array | None = None) -> Array:
-        """Every token's expert, scaled by the sigmoid of `gate` [T, 1] where there is one."""
+        """Every token's expert, scaled by the sigmoid of `gate` [..., 1] where there is one."""
         return self.shared_expert(x, None if gate is None else sigmoid(gate))

@@ -1,5 +1,6 @@
 """Causal grouped-query attention (arXiv:2305.13245) over a cache of keys and values, with an optional output gate."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -9,6 +10,23 @@ from . import native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
 from .rope import Rope
+
+SCORES = 1 << 27  # that exist at once: where MLX has no fused attention it keeps all of a call's
+
+
+def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple[slice, slice, Any]]:
+    """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
+
+    Yields the rows of a part, the positions that they see, and their mask. Only a causal one of many rows is cut.
+    """
+    size = max(SCORES // (heads * positions), 1)
+    if rows <= size or mask != "causal":
+        yield slice(0, rows), slice(0, positions), mask
+        return
+    before = positions - rows
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        yield slice(start, stop), slice(0, before + stop), "causal" if stop - start > 1 else None
 
 
 class Positions(Protocol):
@@ -55,6 +73,9 @@ def attend(
     q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))  # [B, heads, L, D]
     q, k = rope(q, position), rope(k, position)
     k, v = cache.update_and_fetch(k, v)
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=cache.mask(L))
-    out = out.transpose(0, 2, 1, 3).reshape(B, L, -1)
+    parts = []
+    for rows, seen, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L)):
+        part = mx.fast.scaled_dot_product_attention(q[:, :, rows], k[:, :, seen], v[:, :, seen], scale=scale, mask=mask)
+        parts.append(part.transpose(0, 2, 1, 3))
+    out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))

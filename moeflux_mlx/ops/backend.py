@@ -74,10 +74,44 @@ def computes_at_once(x: Array) -> bool:
     return isinstance(x, np.ndarray)
 
 
+def start(*arrays: Any) -> None:
+    """Begins to compute; None and what is computed already are passed over."""
+    mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
+
+
 def finish(x: Array) -> None:
     """Waits until `x` is computed, so that what it is made of can go."""
     if isinstance(x, mx.array):
         mx.eval(x)
+
+
+def after(x: Any) -> mx.array | None:
+    """A small array that is computed once `x` is, and does not hold on to it; None if it is computed already."""
+    if not isinstance(x, mx.array):
+        return None
+    made = x.reshape(-1)[:1] * 1  # an operation: a view would hold on to all of it
+    mx.async_eval(made)
+    return made
+
+
+def join(parts: "list[tuple[Array, ...]]", axis: int) -> "list[Array]":
+    """Each of the tuples' arrays, joined with those of the other tuples along `axis`; empties `parts` on the way."""
+    if len(parts) == 1:
+        return list(parts.pop())
+    columns = [list(column) for column in zip(*parts, strict=True)]
+    parts.clear()
+    joined: list[Array] = []
+    for column in columns:
+        library: Any = mx if isinstance(column[0], mx.array) else np
+        joined.append(library.concatenate(column, axis=axis))
+        column.clear()
+        start(joined[-1])
+    return joined
+
+
+def contiguous(x: Array) -> Array:
+    """`x` row by row in memory, for operations that view rows."""
+    return mx.contiguous(x) if isinstance(x, mx.array) else np.ascontiguousarray(x)
 
 
 def view(x: Any) -> np.ndarray:

@@ -29,7 +29,8 @@ MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadg
 class Records:
     """Records in memory: `blob` [S, words] uint32, one in each row, with the geometry `record`.
 
-    The blob is numpy where the CPU reads it in place, and an mx.array on a GPU. `lasting`: it is never written to.
+    The blob is numpy where the CPU reads it in place, and an mx.array on a GPU. `lasting`: what refers to it may go on
+    reading when the lease is over, because it is never written to.
     """
 
     blob: Any  # mx.array | np.ndarray

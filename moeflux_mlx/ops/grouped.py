@@ -1,92 +1,238 @@
-"""Many rows through the experts they are sorted by: each expert is multiplied with all of its rows.
+"""Many rows through the experts they go to: rows are sorted by expert, and an expert meets all of its rows at once.
 
-On MLX's side records are taken apart into dense stacks, and rows go in blocks of one expert each; on the CPU the native
-kernels read records in place.
+On MLX's side an expert with few rows is multiplied from its codes, in blocks of rows; one with many is taken apart into
+dense matrices, and experts with about as many rows go through one batched product. Which of the two depends on the
+number of an expert's rows and nothing else. On the CPU the native kernels read records in place.
 """
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import Projection
+from ..formats.record import Projection, Record
 from . import backend, native
 from .backend import Array, view
+from .combine import combine
+from .dequantize import dequantized_records
 from .elementwise import silu_mul
 from .experts import Records, is_read
 
 LARGEST_INDEX = 2**31 - 1
-# Rows of an expert that one product takes: CUDA's packed product reads an expert once for each block, at the price of
-# 16 rows or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted
-# single rows; not measured.
+# Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
+# or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
+# rows; not measured.
 BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
+# Rows from which an expert is taken apart (results.tsv, "prompt"). Metal: not measured.
+DENSE_FROM = {"cuda": 1, "metal": 32, "ops": 32}
+STEPS, LEAST_STEP = 4, 32  # rows are filled up to one of so many sizes for each doubling, so far apart at least
+PIECE_ROWS = 16384  # that one product takes, at most: bounds a wave's memory, however many rows meet in one expert
+NATIVE_ROWS = 1024  # the same for the native kernels, which lose nothing by it
+COMBINED = 8192  # tokens whose outputs are gathered at a time
+NO_OWNERS = np.zeros(0, np.uint32)
 
 Dense = list[mx.array]  # a projection's codes, scales and biases [n, rows, ...]
 
 
-def expert_rows(x: Array, rows: np.ndarray, slots: np.ndarray, records: Records) -> tuple[Array, np.ndarray]:
-    """expert(slots[n])(x[rows[n]]) for every n.
+@dataclass(frozen=True)
+class Batch:
+    """Experts of one wave that are multiplied alike.
 
-    When it returns, records that are not `lasting` have been read. The same slots give the same bits wherever they are.
+    Args:
+        experts: which of the wave's they are, by their order there.
+        rows: places that each of them has; 0: as many as it needs, in blocks.
+        start: the place of their first row among all places.
+        owners: where `rows` is 0, each block's number among `experts`.
+    """
+
+    experts: slice
+    rows: int
+    start: int
+    owners: np.ndarray
+
+
+class GroupedRows:
+    """The rows of a layer's tokens, sorted by the expert they go to, and what the experts make of them.
 
     Args:
         x: [T, H].
-        rows: [N] rows of x.
-        slots: [N] rows of the records, equal ones side by side.
-
-    Returns:
-        [P, H] outputs, and where among them those of the N rows are, [N].
+        ids: [T, K], the experts of each token.
+        counts: [E] rows of each expert.
+        waves: the experts in use, in those groups, and in that order, in which they are multiplied.
+        record: how the experts are stored.
     """
-    if isinstance(x, np.ndarray):
-        return _native(x[rows], slots, records), np.arange(len(rows))
-    used, local = _numbered(slots)
-    size = BLOCK_ROWS[backend.name()]
-    source, owners, places = in_blocks(local, size)
-    parts = dense(records, used, x.dtype)
-    if not records.lasting:
-        mx.eval(parts)
-    blocks = x[mx.array(rows[source])].reshape(len(owners), size, -1)
-    out = grouped_ffn(blocks, parts, records, mx.array(owners))
-    mx.async_eval(out)
-    return out.reshape(len(source), -1), places
+
+    def __init__(self, x: Array, ids: np.ndarray, counts: np.ndarray, waves: Sequence[np.ndarray], record: Record):
+        flat, experts = ids.reshape(-1), np.concatenate(waves)
+        rank = np.zeros(len(counts), np.uint8 if len(experts) <= 256 else np.uint16)  # sorted by radix: short is fast
+        rank[experts] = np.arange(len(experts))
+        order = np.argsort(rank[flat], kind="stable")  # an expert's rows are in token order
+        rows = order.astype(np.int32) // np.int32(ids.shape[1])
+        self._ends = np.cumsum(counts[experts])
+        self._firsts = np.cumsum([0, *map(len, waves)])
+        self._is_native = isinstance(x, np.ndarray) and is_read(record)
+        self._x: Any = x
+        if self._is_native:
+            self._rows, own = rows, np.arange(flat.size, dtype=np.int32)
+            self._outputs: list[Any] = [np.empty((flat.size, x.shape[1]), np.float32)]
+        else:
+            if isinstance(x, np.ndarray):
+                self._x = mx.array(x)
+            self._batches, own, source = arrange([counts[wave] for wave in waves], backend.name())
+            self._source, self._outputs = mx.array(rows[source]), []
+        places = np.empty(flat.size, np.int32)
+        places[order] = own
+        self._places = places.reshape(ids.shape)
+
+    def multiply(self, index: int, slots: np.ndarray, records: Records) -> Any:
+        """Multiplies the rows of wave `index`, the next one, whose experts lie in the rows `slots` of the records.
+
+        What is returned is computed once the wave is; where it is a numpy array, that is now.
+        """
+        if self._is_native:
+            return self._natively(index, slots, records)
+        if isinstance(records.blob, np.ndarray):  # the CPU without native kernels
+            records, slots = records.for_mlx(slots)
+        made: list[mx.array] = []
+        for batch in self._batches[index]:
+            made += _products(self._x, self._source, batch, slots[batch.experts], records)
+        mx.async_eval(made)  # all of them: what is left lazy would read the records when they are others
+        self._outputs += made
+        return made[-1]
+
+    def _natively(self, index: int, slots: np.ndarray, records: Records) -> np.ndarray:
+        experts = slice(self._firsts[index], self._firsts[index + 1])
+        first, last = self._ends[experts.start - 1] if experts.start else 0, self._ends[experts.stop - 1]
+        for start in range(first, last, NATIVE_ROWS):
+            stop = min(start + NATIVE_ROWS, last)
+            owners = np.searchsorted(self._ends[experts], np.arange(start, stop), side="right")
+            where = slots[owners].astype(np.int32)
+            self._outputs[0][start:stop] = expert_rows(self._x[self._rows[start:stop]], where, records)
+        return self._outputs[0]
+
+    def combined(self, weights: Array, residual: Array, shared: Array | None) -> Array:
+        """residual + sum_k weights[:, k] * (what expert ids[:, k] made of x) + shared, all [T, H].
+
+        Every wave must have been multiplied.
+        """
+        out = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
+        self._outputs.clear()
+        if isinstance(residual, np.ndarray):
+            return combine(view(out), self._places, weights, residual, shared)
+        parts: list[Any] = []
+        for start in range(0, len(residual), COMBINED):
+            part = slice(start, start + COMBINED)
+            rest = None if shared is None else shared[part]
+            parts.append(combine(out, self._places[part], weights[part], residual[part], rest))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def waves_show() -> bool:
-    """Whether the bits of a row depend on which other experts' rows are multiplied with it."""
-    return BLOCK_ROWS[backend.name()] == 1
-
-
-def _native(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    if not is_read(records.record):
-        out, places = expert_rows(mx.array(x), np.arange(len(x)), slots, records)
-        return view(out)[places]
+def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
+    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels."""
     ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), records.record.hidden_size), np.float32)
     where = slots.reshape(-1, 1)
     act = native.expert_gate_up(x, records.blob, where, records.record)
     return native.expert_down_combine(act, records.blob, where, records.record, ones, zeros)
 
 
-def _numbered(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different ones in the order in which they come, and for each slot its number there."""
-    starts = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1]]))
-    return slots[starts], np.repeat(np.arange(len(starts)), np.diff(starts, append=len(slots)))
+# ---- where rows go on MLX's side
 
 
-def in_blocks(local: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts rows into blocks of `size` that have one expert each; what an expert's last block lacks repeats row 0.
+def arrange(waves: Sequence[np.ndarray], target: str) -> tuple[list[list[Batch]], np.ndarray, np.ndarray]:
+    """Gives each row, sorted by wave and expert, its place among the rows of the products.
 
     Args:
-        local: [N] each row's expert, ascending from 0 without gaps.
+        waves: for each wave the rows of its experts; best in such an order that about equal ones are neighbours.
+        target: the backend.
 
     Returns:
-        The row at each place of the B blocks, int32 [B * size]; each block's expert, uint32 [B]; each row's place,
-        int32 [N].
+        The batches of each wave; each row's place, int32 [N]; the row at each place, int32 [P]: where an expert has
+        more places than rows, they repeat its first.
     """
-    counts = np.bincount(local)
-    blocks = -(-counts // size)
-    starts, firsts = np.cumsum(counts) - counts, np.cumsum(blocks) - blocks
-    places = firsts[local] * size + np.arange(len(local)) - starts[local]
-    source = np.zeros(blocks.sum() * size, np.int32)
-    source[places] = np.arange(len(local))
-    return source, np.repeat(np.arange(len(counts)), blocks).astype(np.uint32), places.astype(np.int32)
+    counts, block = np.concatenate(waves), BLOCK_ROWS[target]
+    sizes = np.where(counts < DENSE_FROM[target], 0, filled(counts))
+    taken = np.where(sizes, sizes, -(-counts // block) * block)
+    first = np.cumsum(taken) - taken  # of each expert's places
+    batches, start = [], 0
+    for wave in waves:
+        part = slice(start, start + len(wave))
+        batches.append(list(_batches(sizes[part], taken[part], int(first[start]), block)))
+        start = part.stop
+    counts, taken, first = (array.astype(np.int32) for array in (counts, taken, first))
+    begin = np.cumsum(counts, dtype=np.int32) - counts  # of each expert's rows
+    own = np.arange(counts.sum(), dtype=np.int32) + np.repeat(first - begin, counts)
+    local = np.arange(taken.sum(), dtype=np.int32) - np.repeat(first, taken)
+    source = np.where(local < np.repeat(counts, taken), local, 0) + np.repeat(begin, taken)
+    return batches, own, source
+
+
+def _batches(sizes: np.ndarray, taken: np.ndarray, start: int, block: int) -> Iterator[Batch]:
+    """Neighbours of one size together."""
+    cuts = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    for one, end in pairwise(cuts):
+        rows = int(sizes[one])
+        owners = NO_OWNERS if rows else np.repeat(np.arange(end - one, dtype=np.uint32), taken[one:end] // block)
+        yield Batch(slice(one, end), rows, start, owners)
+        start += (end - one) * rows if rows else int(taken[one:end].sum())
+
+
+def filled(counts: np.ndarray) -> np.ndarray:
+    """The sizes of batched products that so many rows go through."""
+    power = 1 << np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64)
+    step = np.maximum(power // (2 * STEPS), LEAST_STEP)
+    return -(-counts // step) * step
+
+
+# ---- products on MLX's side
+
+
+def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, records: Records) -> Iterator[mx.array]:
+    """The outputs [n, H] of a batch's rows, in pieces, in the order of their places.
+
+    Args:
+        x: [T, H].
+        source: [P] the row of x at each place.
+        slots: where the batch's experts lie in the records.
+    """
+    start, H, n = batch.start, x.shape[1], len(slots)
+    if not batch.rows:
+        size = BLOCK_ROWS[backend.name()]
+        parts, owners = dense(records, slots, x.dtype), mx.array(batch.owners)
+        for part in _parts(len(batch.owners), PIECE_ROWS // size):
+            at, own = start + part.start * size, owners[part]
+            taken = mx.take(x, source[at : at + own.size * size], axis=0).reshape(own.size, size, H)
+            yield grouped_ffn(taken, parts, records, own).reshape(-1, H)
+        return
+    gate_up, down = dequantized_records(records, mx.array(slots.astype(np.uint32)), x.dtype)
+    for part in _parts(n, PIECE_ROWS // batch.rows):
+        whole = n == part.stop - part.start
+        up, back = (gate_up, down) if whole else (gate_up[part], down[part])
+        for rows in _parts(batch.rows, PIECE_ROWS):
+            count, width = part.stop - part.start, rows.stop - rows.start
+            at = start + part.start * batch.rows + rows.start
+            taken = mx.take(x, source[at : at + count * width], axis=0).reshape(count, width, H)
+            yield dense_ffn(taken, up, back).reshape(-1, H)
+
+
+def _parts(n: int, size: int) -> Iterator[slice]:
+    """0 to n, `size` at a time, or one."""
+    for start in range(0, n, max(size, 1)):
+        yield slice(start, min(start + max(size, 1), n))
+
+
+def dense_ffn(x: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
+    """down(silu(gate x) * up x) of each expert on its own rows: [n, rows, H].
+
+    Args:
+        x: [n, rows, H].
+        gate_up: [n, 2 I, H], the rows of gate, then those of up.
+        down: [n, H, I].
+    """
+    gate, up = mx.split(x @ gate_up.swapaxes(-1, -2), 2, axis=-1)
+    return silu_mul(gate, up) @ down.swapaxes(-1, -2)
 
 
 def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, Dense, Dense]:

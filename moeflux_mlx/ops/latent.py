@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import native
-from .attend import Positions
+from .attend import Positions, in_parts
 from .backend import Array, stack, view
 from .linear import Weights, by_head, multiply, part_of_heads
 from .rope import Rope
@@ -115,10 +115,13 @@ def _expanded(
     value: HeadMatrices,
     scale: float,
 ) -> mx.array:
-    k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
+    k = key.multiply(latent, transpose=True).swapaxes(-1, -2)  # [B, heads, nope, N]
     v = value.multiply(latent, transpose=True)
-    scores = (q_nope @ k.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2)) * scale
-    return _softmax(scores, mask) @ v
+    k_pe, parts = k_pe.swapaxes(-1, -2), []
+    for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
+        scores = q_nope[:, :, rows] @ k[..., seen] + q_pe[:, :, rows] @ k_pe[..., seen]
+        parts.append(_softmax(scores * scale, part_mask) @ v[:, :, seen])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def _softmax(scores: mx.array, mask: Mask) -> mx.array:

@@ -22,6 +22,9 @@ ONE = Kernel("qmv4", "x w scales biases", "y")
 SEVERAL = Kernel("qmv4_tokens", "x w scales biases", "y")
 GROUP = FORM.group_size
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
+# Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
+# (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
+DENSE_ROWS = 256
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
 
 
@@ -76,11 +79,16 @@ def linear(x: Array, w: Weights) -> Array:
 
 def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
     """x @ W.T (`transpose`) or x @ W by MLX's own product; leading axes broadcast."""
-    # Dense too where a row is a single group: MLX 0.32.4's CUDA product leaves its output unwritten there.
-    if w.quant is None or (w.scales.shape[-1] == 1 and backend.name() == "cuda"):
+    if w.quant is None or _pays_dense(x, w):
         weight = dequantized(w)
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
     return mx.quantized_matmul(x, w.weight, w.scales, w.biases, transpose, w.quant.group_size, w.quant.bits)
+
+
+def _pays_dense(x: mx.array, w: Weights) -> bool:
+    """Whether a quantised matrix is taken apart first: for many rows, and where a row is a single group, because MLX
+    0.32.4's CUDA product leaves its output unwritten there."""
+    return backend.name() == "cuda" and (x.shape[-2] >= DENSE_ROWS or w.scales.shape[-1] == 1)
 
 
 def embed(ids: Array, w: Weights) -> Array:

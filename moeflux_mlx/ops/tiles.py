@@ -25,8 +25,8 @@ class Tile:
 #   down: 8 lanes, so 16 rows per threadgroup, pay once enough threadgroups remain.
 #   qmv4: 16 lanes and columns split over simdgroups. A large matrix fills the GPU by itself, and 8 rows share x better.
 #   qmv4_tokens: 2 rows load x twice as often.
-#   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows or blocks of 16 steps are not
-#     unrolled (arrays on the stack).
+#   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
+#     registers, and blocks of 16 steps are not unrolled.
 #   expert_dequantize: not measured.
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
@@ -38,7 +38,7 @@ TILES = {
         "qmv4_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv4_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
-        "expert_dequantize": Tile(rows=4, lanes=32, simdgroups=8),
+        "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },
     "metal": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=2),
@@ -47,7 +47,7 @@ TILES = {
         "qmv4_large": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv4_tokens": Tile(rows=2, lanes=32, simdgroups=2),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
-        "expert_dequantize": Tile(rows=4, lanes=32, simdgroups=8),
+        "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },
 }
 

@@ -5,7 +5,7 @@ an earlier position, and what stands for it in a compiled step. `KVCache` and `L
 trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
@@ -94,7 +94,7 @@ class _Growing(_Cache):
     def __init__(self) -> None:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.offset = 0
+        self.offset = self._expected = 0
 
     @classmethod
     def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -132,20 +132,27 @@ class _Growing(_Cache):
         """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions so far, or, for
         one token on a GPU, all there is room for."""
         start, self.offset = self.offset, self.offset + keys.shape[2]
-        self.keys = _grown(self.keys, keys.shape, keys.dtype, start, self.step)
-        self.values = _grown(self.values, values.shape, values.dtype, start, self.step)
+        length = max(self.offset, self._expected)
+        self._expected = length if length > self.offset else 0
+        self.keys = _grown(self.keys, keys.shape, keys.dtype, start, length, self.step)
+        self.values = _grown(self.values, values.shape, values.dtype, start, length, self.step)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
         if _sees_capacity(keys.shape[2]):
             return self.keys, self.values
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
 
+    def expect(self, n: int) -> None:
+        """n more positions are to come, in several steps: room is made for all of them at once."""
+        self._expected = max(self.offset + n, self._expected)
+
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
         assert self.keys is not None and self.values is not None
         for name, array in (("keys", self.keys), ("values", self.values)):
             B, heads, _, width = array.shape
-            setattr(self, name, _grown(array, (B, heads, n, width), array.dtype, self.offset, self.step))
+            shape = B, heads, n, width
+            setattr(self, name, _grown(array, shape, array.dtype, self.offset, self.offset + n, self.step))
 
     def mask(self, length: int) -> mx.array | str | None:
         """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already."""
@@ -172,11 +179,12 @@ class _Growing(_Cache):
         """Forgets the last n positions; returns how many there were to forget."""
         n = min(self.offset, n)
         self.offset -= n
+        self._expected = 0
         return n
 
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position; nothing need be kept for it."""
-        self.offset = position
+        self.offset, self._expected = position, 0
 
 
 def _sees_capacity(length: int) -> bool:
@@ -190,12 +198,13 @@ def up_to(position: int | mx.array, capacity: int) -> mx.array:
     return (mx.arange(capacity) <= position)[None, None, None]
 
 
-def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, step: int) -> mx.array:
-    """`array` with room for entries of shape `new` after its first `used` positions, in whole steps."""
+def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, length: int, step: int) -> mx.array:
+    """`array` with room for entries of shape `new` after its first `used` positions: if it has none, for `length`
+    positions in whole steps."""
     B, heads, L, width = new
     if array is not None and used + L <= array.shape[2]:
         return array
-    capacity = (used + L + step - 1) // step * step
+    capacity = (length + step - 1) // step * step
     room = mx.zeros((B, heads, capacity - used, width), dtype)
     return room if array is None else mx.concatenate([array[..., :used, :], room], axis=2)
 
@@ -260,6 +269,9 @@ class RecurrentCache(_Cache):
     def empty(self) -> bool:
         return self.recurrent is None
 
+    def expect(self, n: int) -> None:
+        """Its size does not depend on positions."""
+
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""
 
@@ -281,6 +293,12 @@ KINDS: dict[type, type[Cache]] = {GroupedQuery: KVCache, Latent: LatentCache, De
 def kind_of(mixer: Mixer) -> type[Cache]:
     """The kind of cache that a layer with this mixer has."""
     return KINDS[type(mixer)]
+
+
+def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
+    """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
+    kinds = ((kind_of(mixer), mixer) for mixer in mixers)
+    return sum(kind.bytes_for(mixer, 0, itemsize) for kind, mixer in kinds if not kind.counts)
 
 
 def make_cache(mixer: Mixer) -> Cache:

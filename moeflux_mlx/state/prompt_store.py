@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
 
 
 class PromptStore(Protocol):
-    """Where `reuse_prefix` looks."""
+    """Where `restore_prefix` looks."""
 
     fingerprint: Fingerprint
 

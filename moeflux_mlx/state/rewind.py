@@ -24,6 +24,7 @@ class RewindPoints:
     def __init__(self, cache: Sequence[Cache], max_bytes: int):
         self.cache = cache
         self.max_bytes = max_bytes
+        self.set_aside = 0  # of `max_bytes`, what something else takes for the moment
         self._uncut = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
         self._kept: dict[int, dict[int, Pair]] = {}
 
@@ -41,14 +42,40 @@ class RewindPoints:
     def nbytes(self) -> int:
         return len(self._kept) * self._state_bytes()
 
+    def choose(self, start: int, end: int, wanted: Sequence[int], every: int, state_bytes: int) -> list[int]:
+        """Positions after `start`, up to `end`, whose states are worth keeping while tokens up to `end` are absorbed.
+
+        Those of `wanted` come first, the last ones before the others; then, as far as there is room beside them, one
+        every so many tokens, or further apart. What is kept already makes room.
+        """
+        if self.can_trim:
+            return []
+        room = max(self.max_bytes - self.set_aside, 0) // state_bytes
+        inside = sorted({position for position in wanted if start < position <= end})
+        chosen = set(inside[-room:] if room else [])
+        before = max((kept for kept in self._kept if kept <= start), default=0)
+        regular = range(before + every * ((start - before) // every + 1), end, every)
+        spare = room - len(chosen)
+        if spare > 0 and len(regular):
+            chosen |= set(regular[:: -(-len(regular) // spare)])
+        return sorted(chosen)
+
     def keep(self, position: int) -> None:
         """Keeps the present state, that of `position` tokens, if `max_bytes` allows."""
         if self.can_trim or position == 0:
             return
-        state = {i: self.cache[i].state[:2] for i in self._uncut}
-        mx.eval(state)  # a pending computation would keep all of its inputs alive
-        self._kept[position] = state
-        while self._kept and self.nbytes > self.max_bytes:
+        self.add(position, {i: self.cache[i].state[:2] for i in self._uncut})
+
+    def add(self, position: int, states: dict[int, Pair]) -> None:
+        """Keeps these states of the layers that cannot be cut, if `max_bytes` allows."""
+        mx.eval(states)  # a pending computation would keep all of its inputs alive
+        self._kept[position] = states
+        self.set_apart(self.set_aside)
+
+    def set_apart(self, nbytes: int) -> None:
+        """So much of `max_bytes` is taken by something else; states go until the rest suffices."""
+        self.set_aside = nbytes
+        while self._kept and self.nbytes + nbytes > self.max_bytes:
             del self._kept[self._most_crowded()]
 
     def nearest(self, position: int) -> int:

@@ -23,8 +23,8 @@ from tiny_models import child_environment, tiny_directory, tiny_model
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
 from moeflux_mlx.cli.options import NOT_GIVEN
 from moeflux_mlx.cli.run import execute
-from moeflux_mlx.engine.generation import PREFILL_STEP_SIZE, generate_step
 from moeflux_mlx.engine.generation import generate as library_generate
+from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.files import read_json
 from moeflux_mlx.generate.__main__ import main, parser
@@ -71,7 +71,8 @@ def fails(capfd, *arguments):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_step_does_not_change_the_tokens(family):
     model = tiny_model(family, mx.float32)
-    assert tokens_of(model) == tokens_of(model, prefill_step_size=5) == tokens_of(model, prefill_step_size=1)
+    assert tokens_of(model) == tokens_of(model, prefill_step_size=5) == tokens_of(model, span=1)
+    assert tokens_of(model) == tokens_of(model, span=7, prefill_step_size=3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,9 +169,8 @@ def test_not_a_number_in_expert_scales_is_reported(copy_dir):
 def test_tokens_that_a_model_cannot_take(tokens, words):
     model = tiny_model("qwen3_moe", mx.float32)
     cache = model.make_cache()
-    for call in (model, model.hidden):
-        with pytest.raises(RequestError, match=words):
-            call(tokens, cache)
+    with pytest.raises(RequestError, match=words):
+        model(tokens, cache)
     assert all(layer.empty() for layer in cache)
 
 
@@ -197,6 +197,7 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
         "expert I/O: mmap (auto)",
         "threshold",
         "prompt tokens",
+        "prompts: spans of up to",
         "generation: 6 tokens",
         "peak memory",
         "cut after 6 tokens; --max-tokens -1",
@@ -636,10 +637,6 @@ def test_help_is_in_groups():
 
 def test_no_tokens_are_refused_before_the_prompt_is_computed(capfd, model_dir):
     fails(capfd, "--model", str(model_dir), "--prompt", "abc", "--max-tokens", "0")
-
-
-def test_the_command_plans_for_the_library_s_step():
-    assert parser().parse_args(["--prompt", "a"]).prefill_step_size == PREFILL_STEP_SIZE
 
 
 def test_bad_option_is_a_usage_error(capfd):

@@ -1,5 +1,6 @@
 """Memory plans: sums that hold, refusals whose advice works, and the command that prints them."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import goldens
 import mlx.core as mx
@@ -20,7 +22,10 @@ from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.budget import (
+    RUNTIME_BYTES,
+    Breath,
     Demand,
+    activation_bytes,
     default_context,
     describe,
     headroom_bytes,
@@ -37,6 +42,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import resident_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.spec import ModelArgs, variants
@@ -187,6 +193,96 @@ def test_longer_steps_of_a_prompt_are_planned():
     assert plans[1].activations > plans[0].activations
 
 
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.5-397b-a17b", "cogito-v2-671b"])
+def test_prompts_are_cut_as_memory_allows(name):
+    """At least 8192 tokens where there is room; less memory, smaller spans, then smaller blocks."""
+    args, layout = named(name)
+    roomy = plan_memory(args, layout, Figures(256 * GB), Demand(10 * GB, itemsize=2))
+    assert roomy.sizes == PromptSizes(8192, 4096) and roomy.context == 8192 and roomy.shortened == ""
+    longer = plan_memory(args, layout, Figures(512 * GB), Demand(10 * GB, context=65536, itemsize=2))
+    assert longer.sizes.span == 32768
+    found = []
+    for tenths in range(60, 600, 3):
+        with contextlib.suppress(RequestError):
+            made = plan_memory(args, layout, Figures(tenths * GB // 10), Demand(2 * GB, itemsize=2))
+            found.append((made.context, made.sizes.span, made.sizes.block))
+    assert len(set(found)) > 2 and len({span for _, span, _ in found}) > 1
+    asked = plan_memory(args, layout, Figures(256 * GB), Demand(10 * GB, itemsize=2, span=3000, prefill_step_size=100))
+    assert asked.sizes == PromptSizes(3000, 100)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
+def test_a_span_that_nobody_asked_for_does_not_forbid_mapping(name):
+    """Mapped experts decode as one compiled graph on a GPU; and in every mode prompts are cut alike."""
+    args, layout = named(name)
+    modes = []
+    for tenths in range(180, 320):
+        figures = Figures(tenths * GB // 10, copies=True)
+        made = plan_memory(args, layout, figures, Demand(2 * GB, itemsize=2))
+        short = plan_memory(args, layout, figures, Demand(2 * GB, itemsize=2, span=512, prefill_step_size=64))
+        assert made.mode is short.mode
+        modes.append(made.mode)
+        forced = plan_memory(args, layout, figures, Demand(2 * GB, itemsize=2, expert_io="pread"))
+        small = plan_memory(args, layout, figures, Demand(2 * GB, itemsize=2, expert_io="pread", expert_cache_bytes=GB))
+        assert forced.sizes == made.sizes == small.sizes
+    assert modes == sorted(modes, key=lambda mode: mode is IoMode.MMAP) and len(set(modes)) == 2
+
+
+def test_more_memory_never_makes_spans_shorter():
+    """Beyond the step of the headroom at 4 GiB, and in one mode."""
+    for name in ("qwen3-30b-a3b", "qwen3.5-397b-a17b"):
+        args, layout = named(name)
+        for metal in (False, True):
+            spans = []
+            for tenths in range(50, 800):
+                memory = tenths * GB // 10
+                figures = Figures(memory, working_set=memory * 3 // 4 if metal else None)
+                with contextlib.suppress(RequestError):
+                    made = plan_memory(args, layout, figures, Demand(2 * GB, itemsize=2))
+                    spans += [(made.context, made.sizes.span)] if made.mode is IoMode.PREAD else []
+            assert spans == sorted(spans) and len(set(spans)) > 2
+
+
+def test_a_context_that_nobody_asked_for_gives_way_and_that_is_said():
+    args, layout = named("qwen3-30b-a3b")
+    small = plan_memory(args, layout, Figures(1_800_000_000), Demand(900_000_000, native=True))
+    assert small.context < 8192 and f"context of {small.context} tokens, not 8192" in small.shortened
+    with pytest.raises(RequestError, match=f"a context of {small.context}|a context of [0-9]+ fits"):
+        plan_memory(args, layout, Figures(1_800_000_000), Demand(900_000_000, context=8192, native=True))
+
+
+@settings(deadline=None)
+@given(memory=st.integers(3 * GB, 60 * GB), tokens=st.sampled_from([1, 8, 512, 8192]), state=st.floats(0, 1))
+def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
+    """Whatever the context holds and however many tokens come, everything together stays within memory; an empty
+    context and a single token leave nearly all of it to the pool."""
+    args, layout = named("qwen3-30b-a3b")
+    demand = Demand(GB, itemsize=4, native=True, expert_io="pread")
+    made = plan_memory(args, layout, Figures(memory), demand)
+    span = min(tokens, made.sizes.span)
+    held = int(state * (state_bytes(args, made.context, 4) - state_bytes(args, span + 256, 4)))
+    used = {"get_active_memory": lambda: GB + max(held, 0) + 12345, "get_cache_memory": lambda: 0}
+    with mock.patch.multiple(mx, **used):
+        allowed = Breath(args, layout, made)(span, 12345)
+    sizes = PromptSizes(span, min(made.sizes.block, span))
+    need = activation_bytes(args, layout, demand, made.context, sizes) + state_bytes(args, span + 256, 4)
+    assert allowed + GB + max(held, 0) + RUNTIME_BYTES + need <= room(made.figures) or allowed == least_pool(
+        args, layout
+    )
+    assert least_pool(args, layout) <= allowed <= made.most
+    if tokens == 1 and not held:
+        assert allowed >= made.most - need - layout.expert_stride
+    assert made.most >= made.pool and made.total <= room(made.figures)
+
+
+def test_a_pool_that_metal_has_adopted_does_not_breathe():
+    args, layout = named("qwen3-30b-a3b")
+    made = plan_memory(args, layout, Figures(16 * GB, working_set=12 * GB), Demand(GB, itemsize=2))
+    assert made.most == made.pool
+    given_size = plan_memory(args, layout, Figures(16 * GB), Demand(GB, itemsize=2, expert_cache_bytes=4 * GB))
+    assert given_size.most == given_size.pool
+
+
 def test_a_forced_mapping_that_does_not_fit_warns():
     line = describe(IoMode.MMAP, 100 * GB, METAL, forced=True, reason="experts exceed it")
     assert "mmap (forced)" in line and "warning: experts exceed it" in line
@@ -328,6 +424,8 @@ def test_a_model_larger_than_memory(capsys):
     assert "pread (auto): experts 217.43 GB, RAM 64.00 GB (59.6 GiB), threshold 48.00 GB" in out
     assert re.search(r"expert pool +\d+\.\d+ GB  \d+ slots, [\d.]+ of 512 a layer", out)
     assert re.search(r"at most, tokens/s +3 GB/s +5 GB/s +7 GB/s\n", out)
+    assert "spans of up to 4096 tokens" in out and "reads each expert that it uses once, 217.43 GB at most" in out
+    assert "reading all experts once takes 72.5 s at 3 GB/s, 43.5 s at 5 GB/s, 31.1 s at 7 GB/s" in out
     assert re.search(r"hit rate   0%: 4.247 GB a token +0.71 +1.18 +1.65\n", out)
     assert re.search(r"hit rate  90%: 0.425 GB a token +7.06 +11.77 +16.48\n", out)
     _, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--disk-gb-per-s", "2.5")

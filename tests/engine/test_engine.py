@@ -23,7 +23,8 @@ DEFAULTS = {
     "expert_cache_bytes": None,
     "prefetch": "auto",
     "context": None,
-    "prefill_step_size": 512,
+    "span": None,
+    "prefill_step_size": None,
     "revision": None,
 }
 
@@ -32,7 +33,7 @@ DEFAULTS = {
 def test_public_signatures(function, gives):
     found = inspect.signature(getattr(moeflux_mlx, function))
     assert {name: one.default for name, one in found.parameters.items()} == DEFAULTS
-    assert [one.kind.name for one in found.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * 7
+    assert [one.kind.name for one in found.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * 8
     assert found.return_annotation.__name__ == gives
     assert getattr(moeflux_mlx, function).__doc__
 

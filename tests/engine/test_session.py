@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
+from moeflux_mlx.engine import session as engine_session
 from moeflux_mlx.engine.session import Session, Stopped
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.ops import delta
 from moeflux_mlx.state.cache import KVCache, RecurrentCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -66,7 +68,7 @@ def test_a_text_that_parts_goes_back_to_the_boundary(family):
 
 
 def test_states_are_kept_every_so_many_tokens():
-    session = make(RECURRENT, checkpoint_every=16, prefill_step_size=8)
+    session = make(RECURRENT, checkpoint_every=16, span=24, prefill_step_size=8)
     check(session, text())
     assert session.points.positions == [16, 32, 48, N - 1]
     assert check(session, text()[:50] + [1, 2]).memory == 48
@@ -127,8 +129,8 @@ def test_a_failure_between_layers_does_no_harm(family, monkeypatch):
     check(session, [*text(), 7])
 
 
-def test_stopping_between_chunks_keeps_what_was_computed():
-    session = make(RECURRENT, prefill_step_size=10)
+def test_stopping_keeps_what_was_computed():
+    session = make(RECURRENT, span=10)
 
     def stop(done, total):
         if done >= 30:
@@ -136,8 +138,140 @@ def test_stopping_between_chunks_keeps_what_was_computed():
 
     with pytest.raises(Stopped):
         list(session.respond(text(), prompt_progress_callback=stop))
-    assert session.tokens == text()[:30]
-    assert check(session, text()).memory == 30
+    assert session.tokens == text()[:20]
+    assert check(session, text()).memory == 20
+
+
+def stop_at(done_wanted):
+    def stop(done, total):
+        if done >= done_wanted:
+            raise Stopped
+
+    return stop
+
+
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, monkeypatch):
+    session = make(family, span=40, prefill_step_size=16)
+    with pytest.raises(Stopped):
+        list(session.respond(text(), prompt_progress_callback=stop_at(20)))
+    assert session.tokens == [] and 0 < session._half.span.layer < len(session.cache)
+    assert session.points.set_aside == session._half.span.nbytes > 0
+    done, layer = session._half.span.layer, type(session.model.layers[0])
+    calls, pass_span = [], layer.pass_span
+    monkeypatch.setattr(
+        layer, "pass_span", lambda self, *rest: calls.append(rest[0].shape[1]) or pass_span(self, *rest)
+    )
+    longer = [*text(), 1, 2, 3]
+    list(session.respond(longer, max_tokens=1))
+    layers = len(session.cache)
+    assert calls == [30] * (layers - done) + [33] * layers, "the layers before were computed again"
+    assert session._half is None and session.points.set_aside == 0
+    check(session, [*longer, 5])
+
+
+@pytest.mark.parametrize("use", ["another text", "rewind", "save"])
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_any_other_use_drops_a_span_that_is_half_done(family, use, tmp_path):
+    session = make(family, span=40, prefill_step_size=16)
+    check(session, text(20, 3))
+    known = list(session.tokens)
+    with pytest.raises(Stopped):
+        list(session.respond(known + text(), prompt_progress_callback=stop_at(len(known) + 15)))
+    assert session.tokens == known and session._half is not None
+    if use == "rewind":
+        assert session.rewind(len(known)) == len(known)
+    elif use == "save":
+        session.save(tmp_path / "saved", model_fingerprint(tiny_directory(family), mx.float32), {})
+    else:
+        check(session, known + text(30, 4))
+    assert session._half is None and {layer.offset for layer in session.cache} == {len(session.tokens)}
+    check(session, known + text(9, 5))
+
+
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_a_span_half_done_after_another_text_is_not_gone_on_with(family):
+    """The same tokens at the same place, after others that are as many."""
+    session = make(family, span=40, prefill_step_size=16)
+    check(session, text(20, 3))
+    known = list(session.tokens)
+    with pytest.raises(Stopped):
+        list(session.respond(known + text(30, 6), prompt_progress_callback=stop_at(len(known) + 15)))
+    assert session._half is not None
+    check(session, text(len(known), 4) + text(30, 6))
+
+
+def test_an_answer_cut_off_inside_a_recurrent_layer_does_no_harm(monkeypatch):
+    """Its state is new by then, though its position is not."""
+    session = make(RECURRENT)
+    monkeypatch.setattr(session.model, "decode_step", None)
+    check(session, text())
+    whole, calls = delta.delta, []
+
+    def cut_off(qkv, z, b, a, state, *rest):
+        offset, out = state.offset, whole(qkv, z, b, a, state, *rest)
+        calls.append(state)
+        if len(calls) == 7:
+            state.offset = offset
+            raise KeyboardInterrupt
+        return out
+
+    monkeypatch.setattr("moeflux_mlx.model.delta.delta", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.respond([*session.tokens, 5, 6], max_tokens=9))
+    monkeypatch.undo()
+    check(session, [*session.tokens, 9])
+
+
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_an_interruption_while_a_saved_prompt_is_loaded_does_no_harm(family, tmp_path, monkeypatch):
+    store = PromptDirectory(tmp_path, model_fingerprint(tiny_directory(family), mx.float32))
+    check(make(family, store=store), text(50, 6))
+    session = make(family)
+    check(session, text(50, 5))
+    session.store, restore = store, engine_session.restore_prefix
+
+    def interrupted(*args):
+        restore(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_session, "restore_prefix", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.respond(text(50, 6), max_tokens=1))
+    monkeypatch.undo()
+    session.store = None
+    check(session, text(50, 5) + [1])
+
+
+def test_a_span_that_keeps_no_state_where_one_is_wanted_is_not_gone_on_with(tmp_path):
+    store = PromptDirectory(tmp_path, model_fingerprint(tiny_directory(RECURRENT), mx.float32))
+    session = make(RECURRENT, store=store, span=60)
+    with pytest.raises(Stopped):
+        list(session.respond(text(), boundaries=[50], prompt_progress_callback=stop_at(20)))
+    list(session.respond(text(), boundaries=[40], max_tokens=1))
+    assert session.save_error is None and 40 in session.points.positions
+    assert check(make(RECURRENT, store=store), text()[:41] + [7]).disk == 40
+
+
+def test_a_span_larger_than_the_session_s_bytes_is_not_kept():
+    session = make(RECURRENT, checkpoint_bytes=1000, span=40)
+    with pytest.raises(Stopped):
+        list(session.respond(text(), prompt_progress_callback=stop_at(20)))
+    assert session._half is None and {layer.offset for layer in session.cache} == {0}
+    check(session, text())
+
+
+@pytest.mark.parametrize("span, block", [(200, 200), (200, 7), (13, 13), (13, 5)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_sessions_promise_at_every_span_and_block(family, span, block):
+    """One block, several blocks, several spans."""
+    session = make(family, span=span, prefill_step_size=block, checkpoint_every=16)
+    check(session, text(), boundaries=[40])
+    assert check(session, text()[:50] + text(20, 2), boundaries=[55]).memory >= 40
+    with pytest.raises(Stopped):
+        list(session.respond(text(50, 8), prompt_progress_callback=stop_at(23)))
+    check(session, text(50, 8)[:30] + [7, 8])
+    check(session, text(50, 8))
 
 
 def test_closing_an_answer_keeps_what_was_computed():
@@ -177,7 +311,7 @@ def test_states_of_a_text_that_another_one_replaced_are_gone(family, tmp_path):
     store = PromptDirectory(tmp_path, model_fingerprint(path, mx.float32))
     common, other, found = text(10, 5), text(50, 6), text(45, 7)
     check(make(family, store=store), common + found)
-    session = make(family, checkpoint_every=8, prefill_step_size=4)
+    session = make(family, checkpoint_every=8, span=16, prefill_step_size=4)
     check(session, common + other)
     session.store = store
     assert check(session, common + found + [1, 2]).disk > 40
@@ -201,6 +335,26 @@ def test_saved_sessions_go_on(tmp_path):
     assert other.load(tmp_path / "saved", fingerprint).extra == {"who": "me"}
     assert other.tokens == session.tokens
     assert check(other, [*session.tokens, 9, 9]).computed == 2
+
+
+@given(
+    room=st.integers(0, 6),
+    start=st.integers(0, 100),
+    length=st.integers(1, 200),
+    wanted=st.lists(st.integers(0, 300), max_size=4),
+    every=st.integers(1, 60),
+)
+def test_positions_are_chosen_within_the_room(room, start, length, wanted, every):
+    points = RewindPoints(fake_caches(), room * 32)
+    chosen = points.choose(start, start + length, wanted, every, 32)
+    inside = sorted({n for n in wanted if start < n <= start + length})
+    assert chosen == sorted(set(chosen)) and all(start < n <= start + length for n in chosen)
+    assert len(chosen) <= room and set(inside[-room:] if room else []) <= set(chosen)
+    if len(inside) < room and length > every + start:
+        assert set(chosen) - set(inside), "there was room for more"
+    assert (
+        KVCache().is_trimmable() and RewindPoints([KVCache()], 10**6).choose(start, start + length, wanted, 1, 1) == []
+    )
 
 
 def fake_caches():

@@ -96,7 +96,7 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids)
     def hint(self, layer, ids):
-        self.loader.hint(layer, ids)
+        self.loader.hint([(layer, expert) for expert in ids])
 
     @rule(slots=st.integers(0, ALL + 2))
     def resize(self, slots):
@@ -200,7 +200,7 @@ def test_reads_under_way_are_waited_for_where_they_would_be_dropped(packed):
         return os.preadv(fd, buffers, offset)
 
     loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, workers=4, preadv=slow))
-    loader.hint(0, range(4))
+    loader.hint([(0, expert) for expert in range(4)])
     waiting_for(4, begun)
     assert loader.resize(2 * stride) == 2 <= len(over)
     assert np.array_equal(blocks(read(loader, 0, [2, 3])), records(packed, 0)[[2, 3]])
@@ -220,7 +220,7 @@ def test_a_record_that_is_being_read_is_not_moved(packed):
     loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, preadv=held_up))
     for expert in range(3):
         read(loader, 0, [expert]).release()
-    loader.hint(0, [3])
+    loader.hint([(0, 3)])
     waiting_for(4, begun)
     assert loader.resize(2 * stride) == 2
     go_on.set()
@@ -246,7 +246,7 @@ def test_a_guarded_record_is_evaluated_before_its_memory_goes(packed, slots, dro
 
 def test_what_was_read_in_vain_is_counted(packed):
     loader, stride = breathing(packed, ALL)
-    loader.hint(0, range(EXPERTS))
+    loader.hint([(0, expert) for expert in range(EXPERTS)])
     loader.drain()
     read(loader, 0, [5]).release()
     loader.resize(2 * stride)
@@ -278,7 +278,7 @@ def test_memory_that_metal_has_adopted_stays(packed, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(mx, "from_dlpack", lambda rows, copy: mx.array(rows))
         patch.setattr(backend, "name", lambda: "metal")
-        loader, stride = breathing(packed, 4, allowance=lambda tokens: 1 << 40)
+        loader, stride = breathing(packed, 4, allowance=lambda tokens, held: 1 << 40)
         assert not loader.breathes and len(loader._pools[0].rows) == 4
         with loader.turn(1):
             assert loader.slots == 4
@@ -336,7 +336,7 @@ def test_only_whole_pages_are_given_back():
 
 def test_an_allowance_is_asked_once_in_a_turn(packed, monkeypatch):
     asked, resized = [], []
-    loader, stride = breathing(packed, 2, allowance=lambda tokens: asked.append(tokens) or size[0] * stride)
+    loader, stride = breathing(packed, 2, allowance=lambda tokens, held: asked.append(tokens) or size[0] * stride)
     resize = loader.resize
     monkeypatch.setattr(loader, "resize", lambda nbytes: resized.append(nbytes // stride) or resize(nbytes))
     size = [2]
@@ -350,7 +350,7 @@ def test_an_allowance_is_asked_once_in_a_turn(packed, monkeypatch):
 
 def test_a_little_more_memory_is_not_worth_a_resize(tmp_path):
     packed = write_packed(tmp_path, experts=40)
-    loader, stride = breathing(packed, 32, allowance=lambda tokens: tokens * stride)
+    loader, stride = breathing(packed, 32, allowance=lambda tokens, held: tokens * stride)
     for tokens, slots in [(33, 32), (34, 34), (33, 33), (34, 33), (36, 36), (78, 78), (79, 78), (80, 80), (79, 79)]:
         with loader.turn(tokens):
             assert loader.slots == slots, tokens
@@ -358,7 +358,7 @@ def test_a_little_more_memory_is_not_worth_a_resize(tmp_path):
 
 
 def test_what_the_allowance_raises_ends_the_call_only(packed):
-    loader, stride = breathing(packed, allowance=lambda tokens: 1 // tokens)
+    loader, stride = breathing(packed, allowance=lambda tokens, held: 1 // tokens)
     with pytest.raises(ZeroDivisionError), loader.turn(0):
         pass
     with loader.turn(1):
@@ -382,7 +382,7 @@ def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
         cache_bytes=1,
         most_bytes=1 << 30,
         copied=True if kind == "copied" else None,
-        allowance=lambda tokens: (seen.append(model.experts.slots), (len(seen) % 2) << 30)[1],
+        allowance=lambda tokens, held: (seen.append(model.experts.slots), (len(seen) % 2) << 30)[1],
     )
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
     for size in (chunk, 2):

@@ -164,7 +164,7 @@ def test_a_closed_loader(packed, mode):
         loader.request(0, np.array([0]))
     with pytest.raises(ExpertIOError, match="closed"):
         lease.records()
-    assert loader.hint(0, [1]) == []
+    assert loader.hint([(0, 1)]) == []
 
 
 def test_more_experts_than_slots(packed):
@@ -278,7 +278,7 @@ def test_a_batch_in_use_keeps_its_blocks(small):
 def test_a_guess_does_not_evict_what_it_asks_for(small, packed):
     for expert in (0, 1):
         small.request(0, np.array([expert])).wait()
-    assert small.hint(0, [2, 0]) == [2]  # 0 is the older one
+    assert small.hint([(0, 2), (0, 0)]) == [(0, 2)]  # 0 is the older one
     small.drain()
     lease = small.request(0, np.array([0, 2]))
     assert lease.ready.all()
@@ -288,7 +288,7 @@ def test_wrong_guesses_do_not_fill_the_pool(packed):
     loader = StreamedExperts(packed, cache_bytes=1, least_slots=4)
     for guess in (1, 2, 3, 4, 5):
         loader.request(0, np.array([0])).wait()
-        loader.hint(1, [guess])
+        loader.hint([(1, guess)])
         for key in loader.in_flight:
             loader._pools[0].get(key).future.result()
     for _ in range(2):
@@ -413,7 +413,7 @@ def test_closing_while_reads_are_under_way(packed):
     loader = StreamedExperts(packed, reader=ExpertReader(packed, workers=2, preadv=faults))
     faults.plan = ["slow"] * 20
     lease = loader.request(0, np.arange(EXPERTS))
-    loader.hint(1, range(EXPERTS))
+    loader.hint([(1, expert) for expert in range(EXPERTS)])
     loader.close()
     with pytest.raises(ExpertIOError, match="closed"):
         lease.wait()
@@ -524,13 +524,13 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids)
     def prefetch(self, layer, ids):
-        self.loader.hint(layer, ids)
+        self.loader.hint([(layer, expert) for expert in ids])
 
     @rule(layer=layers, ids=some_ids, guess=some_ids)
     def prefetch_while_in_use(self, layer, ids, guess):
         """A guess between a request and its use leaves the request's blocks alone."""
         lease = self.loader.request(layer, np.array(ids))
-        self.loader.hint(1 - layer, guess)
+        self.loader.hint([(1 - layer, expert) for expert in guess])
         try:
             got = blocks(lease)
         except ExpertIOError:

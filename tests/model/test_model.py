@@ -17,6 +17,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.kinds import Yarn
 from moeflux_mlx.model.layers import Weight
+from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.ops import backend, latent, native
 from moeflux_mlx.ops.linear import multiply
@@ -88,9 +89,9 @@ def test_routing_is_float32_whatever_the_activations_are(family, tmp_path):
     call = RoutedExperts.__call__
 
     class Looking(RoutedExperts):
-        def __call__(self, routing, x, h_mid, shared):
-            seen.append((routing, x))
-            return call(self, routing, x, h_mid, shared)
+        def __call__(self, routing, *rest):
+            seen.append((routing, rest[0]))
+            return call(self, routing, *rest)
 
     for layer in model.args.moe_layers:
         model.layers[layer].mlp.experts = Looking(model.experts)
@@ -160,18 +161,19 @@ def test_same_bits_in_every_io_mode(family, expert_io):
         model.experts.close()
 
 
-def test_dense_layers_of_a_prompt_are_waited_for(monkeypatch):
-    """Else the temporaries of all layers before the first one with experts would exist together."""
+def test_blocks_of_a_prompt_are_waited_for(monkeypatch):
+    """Else the temporaries of all blocks, and of all layers before the first one with experts, would exist together."""
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model, evaluated, evaluate = tiny_model("deepseek_v3", mx.float32), [], mx.eval
+    monkeypatch.setattr(model, "sizes", PromptSizes(32, 7))
     tokens = mx.array([[1] * 20])
     monkeypatch.setattr(
         mx, "eval", lambda *a: evaluated.extend(x.shape for x in a if isinstance(x, mx.array)) or evaluate(*a)
     )
     model(tokens)
-    hidden = (1, 20, model.args.hidden_size)
-    assert evaluated.count(hidden) == model.args.num_hidden_layers - len(model.args.moe_layers) > 0
+    blocks = [(1, n, model.args.hidden_size) for n in (7, 6)]
+    assert [evaluated.count(block) for block in blocks] == [2 * model.args.num_hidden_layers, 0]
     evaluated.clear()
     model(tokens[:, :8])
     assert (1, 8, model.args.hidden_size) not in evaluated

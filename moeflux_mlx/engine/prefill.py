@@ -1,0 +1,117 @@
+"""Taking a prompt into a model's caches, span by span: what is absorbed, kept on the way, left half done.
+
+It knows tokens and caches. Where a prompt came from, and which states are worth keeping, is the session's business.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..model.decoder import Model
+from ..model.span import Span
+from ..state.cache import Cache, Pair
+
+Progress = Callable[[int, int], Any]
+
+
+def span_lengths(tokens: int, span: int) -> list[int]:
+    """The spans of a prompt of so many tokens: as few as possible, none longer than `span`, of about equal length."""
+    count = -(-tokens // span)
+    return [tokens // count + (i < tokens % count) for i in range(count)]
+
+
+class Prefill:
+    """A prompt on its way into a model's caches.
+
+    Args:
+        model: computes it.
+        cache: absorbs it, after what it has absorbed already.
+        tokens: [N] uint32 of the prompt, at least one.
+        span: tokens that go through the model together, at most; None, or more than was planned for the model, means
+            what was planned.
+        block: tokens of a span that a mixer handles at once, at most; in the same way.
+        keep: numbers of tokens after which states that cannot be cut are kept.
+        half: a span that an earlier call left half done; the prompt begins with it.
+
+    Attributes:
+        done: tokens that every cache has absorbed.
+        kept: for each of `keep` up to there, the states of the layers that cannot be cut.
+        half: the span that is half done, if the work was stopped.
+
+    Raises:
+        RequestError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: list[Cache],
+        tokens: mx.array,
+        *,
+        span: int | None = None,
+        block: int | None = None,
+        keep: Sequence[int] = (),
+        half: Span | None = None,
+    ):
+        for name, value in (("span", span), ("prefill_step_size", block)):
+            if value is not None and value < 1:
+                raise RequestError(f"{name} is {value}; it must be positive")
+        self.model, self.cache, self.tokens, self.half = model, cache, tokens, half
+        self.span = model.sizes.span if span is None else min(span, model.sizes.span)
+        self.block = model.sizes.block if block is None else min(block, model.sizes.block)
+        self.keep = sorted(keep)
+        self.done = 0
+        self._logits: mx.array | None = None
+        self.kept: dict[int, dict[int, Pair]] = {}
+
+    def run(self, progress: Progress = lambda done, total: None) -> mx.array:
+        """Computes the rest of the prompt; the logits [1, vocab_size] after its last token.
+
+        Args:
+            progress: called with (tokens' worth of work that is done, tokens in all), ascending, always less than all.
+                What it raises stops the work within a block of a mixer or a wave of experts; `run` can be called again.
+
+        Raises:
+            ExpertIOError: as calling the model does.
+        """
+        progress(self.done, len(self.tokens))
+        for layer in self.cache:
+            layer.expect(len(self.tokens) - self.done)
+        for i, length in enumerate(self._lengths()):
+            if i:
+                mx.clear_cache()  # of the last span's temporaries: this one's have other sizes
+            self._pass(self.half or self._span(length), progress)
+        assert self._logits is not None  # a prompt has a token
+        return self._logits
+
+    def _pass(self, span: Span, progress: Progress) -> None:
+        at, total = self.done, len(self.tokens)
+        self.half = span
+
+        def report(share: float) -> None:
+            progress(min(at + int(span.length * share), total - 1), total)
+
+        self._logits = self.model.advance(span, self.cache, report)
+        mx.eval([layer.state for layer in self.cache])
+        self.kept |= {at + end: states for end, states in span.kept.items()}
+        self.done, self.half = at + span.length, None
+
+    def drop(self) -> None:
+        """Takes the caches back to the end of the last whole span."""
+        if self.half is not None:
+            self.half.drop(self.cache)
+            self.half = None
+
+    def _lengths(self) -> list[int]:
+        rest = len(self.tokens) - self.done
+        if self.half is None:
+            return span_lengths(rest, self.span) if rest else []
+        after = rest - self.half.length
+        return [self.half.length, *(span_lengths(after, self.span) if after else [])]
+
+    def _span(self, length: int) -> Span:
+        start, end = self.done, self.done + length
+        keep = [n - start for n in self.keep if start < n <= end]
+        return Span(self.tokens[start:end][None], self.cache[0].offset, self.block, keep)

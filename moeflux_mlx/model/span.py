@@ -1,0 +1,99 @@
+"""A span: prompt tokens that go through the model together, layer after layer, and how far they have come.
+
+Between two layers a span is its hidden states and nothing else, so it can be left there and taken up again. Within a
+layer its mixer handles one block of tokens after the other, and states that cannot be cut later are kept on the way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..state.cache import Cache, Pair
+
+
+@dataclass(frozen=True)
+class PromptSizes:
+    """How prompts are cut: `span` tokens go through the model together, at most, `block` of them through a mixer."""
+
+    span: int = 8192
+    block: int = 4096
+
+
+@dataclass
+class Span:
+    """Tokens [B, N] on their way through the model.
+
+    Args:
+        tokens: as the model takes them.
+        start: what the caches had absorbed before them.
+        block: tokens that a mixer handles at once.
+        keep: numbers of the span's tokens after which states that cannot be cut are kept, ascending.
+
+    Attributes:
+        reached: how many layers are done, and what came out of the last of them, [B, N, hidden_size]; None at first.
+        kept: for each of `keep` the states of the layers that cannot be cut, by layer.
+    """
+
+    tokens: mx.array
+    start: int
+    block: int
+    keep: Sequence[int] = ()
+    reached: tuple[int, Any] = (0, None)
+    kept: dict[int, dict[int, Pair]] = field(default_factory=dict)
+    _before: dict[int, Pair | None] = field(default_factory=dict)  # states of layers that are done or in work
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def layer(self) -> int:
+        """The next layer to pass."""
+        return self.reached[0]
+
+    @property
+    def hidden(self) -> Any:
+        return self.reached[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a span holds on to between two layers."""
+        pairs = [*self._before.values(), *(pair for states in self.kept.values() for pair in states.values())]
+        states = sum(array.nbytes for pair in pairs for array in pair or () if array is not None)
+        return states + (0 if self.hidden is None else self.hidden.nbytes)
+
+    def blocks(self, cache: Cache) -> Iterator[tuple[int, int]]:
+        """Start and end of what the mixer of `cache` takes in turn: blocks, cut where its state is to be kept."""
+        ends = set(range(self.block, self.length, self.block)) | {self.length}
+        if not cache.is_trimmable():
+            ends |= set(self.keep)
+        start = 0
+        for end in sorted(ends):
+            yield start, end
+            start = end
+
+    def begin(self, layer: int, cache: Cache) -> None:
+        """A layer is about to absorb the span; if it had begun before and was interrupted, that is undone."""
+        self.undo(layer, cache)
+        self._before[layer] = None if cache.is_trimmable() else cache.state[:2]
+
+    def passed(self, layer: int, end: int, cache: Cache) -> None:
+        """The mixer of `layer` has absorbed the first `end` tokens."""
+        if end in self.keep and not cache.is_trimmable():
+            self.kept.setdefault(end, {})[layer] = cache.state[:2]
+
+    def undo(self, layer: int, cache: Cache) -> None:
+        """Takes the cache of a layer that has begun back to where the span starts."""
+        if layer in self._before:
+            cache.go_back(self.start, self._before[layer])
+            for states in self.kept.values():
+                states.pop(layer, None)
+            del self._before[layer]  # last: an interruption before leaves a way back
+
+    def drop(self, caches: Sequence[Cache]) -> None:
+        """Takes all caches back to where the span starts; nothing of it is left."""
+        for layer in list(self._before):
+            self.undo(layer, caches[layer])
+        self.reached, self.kept = (0, None), {}

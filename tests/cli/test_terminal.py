@@ -1,0 +1,52 @@
+"""What a terminal shows while a prompt is computed."""
+
+import io
+
+import pytest
+
+from moeflux_mlx.cli import terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(terminal.sys, "stderr", out)
+    progress = terminal.Progress("prompt")
+    shown = []
+    for seconds, done in ((0, 1000), (1, 1100), (10, 2000), (40, 5000)):
+        clock[0] = 100.0 + seconds
+        progress.update(done, 9000)
+        shown.append(out.getvalue().rsplit("\r\033[K", 1)[-1])
+    assert shown == [
+        "prompt 1000/9000 tokens",
+        "prompt 1100/9000 tokens",  # too little to judge by
+        "prompt 2000/9000 tokens, 1 min 10 s left",
+        "prompt 5000/9000 tokens, 40 s left",
+    ]
+    progress.close()
+    assert out.getvalue().endswith("\r\033[K")
+
+
+def test_elsewhere_nothing_is_shown(clock, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(terminal.sys, "stderr", out)
+    progress = terminal.Progress("prompt")
+    progress.update(1, 2)
+    progress.close()
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize("seconds, text", [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3671, "61 min 11 s")])
+def test_durations(seconds, text):
+    assert terminal.duration(seconds) == text

@@ -1,0 +1,257 @@
+"""Prompts in spans and blocks: Hugging Face's logits at all of them, and the same bits wherever experts are.
+
+A span that was stopped anywhere goes on as if it had not been.
+"""
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.prefill import Prefill, span_lengths
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.model.span import Span
+from moeflux_mlx.ops import attend, backend, grouped, native
+
+TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
+FAMILIES = goldens.families()
+SIZES = [(64, 64), (64, 7), (64, 1), (20, 20), (20, 8), (9, 64), (8, 3), (1, 1)]  # span, block
+POOL = 10 * 16384
+
+
+def prompt(family):
+    tokens, logits = goldens.golden(family, "hub")
+    return mx.array(tokens, mx.uint32), logits
+
+
+def model_of(family, **options):
+    return load_model(tiny_directory(family), dtype=mx.float32, **options)
+
+
+@pytest.fixture(params=["native", "operations"])
+def computing(request, monkeypatch):
+    """On the CPU by native kernels, and by MLX's operations, where experts are taken apart in pieces."""
+    if request.param == "operations":
+        monkeypatch.setattr(native, "available", lambda: False)
+        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+        monkeypatch.setitem(grouped.DENSE_FROM, "ops", 4)
+        monkeypatch.setattr(grouped, "PIECE_ROWS", 48)
+    return request.param
+
+
+@pytest.mark.parametrize("span, block", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_span_and_block_matches_hugging_face(family, span, block, computing):
+    tokens, want = prompt(family)
+    model = model_of(family, span=span, prefill_step_size=block)
+    cache = model.make_cache()
+    parts = [model(tokens[None, start : start + span], cache)[0] for start in range(0, len(tokens), span)]
+    assert np.abs(np.array(mx.concatenate(parts)) - want).max() < TOLERANCE
+    last = Prefill(model, model.make_cache(), tokens).run()
+    assert np.abs(np.array(last[0]) - want[-1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_cut_by_its_scores_matches_hugging_face(family, monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    tokens, want = prompt(family)
+    model = model_of(family)
+    for scores in (1, 300, 2000):
+        monkeypatch.setattr(attend, "SCORES", scores)
+        assert np.abs(np.array(model(tokens[None])[0]) - want).max() < TOLERANCE
+    monkeypatch.setattr(attend, "in_parts", lambda heads, rows, n, mask: [(slice(0, rows), slice(0, n), None)])
+    monkeypatch.setattr("moeflux_mlx.ops.latent.in_parts", attend.in_parts)
+    assert np.abs(np.array(model(tokens[None])[0]) - want).max() > TOLERANCE, "tokens that see later ones go unseen"
+
+
+MODES = {
+    "mapped": {"expert_io": "mmap"},
+    "a small pool": {"expert_io": "pread", "expert_cache_bytes": POOL},
+    "nothing read ahead": {"expert_io": "pread", "expert_cache_bytes": POOL, "prefetch": "off"},
+    "everything in the pool": {"expert_io": "pread"},
+}
+
+
+def bits(logits, cache):
+    """The numbers of a result and of what the caches hold, whatever room they have beside it."""
+    held = [a[..., : layer.offset, :] if layer.is_trimmable() else a for layer in cache for a in layer.state[:2]]
+    return [np.array(logits), *map(np.array, held)]
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("span, block", [(64, 64), (64, 7), (20, 8)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_wherever_experts_are(family, span, block, computing):
+    tokens, _ = prompt(family)
+    found = []
+    for options in MODES.values():
+        model = model_of(family, span=span, prefill_step_size=block, **options)
+        cache = model.make_cache()
+        found.append(bits(Prefill(model, cache, tokens).run(), cache))
+        model.experts.close()
+    assert all(same(found[0], other) for other in found[1:])
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(at):
+    """A progress callback that raises when it is called for the `at`-th time."""
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == at:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("options", [MODES["mapped"], MODES["a small pool"]], ids=["mapped", "pool"])
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_a_span_stopped_anywhere_goes_on_with_the_same_bits(family, options):
+    tokens, _ = prompt(family)
+    model = model_of(family, span=25, prefill_step_size=8, **options)
+    reports, cache = [], model.make_cache()
+    whole = Prefill(model, cache, tokens, keep=[3, 20, 30])
+    wanted, kept = bits(whole.run(lambda done, total: reports.append(done)), cache), whole.kept
+    assert reports == sorted(reports) and reports[0] == 0 and max(reports) < len(tokens)
+    for at in range(1, len(reports) + 1, 3):
+        cache = model.make_cache()
+        prefill = Prefill(model, cache, tokens, keep=[3, 20, 30])
+        with pytest.raises(Stop):
+            prefill.run(stopping(at))
+        model(mx.array([[1] * 12]))  # another text in between
+        logits = prefill.run()
+        assert same(bits(logits, cache), wanted), f"stopped at report {at} of {len(reports)}"
+        assert prefill.kept.keys() == kept.keys()
+    model.experts.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_a_span_that_is_dropped_leaves_the_caches_where_it_began(family):
+    tokens, _ = prompt(family)
+    model = model_of(family, span=15, prefill_step_size=4)
+    reports = []
+    Prefill(model, model.make_cache(), tokens[10:]).run(lambda done, total: reports.append(done))
+    for at in range(1, len(reports) + 1, 4):
+        cache = model.make_cache()
+        model(tokens[None, :10], cache)
+        prefill = Prefill(model, cache, tokens[10:])
+        with pytest.raises(Stop):
+            prefill.run(stopping(at))
+        prefill.drop()
+        begun = model.make_cache()
+        model(tokens[None, :10], begun)
+        if prefill.done:
+            Prefill(model, begun, tokens[10 : 10 + prefill.done], span=prefill.done).run()
+        assert {layer.offset for layer in cache} == {10 + prefill.done}
+        assert same(bits(mx.zeros(1), cache), bits(mx.zeros(1), begun))
+
+
+def test_an_interruption_between_two_layers_is_undone(monkeypatch):
+    """After a layer is done and before that is noted: the layer does not see the span twice."""
+    tokens, _ = prompt("qwen3_next")
+    model = model_of("qwen3_next")
+    cache = model.make_cache()
+    wanted = bits(Prefill(model, cache, tokens).run(), cache)
+    cache = model.make_cache()
+    prefill, start = Prefill(model, cache, tokens), backend.start
+    layer, calls = type(model.layers[0]), []
+    pass_span = layer.pass_span
+    monkeypatch.setattr(layer, "pass_span", lambda self, *rest: calls.append(self) or pass_span(self, *rest))
+
+    def interrupted(*arrays):
+        start(*arrays)
+        if len(calls) == 2 and len(arrays) == 1:
+            monkeypatch.setattr(backend, "start", start)
+            monkeypatch.setattr(Span, "undo", lambda self, i, cache: None)
+            raise Stop
+
+    monkeypatch.setattr(backend, "start", interrupted)
+    with pytest.raises(Stop):
+        prefill.run()
+    monkeypatch.undo()
+    logits = prefill.run()
+    assert same(bits(logits, cache), wanted)
+    assert prefill.run() is logits  # there is nothing left to do
+
+
+def test_a_call_that_fails_leaves_the_caches_as_they_were(monkeypatch):
+    tokens, _ = prompt("qwen3_next")
+    model = model_of("qwen3_next")
+    cache = model.make_cache()
+    model(tokens[None, :20], cache)
+    before, experts = bits(mx.zeros(1), cache), model.layers[2].mlp.experts
+    monkeypatch.setattr(model.layers[2].mlp, "experts", None)
+    with pytest.raises(AssertionError):
+        model(tokens[None, 20:], cache)
+    monkeypatch.setattr(model.layers[2].mlp, "experts", experts)
+    assert same(bits(mx.zeros(1), cache), before)
+
+
+def test_states_on_the_way_are_those_of_a_shorter_text():
+    tokens, _ = prompt("qwen3_next")
+    model = model_of("qwen3_next", span=64, prefill_step_size=8)
+    keep = [1, 8, 13, 39, 40]
+    prefill = Prefill(model, model.make_cache(), tokens[:40], keep=keep)
+    prefill.run()
+    assert sorted(prefill.kept) == keep
+    for n in keep:
+        cache = model.make_cache()
+        Prefill(model, cache, tokens[:n]).run()
+        recurrent = {i: layer.state[:2] for i, layer in enumerate(cache) if not layer.is_trimmable()}
+        assert recurrent.keys() == prefill.kept[n].keys()
+        for i, pair in recurrent.items():
+            for want, got in zip(pair, prefill.kept[n][i], strict=True):
+                np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-5)
+
+
+def test_a_failed_read_leaves_a_span_that_goes_on(monkeypatch):
+    tokens, _ = prompt("qwen3_next")
+    model = model_of("qwen3_next", **MODES["a small pool"])
+    cache = model.make_cache()
+    wanted = bits(Prefill(model, cache, tokens).run(), cache)
+    cache = model.make_cache()
+    prefill, request = Prefill(model, cache, tokens), model.experts.request
+
+    def failing(layer, ids):
+        if layer == model.args.moe_layers[2]:
+            raise OSError("unplugged")
+        return request(layer, ids)
+
+    monkeypatch.setattr(model.experts, "request", failing)
+    with pytest.raises(OSError, match="unplugged"):
+        prefill.run()
+    assert prefill.half is not None and prefill.half.layer == model.args.moe_layers[2]
+    monkeypatch.setattr(model.experts, "request", request)
+    assert same(bits(prefill.run(), cache), wanted)
+    model.experts.close()
+
+
+def test_spans_are_equal():
+    assert span_lengths(1, 8) == [1] and span_lengths(8, 8) == [8]
+    assert span_lengths(17, 8) == [6, 6, 5] and span_lengths(9, 8) == [5, 4]
+
+
+def test_blocks_end_where_a_state_is_to_be_kept():
+    cache = model_of("qwen3_next").make_cache()
+    span = Span(mx.zeros((1, 20), mx.uint32), 0, 8, [3, 16, 18])
+    recurrent, attention = cache[0], cache[-1]
+    assert not recurrent.is_trimmable() and attention.is_trimmable()
+    assert list(span.blocks(recurrent)) == [(0, 3), (3, 8), (8, 16), (16, 18), (18, 20)]
+    assert list(span.blocks(attention)) == [(0, 8), (8, 16), (16, 20)]
+
+
+@pytest.mark.parametrize("name, options", [("span", {"span": 0}), ("prefill_step_size", {"block": -1})])
+def test_sizes_are_positive(name, options):
+    model = model_of("qwen3_moe")
+    with pytest.raises(RequestError, match=f"{name} is"):
+        Prefill(model, model.make_cache(), mx.array([1], mx.uint32), **options)
