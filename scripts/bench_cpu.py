@@ -27,6 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from moeflux_mlx import load_model
+from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
@@ -48,10 +49,13 @@ class Runner:
         self.fed = 0
 
     def start(self, length: int) -> None:
-        """Runs `length` tokens of the prompt into a new cache, without logits."""
+        """Runs `length` tokens of the prompt into a new cache; ours makes logits of the last."""
         self.cache = new_cache(self.model)
-        body = self.model.hidden if isinstance(self.model, Model) else self.model.model
-        mx.eval(body(mx.array(self.prompt[None, :length]), self.cache))
+        tokens = mx.array(self.prompt[:length])
+        if isinstance(self.model, Model):
+            mx.eval(Prefill(self.model, self.cache, tokens).run())
+        else:
+            mx.eval(self.model.model(tokens[None], self.cache))
 
     def decode(self, count: int) -> None:
         for _ in range(count):

@@ -1,7 +1,7 @@
 """Check and time the kernels on this machine's GPU (Metal or CUDA), beside MLX's own operations.
 
     python scripts/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check] [--sections delta dequantize ...]
-                                    [--tiles 8x1x4x3 ...]
+                                    [--tiles 8x2x4x8 ...]
 
 Checks every operation against float64 numpy at the three target shapes in three dtypes, with fresh random inputs and
 poisoned outputs, and shows that each bound catches planted faults. Then times one layer of experts and single
@@ -11,9 +11,9 @@ the same while the GPU is kept busy until all launches are encoded, so that the 
 Python's part. TB/s counts the weights only, against "gpu".
 
 The section "delta" times the delta rule's steps for prompts with every tile of `--tiles` (lanes x rows x simdgroups x
-steps ahead; the table's own if none is given), each checked against the twin first; the fastest that is right is then
-timed at every length beside MLX's own ("wall"). "dequantize" does so for unpacking records, where lanes and steps have
-no meaning.
+steps of a block; the table's own if none is given), each checked against the twin first; the fastest that is right is
+then timed at every length beside MLX's own ("wall"). "dequantize" does so for unpacking records, where lanes and steps
+have no meaning.
 """
 
 import argparse
@@ -535,7 +535,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=256, help="layers of experts in one evaluation")
     parser.add_argument("--skip-check", action="store_true", help="time only")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what is checked and timed")
-    parser.add_argument("--tiles", nargs="+", type=tile_of, help="that delta and dequantize try: 8x1x4x3 ...")
+    parser.add_argument("--tiles", nargs="+", type=tile_of, help="that delta and dequantize try: 8x2x4x8 ...")
     return parser.parse_args()
 
 

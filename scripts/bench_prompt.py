@@ -32,7 +32,6 @@ import numpy as np
 from bench_stream import GROUPS, inside, raw_reads
 
 from moeflux_mlx.cli.run import configure_mlx
-from moeflux_mlx.engine.budget import MemoryPlan
 from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.machine import default_dtype
@@ -123,11 +122,6 @@ def first_token(model: Model, prompt: list[int]) -> Callable[[], object]:
 def open_for(options: argparse.Namespace, tokens: int, span: int | None = None, **more) -> Engine:
     """The model with room for `tokens` and the one that follows."""
     return open_engine(options.model, context=tokens + 1, **({} if span is None else {"span": span}), **more)
-
-
-def span_of(plan: MemoryPlan) -> int:
-    """Tokens that go through a layer together."""
-    return getattr(plan, "span", plan.demand.prefill_step_size)
 
 
 def turns(cases: list, i: int) -> list:
@@ -228,7 +222,7 @@ class Watched:
     """A streamed model, and which of its experts are asked for."""
 
     def __init__(self, engine: Engine):
-        self.model, self.experts, self.span = engine.model, engine.experts, span_of(engine.plan)
+        self.model, self.experts, self.span = engine.model, engine.experts, engine.plan.sizes.span
         self.used: set[Key] = set()
         self._request = engine.experts.request
         engine.experts.request = self._note  # type: ignore[method-assign]

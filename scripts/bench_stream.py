@@ -187,9 +187,9 @@ def loader_reads(loader: StreamedExperts) -> int:
     for layer in loader.layout.moe_layers:
         experts = [expert for own, expert in blocks if own == layer]
         waves += [(layer, experts[i : i + WAVE]) for i in range(0, len(experts), WAVE)]
-    for (layer, experts), following in zip(waves, [*waves[1:], (0, [])], strict=True):
+    for (layer, experts), (after, following) in zip(waves, [*waves[1:], (0, [])], strict=True):
         batch = loader.request(layer, np.array(experts))
-        loader.hint(*following)
+        loader.hint([(after, expert) for expert in following])
         batch.wait()
         batch.release()
     return loader.stats.bytes_read
@@ -378,7 +378,7 @@ def held_by_process(pid: int) -> tuple[int, int]:
 
 
 def run_worker(options: argparse.Namespace) -> dict:
-    step = {"prefill_step_size": options.prefill_step_size} if options.prefill_step_size else {}
+    step = dict.fromkeys(("span", "prefill_step_size"), options.prefill_step_size)
     experts = ExpertLayout.from_args(ModelArgs.from_file(options.model)).total_bytes
     engine = open_engine(
         options.model,
@@ -418,7 +418,7 @@ def run_worker(options: argparse.Namespace) -> dict:
         "waited": stats.wait_seconds / seconds,
         "speed": stats.gb_per_second,
         "planned": engine.plan.total,
-        "pool": engine.plan.pool,
+        "pool": model.experts.slots * model.experts.layout.expert_stride,
         "device_peak": mx.get_peak_memory(),  # of a GPU; the CPU's pool is not MLX's memory
         "slots": model.experts.slots,
     }
@@ -432,8 +432,11 @@ def damp(model, factor: float) -> None:
         def wants_guess(self, layer, tokens):
             return routed.wants_guess(layer, tokens)
 
-        def __call__(self, routing, x, h_mid, shared):
-            return h_mid + factor * (routed(routing, x, h_mid, shared) - h_mid)
+        def expect(self, layer, tokens):
+            routed.expect(layer, tokens)
+
+        def __call__(self, routing, x, h_mid, *rest):
+            return h_mid + factor * (routed(routing, x, h_mid, *rest) - h_mid)
 
     embedding = model.model.embed_tokens
     for part in (embedding, *(model.layers[index].self_attn.o_proj for index in model.args.moe_layers)):

@@ -80,6 +80,9 @@ class Recorder:
     def wants_guess(self, layer, tokens):
         return self.routed.wants_guess(layer, tokens)
 
+    def expect(self, layer, tokens):
+        self.routed.expect(layer, tokens)
+
     def __call__(self, routing, *rest):
         if len(routing.ids) == 1:
             self.rows[routing.layer].append(np.array(routing.ids)[0])
