@@ -253,6 +253,7 @@ class Model(nn.Module):
                 span.undo(i, cache[i])
                 raise
             span.reached = i + 1, h
+            backend.give_back(h)
 
     def _expect(self, span: Span) -> None:
         """Lets the experts of the first layer that has any be read while what is before them is computed."""

@@ -5,7 +5,10 @@ operation that meets one computes at once instead of adding to an MLX graph. Wei
 read in place; no operation writes into one.
 """
 
+import ctypes
+import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -92,6 +95,22 @@ def after(x: Any) -> mx.array | None:
     made = x.reshape(-1)[:1] * 1  # an operation: a view would hold on to all of it
     mx.async_eval(made)
     return made
+
+
+def give_back(x: Array) -> None:
+    """Returns to the system what the C library keeps of freed arrays, where those are numpy's.
+
+    glibc keeps pieces of up to 32 MB each: in a long prompt about as much again as the prompt's temporaries.
+    """
+    trim = _malloc_trim()
+    if trim is not None and isinstance(x, np.ndarray):
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    """glibc's; None elsewhere."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def join(parts: "list[tuple[Array, ...]]", axis: int) -> "list[Array]":
