@@ -271,14 +271,30 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
 
 
 def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> tuple[int, PromptSizes]:
-    """The context, and how prompts are cut: the largest sizes that memory allows, else the smallest.
+    """The context, and how prompts are cut.
 
-    Neither the mode nor the size of the pool that is asked for has a say: the sizes show in the bits. But cuts that
-    leave room to map the experts come before larger ones that do not.
+    Neither the mode nor the size of the pool that is asked for has a say, because the sizes show in the bits; only
+    where such a pool finds no room beside them, they give way.
+    """
+    least = least_pool(args, layout)
+    wanted = max(demand.expert_cache_bytes or 0, least)
+    context, sizes = _largest(args, layout, figures, demand, least)
+    need = state_bytes(args, context, demand.itemsize) + activation_bytes(args, layout, demand, context, sizes)
+    if demand.resident + RUNTIME_BYTES + need + wanted > room(figures):
+        context, sizes = _largest(args, layout, figures, demand, wanted)
+    return context, sizes
+
+
+def _largest(
+    args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, pool: int
+) -> tuple[int, PromptSizes]:
+    """The largest context and sizes that memory allows beside a pool of so many bytes, else the smallest.
+
+    Cuts that leave room to map the experts come before larger ones that do not.
     """
     for context in contexts(args, demand):
         fixed = demand.resident + RUNTIME_BYTES + state_bytes(args, context, demand.itemsize)
-        spare = room(figures) - fixed - least_pool(args, layout)
+        spare = room(figures) - fixed - pool
         needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in cuts(context, demand)}
         needs = {sizes: need for sizes, need in needs.items() if need <= spare} or needs
         mapped = {sizes: need for sizes, need in needs.items() if not _reads(layout, figures, fixed + need)}
