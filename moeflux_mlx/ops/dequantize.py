@@ -1,8 +1,9 @@
-"""Packed records as dense matrices, for products large enough to pay for unpacking."""
+"""Packed records taken apart, for products large enough to pay for it: into dense arrays of their fields, or floats."""
 
 from functools import cache
 
 import mlx.core as mx
+import numpy as np
 
 from ..formats.record import Projection, Record
 from . import backend
@@ -12,6 +13,9 @@ from .launch import Kernel, Launch, Shape, ceildiv, require
 from .tiles import TILES
 
 DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "gate_up down")
+LARGEST_INDEX = 2**31 - 1
+
+Dense = list[mx.array]  # a projection's codes, scales and biases [n, rows, ...]
 
 
 def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -55,18 +59,34 @@ def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Recor
 
 
 def _ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    # Whole records first: MLX's gather counts in 32 bits where the view is small, whatever lies between its rows.
-    words = mx.take(records.blob, slots, axis=0)
-
-    def matrix(projection: Projection) -> mx.array:
-        parts = []
-        for field in projection.fields:
-            part = mx.contiguous(words[:, field.words])
-            part = part if field.dtype == "U32" else part.view(mx.bfloat16).astype(mx.float32)
-            parts.append(part.reshape(len(slots), field.shape[0], -1))
-        codes, scales, biases = parts
+    def matrix(part: Dense, projection: Projection) -> mx.array:
+        codes, scales, biases = part
         quant = projection.quant
         return mx.dequantize(codes, scales, biases, quant.group_size, quant.bits).astype(dtype)
 
-    gate, up, down = (matrix(part) for part in (records.record.gate, records.record.up, records.record.down))
+    record, parts = records.record, dense(records, np.array(slots), mx.float32)
+    gate, up, down = map(matrix, parts, (record.gate, record.up, record.down))
     return mx.concatenate([gate, up], axis=1), down
+
+
+def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, Dense, Dense]:
+    """gate, up and down of the records in the rows `where`, each array dense; scales and biases in `dtype`."""
+    blob, record, first = records.blob, records.record, int(where[0])
+    run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
+    if not run and blob.size > LARGEST_INDEX:
+        # MLX's gather counts in 32 bits where the view is small, whatever lies between its rows.
+        blob, first, run = mx.take(blob, mx.array(where), axis=0), 0, True
+
+    def matrix(projection: Projection) -> Dense:
+        made = []
+        for field in projection.fields:
+            columns = blob[:, field.words]
+            words = (
+                mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
+            )
+            if field.dtype == "BF16":
+                words = mx.view(words, mx.bfloat16).astype(dtype)
+            made.append(words.reshape(len(where), field.shape[0], -1))
+        return made
+
+    return matrix(record.gate), matrix(record.up), matrix(record.down)

@@ -14,14 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
-from . import backend, native
+from . import backend
 from .backend import Array, view
 from .combine import combine
-from .dequantize import dequantized_records
+from .dequantize import Dense, dense, dequantized_records
 from .elementwise import silu_mul
-from .experts import Records, is_read
+from .experts import Records, expert_down_combine, expert_gate_up, is_read
 
-LARGEST_INDEX = 2**31 - 1
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
 # rows; not measured.
@@ -33,8 +32,6 @@ PIECE_ROWS = 16384  # that one product takes, at most: bounds a wave's memory, h
 NATIVE_ROWS = 1024  # the same for the native kernels, which lose nothing by it
 COMBINED = 8192  # tokens whose outputs are gathered at a time
 NO_OWNERS = np.zeros(0, np.uint32)
-
-Dense = list[mx.array]  # a projection's codes, scales and biases [n, rows, ...]
 
 
 @dataclass(frozen=True)
@@ -134,8 +131,7 @@ def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarra
     """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels."""
     ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), records.record.hidden_size), np.float32)
     where = slots.reshape(-1, 1)
-    act = native.expert_gate_up(x, records.blob, where, records.record)
-    return native.expert_down_combine(act, records.blob, where, records.record, ones, zeros)
+    return expert_down_combine(expert_gate_up(x, where, records), where, records, ones, zeros)
 
 
 # ---- where rows go on MLX's side
@@ -233,31 +229,6 @@ def dense_ffn(x: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
     """
     gate, up = mx.split(x @ gate_up.swapaxes(-1, -2), 2, axis=-1)
     return silu_mul(gate, up) @ down.swapaxes(-1, -2)
-
-
-def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, Dense, Dense]:
-    """gate, up and down of the records in the rows `where`, each array dense; scales and biases in `dtype`."""
-    if isinstance(records.blob, np.ndarray):  # the CPU without native kernels
-        records, where = Records(mx.array(records.blob[where]), records.record), np.arange(len(where))
-    blob, record, first = records.blob, records.record, int(where[0])
-    run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
-    if not run and blob.size > LARGEST_INDEX:
-        # MLX's gather counts in 32 bits where the view is small, whatever lies between its rows.
-        blob, first, run = mx.take(blob, mx.array(where), axis=0), 0, True
-
-    def matrix(projection: Projection) -> Dense:
-        made = []
-        for field in projection.fields:
-            columns = blob[:, field.words]
-            words = (
-                mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
-            )
-            if field.dtype == "BF16":
-                words = mx.view(words, mx.bfloat16).astype(dtype)
-            made.append(words.reshape(len(where), field.shape[0], -1))
-        return made
-
-    return matrix(record.gate), matrix(record.up), matrix(record.down)
 
 
 def grouped_ffn(x: mx.array, parts: tuple[Dense, Dense, Dense], records: Records, owners: mx.array) -> mx.array:

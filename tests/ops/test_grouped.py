@@ -9,7 +9,7 @@ from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, grouped, native
+from moeflux_mlx.ops import backend, dequantize, grouped, native
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.quant import Quant
 
@@ -49,13 +49,13 @@ def test_sizes_of_batched_products(counts):
     assert (sizes % 32 == 0).all()
 
 
-@pytest.mark.parametrize("largest", [grouped.LARGEST_INDEX, 1000])
+@pytest.mark.parametrize("largest", [dequantize.LARGEST_INDEX, 1000])
 @pytest.mark.parametrize("where", [[0], [2, 3, 4], [4, 1], [1, 4, 2, 3], [3, 3], [5, 0, 1]])
 def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypatch):
-    monkeypatch.setattr(grouped, "LARGEST_INDEX", largest)
+    monkeypatch.setattr(dequantize, "LARGEST_INDEX", largest)
     record = Record.make(64, 128, stride=64 * 128 * 2)
     blob = np.random.default_rng(5).integers(0, 1 << 32, (6, record.words), np.uint32)
-    matrices = grouped.dense(Records(mx.array(blob), record), np.array(where), mx.bfloat16)
+    matrices = dequantize.dense(Records(mx.array(blob), record), np.array(where), mx.bfloat16)
     parts = [a for matrix in matrices for a in matrix]
     for part, component in zip(parts, record.fields, strict=True):
         want = blob.view(np.uint8)[where, component.offset : component.offset + component.size]
@@ -64,16 +64,16 @@ def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypat
 
 
 def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
-    """MLX would count in 32 bits: see `grouped.dense`."""
+    """MLX would count in 32 bits: see `dequantize.dense`."""
     record = Record.make(64, 128, stride=64 * 128 * 2)
     blob, gathered = mx.zeros((6, record.words), mx.uint32), []
     take = mx.take
     monkeypatch.setattr(mx, "take", lambda a, *rest, **named: gathered.append(a.shape) or take(a, *rest, **named))
-    grouped.dense(Records(blob, record), np.array([4, 1]), mx.bfloat16)
+    dequantize.dense(Records(blob, record), np.array([4, 1]), mx.bfloat16)
     assert len(gathered) == 9 and blob.shape not in gathered
     gathered.clear()
-    monkeypatch.setattr(grouped, "LARGEST_INDEX", blob.size - 1)
-    grouped.dense(Records(blob, record), np.array([4, 1]), mx.bfloat16)
+    monkeypatch.setattr(dequantize, "LARGEST_INDEX", blob.size - 1)
+    dequantize.dense(Records(blob, record), np.array([4, 1]), mx.bfloat16)
     assert gathered == [blob.shape]
 
 
