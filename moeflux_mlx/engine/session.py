@@ -56,10 +56,6 @@ class Half:
     span: Span
     tokens: list[int]
 
-    def keeps(self, wanted: set[int]) -> bool:
-        """Whether states are kept after each of `wanted` numbers of its tokens, those beyond its end not counted."""
-        return {n for n in wanted if 0 < n <= len(self.tokens)} <= set(self.span.keep)
-
 
 class Session:
     """A text in progress.
@@ -171,7 +167,6 @@ class Session:
         return self._go_back(length) if length < len(self.tokens) else len(self.tokens)
 
     def _go_back(self, length: int) -> int:
-        self._drop_half()
         reached = self.points.rewind(length)
         del self.tokens[reached:]
         return reached
@@ -193,16 +188,14 @@ class Session:
     def _prefill(self, prompt: list[int], ends: list[int]) -> Prefill:
         """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
         self._answering = False
-        if not self._goes_on(prompt):
+        half = self._taken_up(prompt, ends)
+        if half is None:
             self._drop_half()
             self._reuse(prompt)
-        start = len(self.tokens)
-        keep = self._worth_keeping(start, len(prompt), ends)
-        if self._half is not None and not self._half.keeps({n - start for n in ends if n in keep}):
-            self._drop_half()
-        if self._half is not None:
-            self.reuse = Reuse(len(prompt), start, 0)
-        half, self._half = self._half.span if self._half else None, None
+        else:
+            self.reuse = Reuse(len(prompt), len(self.tokens), 0)
+        start, self._half = len(self.tokens), None
+        keep = self._worth_keeping(len(prompt), ends)
         self.points.set_apart(len(keep) * self._state_bytes())
         return Prefill(
             self.model,
@@ -214,15 +207,18 @@ class Session:
             half=half,
         )
 
-    def _goes_on(self, prompt: list[int]) -> bool:
-        """Whether `prompt` begins with what is known and the span that is half done."""
+    def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
+        """The span that is half done, if `prompt` begins with it and it keeps the states that are wanted at `ends`."""
         if self._half is None:
-            return False
-        known = self.tokens + self._half.tokens
-        return prompt[: len(known)] == known
+            return None
+        start, known = len(self.tokens), self.tokens + self._half.tokens
+        wanted = {n - start for n in self._worth_keeping(len(prompt), ends) if n in ends and n <= len(known)}
+        span = self._half.span
+        return span if prompt[: len(known)] == known and wanted <= set(span.keep) else None
 
-    def _worth_keeping(self, start: int, end: int, ends: list[int]) -> list[int]:
-        """Where states are kept while a prompt is absorbed from `start` to `end`: at `ends` first."""
+    def _worth_keeping(self, end: int, ends: list[int]) -> list[int]:
+        """Where states are kept while a prompt is absorbed up to `end`: at `ends` first."""
+        start = len(self.tokens)
         keep = self.points.choose(start, end, ends, self.checkpoint_every, self._state_bytes())
         if self.store is not None and not self.points.can_trim:
             keep = sorted({*keep, *(n for n in ends if n > start)})

@@ -248,8 +248,9 @@ def test_a_span_that_keeps_no_state_where_one_is_wanted_is_not_gone_on_with(tmp_
     session = make(RECURRENT, store=store, span=60)
     with pytest.raises(Stopped):
         list(session.respond(text(), boundaries=[50], prompt_progress_callback=stop_at(20)))
-    list(session.respond(text(), boundaries=[40], max_tokens=1))
+    list(session.respond(text() + [1, 2], boundaries=[40], max_tokens=1))
     assert session.save_error is None and 40 in session.points.positions
+    assert session.reuse.prompt == session.reuse.computed == N + 2
     assert check(make(RECURRENT, store=store), text()[:41] + [7]).disk == 40
 
 
