@@ -70,8 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if options.measure_disk and packed is not None:
         disks = [int(measure_disk(packed))]
         lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
-    passes = [plan.prompts, *pass_lines(plan, disks)]
-    print("\n".join([*memory_lines(plan, layout), *lines, *passes, *speed_lines(args, layout, plan, disks)]))
+    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
 
 
@@ -104,22 +103,17 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
 
 
-def pass_lines(plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
-    """How long reading takes in a pass, on disks of so many bytes per second, where experts do not stay in memory."""
-    if plan.mode is IoMode.MMAP and plan.fixed + plan.experts <= plan.figures.memory:
-        return []
-    times = ", ".join(f"{plan.experts / disk:.1f} s at {disk / 1e9:.3g} GB/s" for disk in disks)
-    return [f"reading all experts once takes {times}"]
-
-
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
-    """What `disks`, in bytes per second, allow: tokens per second at several hit rates, or the time to read all."""
+    """What `disks`, in bytes per second, allow: the time to read all experts, and, where these do not stay in memory,
+    tokens per second at several hit rates.
+    """
     names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
-    if plan.mode is IoMode.MMAP and plan.fixed + plan.experts <= plan.figures.memory:
-        seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+    seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+    if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
     all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
-    lines = [f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names)]
+    lines = [f"reading all experts once takes {seconds}"]
+    lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
     for rate in HIT_RATES:
         nbytes = all_bytes * (1 - rate)
         bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)

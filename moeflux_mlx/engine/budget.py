@@ -7,7 +7,7 @@ at the environment, for the public functions and commands that call it.
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -221,6 +221,11 @@ class MemoryPlan:
         return self.experts if self.figures.copies and self.mode is IoMode.MMAP else 0
 
     @property
+    def stays(self) -> bool:
+        """Whether mapped experts stay in memory once they have been read."""
+        return self.mode is IoMode.MMAP and self.fixed + self.experts <= self.figures.memory
+
+    @property
     def wired(self) -> int | None:
         """Bytes that Metal may keep wired: all that runs on the GPU, within what it recommends; None elsewhere."""
         if self.figures.working_set is None:
@@ -262,7 +267,7 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
         if demand.expert_cache_bytes is None and figures.breathes:
             most = _pool_bytes(args, layout, room(figures) - demand.resident - RUNTIME_BYTES, demand)
     if fixed + max(pool, _least(args, layout, figures, mode)) > room(figures):
-        raise RequestError(_refusal(args, layout, figures, demand, mode))
+        raise RequestError(_refusal(args, layout, figures, demand, mode, context, state, fixed))
     slots = pool // layout.expert_stride
     return MemoryPlan(
         mode, reason, figures, demand, context, default_context(args), sizes, layout.total_bytes, state, activations,
@@ -323,15 +328,17 @@ def contexts(args: ModelArgs, demand: Demand) -> list[int]:
 
 def cuts(context: int, demand: Demand) -> Iterator[PromptSizes]:
     """The ways to cut prompts, largest first, with what is asked for."""
-    spans = [span for span in SPANS if span < 2 * context] if demand.span is None else [demand.span]
+    spans: Sequence[int] = [span for span in SPANS if span < 2 * context] or SPANS[-1:]
+    if demand.span is not None:
+        spans = [demand.span]
     longest = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
-    for span in spans or SPANS[-1:]:
+    for span in spans:
         yield PromptSizes(span, min(longest, span))
     if demand.prefill_step_size is None:
-        block = min(longest, (spans or SPANS)[-1])
+        block = min(longest, spans[-1])
         while block > LEAST_BLOCK:
             block //= 2
-            yield PromptSizes((spans or SPANS)[-1], block)
+            yield PromptSizes(spans[-1], block)
 
 
 class Breath:
@@ -447,26 +454,34 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
     return routing + outputs + max(outputs, UNDER_WAY * (wave * layout.expert_stride + dense + piece))
 
 
-def _refusal(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, mode: IoMode) -> str:
-    """Why it does not fit, and the nearest that does: a smaller pool, a shorter context, more memory."""
-    least = _least(args, layout, figures, mode)
-    asked, sizes = _cut_to_fit(args, layout, figures, demand)
-    state = state_bytes(args, asked, demand.itemsize)
-    temporary = activation_bytes(args, layout, demand, asked, sizes) + RUNTIME_BYTES
-    fixed, kept = demand.resident + state + temporary, figures.memory - room(figures)
+def _refusal(
+    args: ModelArgs,
+    layout: ExpertLayout,
+    figures: Figures,
+    demand: Demand,
+    mode: IoMode,
+    context: int,
+    state: int,
+    fixed: int,
+) -> str:
+    """Why it does not fit, and the nearest that does: a smaller pool, a shorter context, more memory.
+
+    `state` bytes for a context of `context` were planned, `fixed` for all but the experts.
+    """
+    least, kept = _least(args, layout, figures, mode), figures.memory - room(figures)
     why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
     pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
-        f"{_gb(state)} for a context of {asked}, {_gb(temporary)} temporary, "
+        f"{_gb(state)} for a context of {context}, {_gb(fixed - demand.resident - state)} temporary, "
         f"{_gb(pool)} expert pool, {_gb(kept)} {why}"
     )
     spare = room(figures) - fixed
     if spare >= least and pool > spare:
         return f"{text}; an expert pool of {_gb(spare)} fits"
-    context = _longest_context(args, layout, figures, demand, asked, pool)
-    if context:
-        return f"{text}; a context of {context} fits"
+    shorter = _longest_context(args, layout, figures, demand, context, pool)
+    if shorter:
+        return f"{text}; a context of {shorter} fits"
     need = (fixed + pool) / (1 - HEADROOM_SHARE)
     if need > SMALL_MACHINE:
         need = max(need, fixed + pool + LEAST_HEADROOM)
