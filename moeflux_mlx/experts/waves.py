@@ -106,13 +106,14 @@ class _Path:
         self.source, self.layer, self.waves = source, layer, waves
         size = max(len(wave) for wave in waves)
         self._room = _room_ahead(source, layer, size)
-        self._keys: list[Key] = [(layer, expert) for wave in waves for expert in wave.tolist()]
+        used = np.concatenate(waves).tolist()
+        self._keys: list[Key] = [(layer, expert) for expert in used]
         self._ends = np.cumsum([len(wave) for wave in waves]).tolist()
         share = source.slots_per_layer(spare=self._room + size)
-        source.intend(layer, [expert for wave in waves for expert in wave.tolist()])
+        source.intend(layer, used)
         self._kept = set(np.argsort(-counts, kind="stable")[:share].tolist())
         following = source.layout.next_moe_layer(layer)
-        if reads_ahead and following is not None and len(self._keys) >= NEARLY_ALL * source.layout.num_experts:
+        if reads_ahead and following is not None and len(used) >= NEARLY_ALL * source.layout.num_experts:
             self._keys += _whole(source.layout, following)
 
     def leave_before(self, index: int) -> None:

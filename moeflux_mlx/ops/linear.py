@@ -21,10 +21,10 @@ from .tiles import FORM, MAX_TOKENS, TILES, Tile, lanes_of, split_of
 ONE = Kernel("qmv4", "x w scales biases", "y")
 SEVERAL = Kernel("qmv4_tokens", "x w scales biases", "y")
 GROUP = FORM.group_size
-# Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 # Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
 # (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
 DENSE_ROWS = 256
+# Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
 
 

@@ -91,8 +91,12 @@ def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("T, heads, key_heads, v_dim, k_dim", [(1, 2, 1, 32, 128), (4, 4, 2, 20, 64), (3, 2, 2, 7, 32)])
 def test_gated_delta(host, T, heads, key_heads, v_dim, k_dim, dtype):
+    check_delta(delta.gated_delta, T, heads, key_heads, v_dim, k_dim, dtype)
+
+
+def check_delta(steps, T, heads, key_heads, v_dim, k_dim, dtype):
     case = delta_case(np.random.default_rng([T, heads]), T, heads, key_heads, v_dim, k_dim, dtype)
-    out, following = delta.gated_delta(*case)
+    out, following = steps(*case)
     want, state = delta_oracle(*case)
     assert error(out, want) < LIMITS[dtype]
     assert error(following, state) < 2e-5
@@ -111,11 +115,7 @@ TOKENS_CASES = [  # T, value heads, key heads, value dim, key dim
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("T, heads, key_heads, v_dim, k_dim", TOKENS_CASES)
 def test_gated_delta_tokens(host, T, heads, key_heads, v_dim, k_dim, dtype):
-    case = delta_case(np.random.default_rng([T, heads]), T, heads, key_heads, v_dim, k_dim, dtype)
-    out, following = delta.gated_delta_tokens(*case)
-    want, state = delta_oracle(*case)
-    assert error(out, want) < LIMITS[dtype]
-    assert error(following, state) < 2e-5
+    check_delta(delta.gated_delta_tokens, T, heads, key_heads, v_dim, k_dim, dtype)
 
 
 @pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 8), (8, 3, 2, 1), (16, 1, 4, 2), (32, 4, 2, 4)])
