@@ -293,17 +293,32 @@ class StreamedExperts(ExpertLoader):
         for key in [key for key in keys if key not in pool]:
             self._stats.misses += 1
             slot = self._claim(pool)
-            assert slot is not None  # there are at least as many slots as pinned records
+            assert slot is not None  # as it is no guess
             self._submit(pool, key, slot, speculative=False)
 
     def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if need be. None: not for a guess."""
         while (slot := pool.take()) is None:
             key = pool.victim(for_guess)
-            if key is None:
+            if key is not None:
+                self._evict(pool, key)
+            elif for_guess:
                 return None
-            self._evict(pool, key)
+            else:
+                self._land(pool)
         return slot
+
+    def _land(self, pool: SlotPool) -> None:
+        """Waits until a record leaves its landing place: all of them are taken by records that are asked for.
+
+        Raises the error of the reads if all failed; whoever asked for them learns it too.
+        """
+        reads = {slot.future: key for key in pool.in_flight() if (slot := pool[key]).future}
+        for future in as_completed(reads):
+            if not _failed(future):
+                self._arrived(pool, reads[future])
+                return
+        raise next(cast(ExpertIOError, future.exception()) for future in reads if not future.cancelled())
 
     def _evict(self, pool: SlotPool, key: Key) -> None:
         slot = pool[key]

@@ -54,9 +54,10 @@ class RewindPoints:
         inside = sorted({position for position in wanted if start < position <= end})
         chosen = set(inside[-room:] if room else [])
         before = max((kept for kept in self._kept if kept <= start), default=0)
-        regular = range(before + every * ((start - before) // every + 1), end, every)
+        first = before + every * ((start - before) // every + 1)
+        regular = [position for position in range(first, end, every) if position not in chosen]
         spare = room - len(chosen)
-        if spare > 0 and len(regular):
+        if spare > 0 and regular:
             chosen |= set(regular[:: -(-len(regular) // spare)])
         return sorted(chosen)
 

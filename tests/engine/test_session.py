@@ -12,13 +12,14 @@ from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generat
 from moeflux_mlx.engine import session as engine_session
 from moeflux_mlx.engine.session import Session, Stopped
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.ops import delta
+from moeflux_mlx.ops import backend, delta
 from moeflux_mlx.state.cache import KVCache, RecurrentCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 RECURRENT = "qwen3_next"
 N = 60
+TOLERANCE = 5e-4 if backend.has_kernels() else 2e-4  # a GPU sums other chunks in another order
 
 
 def text(n=N, seed=0):
@@ -41,7 +42,7 @@ def check(session, prompt, **options):
     tokens, logprobs = fresh(session, prompt)
     assert [r.token for r in responses] == tokens
     for response, wanted in zip(responses, logprobs, strict=True):
-        np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=2e-4)
+        np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=TOLERANCE)
     assert session.tokens == list(prompt) + tokens[:-1]
     assert {layer.offset for layer in session.cache} == {len(session.tokens)}
     return session.reuse
@@ -351,7 +352,7 @@ def test_positions_are_chosen_within_the_room(room, start, length, wanted, every
     inside = sorted({n for n in wanted if start < n <= start + length})
     assert chosen == sorted(set(chosen)) and all(start < n <= start + length for n in chosen)
     assert len(chosen) <= room and set(inside[-room:] if room else []) <= set(chosen)
-    if len(inside) < room and length > every + start:
+    if len(inside) < room and any(n not in inside for n in range(start + 1, start + length) if n % every == 0):
         assert set(chosen) - set(inside), "there was room for more"
     assert (
         KVCache().is_trimmable() and RewindPoints([KVCache()], 10**6).choose(start, start + length, wanted, 1, 1) == []

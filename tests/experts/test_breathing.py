@@ -246,17 +246,19 @@ def test_a_guarded_record_is_evaluated_before_its_memory_goes(packed, slots, dro
 
 def test_what_was_read_in_vain_is_counted(packed):
     loader, stride = breathing(packed, ALL)
-    loader.hint([(0, expert) for expert in range(EXPERTS)])
+    loader.hint([(0, expert) for expert in range(4)])
     loader.drain()
-    read(loader, 0, [5]).release()
+    read(loader, 0, [3]).release()
     loader.resize(2 * stride)
-    assert loader.stats.wasted == EXPERTS - 2 and loader.stats.prefetched == EXPERTS
+    assert loader.stats.wasted == 2 and loader.stats.prefetched == 4
     loader.close()
 
 
-def test_several_pools_get_equal_shares(packed):
+@pytest.mark.parametrize("copied", [None, True])
+def test_several_pools_get_equal_shares(packed, copied):
+    """A request may ask for more records than there are landing places."""
     stride = packed.layout.expert_stride
-    loader, _ = breathing(packed, 4, buffer_bytes=6 * stride)
+    loader, _ = breathing(packed, 4, buffer_bytes=6 * stride, copied=copied)
     assert [pool.slots for pool in loader._pools] == [2, 2] and [pool.most for pool in loader._pools] == [6, 6]
     loader.resize(11 * stride)
     assert [pool.slots for pool in loader._pools] == [5, 5] and loader.slots_per_layer() == 5
@@ -264,6 +266,17 @@ def test_several_pools_get_equal_shares(packed):
         read(loader, layer, range(5)).release()
     loader.resize(0)
     assert [len(pool) for pool in loader._pools] == [2, 2] == [pool.slots for pool in loader._pools]
+    loader.close()
+
+
+def test_reads_that_fail_in_every_landing_place_end_the_request(packed):
+    loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, preadv=(faults := Faults())), copied=True)
+    faults.plan = ["eio"] * EXPERTS
+    with pytest.raises(ExpertIOError):
+        read(loader, 0, range(EXPERTS))
+    loader.drain()
+    faults.plan = []
+    read(loader, 0, range(EXPERTS)).release()
     loader.close()
 
 

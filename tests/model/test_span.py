@@ -211,7 +211,7 @@ def test_states_on_the_way_are_those_of_a_shorter_text():
         assert recurrent.keys() == prefill.kept[n].keys()
         for i, pair in recurrent.items():
             for want, got in zip(pair, prefill.kept[n][i], strict=True):
-                np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-5)
+                np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5 if backend.has_kernels() else 1e-5)
 
 
 def test_a_failed_read_leaves_a_span_that_goes_on(monkeypatch):
