@@ -28,9 +28,11 @@ ORDER = [
     "model",
     "packing",
     "engine",
+    "server",
     "cli",
 ]
-COMMANDS = {"generate", "chat", "convert", "plan"}  # and what binds the public names: above all of them
+# Commands, and what binds the public names: above all of them.
+COMMANDS = {"generate", "chat", "convert", "plan", "serve", "evaluate"}
 MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
 
 

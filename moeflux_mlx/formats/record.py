@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where one may begin
 STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and direct I/O both need
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-ITEM_BYTES = {"U32": 4, "BF16": 2}  # of a value
+ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # of a value
 
 Key = tuple[int, int]  # layer, expert
 
@@ -76,16 +76,18 @@ class Record:
         moe_intermediate_size: int,
         quants: tuple[Quant, Quant, Quant] = (EXPERTS,) * 3,
         stride: int | None = None,
+        dtype: str = "BF16",
     ) -> "Record":
         """Args:
         hidden_size, moe_intermediate_size: of the experts: gate and up are [I, H], down is [H, I].
         quants: of gate, up and down.
         stride: None for the size, rounded up to whole pages.
+        dtype: of scales and biases in mode "affine"; the other modes say their own.
         """
         H, I = hidden_size, moe_intermediate_size
         made, end = [], 0
         for name, shape, quant in zip(PROJECTIONS, ((I, H), (I, H), (H, I)), quants, strict=True):
-            made.append(_projection(name, *shape, quant, end))
+            made.append(_projection(name, *shape, quant, end, dtype))
             end = made[-1].fields[-1].end
         gate, up, down = made
         pages = math.ceil(end / STRIDE_ALIGNMENT) * STRIDE_ALIGNMENT
@@ -123,12 +125,12 @@ class Record:
         return self.stride // 4
 
 
-def _projection(name: str, rows: int, columns: int, quant: Quant, start: int) -> Projection:
+def _projection(name: str, rows: int, columns: int, quant: Quant, start: int, of_groups: str) -> Projection:
     groups = (rows, quant.groups(columns))
     shapes = [(rows, quant.words(columns)), groups, *([groups] if quant.has_biases else [])]
     fields, offset = [], start
     for part, shape in zip(PARTS, shapes, strict=False):
-        dtype = "U32" if part == "weight" else "BF16"
+        dtype = "U32" if part == "weight" else of_groups if quant.mode == "affine" else "U8"
         fields.append(Field(f"{name}.{part}", offset, math.prod(shape) * ITEM_BYTES[dtype], dtype, shape))
         offset = fields[-1].end
     return Projection(rows, columns, quant, tuple(fields))

@@ -1,0 +1,1 @@
+"""A model behind HTTP: the wire forms of three APIs over one kind of request and one stream of events."""

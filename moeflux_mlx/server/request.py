@@ -1,0 +1,141 @@
+"""A request as the engine sees it, whichever API it came by, and the events that answer it.
+
+The wire forms translate from and to these; nothing below them knows HTTP or JSON.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; None means the server's or the model's default.
+
+    `top_logprobs`: None for no log-probabilities at all, else how many alternatives stand beside each token's.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, checked and normalised.
+
+    Args:
+        api: "chat", "completions", "messages" or "responses".
+        model: the name that the client gave, echoed.
+        messages: for the chat template: `role` system, user, assistant or tool; `content` text; an assistant's
+            `reasoning_content` and `tool_calls` [{"id", "type": "function", "function": {"name", "arguments": an
+            object}}]; a tool's `tool_call_id` and `name`. Empty where `prompt` is given.
+        prompt: text or token ids that no template touches.
+        tools: in the form {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
+        tool_choice: "auto", "none", "required", or the name of a tool in a list of one.
+        max_tokens: None: as many as the context has room for.
+        stop: texts that end the answer and are not part of it.
+        template_variables: given to the template, checked for reserved names.
+        thinking: whether the model is to reason before it answers; None leaves it to the template.
+        schema: what the answer must conform to as JSON: a JSON schema, True for any object, None for any text.
+        stream: whether events are sent as they come.
+        session: what the client names its conversation, if it does.
+        extra: what only the wire form of `api` needs for its answer.
+    """
+
+    api: str
+    model: str
+    messages: Sequence[Mapping[str, Any]] = ()
+    prompt: str | Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Sequence[str] = "auto"
+    parallel_tool_calls: bool = True
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    sampling: Sampling = Sampling()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None
+    schema: Mapping[str, Any] | bool | None = None
+    stream: bool = False
+    session: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The first event: `prompt_tokens` were given, `cached_tokens` of them need no computing."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """`done` of `total` tokens' worth of the prompt is computed; for display only."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token's log-probability and those of the likeliest alternatives."""
+
+    token: str
+    token_id: int
+    logprob: float
+    data: bytes  # of the token's text
+    top: "tuple[TokenLogprob, ...]" = ()
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of the tokens behind the text events that follow, where the request asks for them."""
+
+    tokens: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The last event but for failures.
+
+    Args:
+        reason: "stop" (the model ended), "stop_sequence", "length" or "tool_calls".
+        stop_sequence: the text that ended the answer.
+        prompt_tokens, cached_tokens: as `Accepted` says, where known better by now.
+        completion_tokens: generated ones, `reasoning_tokens` of them inside reasoning.
+        prompt_seconds, completion_seconds: what computing them took.
+    """
+
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0
+    stop_sequence: str | None = None
+    prompt_seconds: float = 0.0
+    completion_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event: `status` as HTTP's, `code` a word such as "context_length_exceeded" or "server_error"."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+ServerEvent = (
+    Accepted | PromptProgress | Logprobs | Reasoning | Text | CallStart | CallDelta | CallEnd | Finish | Failed
+)
