@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
+from ..formats.layout_file import from_json, to_json
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout
 from ..quant import EXPERTS, Quant
@@ -204,9 +205,9 @@ def packed_layers(args: ModelArgs, layout: ExpertLayout, folder: Path) -> list[P
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    source = ExpertLayout.from_args(args).check_json(read_json(folder / LAYOUT), folder / LAYOUT)
+    source = from_json(read_json(folder / LAYOUT), args, folder / LAYOUT)
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
 def layout_json(layout: ExpertLayout) -> bytes:
-    return json.dumps(layout.to_json(), indent=2).encode()
+    return json.dumps(to_json(layout), indent=2).encode()

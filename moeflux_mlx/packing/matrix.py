@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..errors import ConfigError, ModelFileError
 from ..families.names import canonical_name
 from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import Quant, entries, is_computed, is_known
+from ..quant import EXPERTS, Quant, entries, is_computed, is_known
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
 
@@ -53,11 +53,7 @@ class SourceFormat:
     @property
     def must_requantize(self) -> bool:
         """Whether, by what is stated, some codes cannot be copied into a packed model."""
-        experts = {name for name in self.overrides if ".mlp.switch_mlp." in name or ".mlp.experts." in name}
-        stated = {"": self.default, **self.overrides}
-        return any(
-            one is not None and not is_computed(one, routed=name in ("", *experts)) for name, one in stated.items()
-        )
+        return any(one is not None and not is_computed(one) for one in (self.default, *self.overrides.values()))
 
     def mode(self, name: str) -> str:
         stated = self.overrides.get(name, self.default)
@@ -107,7 +103,7 @@ class Matrix:
     @property
     def is_packed(self) -> bool:
         """Whether they are what a packed expert holds."""
-        return self.quant is not None and is_computed(self.quant, routed=True) and self.fits(self.quant)
+        return self.quant == EXPERTS and self.fits(self.quant)
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""

@@ -242,7 +242,7 @@ def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, q_bits: int,
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
     if matrix.quant and is_computed(matrix.quant):
         return MatrixSource(matrix, pieces)
-    made = stored_as(args, path, matrix.shape[-1], q_bits)
+    made = stored_as(args, path, matrix.shape[-1], Quant(q_bits, DEFAULT.group_size))
     if matrix.quant is None and (as_stored or made is None and path.endswith(ROUTERS)):
         return MatrixSource(matrix, pieces, dense=floats)
     return MatrixSource(matrix, pieces, dense="BF16") if made is None else MatrixSource(matrix, pieces, made=made)

@@ -166,8 +166,8 @@ def test_unknown_storage_names_its_module(entry):
         ("cogito-v2-671b", {"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
         (
             "qwen3-30b-a3b",
-            {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
-            "'mode' is 'mxfp4'",
+            {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}},
+            "nvfp4 is not computed",
         ),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
