@@ -9,7 +9,7 @@ from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..quant import unquantized
 from ..spec import ModelArgs
-from .matrix import SourceFormat
+from .source_format import SourceFormat
 from .writer import STATE
 
 
@@ -27,7 +27,7 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     config = read_json(folder / "config.json")
     args = ModelArgs.from_dict(unquantized(config))
     name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
-    requantize = SourceFormat(config, args.num_hidden_layers).must_requantize
+    requantize = SourceFormat(config).must_requantize
     command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
     gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
@@ -49,7 +49,9 @@ def unfinished_error(path: Path) -> NotPackedError:
     if not hf_path:
         return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
     more = ["--requantize"] if options.get("requantize") is True else []
-    more += ["--q-bits", "8"] if options.get("q_bits") == 8 else []
+    for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
+        more += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
+    more += ["--q-mode", "mxfp4"] if options.get("q_mode") == "mxfp4" else []
     more += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *more)
     return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")
