@@ -170,8 +170,7 @@ def _record(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> Reco
     except ConfigError as error:
         raise ModelFileError(f"{where}: {error}") from None
     record = layout.record
-    wanted = _geometry(record, [])
-    _agree(where, "fields", _compared(fields, wanted["fields"]), wanted["fields"])
+    _agree_fields(where, fields, _geometry(record, [])["fields"])
     _agree(where, "record_size", geometry.get("record_size"), record.size)
     stride = geometry.get("record_stride")
     if type(stride) is not int or stride < record.size or stride % BLOCK_BYTES:
@@ -219,6 +218,14 @@ def _agree(where: object, key: str, value: Any, wanted: Any) -> None:
         raise ModelFileError(
             f"{where}: {key} is {reprlib.repr(value)}; the model's config.json gives {reprlib.repr(wanted)}"
         )
+
+
+def _agree_fields(where: object, fields: list[Any], wanted: list[dict[str, Any]]) -> None:
+    if len(fields) != len(wanted):
+        raise ModelFileError(f"{where}: {len(fields)} fields; their quantisation gives {len(wanted)}")
+    for i, (found, one) in enumerate(zip(_compared(fields, wanted), wanted, strict=True)):
+        for key, value in one.items():
+            _agree(where, f"{key} of field {i}", found[key], value)
 
 
 def _compared(value: Any, wanted: list[dict[str, Any]]) -> Any:

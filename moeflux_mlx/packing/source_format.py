@@ -115,8 +115,9 @@ def _pack_quantized(hub: Mapping[str, Any]) -> Quant:
     if hub.get("format") != "pack-quantized":
         raise _OtherForm(f"format {reprlib.repr(hub.get('format'))}")
     groups = hub.get("config_groups")
-    weights = [one.get("weights") for one in groups.values() if isinstance(one, Mapping)] if groups else []
-    if not isinstance(groups, Mapping) or len(weights) != 1 or not isinstance(weights[0], Mapping):
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = [one.get("weights") for one in found if isinstance(one, Mapping)]
+    if len(found) != 1 or len(weights) != 1 or not isinstance(weights[0], Mapping):
         raise _OtherForm("not exactly one group in config_groups")
     wanted = {"num_bits": 4, "symmetric": True, "type": "int", "strategy": "group", "actorder": None}
     return _one_form(weights[0], wanted)

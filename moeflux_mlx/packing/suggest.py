@@ -6,8 +6,8 @@ from pathlib import Path
 from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT
-from ..formats.record import ExpertLayout
-from ..quant import unquantized
+from ..formats.record import ExpertLayout, Quants, stated_quants
+from ..quant import EXPERTS, is_computed, unquantized
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 from .writer import STATE
@@ -27,14 +27,26 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     config = read_json(folder / "config.json")
     args = ModelArgs.from_dict(unquantized(config))
     name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
-    requantize = SourceFormat(config).must_requantize
+    form = SourceFormat(config)
+    requantize = form.must_requantize
     command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
-    gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
+    gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
         f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
         f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
     )
+
+
+def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
+    """Of the packed model, as far as it is stated how experts are stored."""
+    found: dict[int, Quants] = {}
+    if form.stated is not None:
+        for layer in args.moe_layers:
+            stated = stated_quants(form.stated, layer)
+            gate, up, down = (one if one is not None and is_computed(one) else EXPERTS for one in stated)
+            found[layer] = gate, up, down
+    return ExpertLayout.from_args(args, found or None)
 
 
 def unfinished_error(path: Path) -> NotPackedError:

@@ -338,11 +338,11 @@ def stored(path, array, quant):
     return {f"{path}.{part}": one for part, one in zip(quant.parts, made, strict=True)}
 
 
-def check_kept(out, tensors):
+def check_kept(out, tensors, resident_too=True):
     """Every byte of `tensors` lies where the packed model's own description says."""
     args = ModelArgs.from_file(out)
     packed = PackedExperts.open(out, args)
-    for name, (_, array) in resident(out).items():
+    for name, (_, array) in resident(out).items() if resident_too else ():
         assert np.array_equal(array, as_numpy(tensors[name])), name
     for layer, record in packed.layout.records.items():
         data = packed.paths[layer].read_bytes()
