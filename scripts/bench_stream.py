@@ -162,7 +162,10 @@ def raw_reads(packed: PackedExperts, blocks: list[tuple[int, int]], threads: int
     """Reads whole records past the page cache, with nothing but system calls; returns the bytes."""
     files = {layer: os.open(path, os.O_RDONLY | os.O_DIRECT) for layer, path in packed.paths.items()}
     layout = packed.layout
-    memory, sizes = page_aligned(threads, layout.words), {layer: layout.records[layer].stride for layer in files}
+    memory, sizes = (
+        page_aligned(threads, layout.held_bytes // 4),
+        {layer: layout.records[layer].held_bytes for layer in files},
+    )
 
     def work(index: int) -> None:
         target = memoryview(memory[index]).cast("B")

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.formats.layout_file import to_json
 from moeflux_mlx.formats.packed import FOLDER
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.tensors import needed, stored_as
@@ -135,7 +136,7 @@ def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) 
         with open(folder / layout.file_name(layer), "wb") as file:
             for choice in rng.integers(0, DISTINCT_BLOCKS, layout.num_experts):
                 file.write(blocks[choice])
-    (folder / "layout.json").write_text(json.dumps(layout.to_json(), indent=1))
+    (folder / "layout.json").write_text(json.dumps(to_json(layout), indent=1))
 
 
 def write_tokenizer(out: Path) -> None:

@@ -111,7 +111,7 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
     seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
     if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
-    all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    all_bytes = args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
     lines = [f"reading all experts once takes {seconds}"]
     lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
     for rate in HIT_RATES:
@@ -125,8 +125,8 @@ def measure_disk(packed: PackedExperts) -> float:
     """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
     layout, reader = packed.layout, ExpertReader(packed)
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
-    count = max(min(MEASURED_BYTES // layout.expert_stride, len(every)), 1)
-    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.words), deque[Future[int]](), 0
+    count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
+    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Future[int]](), 0
     start = time.perf_counter()
     for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
         if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import MoefluxWarning, RequestError
+from ..experts.shares import slots_within, taken
 from ..experts.source import IoMode
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
@@ -268,7 +269,7 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
             most = _pool_bytes(args, layout, room(figures) - demand.resident - RUNTIME_BYTES, demand)
     if fixed + max(pool, _least(args, layout, figures, mode)) > room(figures):
         raise RequestError(_refusal(args, layout, figures, demand, mode, context, state, fixed))
-    slots = pool // layout.expert_stride
+    slots = slots_within(layout, pool, least_slots(args)) if pool else 0
     return MemoryPlan(
         mode, reason, figures, demand, context, default_context(args), sizes, layout.total_bytes, state, activations,
         pool, most, slots, headroom,
@@ -373,7 +374,7 @@ def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Deman
     """Whole slots: what is asked for, or all that is to spare; never more than all experts take."""
     wanted = demand.expert_cache_bytes
     nbytes = max(spare, 0) if wanted is None else max(wanted, least_pool(args, layout))
-    return min(nbytes, layout.total_bytes) // layout.expert_stride * layout.expert_stride
+    return taken(layout, nbytes, least_slots(args)) if nbytes >= least_pool(args, layout) else 0
 
 
 def least_slots(args: ModelArgs) -> int:
@@ -382,7 +383,8 @@ def least_slots(args: ModelArgs) -> int:
 
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
-    return least_slots(args) * layout.expert_stride
+    """Bytes of the smallest pool."""
+    return taken(layout, 0, least_slots(args))
 
 
 def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode) -> int:
@@ -451,7 +453,7 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
     piece = min(rows, PIECE_ROWS) * (2 * D + 4 * inner) * demand.itemsize
     outputs = rows * D * demand.itemsize * (STEPS + 1) // STEPS
     # The outputs of all waves are joined once the last wave is done.
-    return routing + outputs + max(outputs, UNDER_WAY * (wave * layout.expert_stride + dense + piece))
+    return routing + outputs + max(outputs, UNDER_WAY * (wave * layout.held_bytes + dense + piece))
 
 
 def _refusal(

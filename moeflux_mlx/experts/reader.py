@@ -83,12 +83,12 @@ class ExpertReader:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one read: the whole stride past the page cache, only the expert through it."""
+        """Bytes of one read: whole blocks of the disk past the page cache, only the expert through it."""
         return max(self._bytes_of(layer, self.direct) for layer in self.layout.moe_layers)
 
     def _bytes_of(self, layer: int, direct: bool) -> int:
         record = self.layout.records[layer]
-        return record.stride if direct else record.size
+        return min(record.held_bytes, record.stride) if direct else record.size
 
     @property
     def busy_seconds(self) -> float:
@@ -100,7 +100,7 @@ class ExpertReader:
         """Queues one record; the future gives the bytes read, or an ExpertIOError.
 
         Args:
-            target: writable bytes, a stride long, page-aligned when `direct`.
+            target: writable bytes, as many as are held of a record, page-aligned when `direct`.
 
         Raises:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
+from .layout_file import from_json
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
@@ -26,7 +27,7 @@ class PackedExperts:
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
         layout_file = folder / LAYOUT
-        layout = ExpertLayout.from_args(args).check_json(read_json(layout_file), layout_file)
+        layout = from_json(read_json(layout_file), args, layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))
