@@ -370,7 +370,7 @@ def test_a_layer_beyond_metals_buffers_cannot_be_mapped():
     figures = Figures(512 * GB, working_set=400 * GB, buffer=3 * GB)
     demand = Demand(GB, itemsize=2)
     assert plan_memory(args, layout, figures, demand).mode is IoMode.PREAD
-    with pytest.raises(RequestError, match="layer file of 3.62 GB exceeds .* 3.00 GB; give --expert-io auto"):
+    with pytest.raises(RequestError, match="layer of 3.62 GB exceeds .* 3.00 GB; give --expert-io auto"):
         plan_memory(args, layout, figures, replace(demand, expert_io="mmap"))
 
 
