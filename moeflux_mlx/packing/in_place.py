@@ -141,8 +141,8 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
         if type(matrix) is not Matrix or matrix.quant != projection.quant or matrix.dtypes != wanted:
             weight = matrix.weight
             raise NotPackedError(
-                f"{weight.file}: tensor {weight.name} has {matrix.quant or weight.dtype}, {', '.join(matrix.dtypes)}; to "
-                f"be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
+                f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(matrix.dtypes)}; "
+                f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
                 f"run: {packing_command(weight.file.parent)}"
             )
         found += matrix.rows(part.start, part.stop).tensors
