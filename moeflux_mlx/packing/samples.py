@@ -103,12 +103,16 @@ def _parts(source: Source) -> Iterator[Part]:
 def _as_they_lie(source: Source) -> list[Tensor | None]:
     """For each tensor that the source writes the one that it copies, if it copies one."""
     copied: list[Tensor | None] = [None] * len(source.written)
-    is_copy = isinstance(source, MatrixSource) and type(source.matrix) is Matrix and source.made is None
-    if is_copy and source.pieces[0][1] is None:
+    if isinstance(source, MatrixSource) and _is_copied(source):
         copied[:] = source.matrix.tensors[: len(copied)]
     if isinstance(source, PlainSource) and not source.centred and not source.convolution:
         copied[:] = [source.tensor]
     return copied
+
+
+def _is_copied(source: MatrixSource) -> bool:
+    """Whether the matrix is written whole, in the form that it has; the codes of other tools are changed."""
+    return type(source.matrix) is Matrix and source.made is None and source.pieces[0][1] is None
 
 
 class LayerSamples:

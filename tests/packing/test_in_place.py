@@ -20,9 +20,18 @@ from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.packing.in_place import open_in_place
+from moeflux_mlx.quant import Quant
+from moeflux_mlx.spec import ModelArgs
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3")
 TOLERANCE = 2e-4
+FORMS = [  # of gate and up, and of down
+    ((3, 64), (6, 32)),
+    ((8, 64), (5, 64)),
+    ((2, 32), (4, 64)),
+    ((4, 32, "mxfp4"), (4, 32, "mxfp4")),
+    ((4, 32, "mxfp4"), (8, 64)),
+]
 
 
 def records_of(files, layer, direct=True):
@@ -95,6 +104,38 @@ def test_three_ways_one_answer(tmp_path, family):
         assert all(map(np.array_equal, logits[name], logits["packed"])), name
 
 
+@pytest.mark.parametrize("forms", FORMS)
+def test_every_geometry_gives_the_packed_models_records(tmp_path, forms):
+    usual, down = (Quant(*form) for form in forms)
+    path, packed = converted(tmp_path, usual, down)
+    experts = open_in_place(path).experts
+    there = PackedExperts.open(packed, ModelArgs.from_file(packed))
+    assert experts.layout == there.layout and experts.layout.records[0].quants == (usual, usual, down)
+    assert len(experts.pieces(0, 1)) == len(experts.layout.records[0].fields)
+    for layer in experts.layout.moe_layers:
+        assert np.array_equal(records_of(experts, layer), records_of(there, layer))
+    assert model_fingerprint(path, mx.float32) == model_fingerprint(packed, mx.float32)
+
+
+def converted(folder, usual, down):
+    """A checkpoint with experts in these forms, and the packed model of it."""
+    path = write_model(folder / "checkpoint", "qwen3_moe", residues=[7, 12], forms=(usual, down))
+    convert(path, folder / "packed")
+    return path, folder / "packed"
+
+
+@pytest.mark.parametrize("forms", [forms for forms in FORMS if forms[0][2:] != ("mxfp4",)])
+def test_every_geometry_gives_the_packed_models_bits(tmp_path, forms):
+    path, packed = converted(tmp_path, *(Quant(*form) for form in forms))
+    tokens, logits = goldens.golden("qwen3_moe")[0], []
+    for where, mode in ((packed, "mmap"), (path, "pread"), (path, "resident")):
+        model = load_model(where, dtype=mx.float32, expert_io=mode, expert_cache_bytes=1)
+        logits.append(np.array(model(mx.array(tokens)[None])))
+        model.experts.close()
+    assert np.isfinite(logits[0]).all()
+    assert np.array_equal(logits[0], logits[1]) and np.array_equal(logits[0], logits[2])
+
+
 @pytest.mark.parametrize("family", goldens.families())
 def test_a_fingerprint_does_not_tell_a_checkpoint_from_what_is_converted_from_it(tmp_path, family):
     path = write_model(tmp_path / "checkpoint", family, count=2, seed=1)
@@ -119,7 +160,7 @@ def test_experts_as_floats_must_be_converted(tmp_path):
     left = {name: one for name, one in tensors.items() if not name.startswith(stem)}
     left[f"{stem}weight"] = ("BF16", np.zeros((*codes.shape[:2], codes.shape[2] * 8), np.uint16))
     write_shards(path, [left])
-    with pytest.raises(NotPackedError, match=rf"layers\.1.*is BF16; .*run: python.*--hf-path {path} "):
+    with pytest.raises(NotPackedError, match=rf"layers\.1.*has floats, BF16; .*run: python.*--hf-path {path} "):
         open_in_place(path)
 
 
