@@ -302,6 +302,8 @@ def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     """
     least = least_pool(args, layout)
     wanted = max(demand.expert_cache_bytes or 0, least)
+    if demand.expert_io == IoMode.RESIDENT:
+        wanted = layout.total_bytes
     context, sizes = _largest(args, layout, figures, demand, least)
     need = state_bytes(args, context, demand.itemsize) + activation_bytes(args, layout, demand, context, sizes)
     if demand.resident + RUNTIME_BYTES + need + wanted > room(figures):
