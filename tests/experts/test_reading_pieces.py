@@ -14,6 +14,7 @@ from test_packed import tiny_args
 from test_source import Faults, blocks, slow
 
 from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts import files
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
@@ -139,6 +140,18 @@ def test_bytes_are_counted_as_the_drive_delivers_them(stacks, direct):
     loader = StreamedExperts(where, reader=ExpertReader(where, direct=direct, preadv=preadv))
     loader.request(1, np.arange(EXPERTS)).wait()
     assert loader.stats.bytes_read == sum(delivered) >= EXPERTS * where.layout.records[1].size
+    loader.close()
+
+
+def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatch):
+    """As on a Mac, whose flag for files is set after they are opened."""
+    where, truth = stacks
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.setattr(files, "IN_BLOCKS", False)
+    loader = StreamedExperts(where)
+    assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
+    wanted = [run for e in range(EXPERTS) for run in runs_of(where.pieces(1, e), 1 << 20)]
+    assert loader._reader.direct and loader.stats.bytes_read == sum(run.stop - run.start for run in wanted)
     loader.close()
 
 
