@@ -143,8 +143,9 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
 def load_named(options: argparse.Namespace) -> Engine:
     """The model of the options, its tokenizer read."""
     start = time.perf_counter()
-    engine = open_optional(options)
-    engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
+    with Progress("loading", of_bytes=True) as progress:
+        engine = open_optional(options, progress.update)
+        engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     note(engine.experts.decision)
     if engine.plan.shortened:
         note(engine.plan.shortened)
@@ -156,21 +157,20 @@ def load_named(options: argparse.Namespace) -> Engine:
     return engine
 
 
-def open_optional(options: argparse.Namespace) -> Engine:
-    """The model that the options of `add_model_options` name; how far it is read is shown."""
-    with Progress("loading", of_bytes=True) as progress:
-        return open_engine(
-            options.model,
-            revision=options.revision,
-            dtype=getattr(mx, options.dtype) if options.dtype else None,
-            expert_io=options.expert_io,
-            expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-            prefetch=options.prefetch,
-            context=options.context,
-            span=options.span,
-            prefill_step_size=options.prefill_step_size,
-            progress=progress.update,
-        )
+def open_optional(options: argparse.Namespace, progress: Callable[[int, int], object] | None = None) -> Engine:
+    """The model that the options of `add_model_options` name; `progress` as for `load`."""
+    return open_engine(
+        options.model,
+        revision=options.revision,
+        dtype=getattr(mx, options.dtype) if options.dtype else None,
+        expert_io=options.expert_io,
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        prefetch=options.prefetch,
+        context=options.context,
+        span=options.span,
+        prefill_step_size=options.prefill_step_size,
+        progress=progress,
+    )
 
 
 def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
