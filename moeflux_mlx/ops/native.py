@@ -33,6 +33,7 @@ import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Record
+from ..quant import Quant
 
 Buffer = Any  # numpy array, mx.array or memoryview
 
@@ -135,8 +136,17 @@ def _result(out: np.ndarray | None, *shape: int) -> np.ndarray:
     return np.empty(shape, np.float32) if out is None else out
 
 
+def reads(quant: Quant, columns: int) -> bool:
+    return quant.mode == "affine" and quant.bits in (4, 8) and quant.group_size == 64
+
+
 def linear(
-    x: Buffer, w: Buffer, scales: Buffer | None = None, biases: Buffer | None = None, out: np.ndarray | None = None
+    x: Buffer,
+    quant: Quant | None,
+    w: Buffer,
+    scales: Buffer | None = None,
+    biases: Buffer | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """x[T, I] @ W.T -> [T, O].
 
@@ -149,7 +159,9 @@ def linear(
     return out
 
 
-def dequantize(w: Buffer, scales: Buffer, biases: Buffer, out: np.ndarray | None = None) -> np.ndarray:
+def dequantize(
+    quant: Quant, w: Buffer, scales: Buffer, biases: Buffer | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
     """w uint32 [O, I/8] or [O, I/4], scales and biases [O, I/64] -> float32 [O, I]."""
     out = _result(out, w.shape[0], 64 * scales.shape[1])
     _kernels().dequantize(w, scales, biases, out)
