@@ -77,7 +77,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records) -> Array:
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(x, np.ndarray):
-        if is_native(records.record):
+        if is_read(records.record):
             return native.expert_gate_up(x, records.blob, slots, records.record)
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
@@ -110,7 +110,7 @@ def expert_down_combine(
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(act, np.ndarray):
-        if is_native(records.record):
+        if is_read(records.record):
             return native.expert_down_combine(act, records.blob, slots, records.record, weights, residual, shared)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)
@@ -132,11 +132,6 @@ def is_read(record: Record) -> bool:
     """Whether kernels and native forms read such records; the twins read all. One kernel reads gate and up."""
     alike = form_of(record.gate) == form_of(record.up)
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
-
-
-@cache
-def is_native(record: Record) -> bool:
-    return all(p.quant.bits == 4 and native.reads(p.quant, 64) for p in (record.gate, record.up, record.down))
 
 
 def check_blob(blob: Shape, record: Record) -> None:

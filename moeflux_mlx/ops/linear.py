@@ -130,7 +130,7 @@ def part_of_heads(w: Weights, heads: int, rows: slice) -> Part:
 
 def _is_native(w: Weights) -> bool:
     """Whether the native kernels read the form."""
-    return w.quant is None or native.reads(w.quant, w.shape[-1])
+    return w.quant is None or is_read(w.quant, w.shape[-1])
 
 
 def _dense(w: Weights) -> np.ndarray:

@@ -520,7 +520,12 @@ BAD = {
     "empty row": {"w": np.zeros((8, 0), np.uint32)},
     "w misaligned": {"w": misaligned((8, 16), np.uint32)},
     "too few scales": {"scales": np.zeros((8, 1), np.uint16)},
-    "float16 scales": {"scales": np.zeros((8, 2), np.float16)},
+    "float16 scales beside bfloat16 biases": {"scales": np.zeros((8, 2), np.float16)},
+    "scales without biases": {"biases": None},
+    "7 bits": {"quant": Quant(7, 64), "w": np.zeros((8, 28), np.uint32)},
+    "groups of 16": {"quant": Quant(4, 16), **dict.fromkeys(("scales", "biases"), np.zeros((8, 8), np.uint16))},
+    "the words of other bits": {"quant": Quant(5, 64)},
+    "E8M0 scales for other groups": {"scales": np.zeros((8, 2), np.uint8), "biases": None},
     "mixed scales": {"scales": np.zeros((8, 2), F)},
     "read-only out": {"out": read_only((2, 8))},
     "short out": {"out": np.zeros((1, 8), F)},
@@ -528,7 +533,7 @@ BAD = {
     "misaligned out": {"out": misaligned((2, 8), F)},
     "strided out": {"out": np.zeros((2, 16), F)[:, ::2]},
 }
-REFUSED = (TypeError, ValueError, BufferError, OverflowError)
+REFUSED = (TypeError, ValueError, BufferError, OverflowError, IndexError)
 
 
 @any_path
@@ -556,11 +561,14 @@ def expert_arguments():
     }
 
 
+def claimed(words, quant=EXPERTS, dtype="BF16"):
+    """A projection that lies where it says."""
+    return types.SimpleNamespace(words=words, quant=quant, fields=[types.SimpleNamespace(dtype=dtype)] * 2)
+
+
 def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120)):
     """What a record of hidden size 64 could claim: its width, and words to the parts of gate and up."""
-    return types.SimpleNamespace(
-        moe_intermediate_size=width, gate=types.SimpleNamespace(words=gate), up=types.SimpleNamespace(words=up)
-    )
+    return types.SimpleNamespace(moe_intermediate_size=width, gate=claimed(gate), up=claimed(up))
 
 
 @any_path
@@ -594,7 +602,7 @@ def test_slots_out_of_range_are_refused(path, slot):
         {"record": lying(gate=(0, 2**62, 544))},
         {"record": lying(up=(3 * 576 - 511, 1088, 1120))},
         {"record": lying(up=(576, 1088, 3 * 576 - 31))},
-        {"record": lying(up=(576, 1088))},
+        {"record": lying(up=())},
         {"record": lying(up=(576, 1088, 1.0))},
         {"record": lying(up=(576, 1088, 2**64))},
     ],
@@ -610,7 +618,7 @@ def test_bad_expert_calls_are_refused(path, change):
 @any_path
 @pytest.mark.parametrize("words, down", [(3 * 576 - 1, (1152, 1664, 1696)), (3 * 576, (1153, 1664, 1697)), (576, ())])
 def test_a_down_matrix_beyond_its_record_is_refused(path, words, down):
-    record = types.SimpleNamespace(down=types.SimpleNamespace(words=down))
+    record = types.SimpleNamespace(down=claimed(down))
     blob, slots = np.zeros((2, words), np.uint32), np.zeros((1, 2), np.int32)
     with pytest.raises(REFUSED):
         native.expert_down_combine(
