@@ -7,10 +7,15 @@ from ..formats.packed import FOLDER
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
 from .run import INTERRUPTED
-from .terminal import note
+from .terminal import agree, note
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.delete_source:
+        agree(
+            f"the safetensors files of {options.hf_path} are deleted one by one, each once it is packed and read back",
+            options.yes,
+        )
     try:
         report = _convert(options)
     except KeyboardInterrupt:
@@ -35,7 +40,7 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
             bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
             bar.update(done - bar.n)
 
-        return convert(**vars(options), progress=show)
+        return convert(**{name: one for name, one in vars(options).items() if name != "yes"}, progress=show)
 
 
 def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:

@@ -64,6 +64,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         more += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
     more += ["--q-mode", "mxfp4"] if options.get("q_mode") == "mxfp4" else []
+    more += ["--delete-source"] if origin.get("delete_source") is True else []
     more += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *more)
     return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")
