@@ -15,6 +15,7 @@ import numpy as np
 from ..engine.budget import RUNTIME_BYTES, MemoryPlan, demand_of, from_environment, plan_memory
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
+from ..engine.remote import Remote, is_remote
 from ..errors import RequestError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
@@ -42,10 +43,15 @@ def run(options: argparse.Namespace) -> int:
     stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
     if options.measure_disk and stated is not None:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-    packed = None
+    packed, lines = None, []
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
+    elif is_remote(options.model) and isinstance(found := Remote.look_up_or_cached(options.model), Remote):
+        if options.measure_disk:
+            raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
+        args, layout, shapes = found.figures()
+        resident, lines = resident_bytes(shapes, dtype), [found.disk]
     else:
         path = resolve(options.model)
         args = ModelArgs.from_file(path)
@@ -66,10 +72,10 @@ def run(options: argparse.Namespace) -> int:
         note(plan.shortened)
     if plan.mode is IoMode.MMAP and options.expert_cache_gb is not None:
         note("note: --expert-cache-gb has no effect where experts are mapped")
-    disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
+    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
     if options.measure_disk and packed is not None:
         disks = [int(measure_disk(packed))]
-        lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
 

@@ -81,6 +81,13 @@ def _without_bars() -> Iterator[None]:
             utils.enable_progress_bars()
 
 
+def cache_folder() -> Path:
+    """Where the Hub's cache lies, or will."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
     """The folder of a repository in the Hub's cache, perhaps with some of its files only; None if there is none."""
     import huggingface_hub as hub
@@ -118,6 +125,7 @@ class Repository:
     """The files of a repository at one commit; nothing of them is here until it is asked for."""
 
     name: str
+    revision: str | None
     commit: str
     files: Mapping[str, RemoteFile]
 
@@ -134,7 +142,7 @@ class Repository:
                 )
                 for one in info.siblings or ()
             }
-            return cls(name, str(info.sha), files)
+            return cls(name, revision, str(info.sha), files)
 
     def matching(self, patterns: Iterable[str]) -> list[RemoteFile]:
         wanted = list(patterns)
@@ -149,7 +157,11 @@ class Repository:
         import huggingface_hub as hub
 
         with hub_errors(f"{self.name} cannot be downloaded"), contextlib.nullcontext() if shown else _without_bars():
-            return Path(hub.snapshot_download(self.name, revision=self.commit, allow_patterns=patterns))
+            for revision in (self.revision, self.commit):  # by its name, so that it is found by it later
+                path = Path(hub.snapshot_download(self.name, revision=revision, allow_patterns=patterns))
+                if path.name == self.commit:
+                    break
+            return path
 
     def missing(self, patterns: Iterable[str]) -> int:
         """Bytes of the files that match and are not in the Hub's cache."""
