@@ -101,7 +101,7 @@ class Remote:
         except NotPackedError:
             raise
         except ModelFileError:
-            here = cached_snapshot(name, revision)
+            here = cached_snapshot(name, revision, PACKED)
             if here is None or not (here / FOLDER / LAYOUT).exists():
                 raise
             return here

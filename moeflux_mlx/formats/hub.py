@@ -88,12 +88,12 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a repository in the Hub's cache, perhaps with some of its files only; None if there is none."""
+def cached_snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """The folder of a repository in the Hub's cache, if as far as it knows all files that match `patterns` are there."""
     import huggingface_hub as hub
 
     try:
-        return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
     except (hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
         return None
 

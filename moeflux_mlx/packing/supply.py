@@ -24,6 +24,8 @@ COPIED = (
     "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 
+CHECKPOINT = ["*.safetensors", INDEX, "config.json", *COPIED]
+
 Config = dict[str, Any]
 
 
@@ -67,8 +69,8 @@ def find_supply(
     if delete_source:
         raise RequestError(f"{hf_path} is a repository, whose shards are never kept; leave --delete-source out")
     listing = Listing.read(output)
-    cached = cached_snapshot(str(hf_path), listing.commit if listing else revision)
-    if listing is None and cached is not None and _is_whole(cached):
+    cached = None if listing else cached_snapshot(str(hf_path), revision, CHECKPOINT)
+    if cached is not None and _is_whole(cached):
         return cached
     repository = Repository.look_up(str(hf_path), listing.commit if listing else revision)
     return Downloads(repository, output, listing, check)
