@@ -89,7 +89,7 @@ def cache_folder() -> Path:
 
 
 def cached_snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """The folder of a repository in the Hub's cache, if as far as it knows all files that match `patterns` are there."""
+    """The folder of a repository in the Hub's cache, if it knows of no file matching `patterns` that is missing."""
     import huggingface_hub as hub
 
     try:
