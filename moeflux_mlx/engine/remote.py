@@ -17,11 +17,12 @@ from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_
 from ..formats.layout_file import from_json
 from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
-from ..packing.convert import DEFAULT_Q_BITS, make_plan
-from ..packing.matrix import SourceFormat
+from ..packing.convert import make_plan
 from ..packing.resident import DTYPES, ResidentFile
+from ..packing.source_format import SourceFormat
 from ..packing.suggest import not_packed_error
 from ..packing.supply import COPIED
+from ..packing.wanted import Wanted
 from ..packing.writer import existing_parent
 from ..quant import unquantized
 from ..spec import ModelArgs
@@ -78,7 +79,7 @@ class Remote:
             return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
         shards = [name for name in self.wanted if name.endswith(".safetensors")]
         tensors = {one.name: one for one in self._tensors(shards, small)}
-        plan = make_plan(Checkpoint(small, read_json(small / "config.json"), tensors, ()), args, DEFAULT_Q_BITS, False)
+        plan = make_plan(Checkpoint(small, read_json(small / "config.json"), tensors, ()), args, Wanted.of())
         sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
         written = (one for source in sources for one in source.written)
         return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
@@ -151,7 +152,8 @@ def fetch(name: str, revision: str | None = None, unpacked: bool = False) -> Pat
 def _is_affine(small: Path) -> bool:
     """Whether config.json says that MLX quantised everything, in forms that are computed."""
     config = read_json(small / "config.json")
-    form = SourceFormat(config, ModelArgs.from_dict(unquantized(config)).num_hidden_layers)
+    ModelArgs.from_dict(unquantized(config))
+    form = SourceFormat(config)
     return form.mlx and not form.must_requantize
 
 

@@ -31,10 +31,11 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     requantize = form.must_requantize
     command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
+    beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
         f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
-        f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
+        f"(the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
     )
 
 
