@@ -107,7 +107,11 @@ class Scattering:
         wanted = self.units if supply.takes_disk else units  # what may be deleted is compared with what is finished
         self._jobs = [job for unit in wanted for job in jobs_of(unit)]
         done = sum(unit.size for unit in units if unit.name in self.kept) + sum(self.journal.done.values())
-        self._advance = Advance(progress, done, sum(unit.size for unit in units))
+        total = sum(unit.size for unit in units)
+        if supply.takes_disk:  # what is downloaded counts too
+            done += sum(self.sizes[name] for name in self.journal.done if name in self.sizes)
+            total += sum(self.sizes.values())
+        self._advance = Advance(progress, done, total)
 
     def run(self) -> None:
         """Packs what is missing, and lets go of every shard that is no longer needed.
@@ -125,8 +129,7 @@ class Scattering:
         for name in self.sizes:
             if not any(name in job.needs for job in waiting):
                 continue
-            self._advance.say(f"download {name}" if self.supply.takes_disk else name)
-            self.supply.bring(name, self._advance.extra)
+            self._bring(name)
             here.add(name)
             ready = [job for job in waiting if name in job.needs and job.needs <= here]
             waiting = [job for job in waiting if name not in job.needs or not job.needs <= here]
@@ -136,6 +139,13 @@ class Scattering:
             self._advance.say(f"check {unit.name}")
             self.output.adopt(unit)
         self._advance.by(self._advance.total)  # zeros between records were written by nobody
+
+    def _bring(self, name: str) -> None:
+        counted = self.sizes[name] if self.supply.takes_disk else 0
+        end = self._advance.done + counted
+        self._advance.say(f"download {name}" if counted else name)
+        self.supply.bring(name, lambda size: self._advance.by(size, end))
+        self._advance.by(counted, end)
 
     def close(self) -> None:
         """The directory is a model: what was kept for going on is deleted."""
@@ -210,19 +220,16 @@ class Advance:
     """Tells a progress callback of bytes done and of what is being done."""
 
     def __init__(self, progress: Progress, done: int, total: int):
-        self._progress, self._done, self.total, self._what = progress, done, total, ""
+        self._progress, self.done, self.total, self._what = progress, done, total, ""
 
     def say(self, what: str) -> None:
         self._what = what
         self.by(0)
 
-    def by(self, size: int) -> None:
-        self._done = min(self._done + size, self.total)
-        self._progress(self._done, self.total, self._what)
-
-    def extra(self, size: int) -> None:
-        """Bytes that come, but do not count as done."""
-        self.by(0)
+    def by(self, size: int, end: int | None = None) -> None:
+        """So many bytes more, but not beyond `end`: a piece may come twice."""
+        self.done = min(self.done + size, self.total if end is None else min(end, self.total))
+        self._progress(self.done, self.total, self._what)
 
 
 @dataclass(frozen=True)

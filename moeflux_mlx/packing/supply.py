@@ -138,6 +138,8 @@ class OwnFiles:
         """Raises ModelFileError: a file is not the directory's alone, or not what it was when this began."""
         self.folder = folder
         self.listing = listing or Listing(tuple(map(_shard, safetensors_files(folder))))
+        if not self.listing.shards:
+            raise ModelFileError(f"{folder} holds no *.safetensors; leave --delete-source out")
         for name in self.present():
             why = self._why_kept(name)
             if why:

@@ -356,7 +356,17 @@ def test_what_was_deleted_and_lost_is_said(own, tmp_path):
         convert(own, tmp_path / "out", delete_source=True)
 
 
+def test_progress_counts_what_is_downloaded(hub, source, tmp_path):
+    steps = []
+    convert("org/model", tmp_path / "out", progress=lambda *step: steps.append(step))
+    during = [done for done, _, what in steps if what == f"download {NAMES[0]}"]
+    size = (source / NAMES[0]).stat().st_size
+    assert during[-1] - during[0] == size and len(during) > size >> 17
+
+
 def test_deleting_is_for_directories(hub, tmp_path):
+    with pytest.raises(ModelFileError, match=r"holds no \*.safetensors; leave --delete-source out"):
+        convert(tmp_path, tmp_path / "out", delete_source=True)
     with pytest.raises(RequestError, match="org/model is a repository, whose shards are never kept"):
         convert("org/model", tmp_path / "out", delete_source=True)
 
