@@ -143,7 +143,8 @@ class Scattering:
     def _bring(self, name: str) -> None:
         counted = self.sizes[name] if self.supply.takes_disk else 0
         end = self._advance.done + counted
-        self._advance.say(f"download {name}" if counted else name)
+        if counted:
+            self._advance.say(f"download {name}")
         self.supply.bring(name, lambda size: self._advance.by(size, end))
         self._advance.by(counted, end)
 
