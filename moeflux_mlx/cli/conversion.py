@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from ..files import user_path
 from ..formats.packed import FOLDER
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
@@ -79,6 +80,9 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
             f"warning: {len(report.lossy)} quantised tensors were quantised again (lossy), "
             f"the first is {report.lossy[0]}"
         )
+    if options.delete_source:
+        left = sorted(file.name for file in user_path(options.hf_path).glob("*.safetensors"))
+        lines.append(f"left in {options.hf_path}: {', '.join(left)}" if left else f"{options.hf_path}: shards deleted")
     if report.verified:
         lines.append("verified: all files equal a fresh conversion")
     note("\n".join([*lines, f"{report.path} is ready"]))

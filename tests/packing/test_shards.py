@@ -281,7 +281,7 @@ def test_a_directory_s_shards_go_one_by_one(own, whole, tmp_path):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_killed_one_goes_on_without_what_was_deleted(own, whole, tmp_path, at_once):
+def test_a_killed_one_goes_on_without_what_was_deleted(own, whole, tmp_path, at_once, capsys):
     out = tmp_path / "out"
     if at_once:
         killed(own, out, f"pack {NAMES[2]}", how="delete")
@@ -289,6 +289,7 @@ def test_a_killed_one_goes_on_without_what_was_deleted(own, whole, tmp_path, at_
         stopped(own, out, "check packed_experts/layer_01.bin", delete_source=True)
     assert len(list(own.glob("*.safetensors"))) == (2 if at_once else 0)
     assert main(["--hf-path", str(own), "--mlx-path", str(out), "--delete-source", "--yes"]) == 0
+    assert f"{own}: shards deleted\n" in capsys.readouterr().err
     assert tree(out) == whole and not list(own.glob("*.safetensors"))
 
 
