@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from ..errors import ModelFileError
@@ -19,7 +20,7 @@ from ..files import sync
 from ..formats.packed import FOLDER, LAYOUT
 from .journal import Journal
 from .layer_files import LayerFile
-from .resident import ResidentFile, array_bytes
+from .resident import ResidentFile, Source, array_bytes
 from .supply import Supply
 from .writer import READ_BYTES, Bytes, Output, Unit, check_space, writing
 
@@ -52,15 +53,16 @@ def _resident_jobs(unit: ResidentFile) -> Iterator[Job]:
     yield Job(unit, frozenset(), lambda: iter([(0, unit.header)]))
     start = len(unit.header)
     for source in unit.sources:
-
-        def writes(source=source, start=start) -> Iterator[tuple[int, Bytes]]:  # type: ignore[no-untyped-def]
-            for array in source.arrays():
-                data = array_bytes(array)
-                yield start, data
-                start += len(data)
-
-        yield Job(unit, frozenset(tensor.file.name for tensor in source.tensors), writes)
+        needs = frozenset(tensor.file.name for tensor in source.tensors)
+        yield Job(unit, needs, partial(_in_a_row, source, start))
         start += sum(one.nbytes for one in source.written)
+
+
+def _in_a_row(source: Source, start: int) -> Iterator[tuple[int, Bytes]]:
+    for array in source.arrays():
+        data = array_bytes(array)
+        yield start, data
+        start += len(data)
 
 
 def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
@@ -72,14 +74,14 @@ def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
             key = tuple(tensor.name for tensor in part.matrix.tensors)
             places.setdefault(key, []).append((expert, index))
             needs[key] = frozenset(tensor.file.name for tensor in part.matrix.tensors)
-    for key, where in places.items():
+    return (Job(unit, needs[key], partial(_in_records, unit, where)) for key, where in places.items())
 
-        def writes(where=where) -> Iterator[tuple[int, Bytes]]:  # type: ignore[no-untyped-def]
-            for expert, index in where:
-                for offset, data in unit.fields(unit.experts.parts(expert)[index], index):
-                    yield expert * unit.geometry.stride + offset, data
 
-        yield Job(unit, needs[key], writes)
+def _in_records(unit: LayerFile, where: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
+    """The fields of these projections of these experts, at their places in the file."""
+    for expert, index in where:
+        for offset, data in unit.fields(unit.experts.parts(expert)[index], index):
+            yield expert * unit.geometry.stride + offset, data
 
 
 class Scattering:
@@ -158,13 +160,13 @@ class Scattering:
         if self.units:
             (self.output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # nobody loads what is being made
         for unit in self.units:
-            partial = self.output.partial(unit)
-            if partial.exists() and partial.stat().st_size == unit.size:
+            file = self.output.partial(unit)
+            if file.exists() and file.stat().st_size == unit.size:
                 continue
             self.journal.forget(need for job in self._jobs if job.unit is unit for need in job.needs)
-            with writing(partial):
-                partial.parent.mkdir(exist_ok=True)
-                with open(partial, "wb") as opened:
+            with writing(file):
+                file.parent.mkdir(exist_ok=True)
+                with open(file, "wb") as opened:
                     opened.truncate(unit.size)
 
     def _waiting(self) -> list[Job]:
