@@ -53,5 +53,6 @@ def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
         prefill_step_size=options.prefill_step_size,
         expert_io=from_environment(options.expert_io),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        in_place=remote.in_place,
     )
     return memory_lines(plan_memory(args, layout, machine_figures(), demand), layout)

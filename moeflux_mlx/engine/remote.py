@@ -1,7 +1,7 @@
 """A model of the Hugging Face Hub before it is here: what it needs of disk and memory, told from headers alone.
 
-A packed model comes as it is; a checkpoint that MLX quantised comes whole, if whoever asks can run it as it lies.
-Anything else is refused with the command that converts it, before any weight is downloaded.
+A packed model comes as it is, and so does a checkpoint that MLX quantised, which runs as it lies. Anything else is
+refused with the command that converts it, before any weight is downloaded.
 """
 
 import shutil
@@ -49,8 +49,8 @@ class Remote:
     total: int
 
     @classmethod
-    def look_up(cls, name: str, revision: str | None = None, unpacked: bool = False) -> "Remote":
-        """Reads the list of files, and config.json; `unpacked`: a checkpoint that MLX quantised will do.
+    def look_up(cls, name: str, revision: str | None = None) -> "Remote":
+        """Reads the list of files, and config.json.
 
         Raises:
             NotPackedError: it has to be converted. ModelFileError: there is none, or it cannot be reached.
@@ -59,7 +59,7 @@ class Remote:
         wanted = PACKED
         if f"{FOLDER}/{LAYOUT}" not in repository.files:
             small = repository.snapshot([INDEX, "config.json"])
-            if not (unpacked and _is_affine(small)):
+            if not _runs_in_place(small):
                 raise not_packed_error(name, small)
             wanted = [*UNPACKED, *shard_names(small, (one for one in repository.files if "/" not in one))]
         total = sum(file.size for file in repository.matching(wanted))
@@ -90,15 +90,20 @@ class Remote:
         return list(merge_tensors(heads).values())
 
     @property
+    def in_place(self) -> bool:
+        """Whether it is a checkpoint, whose experts lie in pieces."""
+        return f"{FOLDER}/{LAYOUT}" not in self.repository.files
+
+    @property
     def free(self) -> int:
         """Bytes of the disk that the Hub's cache is on."""
         return shutil.disk_usage(existing_parent(cache_folder())).free
 
     @classmethod
-    def look_up_or_cached(cls, name: str, revision: str | None = None, unpacked: bool = False) -> "Remote | Path":
+    def look_up_or_cached(cls, name: str, revision: str | None = None) -> "Remote | Path":
         """As `look_up`; where no Hub answers, the folder of a packed model that the Hub's cache holds."""
         try:
-            return cls.look_up(name, revision, unpacked)
+            return cls.look_up(name, revision)
         except NotPackedError:
             raise
         except ModelFileError:
@@ -139,17 +144,17 @@ def is_remote(model: str | Path | None) -> bool:
     return isinstance(model, str) and looks_like_repo(model) and not user_path(model).exists()
 
 
-def fetch(name: str, revision: str | None = None, unpacked: bool = False) -> Path:
+def fetch(name: str, revision: str | None = None) -> Path:
     """The local directory of a repository's model, downloaded without a word.
 
     Raises:
         NotPackedError, ModelFileError: as `Remote.look_up` and `Remote.download`.
     """
-    found = Remote.look_up_or_cached(name, revision, unpacked)
+    found = Remote.look_up_or_cached(name, revision)
     return found if isinstance(found, Path) else found.download()
 
 
-def _is_affine(small: Path) -> bool:
+def _runs_in_place(small: Path) -> bool:
     """Whether config.json says that MLX quantised everything, in forms that are computed."""
     config = read_json(small / "config.json")
     ModelArgs.from_dict(unquantized(config))

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.packed import PackedExperts
+from ..formats.pieces import ExpertFiles
 from ..ops import backend
 from ..ops.experts import Records
 from .pool import Slot, SlotPool, can_breathe
@@ -32,7 +32,7 @@ WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it
 
 class StreamedExperts(ExpertLoader):
     """Args:
-        packed: the opened files.
+        packed: the opened files, of whichever kind.
         decision: why they are read.
         cache_bytes: size of the pool, at the start if it breathes.
         most_bytes: what it may grow to; None is `cache_bytes`. Where the pool does not breathe, this says nothing.
@@ -54,7 +54,7 @@ class StreamedExperts(ExpertLoader):
 
     def __init__(
         self,
-        packed: PackedExperts,
+        packed: ExpertFiles,
         decision: str = "",
         *,
         cache_bytes: int | None = None,

@@ -9,6 +9,7 @@ from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
 from .layout_file import from_json
+from .pieces import Piece
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
@@ -21,6 +22,15 @@ class PackedExperts:
     def __init__(self, layout: ExpertLayout, paths: dict[int, Path]):
         self.layout = layout
         self.paths = paths
+
+    @property
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of every file."""
+        return {path: self.layout.layer_bytes(layer) for layer, path in self.paths.items()}
+
+    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+        """The expert's record, which lies in one piece."""
+        return (Piece(self.paths[layer], self.layout.start(layer, expert), self.layout.records[layer].size, 0),)
 
     @classmethod
     def open(cls, model_path: str | Path, args: ModelArgs) -> "PackedExperts":

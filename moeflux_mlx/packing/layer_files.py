@@ -199,7 +199,7 @@ class LayerFile:
     link: Path | None = None
 
     def __init__(self, layout: ExpertLayout, layer: int, experts: Experts):
-        self.layout, self.experts = layout, experts
+        self.layout, self.layer, self.experts = layout, layer, experts
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
         self.size = layout.layer_bytes(layer)
         self.geometry = layout.records[layer]

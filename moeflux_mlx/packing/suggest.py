@@ -18,6 +18,11 @@ def convert_command(hf_path: str, mlx_path: str, *more: str) -> str:
     return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *more])
 
 
+def packing_command(path: Path) -> str:
+    """That for a checkpoint here on the disk: the target gets its name."""
+    return convert_command(str(path), f"{path.resolve().name}-moeflux")
+
+
 def not_packed_error(source: str, folder: Path) -> NotPackedError:
     """For the checkpoint `source`, a path or repo id, whose config.json lies in `folder`; says what disk it takes.
 

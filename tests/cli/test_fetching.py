@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from small_hub import SmallHub, connected
-from tiny_models import child_environment, tiny_directory
+from tiny_models import child_environment, tiny_directory, write_tokenizer
 
-from moeflux_mlx import load
+from moeflux_mlx import load, load_model
 from moeflux_mlx.cli import fetching
 from moeflux_mlx.engine.remote import Remote, fetch
 from moeflux_mlx.errors import ModelFileError, NotPackedError
@@ -116,24 +116,27 @@ def test_a_terminal_is_asked(packed):
     assert done.returncode == 1 and "go on? [y/N]" in text and "the answer was not y" in text and not weights(packed)
 
 
-@pytest.mark.parametrize("variant", ["mlx4", "hub_sharded"])
-def test_a_checkpoint_comes_whole_if_it_can_run_as_it_lies(tmp_path, variant):
-    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", variant)
+def test_a_checkpoint_that_mlx_quantised_comes_whole_and_runs(tmp_path, capfd):
+    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "mlx4")
+    write_tokenizer(folder, "qwen3_style")
     (folder / "extra.bin").write_bytes(b"never asked for")
+    own = tiny_directory("qwen3_moe")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        _, layout, shapes = Remote.look_up("org/model").figures()
+        assert plan(["--model", "org/model"]) == 0 and " in place" in capfd.readouterr().out
+        assert not weights(hub)
+        model = load_model("org/model")
+        assert capfd.readouterr() == ("", "") and weights(hub) == ["model.safetensors"]
+        assert generate(RUN) == 0 and "downloaded" not in capfd.readouterr().err
+    assert layout == PackedExperts.open(own, ModelArgs.from_file(own)).layout
+    assert resident_bytes(shapes, mx.float32) == resident_bytes(read_resident(own), mx.float32)
+    tokens = mx.array([[1, 2, 3]])
+    assert np.array_equal(np.array(model(tokens)), np.array(load_model(own)(tokens)))
+
+
+def test_floats_are_refused_before_they_come(tmp_path):
+    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "hub_sharded")
     with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
         with pytest.raises(NotPackedError, match="--hf-path org/model"):
             fetch("org/model")
         assert not weights(hub)
-        if variant != "mlx4":
-            with pytest.raises(NotPackedError):
-                fetch("org/model", unpacked=True)
-            return
-        remote = Remote.look_up("org/model", unpacked=True)
-        args, layout, shapes = remote.figures()
-        assert not weights(hub)
-        path = fetch("org/model", unpacked=True)
-        assert weights(hub) == ["model.safetensors"]
-    assert (path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    own = tiny_directory("qwen3_moe")
-    assert layout == PackedExperts.open(own, ModelArgs.from_file(own)).layout
-    assert resident_bytes(shapes, mx.float32) == resident_bytes(read_resident(own), mx.float32)
