@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)[^)]*\)|<img[^>]* src=\"([^\"]+)\"")
+LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 ENDS = re.compile(r"\|\|?|&&?|;|[0-9]?>>?|<")
 
 
@@ -114,8 +114,9 @@ def test_a_wrong_link_is_found(tmp_path):
     text = (
         "# One `word`\n## Two\n## Two\n[a](own.md) [b](gone.md) [c](#one-word) [d](own.md#two-1) [e](#three) `[f](x)`"
     )
+    text += '[![g](one.svg)](own.md) <img alt="h" src="two.svg">'
     own.write_text(text)
-    assert broken_links(text, tmp_path, own) == ["gone.md", "#three"]
+    assert broken_links(text, tmp_path, own) == ["gone.md", "#three", "one.svg", "two.svg"]
 
 
 def test_a_wrong_call_is_found():
