@@ -73,6 +73,7 @@ class MappedExperts(ExpertLoader):
         self._check_open()
         self._check_length(layer)
         keys, inverse = asked_for(layer, ids)
+        self._note_asked(keys, np.ones(len(keys), bool))
         return Lease(self, keys, inverse, np.ones(ids.shape, bool))
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
