@@ -1,0 +1,178 @@
+"""A request made ready to run, before anything of it is computed: its tokens, its limit, where to keep states.
+
+Everything here can be done in any thread: it renders and tokenises, and never touches the model. What it refuses is
+refused before the answer has begun.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ..engine.sampling import make_sampler
+from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
+from ..text.boundaries import Rendering
+from ..text.channels import opens_thinking
+from ..text.spelling import Spelling
+from ..text.tokenizer import TokenizerWrapper
+from .request import Request, Sampling
+from .wire.replies import context_exceeded
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What counts where a request says nothing.
+
+    Args:
+        sampling: every value is given.
+        variables: for the chat template.
+    """
+
+    sampling: Sampling
+    variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose prompt is tokens.
+
+    Args:
+        request: as it came, its sampling filled up with the defaults.
+        tokens: of the prompt, fewer than the context has.
+        boundaries: lengths of prefixes that later prompts are likely to share.
+        max_tokens: as many as the context has room for, or fewer.
+        inside_reasoning: the prompt has opened the reasoning.
+    """
+
+    request: Request
+    tokens: Sequence[int]
+    boundaries: Sequence[int]
+    max_tokens: int
+    inside_reasoning: bool
+
+
+class Preparer:
+    """Args:
+    tokenizer: of the model.
+    vocab_size: of the model; tokens of a request are below it.
+    context: positions that there is room for.
+    defaults: of sampling and template.
+    spellings: texts that sessions know, at the time of the call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        vocab_size: int,
+        context: int,
+        defaults: Defaults,
+        spellings: Callable[[], Sequence[Spelling]] = tuple,
+    ):
+        self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
+        self.defaults, self.spellings = defaults, spellings
+
+    def __call__(self, request: Request) -> Prepared:
+        """Raises BadRequestError: it cannot be served, and why."""
+        try:
+            tokens, boundaries, opened = self._prompt(request)
+            sampling = self._sampling(request.sampling)
+        except BadRequestError:
+            raise
+        except (RequestError, TokenizerError) as error:
+            raise BadRequestError(_without_remedy(error)) from error
+        room = self.context - len(tokens)
+        if room < 1:
+            failed = context_exceeded(len(tokens), self.context)
+            raise BadRequestError(failed.message, None, failed.status, failed.code)
+        most = room if request.max_tokens is None else min(request.max_tokens, room)
+        return Prepared(replace(request, sampling=sampling), tokens, boundaries, most, opened)
+
+    def count(self, request: Request) -> int:
+        """Tokens of the prompt. Raises BadRequestError."""
+        try:
+            return len(self._prompt(request)[0])
+        except (RequestError, TokenizerError) as error:
+            raise BadRequestError(_without_remedy(error)) from error
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises BadRequestError."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except RequestError as error:
+            raise BadRequestError(str(error)) from error
+
+    def _prompt(self, request: Request) -> tuple[list[int], list[int], bool]:
+        """Tokens, boundaries, and whether the reasoning is open."""
+        if request.prompt is None:
+            return self._chat(request)
+        tokens = request.prompt if not isinstance(request.prompt, str) else self._raw(request.prompt)
+        if not tokens:
+            raise BadRequestError("prompt is empty; expected some text", "prompt")
+        if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
+            raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
+        return list(tokens), [], False
+
+    def _raw(self, text: str) -> list[int]:
+        bos = self.tokenizer.bos_token
+        return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
+
+    def _chat(self, request: Request) -> tuple[list[int], list[int], bool]:
+        messages = list(request.messages)
+        variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
+        if request.thinking is not None:
+            variables.setdefault("enable_thinking", request.thinking)
+        if request.tools:
+            variables["tools"] = list(request.tools)
+        text = Rendering(self.tokenizer, variables).text(messages)
+        rendering = Rendering(self.tokenizer, variables, self._encoder(text))
+        tokens = rendering.encode(text)
+        return tokens, _boundaries(rendering, messages, tokens), opens_thinking(text)
+
+    def _encoder(self, text: str) -> Callable[[str], list[int]] | None:
+        """The spelling that knows most of `text`."""
+        known = [(spelling.known(text)[0], spelling) for spelling in self.spellings()]
+        longest, best = max(known, key=lambda one: one[0], default=(0, None))
+        return best.encode if best is not None and longest else None
+
+    def _sampling(self, asked: Sampling) -> Sampling:
+        given = {name: value for name, value in vars(asked).items() if value is not None}
+        sampling = replace(self.defaults.sampling, **given)
+        for token in sampling.logit_bias:
+            if token >= self.vocab_size:
+                raise BadRequestError(
+                    f"logit_bias names token {token}; the largest is {self.vocab_size - 1}", "logit_bias"
+                )
+        make_sampler(**sampler_settings(sampling))
+        return sampling
+
+
+def sampler_settings(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `make_sampler`."""
+    temperature = cast(float, sampling.temperature)
+    return {
+        "temp": temperature,
+        "top_p": sampling.top_p or 0.0,
+        "min_p": sampling.min_p or 0.0,
+        "top_k": sampling.top_k or 0,
+    }
+
+
+def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens: list[int]) -> list[int]:
+    """The end of system prompt and tools, of what was said before the last message, and of that message."""
+    head = [message for message in messages[:1] if message["role"] == "system"]
+    others = [*head, {"role": "user", "content": ""}], messages
+    found = []
+    for place in (
+        lambda: min(rendering.before_question(others[0], tokens), len(tokens)),
+        lambda: rendering.before_question(messages, tokens),
+        lambda: rendering.before_answer(messages, tokens),
+    ):
+        try:
+            found.append(place())
+        except MoefluxError:  # a template may refuse what was only made up
+            continue
+    return sorted({place for place in found if 0 < place < len(tokens)})
+
+
+def _without_remedy(error: MoefluxError) -> str:
+    """The message without what only helps on a command line."""
+    return str(error).split("; --ignore-chat-template")[0].split(", or use --ignore-chat-template")[0]
