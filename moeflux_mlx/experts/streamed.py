@@ -180,9 +180,7 @@ class StreamedExperts(ExpertLoader):
 
     def _places(self) -> list[tuple[Key, int]]:
         return [
-            (key, IN_MEMORY if pool[key].future is None else ARRIVING)
-            for pool in self._pools
-            for key in pool.records()
+            (key, IN_MEMORY if pool[key].future is None else ARRIVING) for pool in self._pools for key in pool.records()
         ]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:

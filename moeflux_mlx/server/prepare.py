@@ -11,6 +11,7 @@ from typing import Any, cast
 from ..engine.sampling import make_sampler
 from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
 from ..text.boundaries import Rendering
+from ..text.calls.dialect import dialect_of
 from ..text.channels import opens_thinking
 from ..text.spelling import Spelling
 from ..text.tokenizer import TokenizerWrapper
@@ -41,13 +42,15 @@ class Prepared:
         boundaries: lengths of prefixes that later prompts are likely to share.
         max_tokens: as many as the context has room for, or fewer.
         inside_reasoning: the prompt has opened the reasoning.
+        opening: what the end of the prompt says in the model's name: the beginning of a call that must be made.
     """
 
     request: Request
     tokens: Sequence[int]
-    boundaries: Sequence[int]
-    max_tokens: int
-    inside_reasoning: bool
+    boundaries: Sequence[int] = ()
+    max_tokens: int = 0
+    inside_reasoning: bool = False
+    opening: str = ""
 
 
 class Preparer:
@@ -69,27 +72,28 @@ class Preparer:
     ):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
         self.defaults, self.spellings = defaults, spellings
+        self.dialect = dialect_of(tokenizer.chat_template)
 
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
         try:
-            tokens, boundaries, opened = self._prompt(request)
+            prompt = self._prompt(request)
             sampling = self._sampling(request.sampling)
         except BadRequestError:
             raise
         except (RequestError, TokenizerError) as error:
             raise BadRequestError(_without_remedy(error)) from error
-        room = self.context - len(tokens)
+        room = self.context - len(prompt.tokens)
         if room < 1:
-            failed = context_exceeded(len(tokens), self.context)
+            failed = context_exceeded(len(prompt.tokens), self.context)
             raise BadRequestError(failed.message, None, failed.status, failed.code)
         most = room if request.max_tokens is None else min(request.max_tokens, room)
-        return Prepared(replace(request, sampling=sampling), tokens, boundaries, most, opened)
+        return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
 
     def count(self, request: Request) -> int:
         """Tokens of the prompt. Raises BadRequestError."""
         try:
-            return len(self._prompt(request)[0])
+            return len(self._prompt(request).tokens)
         except (RequestError, TokenizerError) as error:
             raise BadRequestError(_without_remedy(error)) from error
 
@@ -100,8 +104,7 @@ class Preparer:
         except RequestError as error:
             raise BadRequestError(str(error)) from error
 
-    def _prompt(self, request: Request) -> tuple[list[int], list[int], bool]:
-        """Tokens, boundaries, and whether the reasoning is open."""
+    def _prompt(self, request: Request) -> Prepared:
         if request.prompt is None:
             return self._chat(request)
         tokens = request.prompt if not isinstance(request.prompt, str) else self._raw(request.prompt)
@@ -109,13 +112,13 @@ class Preparer:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
             raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
-        return list(tokens), [], False
+        return Prepared(request, list(tokens))
 
     def _raw(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
         return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
 
-    def _chat(self, request: Request) -> tuple[list[int], list[int], bool]:
+    def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
@@ -125,7 +128,18 @@ class Preparer:
         text = Rendering(self.tokenizer, variables).text(messages)
         rendering = Rendering(self.tokenizer, variables, self._encoder(text))
         tokens = rendering.encode(text)
-        return tokens, _boundaries(rendering, messages, tokens), opens_thinking(text)
+        inside, opening = opens_thinking(text), ""
+        if request.tools and request.tool_choice not in ("auto", "none"):
+            opening = self._call_opening(request, inside)
+            tokens = [*tokens, *self.tokenizer.encode(opening, add_special_tokens=False)]
+        return Prepared(request, tokens, _boundaries(rendering, messages, tokens), 0, inside, opening)
+
+    def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
+        """What makes the model call a tool: any, or the one that is named."""
+        if self.dialect is None:
+            raise BadRequestError(f"tool_choice is {request.tool_choice!r}; this model calls no tools", "tool_choice")
+        named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
+        return self.dialect.prefix(named, inside_reasoning)
 
     def _encoder(self, text: str) -> Callable[[str], list[int]] | None:
         """The spelling that knows most of `text`."""

@@ -314,6 +314,10 @@ class TokenizerWrapper:
         detokenizer.finalize()
         return detokenizer.text
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, perhaps part of a character; nothing for an id that the vocabulary lacks."""
+        return self._vocabulary.token_bytes(token)
+
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
         """Id of a token, or ids of a list of tokens; None for a string that is not a token."""
         if isinstance(tokens, str):
