@@ -153,6 +153,7 @@ def load_named(options: argparse.Namespace) -> Engine:
             context=options.context,
             span=options.span,
             prefill_step_size=options.prefill_step_size,
+            pool_share=getattr(options, "pool_share", None),
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     note(engine.experts.decision)
@@ -168,7 +169,11 @@ def load_named(options: argparse.Namespace) -> Engine:
 
 def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
     """A line for each reason why something that was asked for has no effect."""
-    given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value != NOT_GIVEN.get(name)}
+    given = {
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if value is not None and value != NOT_GIVEN.get(name)
+    }
     is_local = options.model is None or Path(options.model).exists()
     idle = {
         "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],

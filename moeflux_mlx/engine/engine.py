@@ -4,7 +4,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +24,7 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, model_fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, plan_memory
+from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
 from .locate import resolve
 from .machine import default_dtype, machine_figures
 from .session import CHECKPOINT_BYTES, Session
@@ -82,6 +82,7 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    pool_share: float | None = None,
 ) -> Engine:
     """Loads a packed model; arguments and errors are those of `load`."""
     claim_process()
@@ -102,6 +103,9 @@ def open_engine(
         expert_io=from_environment(expert_io),
         expert_cache_bytes=expert_cache_bytes,
     )
+    if context is None and pool_share is not None:
+        longest = longest_context(args, packed.layout, machine_figures(), demand, pool_share)
+        demand = replace(demand, context=longest)
     plan = plan_memory(args, packed.layout, machine_figures(), demand)
     experts = open_experts(packed, args, plan)
     try:
@@ -189,6 +193,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
+        pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
+            of what it would have otherwise.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.

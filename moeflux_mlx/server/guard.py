@@ -7,10 +7,11 @@ requests carry its Origin, or, after its name was bound to this machine's addres
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import error_reply
 
@@ -19,14 +20,9 @@ BODY_SECONDS = 60.0  # in which a body must have come
 OPEN_PATHS = ("/", "/health")  # without a key: what tells nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 
 class BodyError(Exception):
-    """The body is too large or too slow."""
+    """Raised by `receive`: the body is too large, or too slow."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -54,7 +50,7 @@ class Guard:
     body_seconds: in which it must have come.
     """
 
-    def __init__(self, app: App, rules: Rules, max_body: int = MAX_BODY, body_seconds: float = BODY_SECONDS):
+    def __init__(self, app: ASGIApp, rules: Rules, max_body: int = MAX_BODY, body_seconds: float = BODY_SECONDS):
         self.app, self.rules = app, rules
         self.max_body, self.body_seconds = max_body, body_seconds
 
@@ -72,21 +68,7 @@ class Guard:
         elif scope["method"] == "OPTIONS" and allowed:
             await _answer(send, 204, [], b"")
         else:
-            await self._pass_on(scope, receive, send)
-
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def watched(message: Mapping[str, Any]) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, _Body(receive, self.max_body, self.body_seconds), watched)
-        except BodyError as error:
-            if not begun:
-                await _answer(send, *error_reply(scope["path"], error.status, None, str(error)))
+            await self.app(scope, _Body(receive, self.max_body, self.body_seconds), send)
 
     def _refusal(
         self, scope: Scope, headers: dict[str, str], allowed: list[tuple[bytes, bytes]]
@@ -147,7 +129,7 @@ class _Body:
         self._size, self._whole = 0, False
         self._until: float | None = None
 
-    async def __call__(self) -> dict[str, Any]:
+    async def __call__(self) -> Message:
         if self._whole:
             return await self._receive()
         loop = asyncio.get_running_loop()
@@ -193,7 +175,7 @@ def _same(origin: str, host: str) -> bool:
 
 
 def _with_headers(send: Send, more: list[tuple[bytes, bytes]]) -> Send:
-    async def sending(message: Mapping[str, Any]) -> None:
+    async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", []), *more]}
         await send(message)

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from .guard import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
+
 from .job import Job
 from .prepare import Prepared
 from .request import Failed, Finish, ServerEvent

@@ -25,6 +25,7 @@ from .sessions import Kept, Sessions
 SHORT = 1024  # tokens of a prompt that may go before a long one
 LONG = 4 * SHORT  # tokens that are still to be computed of one that lets it
 IN_A_ROW = 3  # short prompts that may go before the same long one
+CANCELLED = Failed(503, "cancelled", "the request was cancelled")
 
 
 class QueueFullError(RequestError):
@@ -78,13 +79,21 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, seconds: float) -> bool:
-        """Ends all work; whether the thread ended in time."""
+    def begin_stop(self) -> None:
+        """Ends all work; those who wait are told that it was cancelled."""
         with self._wake:
             self._stopping = True
-            for job in (*self._jobs, *([self.state.running] if self.state.running else [])):
-                job.cancel()
+            waiting, running = list(self._jobs), self.state.running
+            self._jobs.clear()
             self._wake.notify_all()
+        for job in waiting:
+            job.emit(CANCELLED)
+        if running is not None:
+            running.cancel()
+
+    def stop(self, seconds: float) -> bool:
+        """Ends all work; whether the thread ended in time."""
+        self.begin_stop()
         if self._thread.is_alive():
             self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -159,7 +168,7 @@ class Worker:
             self._run(job, kept, may_give_way)
         except Stopped:
             self.state.totals.cancelled += 1
-            job.emit(Failed(503, "cancelled", "the request was cancelled"))
+            job.emit(CANCELLED)
         except Exception as error:  # one request's failure is not the others'
             self.state.totals.failed += 1
             print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
