@@ -16,12 +16,13 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..engine.engine import Engine
 from ..errors import BadRequestError
+from . import page
 from .errors import error_body
 from .guard import BodyError, Guard, Rules
 from .live import EVERY, used_memory
@@ -81,6 +82,7 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
     """The application, guarded."""
     routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in APIS.items()]
     for path, method, handle in (
+        ("/", "GET", _page),
         ("/v1/messages/count_tokens", "POST", _count_tokens),
         ("/v1/models", "GET", _models),
         ("/v1/models/{name:path}", "GET", _model),
@@ -196,6 +198,11 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
             "expert_wait_seconds_total": stats.wait_seconds,
         }
     return PlainTextResponse(metrics.text(values), media_type=metrics.CONTENT_TYPE)
+
+
+async def _page(served: Served, http: HttpRequest) -> Response:
+    headers = {"Content-Security-Policy": page.csp(), "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+    return HTMLResponse(page.content(), headers=headers)
 
 
 async def _live(served: Served, http: HttpRequest) -> Response:
