@@ -190,7 +190,7 @@ def test_an_answer_that_nothing_ends_has_failed(name):
     assert b"before it was finished" in reply.end()
     assert b"before it was finished" not in reply.end()
     assert "before it was finished" in json.dumps(APIS[name].whole(REQUESTS[name], SCENES["calls"][:3]))
-    assert reply.events(SCENES["calls"][2]) == []
+    assert reply.events(SCENES["calls"][2]) == [] and reply.keepalive() == b""
 
 
 @pytest.mark.parametrize("name", ["chat", "completions"])

@@ -152,7 +152,7 @@ class ChatReply(Reply):
         self._id = ids.make("chatcmpl-")
         self._begun = False
 
-    def keepalive(self) -> bytes:
+    def waiting(self) -> bytes:
         return b"".join(self._begin()) or self._delta({})
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
