@@ -20,9 +20,13 @@ class Block:
     index: int  # among all blocks
     call: int = 0  # among the calls of the answer
     name: str = ""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     whole: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Answer:
         logprobs, self._logprobs = self._logprobs, ()
         if not text:
             return
-        self._open.text += text
+        self._open.pieces.append(text)
         # Log-probabilities are told of the answer's text alone.
         logprobs = logprobs if self._open.kind == "text" else ()
         self._open.logprobs.extend(logprobs)

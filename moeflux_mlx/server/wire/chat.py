@@ -152,15 +152,19 @@ class ChatReply(Reply):
         self._id = ids.make("chatcmpl-")
         self._begun = False
 
-    def keepalive(self) -> bytes:
-        return self._delta({})
+    def waiting(self) -> bytes:
+        return b"".join(self._begin()) or self._delta({})
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
-        if not self._begun and self.answer.failed is None:
-            self._begun = True
-            yield self._delta({"role": "assistant", "content": None})
+        if self.answer.failed is None:
+            yield from self._begin()
         if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
             yield self._chunk([_choice({})], prompt_progress=progress(event, self.answer))
+
+    def _begin(self) -> list[bytes]:
+        """The chunk with the role, if it has not been sent."""
+        begun, self._begun = self._begun, True
+        return [] if begun else [self._delta({"role": "assistant", "content": None})]
 
     def step(self, step: Step) -> Iterable[bytes]:
         if step.block.kind == "call":

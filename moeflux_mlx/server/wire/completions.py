@@ -115,7 +115,7 @@ class CompletionReply(Reply):
         self._id = ids.make("cmpl-")
         self._offset = 0
 
-    def keepalive(self) -> bytes:
+    def waiting(self) -> bytes:
         return self._chunk([_choice("")])
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:

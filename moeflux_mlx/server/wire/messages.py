@@ -108,7 +108,7 @@ class MessageReply(Reply):
         self._id = ids.make("msg_")
         self._begun = False
 
-    def keepalive(self) -> bytes:
+    def waiting(self) -> bytes:
         return _event("ping")
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:

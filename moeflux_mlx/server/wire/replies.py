@@ -48,9 +48,13 @@ class Reply(ABC):
 
     tail = b""
 
-    @abstractmethod
     def keepalive(self) -> bytes:
-        """An event of the API's own kind that says nothing."""
+        """An event of the API's own kind that says nothing; nothing at all behind the last event."""
+        return b"" if self.answer.over else self.waiting()
+
+    @abstractmethod
+    def waiting(self) -> bytes:
+        """What keeps a client waiting."""
 
     @abstractmethod
     def opening(self, event: ServerEvent) -> Iterable[bytes]:

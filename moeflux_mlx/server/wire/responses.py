@@ -150,7 +150,7 @@ class ResponseReply(Reply):
         self._items = Items(request, ids)
         self._number = 0
 
-    def keepalive(self) -> bytes:
+    def waiting(self) -> bytes:
         return b"".join([*self._begin(), self._state("response.in_progress", "in_progress")])
 
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
