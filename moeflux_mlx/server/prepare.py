@@ -4,6 +4,7 @@ Everything here can be done in any thread: it renders and tokenises, and never t
 refused before the answer has begun.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,7 +14,9 @@ from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
 from ..text.boundaries import Rendering
 from ..text.calls.dialect import dialect_of
 from ..text.channels import opens_thinking
+from ..text.grammar import is_strict
 from ..text.spelling import Spelling
+from ..text.structured import Constrainer, Mask, is_installed
 from ..text.tokenizer import TokenizerWrapper
 from .request import Request, Sampling
 from .wire.replies import context_exceeded
@@ -43,6 +46,7 @@ class Prepared:
         max_tokens: as many as the context has room for, or fewer.
         inside_reasoning: the prompt has opened the reasoning.
         opening: what the end of the prompt says in the model's name: the beginning of a call that must be made.
+        mask: makes what says which tokens may come, for one answer; None: all may.
     """
 
     request: Request
@@ -51,6 +55,7 @@ class Prepared:
     max_tokens: int = 0
     inside_reasoning: bool = False
     opening: str = ""
+    mask: Callable[[], Mask] | None = None
 
 
 class Preparer:
@@ -73,6 +78,8 @@ class Preparer:
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
         self.defaults, self.spellings = defaults, spellings
         self.dialect = dialect_of(tokenizer.chat_template)
+        self._constrainer: Constrainer | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
@@ -112,7 +119,7 @@ class Preparer:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
             raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
-        return Prepared(request, list(tokens))
+        return Prepared(request, list(tokens), mask=self._mask(request, False, ""))
 
     def _raw(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
@@ -131,8 +138,28 @@ class Preparer:
         inside, opening = opens_thinking(text), ""
         if request.tools and request.tool_choice not in ("auto", "none"):
             opening = self._call_opening(request, inside)
-            tokens = [*tokens, *self.tokenizer.encode(opening, add_special_tokens=False)]
-        return Prepared(request, tokens, _boundaries(rendering, messages, tokens), 0, inside, opening)
+            tokens = [*tokens, *self.tokenizer.encode_after(opening)]
+        boundaries = _boundaries(rendering, messages, tokens)
+        return Prepared(request, tokens, boundaries, 0, inside, opening, self._mask(request, inside, opening))
+
+    def _mask(self, request: Request, inside_reasoning: bool, opening: str) -> Callable[[], Mask] | None:
+        """What says which tokens may come, where the request demands a form."""
+        tools = [] if request.tool_choice == "none" else list(request.tools)
+        if not isinstance(request.tool_choice, str):
+            tools = [tool for tool in tools if tool["function"]["name"] in request.tool_choice]
+        demanded = request.schema is not None or any(is_strict(tool) for tool in tools)
+        if not demanded and not (opening and is_installed()):
+            return None
+        with self._lock:
+            self._constrainer = self._constrainer or Constrainer(self.tokenizer)
+        constrainer = self._constrainer
+        schema = None if opening else request.schema
+        grammar = constrainer.grammar(schema, tools, self.dialect, required=bool(opening))
+        if grammar is None:
+            return None
+        prefix = self._call_opening(request, False) if opening else ""  # which ends the reasoning if there is any
+        inside = inside_reasoning and not opening
+        return lambda: constrainer.mask(grammar, inside_reasoning=inside, prefix=prefix)
 
     def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
         """What makes the model call a tool: any, or the one that is named."""

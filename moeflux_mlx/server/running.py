@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..engine.constrained import make_constraint
 from ..engine.generation import GenerationResponse
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Session, Stopped
@@ -143,7 +144,9 @@ class Running:
         )
         repeated = make_logits_processors(repetition_penalty=sampling.repetition_penalty)
         after = len(self.job.prepared.tokens)
-        return [*bias, *(self._in_text(one, after) for one in said), *(self._in_text(one, 0) for one in repeated)]
+        penalties = [*(self._in_text(one, after) for one in said), *(self._in_text(one, 0) for one in repeated)]
+        mask = self.job.prepared.mask
+        return [*bias, *penalties, *([make_constraint(mask())] if mask else [])]
 
     def _in_text(self, process: LogitsProcessor, start: int) -> LogitsProcessor:
         """`process` of the tokens from `start` on; within a call of a tool it would push the model off the form."""

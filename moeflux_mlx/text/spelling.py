@@ -39,4 +39,6 @@ class Spelling:
     def encode(self, text: str) -> list[int]:
         """Tokens of a rendered text, its special tokens written out: the known ones, and new ones after them."""
         letters, count = self.known(text)
-        return self.tokens[:count] + self.tokenizer.encode(text[letters:], add_special_tokens=False)
+        if not count:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokens[:count] + self.tokenizer.encode_after(text[letters:])

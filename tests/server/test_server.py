@@ -96,6 +96,22 @@ def test_bias_and_penalties(chat, live):
     assert len(set(other.split())) / len(other.split()) > len(set(plain.split())) / len(plain.split())
 
 
+def test_structured_output(chat):
+    schema = {
+        "type": "object",
+        "properties": {"owl": {"type": "boolean"}, "wings": {"enum": [2, 4]}},
+        "required": ["owl", "wings"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    found = chat.chat.completions.create(model="m", messages=QUESTION, response_format=form).choices[0]
+    said = json.loads(found.message.content)
+    assert found.finish_reason == "stop" and type(said["owl"]) is bool and said["wings"] in (2, 4)
+    form["json_schema"]["schema"] = {"type": "object", "unevaluatedProperties": False, "not": {}}
+    with pytest.raises(openai.BadRequestError, match="not|unevaluatedProperties"):
+        chat.chat.completions.create(model="m", messages=QUESTION, response_format=form)
+
+
 def test_completions(chat):
     options = {"model": "m", "prompt": "Once there was", "max_tokens": 8}
     whole = chat.completions.create(**options)

@@ -77,6 +77,10 @@ DEEPSEEK_V3 = Dialect(
     "deepseek_v3", _DEEPSEEK, {}, f"{_SECTION}function{deepseek.CALL_SEP}", f"NAME\n{deepseek.FENCE}json\n"
 )
 DEEPSEEK_V31 = Dialect("deepseek_v3.1", _DEEPSEEK, {}, _SECTION, f"NAME{deepseek.CALL_SEP}")
+CALL_TAGS = frozenset(
+    {TOOL_CALL, json_form.END, deepseek.SECTION_BEGIN, deepseek.SECTION_END}
+    | {deepseek.CALL_BEGIN, deepseek.CALL_SEP, deepseek.CALL_END}
+)
 DIALECTS = (QWEN_JSON, QWEN_XML, DEEPSEEK_V3, DEEPSEEK_V31)
 
 

@@ -25,6 +25,21 @@ def parameter_types(name: str, schema: Schema) -> frozenset[str]:
     return _types(own, schema, MAX_DEPTH) or STRING
 
 
+def variants(schema: Any, root: Schema, depth: int = MAX_DEPTH) -> list[Schema]:
+    """What a value may be, one schema each: references followed, unions taken apart, `allOf` put together."""
+    if not isinstance(schema, Mapping) or not depth:
+        return [{}]
+    if "$ref" in schema:
+        return variants(_referred(schema["$ref"], root), root, depth - 1)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return [found for one in schema[key] for found in variants(one, root, depth - 1)]
+    if isinstance(schema.get("allOf"), list):
+        parts = [variants(one, root, depth - 1)[0] for one in schema["allOf"]]
+        return [{key: value for part in [schema, *parts] for key, value in part.items() if key != "allOf"}]
+    return [schema]
+
+
 def is_text(types: frozenset[str]) -> bool:
     """Whether a value of one of `types` is its text, whatever that is."""
     return "string" in types and not types & CONTAINERS.keys()
