@@ -14,7 +14,7 @@ POOL_SHARE = 0.75  # of the pool of experts that a context longer than the defau
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=program("serve"),
-        description="Serve a packed Mixture-of-Experts model to agents and chat apps, by OpenAI's and Anthropic's APIs.",
+        description="Serve a packed Mixture-of-Experts model to agents and chat apps by OpenAI's and Anthropic's APIs.",
     )
     add = made.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")

@@ -83,6 +83,8 @@ class Live:
 def whole_reply(data):
     """Whether an answer with a Content-Length is all there."""
     head, found, body = data.partition(b"\r\n\r\n")
+    if found and b" 204 " in head.split(b"\r\n")[0]:
+        return True
     lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
     return bool(found and lengths and len(body) >= int(lengths[0]))
 
