@@ -23,6 +23,7 @@ HEADER_SECONDS = 30.0  # in which the headers of a request must have come
 IDLE_SECONDS = 75  # that a connection may stay open between requests
 END_SECONDS = 2  # that answers under way have to say that they end
 BACKLOG = 256
+LAST_PORT = 65535
 
 
 class PatientProtocol(H11Protocol):
@@ -55,6 +56,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         RequestError: the port is taken, or the address is none of this machine's.
     """
+    if not 0 <= port <= LAST_PORT:
+        raise RequestError(f"--port {port} is no port; give one from 1 to {LAST_PORT}, or 0 for any that is free")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
