@@ -192,6 +192,11 @@ def test_tool_choice(choice, wanted, left):
         assert (request.tool_choice, len(request.tools)) == (wanted, left)
 
 
+def test_a_choice_of_a_servers_tool_is_none():
+    for tools in ([], [{"type": "function", "name": "Read"}, {"type": "web_search"}]):
+        assert of_input(tools=tools, tool_choice={"type": "web_search"}).tool_choice == "auto"
+
+
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [({"type": "auto"}, "auto"), ({"type": "none"}, "none"), ({"type": "tool", "name": "Read"}, ["Read"])],
