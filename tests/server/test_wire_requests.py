@@ -225,6 +225,25 @@ def test_a_cut_call_in_a_history_is_kept():
     assert of_chat(messages=said).messages[0]["tool_calls"][0]["function"]["arguments"] == {"input": '{"path": "a'}
 
 
+def test_results_without_ids_follow_the_calls():
+    called = {"role": "assistant", "tool_calls": [call("a", {}, "1"), call("b", {}, "2")]}
+    said = [
+        called,
+        {"role": "tool", "content": "A"},
+        {"role": "tool", "content": "B"},
+        {"role": "tool", "content": "C"},
+    ]
+    assert of_chat(messages=said).messages[1:] == [result("A", "1", "a"), result("B", "2", "b"), result("C", "", "")]
+
+
+@pytest.mark.parametrize("namespace", ["mcp__x", "mcp__x__"])
+def test_tools_of_a_namespace(namespace):
+    inner = {"type": "function", "name": "find"}
+    request = of_input(tools=[{"type": "namespace", "name": namespace, "tools": [inner]}, inner])
+    assert [tool["function"]["name"] for tool in request.tools] == ["mcp__x__find", "find"]
+    assert request.extra["known"]["mcp__x__find"].namespace == namespace
+
+
 def test_sealed_reasoning_comes_back():
     items = [
         {"type": "reasoning", "summary": [], "encrypted_content": sealed("Grüße")},
