@@ -183,6 +183,7 @@ def test_effort_of_responses():
         ({"type": "function", "function": {"name": "Read"}}, ["Read"], 2),
         ({"type": "function", "name": "Read"}, ["Read"], 2),
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "Read"}]}, "auto", 1),
+        ({"type": "allowed_tools", "tools": [{"type": "mcp"}, {"type": "custom", "name": "Read"}]}, "auto", 1),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [READ]}}, "required", 1),
     ],
 )
