@@ -78,6 +78,13 @@ def test_one_thing_is_wrong(api, body):
     check()
 
 
+@pytest.mark.parametrize(("api", "body"), APIS, ids=["chat", "completions", "messages", "responses"])
+def test_every_place_takes_every_kind(api, body):
+    for path in places(body):
+        for value in (None, True, 5, -0.5, "x", "", [], [5], ["x"], [[]], {}, {"x": 5}, [{"type": "x"}], {"type": "x"}):
+            attempt(api, changed(body, path, value))
+
+
 @settings(max_examples=125)
 @given(st.sampled_from([api for api, _ in APIS]), JSON)
 def test_all_is_wrong(api, body):

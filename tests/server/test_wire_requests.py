@@ -183,6 +183,7 @@ def test_effort_of_responses():
         ({"type": "function", "function": {"name": "Read"}}, ["Read"], 2),
         ({"type": "function", "name": "Read"}, ["Read"], 2),
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "Read"}]}, "auto", 1),
+        ({"type": "allowed_tools", "tools": [{"type": "mcp"}, {"type": "custom", "name": "Read"}]}, "auto", 1),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [READ]}}, "required", 1),
     ],
 )
@@ -190,6 +191,11 @@ def test_tool_choice(choice, wanted, left):
     tools = [READ, {"type": "function", "function": {"name": "other"}}]
     for request in (of_chat(tools=tools, tool_choice=choice), of_input(tools=tools, tool_choice=choice)):
         assert (request.tool_choice, len(request.tools)) == (wanted, left)
+
+
+def test_a_choice_of_a_servers_tool_is_none():
+    for tools in ([], [{"type": "function", "name": "Read"}, {"type": "web_search"}]):
+        assert of_input(tools=tools, tool_choice={"type": "web_search"}).tool_choice == "auto"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +224,25 @@ def test_structure(form, schema):
 def test_a_cut_call_in_a_history_is_kept():
     said = [{"role": "assistant", "tool_calls": [call("Read", '{"path": "a', "call_1")]}]
     assert of_chat(messages=said).messages[0]["tool_calls"][0]["function"]["arguments"] == {"input": '{"path": "a'}
+
+
+def test_results_without_ids_follow_the_calls():
+    called = {"role": "assistant", "tool_calls": [call("a", {}, "1"), call("b", {}, "2")]}
+    said = [
+        called,
+        {"role": "tool", "content": "A"},
+        {"role": "tool", "content": "B"},
+        {"role": "tool", "content": "C"},
+    ]
+    assert of_chat(messages=said).messages[1:] == [result("A", "1", "a"), result("B", "2", "b"), result("C", "", "")]
+
+
+@pytest.mark.parametrize("namespace", ["mcp__x", "mcp__x__"])
+def test_tools_of_a_namespace(namespace):
+    inner = {"type": "function", "name": "find"}
+    request = of_input(tools=[{"type": "namespace", "name": namespace, "tools": [inner]}, inner])
+    assert [tool["function"]["name"] for tool in request.tools] == ["mcp__x__find", "find"]
+    assert request.extra["known"]["mcp__x__find"].namespace == namespace
 
 
 def test_sealed_reasoning_comes_back():

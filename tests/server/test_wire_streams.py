@@ -1,6 +1,10 @@
-"""Streams: exact bytes of a few, order and fields of any, and the same content as the reply that does not stream."""
+"""Streams: exact bytes of a few, order and fields of any, and the same content as the reply that does not stream.
+
+Run as a program, it writes the golden files anew; then read their diff.
+"""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import jsonschema
@@ -23,12 +27,16 @@ REQUESTS = {
 }
 
 
+def scene_of(name, scene):
+    """The bytes of a scene, and the file that has them."""
+    return sent(APIS[name], REQUESTS[name], SCENES[scene], waits=(0, 2)), GOLDEN / f"{name}-{scene}.txt"
+
+
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("name", APIS)
 def test_golden(name, scene):
-    assert (
-        sent(APIS[name], REQUESTS[name], SCENES[scene], waits=(0, 2)) == (GOLDEN / f"{name}-{scene}.txt").read_bytes()
-    )
+    stream, file = scene_of(name, scene)
+    assert stream == file.read_bytes()
 
 
 VALIDATORS = {}  # by identity; the schemas live as long as their module
@@ -201,3 +209,9 @@ def test_progress_and_logprobs_where_asked(name):
         {"total": 9, "cache": 4, "processed": 5}
     ]
     assert all("usage" not in data for data in told[:-1])
+
+
+if __name__ == "__main__":
+    for name, scene in product(APIS, SCENES):
+        stream, file = scene_of(name, scene)
+        file.write_bytes(stream)

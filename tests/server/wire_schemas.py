@@ -190,14 +190,11 @@ RESPONSE_USAGE = obj(
     output_tokens_details=obj(reasoning_tokens=INT),
     total_tokens=INT,
 )
-ECHO = dict.fromkeys(
-    ("instructions", "max_output_tokens", "reasoning", "text", "temperature", "top_p", "metadata"), ANY
-)
 RESPONSE = obj(
-    ECHO,
     id=starts("resp_"),
     object=const("response"),
     created_at=INT,
+    completed_at=maybe(INT),
     status={"enum": ["in_progress", "completed", "incomplete", "failed"]},
     error=maybe(obj(code=TEXT, message=TEXT)),
     incomplete_details=maybe(obj(reason=const("max_output_tokens"))),
@@ -206,8 +203,25 @@ RESPONSE = obj(
     parallel_tool_calls=BOOL,
     previous_response_id=NULL,
     store=const(False),
-    tool_choice=ANY,
-    tools=several(ANY),
+    tool_choice=one_of(TEXT, {"type": "object"}),
+    tools=several({"type": "object", "required": ["type"]}),
+    instructions=maybe(TEXT),
+    truncation=TEXT,
+    text=obj({"verbosity": TEXT}, format={"type": "object", "required": ["type"]}),
+    reasoning=maybe({"type": "object"}),
+    metadata={"type": "object"},
+    temperature=NUMBER,
+    top_p=NUMBER,
+    presence_penalty=NUMBER,
+    frequency_penalty=NUMBER,
+    top_logprobs=INT,
+    max_output_tokens=maybe(INT),
+    max_tool_calls=NULL,
+    background=const(False),
+    service_tier=TEXT,
+    safety_identifier=NULL,
+    prompt_cache_key=maybe(TEXT),
+    user=NULL,
     usage=maybe(RESPONSE_USAGE),
 )
 

@@ -105,8 +105,6 @@ class Answer:
         if not text:
             return
         self._open.pieces.append(text)
-        # Log-probabilities are told of the answer's text alone.
-        logprobs = logprobs if self._open.kind == "text" else ()
         self._open.logprobs.extend(logprobs)
         yield Step("grow", self._open, text, logprobs)
 
@@ -127,6 +125,7 @@ class Answer:
         return [block for block in self.of("call") if block.whole]
 
     def logprobs(self) -> list[TokenLogprob]:
+        """Those of the answer's text; no API has a place for others."""
         return [token for block in self.of("text") for token in block.logprobs]
 
     def reason(self) -> str:

@@ -60,7 +60,8 @@ def too_deep() -> BadRequestError:
 
 def shown(value: Any) -> str:
     """A value for a message: short, in one line, and ASCII where its characters could not be written."""
-    return ascii(value)[:60] if isinstance(value, str) and _SURROGATE.search(value) else _short.repr(value)
+    text = ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else _short.repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def wrong(name: str, value: Any, wanted: str) -> BadRequestError:

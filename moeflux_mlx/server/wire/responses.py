@@ -16,6 +16,16 @@ __all__ = ["error", "read", "stream", "whole"]
 error = openai_error
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_", "custom": "ctc_"}
+# What is the same in every response: nothing is kept, and there is one tier of service.
+_FIXED = {
+    "previous_response_id": None,
+    "store": False,
+    "background": False,
+    "service_tier": "default",
+    "max_tool_calls": None,
+    "safety_identifier": None,
+    "user": None,
+}
 _PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
@@ -28,9 +38,18 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
         return openai_failure(answer)
-    id, items = ids.make("resp_"), Items(request, ids)
-    output = [items.done(block) for block in answer.blocks]
-    return {**_response(request, id, ids.now(), _status(answer), output, answer), **_echo(request)}
+    id, items, now = ids.make("resp_"), Items(request, ids), ids.now()
+    response = _response(request, id, now, _status(answer), answer)
+    return {
+        **response,
+        "output": [items.done(block) for block in answer.blocks],
+        "completed_at": _completed(answer, now),
+    }
+
+
+def _completed(answer: Answer, now: int) -> int | None:
+    """When it was completed, if it was."""
+    return now if _status(answer) == "completed" else None
 
 
 def _status(answer: Answer) -> str:
@@ -39,30 +58,23 @@ def _status(answer: Answer) -> str:
     return "in_progress"
 
 
-def _response(
-    request: Request, id: str, created: int, status: str, output: list[dict[str, Any]], answer: Answer
-) -> dict[str, Any]:
+def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> dict[str, Any]:
+    """All of a response but its output, in the order in which people read it."""
     return {
         "id": id,
         "object": "response",
         "created_at": created,
+        "completed_at": None,
         "status": status,
         "error": _error(answer.failed) if answer.failed else None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": request.model,
-        "output": output,
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": None,
-        "store": False,
-        "tool_choice": "auto",
-        "tools": [],
+        "output": [],
         "usage": _usage(answer.finish) if answer.finish else None,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        **request.extra.get("echo", {}),
+        **_FIXED,
     }
-
-
-def _echo(request: Request) -> dict[str, Any]:
-    """What a response repeats of its request."""
-    return dict(request.extra.get("echo", {}))
 
 
 def _error(failed: Failed) -> dict[str, Any]:
@@ -209,11 +221,14 @@ class ResponseReply(Reply):
             yield self._state(f"response.{status}", status)
 
     def _state(self, kind: str, status: str) -> bytes:
-        output = [self._items.done(block) for block in self.answer.blocks] if self.answer.over else []
-        response = _response(self.request, self._id, self.created, status, output, self.answer)
-        # Agents send long instructions and tools: what only keeps a client waiting does not repeat them.
-        echo = {} if kind == "response.in_progress" else _echo(self.request)
-        return self._event(kind, response={**response, **echo})
+        response = _response(self.request, self._id, self.created, status, self.answer)
+        if kind == "response.in_progress":
+            # Agents send long instructions and tools: what only keeps a client waiting does not repeat them.
+            response.update(instructions=None, tools=[])
+        if self.answer.over:
+            response["output"] = [self._items.done(block) for block in self.answer.blocks]
+            response["completed_at"] = _completed(self.answer, self.ids.now())
+        return self._event(kind, response=response)
 
     def _inside(self, block: Block, kind: str, **data: Any) -> bytes:
         return self._event(kind, item_id=self._items.id(block), output_index=block.index, **data)

@@ -13,18 +13,6 @@ from .parts import joined, texts
 from .responses_tools import flat, offered
 
 _KEPT = "this server keeps no responses; send the whole conversation as input"
-# Fields that a response repeats.
-_ECHOED = (
-    "instructions",
-    "max_output_tokens",
-    "metadata",
-    "reasoning",
-    "temperature",
-    "text",
-    "tool_choice",
-    "tools",
-    "top_p",
-)
 _SEAL = "moeflux:"
 
 
@@ -35,7 +23,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
     _refuse_state(fields)
     variables = settings.template_variables(fields)
     functions, known = offered(fields)
-    left, choice = tools.chosen(functions, tools.choice(fields) if functions else _without_tools(fields))
+    left, choice = tools.chosen(functions, _choice(fields))
     reasoning, text = fields.object("reasoning"), fields.object("text")
     effort = reasoning.text("effort") if reasoning else fields.text("reasoning_effort")
     thinks = settings.thinking(fields, variables)
@@ -59,9 +47,40 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         extra={
             "known": known,
             "sealed": "reasoning.encrypted_content" in include,
-            "echo": {key: value for key in _ECHOED if (value := fields.get(key)) is not None},
+            "echo": _echo(fields),
         },
     )
+
+
+def _echo(fields: Fields) -> dict[str, Any]:
+    """What a response repeats of its request, and what OpenAI's would say where the request is silent."""
+    usual = {"truncation": "disabled", "top_p": 1.0, "temperature": 1.0, "tool_choice": "auto"}
+    given = {key: fields.get(key) for key in usual}
+    text, metadata = fields.object("text"), fields.object("metadata")
+    return {
+        **usual,
+        **_said(given),
+        "instructions": fields.get("instructions"),
+        "tools": [_told(item) for item in fields.objects("tools")],
+        "text": {"format": {"type": "text"}, **_said(text.data if text else {})},
+        "metadata": metadata.data if metadata else {},
+        "reasoning": fields.get("reasoning"),
+        "presence_penalty": fields.get("presence_penalty") or 0.0,
+        "frequency_penalty": fields.get("frequency_penalty") or 0.0,
+        "top_logprobs": fields.get("top_logprobs") or 0,
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "prompt_cache_key": fields.get("prompt_cache_key"),
+    }
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _told(item: Fields) -> Mapping[str, Any]:
+    """A function with all of its fields; other tools as they came."""
+    whole = item.get("type") == "function"
+    return {**dict.fromkeys(("description", "parameters", "strict")), **item.data} if whole else item.data
 
 
 def _refuse_state(fields: Fields) -> None:
@@ -72,7 +91,7 @@ def _refuse_state(fields: Fields) -> None:
         raise fields.wrong("background", f"false: {_KEPT}")
 
 
-def _without_tools(fields: Fields) -> tools.Choice:
+def _choice(fields: Fields) -> tools.Choice:
     """Demanding a tool that a server would run demands nothing of this one."""
     value = fields.get("tool_choice")
     kind = value.get("type") if isinstance(value, Mapping) else None

@@ -60,8 +60,8 @@ def _allowed(fields: Fields) -> Choice:
     mode = fields.text("mode") or "auto"
     if mode not in _MODES:
         raise fields.wrong("mode", "auto or required")
-    names = [(tool.object("function") or tool).required_text("name") for tool in fields.objects("tools")]
-    return Choice(_MODES[mode], names)
+    own = [tool for tool in fields.objects("tools") if tool.text("type") in ("function", "custom")]
+    return Choice(_MODES[mode], [(tool.object("function") or tool).required_text("name") for tool in own])
 
 
 def anthropic_choice(body: Fields) -> Choice:
