@@ -121,7 +121,7 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, script, feed=feed, pause=0.1):
+    def __init__(self, script, feed=feed, pause=0.2):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.feed, self.pause = script, feed, pause
         self.requests, self.key, self.step, self.listeners = [], None, 0, 0

@@ -399,6 +399,10 @@ def test_a_phone_has_no_horizontal_scroll(open_page):
         open_page.send(message)
     wide = "[document.documentElement, document.getElementById('flow')].map(e => e.scrollWidth - e.clientWidth)"
     assert open_page.run(wide) == [0, 0]
+    assert open_page.run("document.getElementById('down').hidden"), "the end is in sight"
+    resize(open_page.browser, 360, 420, 2.0, mobile=True)
+    time.sleep(0.1)
+    assert open_page.run("document.getElementById('down').hidden"), "and stays there when a keyboard takes half"
     for name in ("chats", "engine"):
         open_page.click(f"#open-{name}")
         box = open_page.run(
