@@ -45,6 +45,14 @@ def f(x):  # a comment
 
 See https://example.org/a_b_c, then stop.
 """
+# What takes a careless pattern time in the square of its length, or a careless parser its whole stack.
+LENGTHY = [
+    *("*a " * 3000, "**a*" * 2000, "_" * 4000, "[" * 4000, "[a](" * 1000, "![" * 3000, "\\" * 4000),
+    *("> " * 4000 + "x", "- " * 4000 + "x", "\n".join(" " * i + "- x" for i in range(300))),
+    *("`" * 9000 + "x", "# a" + " " * 18000 + "x", "~" * 18000 + "`", "```" + " " * 18000 + "`"),
+    *("|" * 9000 + "\n" + "|-" * 9000, "|" + " " * 18000 + "-|x\n|" + " " * 18000 + "-|x"),
+    *("<http://" * 1000, "https://a" * 1000, "```js\n" + "/*" * 5000 + "'" * 5000 + "\n```"),
+]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -62,6 +70,7 @@ def script(request):
         "tool": call("weather", '{"ci', 'ty":"Paris"}'),
         "prompt": [{"prompt_progress": {"processed": 1024, "total": 4096, "cache": 0}}, 1.0, {"content": "read"}],
         "cut": [{"content": "never ends", "finish": "length"}],
+        "lengthy": [{"content": piece + "\n\n"} for piece in LENGTHY] + [{"content": "The end"}],
         "wide": text("x" * 4000 + " " + "| a |" * 200),
     }
     if last["role"] == "tool":
@@ -361,6 +370,11 @@ def test_markup_from_a_model_stays_text(open_page):
     assert "<script>document.title='taken'</script>" in open_page.see(".md")
     addresses = open_page.run("[...document.querySelectorAll('.md a')].map(a => a.getAttribute('href'))")
     assert addresses and all(address.startswith("http://") for address in addresses)
+
+
+def test_no_text_stops_the_page(open_page):
+    open_page.send("lengthy")
+    assert open_page.see(".md").endswith("The end")
 
 
 def test_the_map_moves_and_the_figures_are_shown(open_page):
