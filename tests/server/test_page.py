@@ -210,6 +210,19 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
 
 
+def test_an_answer_goes_on_while_another_conversation_is_shown(open_page):
+    open_page.send("First")
+    open_page.write("prompt")
+    open_page.press("\ue007")
+    open_page.until(lambda: open_page.count(".waiting"))
+    open_page.click("#new")
+    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 1
+    open_page.ended()
+    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 0
+    open_page.click(".chat .open")
+    assert open_page.see(".assistant .md") == "Answer 1 to First|read"
+
+
 def test_regenerating_asks_again_without_the_old_answer(open_page):
     open_page.send("Hello")
     open_page.click("[aria-label=Regenerate]")
