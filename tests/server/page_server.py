@@ -105,13 +105,14 @@ class Handler(BaseHTTPRequestHandler):
         for delta in said:
             if isinstance(delta, float):
                 time.sleep(delta)
-            elif "error" in delta or "prompt_progress" in delta:
+            elif delta.keys() & {"error", "prompt_progress", "timings"}:
                 self.event({"choices": [], **delta})
             else:
                 tokens, reason = tokens + 1, "tool_calls" if "tool_calls" in delta else delta.pop("finish", reason)
                 self.event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         usage = {"prompt_tokens": 40, "completion_tokens": tokens, "total_tokens": 40 + tokens}
+        usage["prompt_tokens_details"] = {"cached_tokens": 32}
         self.event({"choices": [], "usage": usage})
         self.event("[DONE]")
 

@@ -64,6 +64,7 @@ def script(request):
         "slow": SLOW,
         "refuse": (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "x"}}),
         "break": [{"content": "half "}, {"error": {"message": "the disk is gone"}}],
+        "timed": [{"content": "a"}, {"timings": {"predicted_n": 25, "predicted_ms": 2000.0}}],
         "think": [{"reasoning_content": "Let me see. "}, {"reasoning_content": "Yes."}, {"content": "It is so."}],
         "hostile": [{"content": HOSTILE[i : i + 7]} for i in range(0, len(HOSTILE), 7)]
         + [{"reasoning_content": HOSTILE}],
@@ -195,7 +196,11 @@ def test_a_message_is_sent_and_its_answer_shown(open_page):
     assert not {"temperature", "top_p", "max_tokens", "tools", "chat_template_kwargs"} & set(request)
     open_page.send("More")
     assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "assistant", "user"]
-    assert "tokens" in open_page.see(".figures") and "of 4,096 tokens" in open_page.see("#usage")
+    open_page.send("timed")
+    assert "12.5 per second" in open_page.see(".figures") and "32 of 40 prompt tokens reused" in open_page.see(
+        ".figures"
+    )
+    assert "of 4,096 tokens" in open_page.see("#usage")
 
 
 def test_stopping_ends_the_request_and_keeps_what_came(open_page):
