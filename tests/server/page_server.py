@@ -105,13 +105,14 @@ class Handler(BaseHTTPRequestHandler):
         for delta in said:
             if isinstance(delta, float):
                 time.sleep(delta)
-            elif "error" in delta or "prompt_progress" in delta:
+            elif delta.keys() & {"error", "prompt_progress", "timings"}:
                 self.event({"choices": [], **delta})
             else:
                 tokens, reason = tokens + 1, "tool_calls" if "tool_calls" in delta else delta.pop("finish", reason)
                 self.event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         usage = {"prompt_tokens": 40, "completion_tokens": tokens, "total_tokens": 40 + tokens}
+        usage["prompt_tokens_details"] = {"cached_tokens": 32}
         self.event({"choices": [], "usage": usage})
         self.event("[DONE]")
 
@@ -121,7 +122,7 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, script, feed=feed, pause=0.1):
+    def __init__(self, script, feed=feed, pause=0.2):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.feed, self.pause = script, feed, pause
         self.requests, self.key, self.step, self.listeners = [], None, 0, 0

@@ -45,6 +45,15 @@ def f(x):  # a comment
 
 See https://example.org/a_b_c, then stop.
 """
+# What takes a careless pattern time in the square of its length, or a careless parser its whole stack.
+LENGTHY = [
+    *("*a " * 3000, "**a*" * 2000, "_" * 4000, "[" * 4000, "[a](" * 1000, "![" * 3000, "\\" * 4000),
+    *("> " * 4000 + "x", "- " * 4000 + "x", "\n".join(" " * i + "- x" for i in range(300))),
+    *("# a" + " " * 18000 + "x", "~" * 18000 + "`", "```" + " " * 18000 + "`"),
+    *("|" * 9000 + "\n" + "|-" * 9000, "|" + " " * 18000 + "-|x\n|" + " " * 18000 + "-|x"),
+    *("<http://" * 1000, "https://a" * 1000, "```js\n" + "/*" * 5000 + "'" * 5000 + "\n```"),
+    "`" * 9000 + "x",  # a fence that nothing closes: the last
+]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -55,6 +64,7 @@ def script(request):
         "slow": SLOW,
         "refuse": (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "x"}}),
         "break": [{"content": "half "}, {"error": {"message": "the disk is gone"}}],
+        "timed": [{"content": "a"}, {"timings": {"predicted_n": 25, "predicted_ms": 2000.0}}],
         "think": [{"reasoning_content": "Let me see. "}, {"reasoning_content": "Yes."}, {"content": "It is so."}],
         "hostile": [{"content": HOSTILE[i : i + 7]} for i in range(0, len(HOSTILE), 7)]
         + [{"reasoning_content": HOSTILE}],
@@ -62,6 +72,7 @@ def script(request):
         "tool": call("weather", '{"ci', 'ty":"Paris"}'),
         "prompt": [{"prompt_progress": {"processed": 1024, "total": 4096, "cache": 0}}, 1.0, {"content": "read"}],
         "cut": [{"content": "never ends", "finish": "length"}],
+        "lengthy": [{"content": piece + "\n\n"} for piece in LENGTHY] + [{"content": "The end"}],
         "wide": text("x" * 4000 + " " + "| a |" * 200),
     }
     if last["role"] == "tool":
@@ -185,7 +196,11 @@ def test_a_message_is_sent_and_its_answer_shown(open_page):
     assert not {"temperature", "top_p", "max_tokens", "tools", "chat_template_kwargs"} & set(request)
     open_page.send("More")
     assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "assistant", "user"]
-    assert "tokens" in open_page.see(".figures") and "of 4,096 tokens" in open_page.see("#usage")
+    open_page.send("timed")
+    assert "12.5 per second" in open_page.see(".figures") and "32 of 40 prompt tokens reused" in open_page.see(
+        ".figures"
+    )
+    assert "of 4,096 tokens" in open_page.see("#usage")
 
 
 def test_stopping_ends_the_request_and_keeps_what_came(open_page):
@@ -198,6 +213,19 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     assert open_page.see(".note") == "Stopped." and "word5" in open_page.see(".md")
     open_page.send("Next")
     assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(open_page):
+    open_page.send("First")
+    open_page.write("prompt")
+    open_page.press("\ue007")
+    open_page.until(lambda: open_page.count(".waiting"))
+    open_page.click("#new")
+    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 1
+    open_page.ended()
+    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 0
+    open_page.click(".chat .open")
+    assert open_page.see(".assistant .md") == "Answer 1 to First|read"
 
 
 def test_regenerating_asks_again_without_the_old_answer(open_page):
@@ -363,6 +391,11 @@ def test_markup_from_a_model_stays_text(open_page):
     assert addresses and all(address.startswith("http://") for address in addresses)
 
 
+def test_no_text_stops_the_page(open_page):
+    open_page.send("lengthy")
+    assert open_page.see(".md").endswith("The end")
+
+
 def test_the_map_moves_and_the_figures_are_shown(open_page):
     open_page.until(lambda: open_page.see("#shape") == "6 layers × 16 experts")
     picture = "document.getElementById('canvas').toDataURL()"
@@ -399,6 +432,10 @@ def test_a_phone_has_no_horizontal_scroll(open_page):
         open_page.send(message)
     wide = "[document.documentElement, document.getElementById('flow')].map(e => e.scrollWidth - e.clientWidth)"
     assert open_page.run(wide) == [0, 0]
+    assert open_page.run("document.getElementById('down').hidden"), "the end is in sight"
+    resize(open_page.browser, 360, 420, 2.0, mobile=True)
+    time.sleep(0.1)
+    assert open_page.run("document.getElementById('down').hidden"), "and stays there when a keyboard takes half"
     for name in ("chats", "engine"):
         open_page.click(f"#open-{name}")
         box = open_page.run(
