@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .calls import deepseek, json_form
-from .calls.dialect import Dialect
+from .calls.dialect import TOOL_CALL, Dialect
 from .channels import END, START
 from .chat_template import REASONING_KEYS
 
@@ -110,7 +110,9 @@ class StandIn:
         self._reasoning, self._content, self._name = (
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
         )
-        self._end = deepseek.SECTION_END if dialect.begin.startswith(deepseek.SECTION_BEGIN) else json_form.END
+        tagged = dialect.begin.startswith(TOOL_CALL)
+        self._begin = TOOL_CALL if tagged else deepseek.SECTION_BEGIN
+        self._end = json_form.END if tagged else deepseek.SECTION_END
         self._arguments = arguments
 
     def message(self, message: Message) -> dict[str, Any]:
@@ -119,17 +121,17 @@ class StandIn:
         return {
             **message,
             **dict.fromkeys(REASONING_KEYS, self._reasoning),
-            "content": self._content,
+            **({"content": self._content} if self._answer.text else {}),
             "tool_calls": [call],
         }
 
     def put_back(self, prompt: str) -> str | None:
         """The prompt with what the model wrote; None if the template shows the message in no way that we know."""
-        start, name = prompt.find(self._content), prompt.find(self._name)
-        reasoned = prompt.find(self._reasoning)
+        name, reasoned = prompt.find(self._name), prompt.find(self._reasoning)
+        start = prompt.find(self._content) if self._answer.text else prompt.rfind(self._begin, 0, name)
         end = prompt.find(self._end, name)
-        once = all(prompt.count(word) == 1 for word in (self._content, self._name))
-        if not once or end < 0 or prompt.count(self._reasoning) > 1 or not reasoned < start < name:
+        counts = [prompt.count(word) for word in (self._name, self._content, self._reasoning)]
+        if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
             return None
         shown = self._answer.visible if reasoned < 0 else self._answer.opened + self._answer.raw
         start = start if reasoned < 0 else _tag_before(prompt, reasoned)

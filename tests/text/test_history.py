@@ -77,7 +77,8 @@ def odd_call(write, name):
 
 @pytest.mark.parametrize("name, write, variables", CASES)
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
-def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, write, variables, keeps_reasoning):
+@pytest.mark.parametrize("said", ["Let me  see.\n\n\n", ""])
+def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, write, variables, keeps_reasoning, said):
     store = AnswerStore()
     history = History(tokenizers[name], store)
     messages = [USER]
@@ -85,7 +86,7 @@ def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, write, 
         prompt = history.text(messages, tools=TOOLS, variables=variables)
         thought = "" if name in ("cogito_style", "text_only") or variables else "I\nthink </tool_call>.\n</think>\n\n"
         opening = "<think>\n" if thought and not opens_thinking(prompt) else ""
-        raw = f"{opening}{thought}Let me  see.\n\n\n{odd_call(write, name)}"
+        raw = f"{opening}{thought}{said}{odd_call(write, name)}"
         answer = answered(history, store, prompt, raw, (f"call_{turn}",))
         if not keeps_reasoning:
             answer["reasoning_content"] = None
