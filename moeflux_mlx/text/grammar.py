@@ -71,6 +71,21 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
     return bool((tool.get("function") or tool).get("strict"))
 
 
+def parameters_of(tool: Mapping[str, Any]) -> Schema:
+    """The JSON schema of a tool's arguments.
+
+    Raises:
+        RequestError: it is not an object.
+    """
+    function = tool.get("function") or tool
+    parameters = function.get("parameters") or ANY_OBJECT
+    if not isinstance(parameters, Mapping):
+        raise RequestError(
+            f"parameters of tool {function.get('name')!r} are {parameters!r:.60}; they must be an object"
+        )
+    return parameters
+
+
 def json_schema(schema: Schema | bool) -> str:
     """As JSON text on one line, with our options in place of any that it has."""
     return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else schema), "x-guidance": OPTIONS})
@@ -98,7 +113,7 @@ def _before(dialect: Dialect) -> str:
 def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> str:
     """What follows the opening, for one tool."""
     name, strict = function["name"], is_strict(function)
-    schema = (function.get("parameters") or ANY_OBJECT) if strict else ANY_OBJECT
+    schema = parameters_of(function) if strict else ANY_OBJECT
     if dialect is QWEN_XML:
         parameters = " ".join(_parameters(schema, schemas)) if strict else '("<parameter=" key value)*'
         return f"{_quoted(name + '>' + chr(10))} {parameters} {_quoted('</function>' + chr(10) + xml_form.END)}"
