@@ -55,7 +55,7 @@ def calls_grammar(
     rules = [f"call: {' | '.join(f'call_{n}' for n in range(len(calls)))}"]
     rules += [f"call_{n}: {call}" for n, call in enumerate(calls)]
     rules += [f"open[lazy]: TEXT {opening}", 'value[lazy]: TEXT "\\n</parameter>\\n"', 'key[lazy]: /[^>\\n]+/ ">\\n"']
-    first = f"SPACE {_quoted(_before(dialect) + _opening(dialect))} call"
+    first = f"SPACE {_quoted(dialect.begin.partition(_opening(dialect))[0] + _opening(dialect))} call"
     start = "(open call)* TEXT"
     if required or schema is not None:
         start = f"{first} {start}"
@@ -69,6 +69,21 @@ def calls_grammar(
 def is_strict(tool: Mapping[str, Any]) -> bool:
     """Whether a tool asks for arguments that conform to its schema."""
     return bool((tool.get("function") or tool).get("strict"))
+
+
+def parameters_of(tool: Mapping[str, Any]) -> Schema:
+    """The JSON schema of a tool's arguments.
+
+    Raises:
+        RequestError: it is not an object.
+    """
+    function = tool.get("function") or tool
+    parameters = function.get("parameters") or ANY_OBJECT
+    if not isinstance(parameters, Mapping):
+        raise RequestError(
+            f"parameters of tool {function.get('name')!r} are {parameters!r:.60}; they must be an object"
+        )
+    return parameters
 
 
 def json_schema(schema: Schema | bool) -> str:
@@ -88,20 +103,14 @@ def _opening(dialect: Dialect) -> str:
     return TOOL_CALL if dialect is QWEN_JSON else deepseek.CALL_BEGIN
 
 
-def _before(dialect: Dialect) -> str:
-    """What stands before the opening of a first call."""
-    return (
-        dialect.begin[: dialect.begin.find(_opening(dialect))] if _opening(dialect) in dialect.begin else dialect.begin
-    )
-
-
 def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> str:
     """What follows the opening, for one tool."""
     name, strict = function["name"], is_strict(function)
-    schema = (function.get("parameters") or ANY_OBJECT) if strict else ANY_OBJECT
+    schema = parameters_of(function) if strict else ANY_OBJECT
     if dialect is QWEN_XML:
         parameters = " ".join(_parameters(schema, schemas)) if strict else '("<parameter=" key value)*'
-        return f"{_quoted(name + '>' + chr(10))} {parameters} {_quoted('</function>' + chr(10) + xml_form.END)}"
+        begin, end = f"{name}>\n", f"{xml_form.END_FUNCTION}\n{xml_form.END}"
+        return f"{_quoted(begin)} {parameters} {_quoted(end)}"
     schemas.append(json_schema(schema))
     begin = (dialect.begin + dialect.named.replace("NAME", name)).split(_opening(dialect), 1)[1]
     return f"{_quoted(begin)} %json {schemas[-1]} {_quoted(_closing(dialect))}"

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import RequestError
 from .calls.dialect import CALL_TAGS, Dialect
 from .channels import END
-from .grammar import Grammar, Schema, calls_grammar, is_strict, json_grammar
+from .grammar import Grammar, Schema, calls_grammar, is_strict, json_grammar, json_schema, parameters_of
 from .tokenizer import TokenizerWrapper
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Constrainer:
         Raises:
             RequestError: a schema has a key that cannot be enforced, which the message names.
         """
+        for tool in filter(is_strict, tools):
+            self._check_schema(json_schema(parameters_of(tool)))
         if dialect is None or not tools:
             grammar = None if schema is None else json_grammar(schema)
         elif schema is not None or required or any(is_strict(tool) for tool in tools):
@@ -75,13 +77,16 @@ class Constrainer:
         return Mask(self, self._matcher(grammar.text), inside_reasoning, prefix)
 
     def _check(self, grammar: Grammar) -> None:
+        for schema in grammar.schemas:
+            self._check_schema(schema)
+        self._matcher(grammar.text)
+
+    def _check_schema(self, schema: str) -> None:
         from llguidance import LLMatcher
 
-        for schema in grammar.schemas:
-            fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), self.tokens)
-            if fault:
-                raise RequestError(f"the JSON schema cannot be enforced: {_line(fault)}; leave that out")
-        self._matcher(grammar.text)
+        fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), self.tokens)
+        if fault:
+            raise RequestError(f"the JSON schema cannot be enforced: {_line(fault)}; leave that out")
 
     def _matcher(self, text: str) -> "LLMatcher":
         from llguidance import LLMatcher

@@ -334,6 +334,16 @@ def test_arguments_come_while_they_are_written():
     )
 
 
+def test_it_is_known_whether_a_call_is_open():
+    reader = AnswerReader(QWEN_JSON, TOOLS)
+    assert [(reader.feed(piece), reader.in_call)[1] for piece in ("a", "<tool_call>", '{"name": "get_time"}', "x")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
 def test_dialects_are_known_by_their_templates():
     names = {"qwen3_style": QWEN_JSON, "qwen35_style": QWEN_XML, "cogito_style": DEEPSEEK_V3}
     for name, dialect in names.items():

@@ -177,11 +177,29 @@ def test_nothing_to_enforce(constrainer):
     ],
 )
 def test_what_cannot_be_enforced_is_named(constrainer, schema, key):
-    strict = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"p": {"type": "object"}}}}
-    strict["parameters"]["properties"]["q"] = schema | {"type": "object"} if "type" not in schema else schema
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"q": schema}}}
+    for dialect in (QWEN_JSON, QWEN_XML):
+        with pytest.raises(RequestError, match="cannot be enforced"):
+            constrainer.grammar(tools=[{"function": tool}], dialect=dialect)
     with pytest.raises(RequestError, match="cannot be enforced") as caught:
         constrainer.grammar(schema)
     assert key in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        7,
+        {"properties": 7},
+        {"required": 7},
+        {"properties": {"a": 7}},
+        {"properties": {"a": {"type": "string", "enum": 7}}},
+    ],
+)
+def test_a_strict_tool_whose_schema_is_none_is_refused(constrainer, parameters):
+    tool = {"function": {"name": "f", "strict": True, "parameters": parameters}}
+    with pytest.raises(RequestError, match="cannot be enforced|must be an object"):
+        constrainer.grammar(tools=[tool], dialect=QWEN_XML)
 
 
 def test_limits_of_strings_in_tags_are_named(constrainer):

@@ -4,7 +4,6 @@ Every character is read by itself, so the events put together do not depend on h
 out to be none is given back as the text it is; if its start had been announced, there will be no `CallEnd` for it.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -41,14 +40,18 @@ class AnswerReader:
         self._schemas = schemas_of(tools)
         self._dialect = dialect if self._schemas else None
         self._events: list[Event] = []
-        self._again: deque[str] = deque()
         self._started = 0
         self._held, self._spaces = "", ""
         self._leading = inside_reasoning  # line breaks after a tag of reasoning are part of it
         self._after_call = False
         self._markers = self._awaited()
         self._body: Steps[str] | None = None
-        self._raw = ""
+        self._raw: list[str] = []  # characters of the call so far
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has been opened and not ended; penalties of repeated tokens do harm there."""
+        return self._body is not None
 
     def feed(self, text: str) -> list[Event]:
         """What is certain by now, pieces of the same kind put together."""
@@ -62,12 +65,8 @@ class AnswerReader:
             rest = self._at_end(self._body)
             if rest is None and cut and announced:
                 self._body = None
-            elif rest is None:
-                self._give_back("")
-                self._read("")
             else:
-                self._end_call(rest)
-                self._read("")
+                self._read(self._give_back("") if rest is None else self._end_call(rest))
         self._say(self._held)
         self._held = ""
         if not self._inside and not self._after_call:
@@ -75,15 +74,21 @@ class AnswerReader:
         return self._taken()
 
     def _read(self, text: str) -> None:
-        self._again.extend(text)
-        while self._again and not self.done:
-            char = self._again.popleft()
-            if self._body is None:
-                self._read_text(char)
-            else:
-                self._read_call(self._body, char)
+        """All of `text`, and again what a parser has read too far."""
+        at = 0
+        while at < len(text) and not self.done:
+            plain = 0 if self._held or self._body is not None else _before_tag(text, at)
+            if plain:
+                self._say(text[at : at + plain])
+                at += plain
+                continue
+            back = self._read_char(text[at])
+            text, at = (back + text[at + 1 :], 0) if back else (text, at + 1)
 
-    def _read_text(self, char: str) -> None:
+    def _read_char(self, char: str) -> str:
+        """Returns what is to be read again."""
+        if self._body is not None:
+            return self._read_call(self._body, char)
         self._held += char
         while self._held and not any(marker.startswith(self._held) for marker in self._markers):
             self._say(self._held[0])
@@ -95,6 +100,7 @@ class AnswerReader:
                 self._switch()
             else:
                 self._open_call(marker, body)
+        return ""
 
     def _switch(self) -> None:
         """From reasoning to the answer, or back."""
@@ -113,15 +119,14 @@ class AnswerReader:
 
     def _say(self, text: str) -> None:
         """Reasoning or text; spaces wait, because those before a call and at the end of reasoning are layout."""
-        for char in text:
-            if char == "\n" and self._leading:
-                continue
-            if char.isspace():
-                self._spaces += char
-                continue
+        core = text.strip()
+        before, after = (text[: text.index(core)], text[text.index(core) + len(core) :]) if core else (text, "")
+        self._spaces += before.replace("\n", "") if self._leading else before
+        if core:
             self._flush_spaces()
             self._leading = self._after_call = False
-            self._events.append(Reasoning(char) if self._inside else Text(char))
+            self._events.append(Reasoning(core) if self._inside else Text(core))
+        self._spaces += after
 
     def _flush_spaces(self) -> None:
         if self._spaces:
@@ -130,32 +135,33 @@ class AnswerReader:
 
     def _open_call(self, marker: str, body: Body) -> None:
         self._call = Call(self._started, self._schemas, self._events.append)
-        self._raw, self._body = marker, body(self._call)
+        self._raw, self._body = list(marker), body(self._call)
         next(self._body)
 
-    def _read_call(self, body: Steps[str], char: str) -> None:
-        self._raw += char
+    def _read_call(self, body: Steps[str], char: str) -> str:
+        self._raw.append(char)
+        back = ""
         try:
             body.send(char)
         except StopIteration as end:
-            self._end_call(end.value)
+            back = self._end_call(end.value)
         except Malformed as fault:
-            self._give_back(fault.rest)
+            back = self._give_back(fault.rest)
         if self._call.name:
             self._started = self._call.index + 1
+        return back
 
-    def _end_call(self, rest: str) -> None:
-        self._call.end(self._raw.removesuffix(rest))
-        self._started = self._call.index + 1
-        self._again.extendleft(reversed(rest))
+    def _end_call(self, rest: str) -> str:
+        self._call.end("".join(self._raw).removesuffix(rest))
         self._body, self._spaces, self._after_call = None, "", True
         self.calls += 1
         self.done = not self._parallel
+        return rest
 
-    def _give_back(self, rest: str) -> None:
+    def _give_back(self, rest: str) -> str:
         self._body = None
-        self._say(self._raw.removesuffix(rest))
-        self._again.extendleft(reversed(rest))
+        self._say("".join(self._raw).removesuffix(rest))
+        return rest
 
     def _at_end(self, body: Steps[str]) -> str | None:
         """What a call that the end of the text makes whole has read too far; None if it is not whole."""
@@ -171,6 +177,12 @@ class AnswerReader:
     def _taken(self) -> list[Event]:
         taken, self._events[:] = merged(self._events), []
         return taken
+
+
+def _before_tag(text: str, at: int) -> int:
+    """How many characters come before one that may begin a tag."""
+    tag = text.find("<", at)
+    return (len(text) if tag < 0 else tag) - at
 
 
 def merged(events: Sequence[Event]) -> list[Event]:
@@ -191,6 +203,7 @@ def _kind(event: Event) -> tuple[type, int]:
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Name -> JSON schema of the parameters; {} where a tool has none."""
+    """Name -> JSON schema of the parameters; {} where a tool has none that is one."""
     functions = [tool.get("function") or tool for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
+    found = {function["name"]: function.get("parameters") for function in functions}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in found.items()}

@@ -64,6 +64,8 @@ def _value(write: Write) -> Steps[str]:
 
 def _follower(held: str) -> str:
     """The tag at the end of `held`, if all before it is a closing tag and spaces."""
+    if len(held) <= len(END_PARAMETER):
+        return ""
     text = held.removeprefix("\n")
     after = text[len(END_PARAMETER) :].lstrip()
     return after if text.startswith(END_PARAMETER) and after in FOLLOWERS else ""
@@ -71,6 +73,8 @@ def _follower(held: str) -> str:
 
 def _may_end(held: str) -> bool:
     """Whether `held` may be the beginning of what ends a value."""
+    if held[0] not in "\n<":
+        return False
     text = held.removeprefix("\n")
     if not text.startswith(END_PARAMETER):
         return END_PARAMETER.startswith(text)
