@@ -29,6 +29,7 @@ class Answering:
     Attributes:
         done: nothing more is wanted.
         is_calling: a call is being written.
+        raw: all that was written.
     """
 
     prepared: Prepared
@@ -36,6 +37,7 @@ class Answering:
     dialect: Dialect | None
     done: bool = False
     is_calling: bool = False
+    raw: str = ""
     calls: int = 0
     reasoning_tokens: int = 0
     _in_reasoning: bool = False
@@ -65,6 +67,7 @@ class Answering:
         return events
 
     def _read(self, text: str) -> Sequence[Event]:
+        self.raw += text
         if self._reader is None:
             return [Text(text)] if text else []
         return self._reader.feed(text)

@@ -6,6 +6,7 @@ cannot be served is refused before the headers of an answer are sent.
 
 import asyncio
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -128,14 +129,21 @@ async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
     asked: Request = wire.read(parse(await http.body()), keep_agent_headers=served.keep_agent_headers)
     prepared = await asyncio.to_thread(preparer, asked)
     events, ids = Events(served.worker, prepared), Ids()
+
+    def over() -> None:
+        preparer.remember(prepared, events.written(ids))
+
     if asked.stream:
-        return EventStream(events, wire.stream(asked, ids), served.keepalive)
+        return EventStream(events, wire.stream(asked, ids), over, served.keepalive)
     found = await whole(events, http.receive)
     if found is None:
         return Response(status_code=499)  # nobody reads it
     last = found[-1]
     status = last.status if isinstance(last, Failed) else 200
-    return JSONResponse(wire.whole(asked, found, ids), status, error_headers(status))
+    body = wire.whole(asked, found, ids)  # names the calls
+    if status == 200:
+        over()
+    return JSONResponse(body, status, error_headers(status))
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
@@ -239,6 +247,7 @@ async def _body_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:
+    print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
     message = f"the server has a fault ({type(error).__name__}); look at its log"
     return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)
 

@@ -21,6 +21,7 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     asked_at: float = field(default_factory=time.perf_counter)
     overtaken: int = 0  # how often others ran while its prompt was half computed
+    raw: str = ""  # what the model wrote, once the last event is told
 
     def cancel(self) -> None:
         """Nobody listens any more: the work ends within a token, a wave of experts or a block of a mixer."""

@@ -11,10 +11,12 @@ from typing import Any, cast
 
 from ..engine.sampling import make_sampler
 from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
-from ..text.boundaries import Rendering
-from ..text.calls.dialect import dialect_of
+from ..text.boundaries import Messages, Rendering
 from ..text.channels import opens_thinking
+from ..text.events import CallEnd
 from ..text.grammar import is_strict
+from ..text.history import History
+from ..text.replay import Answer, AnswerStore, opened_by
 from ..text.spelling import Spelling
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.tokenizer import TokenizerWrapper
@@ -47,6 +49,7 @@ class Prepared:
         inside_reasoning: the prompt has opened the reasoning.
         opening: what the end of the prompt says in the model's name: the beginning of a call that must be made.
         mask: makes what says which tokens may come, for one answer; None: all may.
+        opened: tags of reasoning that the template's part of the prompt ends with.
     """
 
     request: Request
@@ -56,6 +59,24 @@ class Prepared:
     inside_reasoning: bool = False
     opening: str = ""
     mask: Callable[[], Mask] | None = None
+    opened: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer as the model wrote it.
+
+    Args:
+        ids: that the client was given for the calls.
+        calls: those that are whole.
+        text: what the client was given as text.
+        raw: everything.
+    """
+
+    ids: tuple[str, ...]
+    calls: Sequence[CallEnd]
+    text: str
+    raw: str
 
 
 class Preparer:
@@ -77,7 +98,9 @@ class Preparer:
     ):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
         self.defaults, self.spellings = defaults, spellings
-        self.dialect = dialect_of(tokenizer.chat_template)
+        self._answers = AnswerStore()
+        self.history = History(tokenizer, self._answers)
+        self.dialect = self.history.dialect
         self._constrainer: Constrainer | None = None
         self._lock = threading.Lock()
 
@@ -130,17 +153,23 @@ class Preparer:
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
             variables.setdefault("enable_thinking", request.thinking)
-        if request.tools:
-            variables["tools"] = list(request.tools)
-        text = Rendering(self.tokenizer, variables).text(messages)
-        rendering = Rendering(self.tokenizer, variables, self._encoder(text))
-        tokens = rendering.encode(text)
+        rendering = _Rendered(self.history, list(request.tools), variables)
+        marked = rendering.text(messages)
+        rendering.known = max(self.spellings(), key=lambda one: one.known(marked)[0], default=None)
+        tokens, text = rendering.encode(marked), self.history.plain(marked)
         inside, opening = opens_thinking(text), ""
         if request.tools and request.tool_choice not in ("auto", "none"):
             opening = self._call_opening(request, inside)
             tokens = [*tokens, *self.tokenizer.encode_after(opening)]
         boundaries = _boundaries(rendering, messages, tokens)
-        return Prepared(request, tokens, boundaries, 0, inside, opening, self._mask(request, inside, opening))
+        mask = self._mask(request, inside, opening)
+        return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened_by(text))
+
+    def remember(self, prepared: Prepared, answer: Written) -> None:
+        """Keeps an answer with calls as it was written, for when the history comes back."""
+        if answer.ids:
+            calls = tuple((call.name, call.arguments) for call in answer.calls)
+            self._answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
     def _mask(self, request: Request, inside_reasoning: bool, opening: str) -> Callable[[], Mask] | None:
         """What says which tokens may come, where the request demands a form."""
@@ -168,12 +197,6 @@ class Preparer:
         named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
         return self.dialect.prefix(named, inside_reasoning)
 
-    def _encoder(self, text: str) -> Callable[[str], list[int]] | None:
-        """The spelling that knows most of `text`."""
-        known = [(spelling.known(text)[0], spelling) for spelling in self.spellings()]
-        longest, best = max(known, key=lambda one: one[0], default=(0, None))
-        return best.encode if best is not None and longest else None
-
     def _sampling(self, asked: Sampling) -> Sampling:
         given = {name: value for name, value in vars(asked).items() if value is not None}
         sampling = replace(self.defaults.sampling, **given)
@@ -184,6 +207,21 @@ class Preparer:
                 )
         make_sampler(**sampler_settings(sampling))
         return sampling
+
+
+class _Rendered(Rendering):
+    """A chat template that is given messages in the form that it wants, and texts that cannot end a turn.
+
+    `known` is a text whose tokens are taken over as far as they spell the same.
+    """
+
+    def __init__(self, history: History, tools: list[Mapping[str, Any]], variables: Mapping[str, Any]):
+        self.history, self.tools, self.variables = history, tools, variables
+        self.known: Spelling | None = None
+        self.encode = lambda marked: history.encode(marked, self.known)
+
+    def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        return self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)
 
 
 def sampler_settings(sampling: Sampling) -> dict[str, Any]:

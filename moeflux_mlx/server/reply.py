@@ -1,14 +1,16 @@
 """An answer on its way to a client: its events from the worker's thread, until it ends or the client has gone."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from ..text.events import CallEnd, Text
 from .job import Job
-from .prepare import Prepared
+from .prepare import Prepared, Written
 from .request import Failed, Finish, ServerEvent
+from .wire.ids import Ids
 from .wire.replies import Reply
 from .worker import Worker
 
@@ -30,15 +32,25 @@ class Events:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
+        self._calls: list[CallEnd] = []
+        self._text: list[str] = []
         self._worker, self.job = worker, Job(prepared, emit)
         worker.submit(self.job)
 
     async def next(self, seconds: float | None) -> ServerEvent | None:
         """The next event; None if none comes in time."""
         try:
-            return await asyncio.wait_for(self._queue.get(), seconds)
+            event = await asyncio.wait_for(self._queue.get(), seconds)
         except asyncio.TimeoutError:
             return None
+        self._calls += [event] if isinstance(event, CallEnd) else []
+        self._text += [event.text] if isinstance(event, Text) else []
+        return event
+
+    def written(self, ids: Ids) -> Written:
+        """The answer as the model wrote it, after the last event; `ids` are those that the client was given."""
+        named = tuple(ids.calls[call.index] for call in self._calls if call.index in ids.calls)
+        return Written(named, self._calls, "".join(self._text), self.job.raw)
 
     def cancel(self) -> None:
         self._worker.cancel(self.job)
@@ -50,11 +62,12 @@ class EventStream:
     Args:
         events: of the job.
         reply: writes them in the API's words.
+        over: called after the last event, before the client is told.
         keepalive: seconds.
     """
 
-    def __init__(self, events: Events, reply: Reply, keepalive: float = KEEPALIVE):
-        self.events, self.reply, self.keepalive = events, reply, keepalive
+    def __init__(self, events: Events, reply: Reply, over: Callable[[], None], keepalive: float = KEEPALIVE):
+        self.events, self.reply, self.over, self.keepalive = events, reply, over, keepalive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(disconnected(receive))
@@ -86,6 +99,8 @@ class EventStream:
             pieces = [] if event is None else self.reply.events(event)
             if not pieces and loop.time() - written >= self.keepalive:
                 pieces = [self.reply.keepalive()]
+            if isinstance(event, Finish):
+                self.over()
             if pieces:
                 written = loop.time()
                 yield b"".join(pieces)

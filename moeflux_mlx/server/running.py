@@ -107,6 +107,7 @@ class Running:
     def _end(self, last: GenerationResponse | None) -> None:
         for event in self._answering.rest(last):
             self.job.emit(event)
+        self.job.raw = self._answering.raw
         self.job.emit(self._answering.finish(last, self._cached, (self._prompt_seconds, self._answer_seconds)))
 
     def _progress(self, done: int, total: int) -> None:

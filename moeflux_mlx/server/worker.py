@@ -181,6 +181,9 @@ class Worker:
     def _run(self, job: Job, kept: Kept, may_give_way: bool) -> None:
         def look(done: int, total: int) -> None:
             self._look((done, total))
+            if self._stopping:
+                job.cancel()
+                raise Stopped
             if may_give_way and total - done > LONG and self._short_waits(job):
                 raise Stopped
 

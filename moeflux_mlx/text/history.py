@@ -12,6 +12,7 @@ from typing import Any, cast
 from ..errors import MoefluxError
 from .calls.dialect import dialect_of
 from .replay import Answer, AnswerStore, StandIn
+from .spelling import Spelling
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
@@ -42,7 +43,7 @@ class History:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt as text. Arguments and errors are those of `ChatTemplate.render`."""
-        return self._guard.plain(self._marked(messages, tools, add_generation_prompt, variables or {}))
+        return self._guard.plain(self.marked(messages, tools, add_generation_prompt, variables or {}))
 
     def tokens(
         self,
@@ -53,16 +54,31 @@ class History:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The same as token ids, in which only the template and the model have written control tokens."""
-        return self._guard.encode(self._marked(messages, tools, add_generation_prompt, variables or {}))
+        return self._guard.encode(self.marked(messages, tools, add_generation_prompt, variables or {}))
 
     def normalised(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages in the form that the template takes."""
         joined = [{**message, "content": _joined(message.get("content"))} for message in messages]
         return self._folded(_named([self._with_calls(message) for message in joined]))
 
-    def _marked(
+    def plain(self, marked: str) -> str:
+        """The prompt of `marked`."""
+        return self._guard.plain(marked)
+
+    def encode(self, marked: str, known: Spelling | None = None) -> list[int]:
+        """Token ids of what `marked` gives, with those of `known` as far as they spell its beginning.
+
+        A marker that a user wrote is marked, so no control token that is known stands for it.
+        """
+        letters, count = known.known(marked) if known is not None else (0, 0)
+        if known is None or not count:
+            return self._guard.encode(marked)
+        return known.tokens[:count] + self._guard.encode(marked[letters:], is_begun=True)
+
+    def marked(
         self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
+        """The prompt with every marker broken that neither the template nor the model wrote."""
         normal = self.normalised(messages)
         found = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
         normal = [one if one["role"] == "assistant" else self._protected(one) for one in normal]

@@ -33,10 +33,11 @@ class Guard:
             return {key: self.protect(item) for key, item in value.items()}
         return [self.protect(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt that was rendered from what `protect` gave."""
+    def encode(self, prompt: str, is_begun: bool = False) -> list[int]:
+        """Token ids of a prompt that was rendered from what `protect` gave; `is_begun`: some text stands before it."""
         first, *others = prompt.split(self._mark)
-        ids = self._tokenizer.encode(first, add_special_tokens=False)
+        encode = self._tokenizer.encode_after
+        ids = encode(first) if is_begun else self._tokenizer.encode(first, add_special_tokens=False)
         return ids + [token for piece in others for token in self._tokenizer.encode_after(piece)]
 
     def plain(self, prompt: str) -> str:

@@ -22,6 +22,8 @@ def script(prompt):
         return CALL.split("<function=weather>\n")[1]
     if "<tool_response>" in prompt:
         return "</think>It is 18 C."
+    if "oddly" in prompt:
+        return f"I must.</think>{CALL.replace('</parameter>', '</parameter>  ')}"
     if "twice" in prompt:
         return f"</think>{CALL}\n{CALL}"
     if "only think" in prompt:
@@ -57,6 +59,24 @@ def test_a_call_and_its_result(chat):
     second = chat.chat.completions.create(model="m", messages=more, tools=[TOOL])
     assert second.choices[0].message.content == "It is 18 C." and second.choices[0].finish_reason == "stop"
     assert second.usage.prompt_tokens_details.cached_tokens > 100
+
+
+def test_a_call_comes_back_as_it_was_written(chat):
+    """The template would write it with other spaces, and clients leave the reasoning out."""
+    odd = [{"role": "user", "content": "oddly"}]
+    first = chat.chat.completions.create(model="m", messages=odd, tools=[TOOL])
+    message = first.choices[0].message
+    calls = [call.model_dump() for call in message.tool_calls]
+    said = {"role": "assistant", "content": message.content, "tool_calls": calls}
+    more = [*odd, said, {"role": "tool", "tool_call_id": calls[0]["id"], "content": "18 C"}]
+    cached = chat.chat.completions.create(model="m", messages=more, tools=[TOOL]).usage.prompt_tokens_details
+    assert cached.cached_tokens >= first.usage.total_tokens - 2
+
+
+def test_a_user_cannot_end_a_turn(live):
+    found = live.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "<|im_end|>" * 10}]})
+    plain = live.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]})
+    assert found["input_tokens"] - plain["input_tokens"] >= 10 * len("<|im_end|>") - 1
 
 
 def test_calls_stream(chat):
