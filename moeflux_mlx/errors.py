@@ -5,6 +5,8 @@
     |-- ModelFileError       a model directory, layer file, layout or tensor is missing or wrong
     |   `-- NotPackedError   a checkpoint that has not been converted yet
     |-- ExpertIOError        reading routed experts failed while the model was running
+    |-- RankError            a process of several that run one model is gone, late, or computes something else
+    |   `-- RankStopped      one of them was stopped
     |-- TokenizerError       tokenizer files or chat template are missing or cannot be used
     |-- SnapshotError        a state cannot be saved, or bytes are not a snapshot of this model's state
     |   |-- BufferTooSmallError        shorter than a header
@@ -46,6 +48,14 @@ class NotPackedError(ModelFileError):
 
 class ExpertIOError(MoefluxError, OSError):
     """Reading routed experts failed: I/O error, file truncated while open, or loader closed."""
+
+
+class RankError(MoefluxError):
+    """Several processes cannot go on with one model: one is gone, late, out of step, or failed."""
+
+
+class RankStopped(RankError):
+    """Another process of the group was stopped, so this one stops."""
 
 
 class TokenizerError(MoefluxError):

@@ -16,6 +16,18 @@ settings.register_profile("moeflux", deadline=None, print_blob=True)
 settings.load_profile("moeflux")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        skip = pytest.mark.skip(reason="takes minutes; run with --full")
+        for item in items:
+            if "full" in item.keywords:
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="module")
 def cpu_device():
     """For tests of what a GPU does not run, or rounds otherwise."""

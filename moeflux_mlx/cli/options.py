@@ -143,18 +143,7 @@ def load_named(options: argparse.Namespace) -> Engine:
     """The model of the options, its tokenizer read."""
     start = time.perf_counter()
     with Progress("loading"):
-        engine = open_engine(
-            options.model,
-            revision=options.revision,
-            dtype=getattr(mx, options.dtype) if options.dtype else None,
-            expert_io=options.expert_io,
-            expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-            prefetch=options.prefetch,
-            context=options.context,
-            span=options.span,
-            prefill_step_size=options.prefill_step_size,
-            pool_share=getattr(options, "pool_share", None),
-        )
+        engine = open_optional(options)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     note(engine.experts.decision)
     if engine.plan.shortened:
@@ -165,6 +154,22 @@ def load_named(options: argparse.Namespace) -> Engine:
     for line in idle_options(options, engine.experts.slots == 0):
         note(line)
     return engine
+
+
+def open_optional(options: argparse.Namespace) -> Engine:
+    """The model that the options of `add_model_options` name."""
+    return open_engine(
+        options.model,
+        revision=options.revision,
+        dtype=getattr(mx, options.dtype) if options.dtype else None,
+        expert_io=options.expert_io,
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        prefetch=options.prefetch,
+        context=options.context,
+        span=options.span,
+        prefill_step_size=options.prefill_step_size,
+        pool_share=getattr(options, "pool_share", None),
+    )
 
 
 def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:

@@ -1,8 +1,7 @@
 """The generation loop: tokens in, text out. It knows a model only by its call and its cache."""
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -103,28 +102,72 @@ def generate_step(
             taken.drop()
         raise
     step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
-    chunk, produced = tokens, 0
-    while produced != max_tokens:
-        token, logprobs = step(chunk, logits)
-        mx.eval(token, logprobs)
-        if produced == 0:
+    for n, (token, logprobs) in enumerate(_chosen(step, tokens, logits, max_tokens), start=1):
+        if n == 1:
             report(len(tokens), len(tokens))
-        if math.isnan(cast(float, logprobs[0].item())):
-            raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
-        yield cast(int, token.item()), logprobs
-        chunk, produced, logits = token.astype(mx.uint32), produced + 1, None
-        if produced == 1 or produced % KVCache.step == 0:
+        yield token, logprobs
+        if n == 1 or n % KVCache.step == 0:
             mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
 
 
+def _chosen(
+    step: "_Step", tokens: mx.array, logits: mx.array | None, max_tokens: int
+) -> Iterator[tuple[int, mx.array]]:
+    """Tokens one after the other, as `generate_step` yields them.
+
+    Where the GPU can go on without the host, it is given the next token's work before this token is waited for. When
+    the iterator is closed, the caches are taken back to what they hold without that work.
+    """
+    chosen, produced, before = step(tokens, logits), 0, None
+    try:
+        while True:
+            mx.async_eval(chosen)
+            produced += 1
+            following = None
+            if step.runs_ahead and produced != max_tokens:
+                before = _Place(step.cache)
+                following = step(chosen[0].astype(mx.uint32), None)
+                mx.async_eval(following)
+            token, logprobs, is_broken = chosen
+            mx.eval(chosen)
+            if is_broken.item():
+                raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
+            yield cast(int, token.item()), logprobs
+            if produced == max_tokens:
+                return
+            before = None
+            chosen = following or step(token.astype(mx.uint32), None)
+    finally:
+        if before is not None:
+            before.restore()
+
+
+class _Place:
+    """Where caches are, so that they can be taken back: a position, and the states of those that cannot be cut."""
+
+    def __init__(self, cache: list[Cache]):
+        self.cache, self.offset = cache, cache[0].offset
+        self.states = [None if layer.is_trimmable() else layer.state[:2] for layer in cache]
+
+    def restore(self) -> None:
+        for layer, state in zip(self.cache, self.states, strict=True):
+            layer.go_back(self.offset, state)
+
+
 class _Step:
-    """Chooses a token: chunk [L] in, with its logits or for the model, the next token [1] and its logprobs out."""
+    """Chooses a token: chunk [L] in, with its logits or for the model; the next token [1], its logprobs, and whether
+    these are NaN out.
+
+    Attributes:
+        runs_ahead: whether the next step can be begun before this one's token is known here.
+    """
 
     def __init__(self, model: Model, cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
         self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
         self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
+        self.runs_ahead = model.decode_step is not None and not processors
 
-    def __call__(self, chunk: mx.array, logits: mx.array | None) -> tuple[mx.array, mx.array]:
+    def __call__(self, chunk: mx.array, logits: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
         """`logits` [1, vocab_size] are those after `chunk`, if they are known; the logprobs are [vocab_size]."""
         if logits is None:
             logits = self.model(chunk[None], self.cache)[:, -1]
@@ -134,7 +177,7 @@ class _Step:
             for process in self.processors:
                 logits = process(self.seen, logits)
         logprobs = log_softmax(logits)
-        return self.sampler(logprobs), logprobs[0]
+        return self.sampler(logprobs), logprobs[0], mx.isnan(logprobs[0, :1])
 
 
 def stream_generate(
@@ -162,7 +205,8 @@ def stream_generate(
     detokenizer = tokenizer.detokenizer
     clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
     finish_reason = None
-    for n, (token, logprobs) in enumerate(generate_step(prompt, model, max_tokens=max_tokens, **kwargs), start=1):
+    steps = generate_step(prompt, model, max_tokens=max_tokens, **kwargs)
+    for n, (token, logprobs) in enumerate(steps, start=1):
         clock.tick()
         if token in tokenizer.eos_token_ids:
             finish_reason = "stop"
@@ -170,6 +214,7 @@ def stream_generate(
             detokenizer.add_token(token)
             finish_reason = "length" if n == max_tokens else None
         if finish_reason:
+            cast(Generator, steps).close()  # the caches then hold what has been reported
             detokenizer.finalize()
         yield GenerationResponse(
             text=detokenizer.last_segment,

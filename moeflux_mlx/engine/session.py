@@ -351,13 +351,15 @@ class Session:
         finally:
             if not absorbed:
                 self._absorbed(prompt, prefill, ends)
+            self.points.drop_after(len(self.tokens))  # the one that was kept last may be a token further
 
     def _bytes_read(self) -> int:
         return 0 if self.model.experts is None else self.model.experts.stats.bytes_read
 
     def _keep_if_due(self) -> None:
-        if len(self.tokens) - max(self.points.positions, default=0) >= self.checkpoint_every:
-            self.points.keep(len(self.tokens))
+        reached = self.cache[0].offset  # one token further where the next one is computed ahead
+        if reached - max(self.points.positions, default=0) >= self.checkpoint_every:
+            self.points.keep(reached)
 
     def _save_states(self, prompt: list[int]) -> None:
         """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .routing import Routing
-from .source import ExpertLoader
+from .source import ExpertLoader, Owned, all_of
 
 WARMUP = 8  # judged guesses before a layer may be switched off: about one token's
 LEAST_USEFUL = 0.5  # share of guessed reads that must be used: a wasted read delays a needed one by as much
@@ -117,10 +117,11 @@ class Lookahead:
         source: serves the experts.
         prefetch: "lookahead" reads ahead what the next layer's router foresees, "previous" what the next
             layer used for the previous token, "off" nothing.
+        owned: which experts the source serves.
     """
 
-    def __init__(self, source: ExpertLoader, prefetch: str):
-        self.source, self.layout = source, source.layout
+    def __init__(self, source: ExpertLoader, prefetch: str, owned: Owned = all_of):
+        self.source, self.layout, self._owned = source, source.layout, owned
         self.prefetch = prefetch if source.reads_ahead else "off"
         self.predictor, self.trial = Predictor(), Trial()
         self._started = 0.0
@@ -171,4 +172,5 @@ class Lookahead:
             self._read_ahead(following, self.predictor.previous(following))
 
     def _read_ahead(self, layer: int, ids: list[int]) -> None:
-        self._ahead[layer] = [expert for _, expert in self.source.hint([(layer, expert) for expert in ids])]
+        keys = [(layer, expert) for expert in self._owned(layer, ids)]
+        self._ahead[layer] = [expert for _, expert in self.source.hint(keys)]

@@ -21,7 +21,13 @@ from ..formats.record import ExpertLayout, Key
 from ..ops.experts import Records
 from ..process import check_process
 
+Owned = Callable[[int, Sequence[int]], list[int]]  # (layer, experts) -> those of them that are served here
 CLOSED = "the expert loader is closed; load the model again"
+
+
+def all_of(layer: int, ids: Sequence[int]) -> list[int]:
+    """An `Owned` of a process that serves every expert."""
+    return list(ids)
 
 
 class IoMode(str, Enum):

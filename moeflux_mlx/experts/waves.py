@@ -16,7 +16,7 @@ from ..ops.backend import Array
 from ..ops.grouped import GroupedRows
 from ..ops.tiles import MAX_TOKENS
 from .routing import Report, Routing
-from .source import ExpertLoader
+from .source import ExpertLoader, Owned, all_of
 
 WAVE_BYTES = 128 << 20  # of records that are multiplied together, at most
 NEARLY_ALL = 0.9  # share of a layer's experts in use from which the next layer's are read unseen, in file order
@@ -41,11 +41,33 @@ def in_waves(
         reads_ahead: whether the next layer's experts may be read before its router has run.
         report: told the share that is done, after each wave.
     """
-    layer, ids = routing.layer, np.array(routing.ids)
+    ids = np.array(routing.ids)
+    rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)
+    return rows.combined(cast(Array, routing.weights), residual, shared)
+
+
+def multiplied(
+    source: ExpertLoader,
+    layer: int,
+    ids: np.ndarray,
+    x: Array,
+    top_k: int,
+    reads_ahead: bool,
+    report: Report,
+    tokens: np.ndarray | None = None,
+    owned: Owned = all_of,
+) -> GroupedRows:
+    """What the experts make of the rows of x that go to them, as `in_waves` has it.
+
+    Args:
+        ids: [T, K], the experts of each token of x; with `tokens` [P, 1] those of row `tokens[p]` of x.
+        top_k: experts of a token, by which waves are cut.
+        owned: which experts the source serves.
+    """
     counts = np.bincount(ids.reshape(-1), minlength=source.layout.num_experts)
-    waves = waves_of(counts, wave_size(source.layout, ids.shape[1]))
-    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer])
-    path = _Path(source, layer, waves, counts, reads_ahead)
+    waves = waves_of(counts, wave_size(source.layout, top_k))
+    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer], tokens)
+    path = _Path(source, layer, waves, counts, reads_ahead, owned)
     under_way: deque[Any] = deque()
     done = 0
     try:
@@ -58,7 +80,7 @@ def in_waves(
         path.leave_before(len(waves))
     finally:
         source.intend(layer, ())
-    return rows.combined(cast(Array, routing.weights), residual, shared)
+    return rows
 
 
 def waves_of(counts: np.ndarray, size: int) -> list[np.ndarray]:
@@ -76,10 +98,10 @@ def wave_size(layout: ExpertLayout, top_k: int) -> int:
     return layout.experts_within(WAVE_BYTES, at_most=MAX_TOKENS * top_k)
 
 
-def expect(source: ExpertLoader, layer: int, tokens: int) -> None:
+def expect(source: ExpertLoader, layer: int, tokens: int, owned: Owned = all_of) -> None:
     """Begins to read `layer` in file order, if `tokens` are so many that they will use nearly all of it."""
     if tokens >= source.layout.num_experts:
-        source.hint(_whole(source.layout, layer)[: source.slots_of(layer) // AHEAD])
+        source.hint(_whole(source.layout, layer, owned)[: source.slots_of(layer) // AHEAD])
 
 
 def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> Any:
@@ -101,7 +123,13 @@ class _Path:
     """The way through a layer's experts and on to the next layer's: what to read meanwhile, what need not stay."""
 
     def __init__(
-        self, source: ExpertLoader, layer: int, waves: list[np.ndarray], counts: np.ndarray, reads_ahead: bool
+        self,
+        source: ExpertLoader,
+        layer: int,
+        waves: list[np.ndarray],
+        counts: np.ndarray,
+        reads_ahead: bool,
+        owned: Owned,
     ):
         self.source, self.layer, self.waves = source, layer, waves
         size = max(len(wave) for wave in waves)
@@ -113,8 +141,8 @@ class _Path:
         source.intend(layer, used)
         self._kept = set(np.argsort(-counts, kind="stable")[:share].tolist())
         following = source.layout.next_moe_layer(layer)
-        if reads_ahead and following is not None and len(used) >= NEARLY_ALL * source.layout.num_experts:
-            self._keys += _whole(source.layout, following)
+        if reads_ahead and following is not None and len(used) >= NEARLY_ALL * len(_whole(source.layout, layer, owned)):
+            self._keys += _whole(source.layout, following, owned)
 
     def leave_before(self, index: int) -> None:
         """The records of the wave before `index` may be replaced, but for those that decoding is likely to want."""
@@ -128,8 +156,8 @@ class _Path:
         self.source.hint(self._keys[end : end + self._room])
 
 
-def _whole(layout: ExpertLayout, layer: int) -> list[Key]:
-    return [(layer, expert) for expert in range(layout.num_experts)]
+def _whole(layout: ExpertLayout, layer: int, owned: Owned) -> list[Key]:
+    return [(layer, expert) for expert in owned(layer, range(layout.num_experts))]
 
 
 def _room_ahead(source: ExpertLoader, layer: int, size: int) -> int:

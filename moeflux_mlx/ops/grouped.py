@@ -60,14 +60,25 @@ class GroupedRows:
         counts: [E] rows of each expert.
         waves: the experts in use, in those groups, and in that order, in which they are multiplied.
         record: how the experts are stored.
+        tokens: [T], where `ids` are those of some rows of x only: which rows.
     """
 
-    def __init__(self, x: Array, ids: np.ndarray, counts: np.ndarray, waves: Sequence[np.ndarray], record: Record):
+    def __init__(
+        self,
+        x: Array,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        waves: Sequence[np.ndarray],
+        record: Record,
+        tokens: np.ndarray | None = None,
+    ):
         flat, experts = ids.reshape(-1), np.concatenate(waves)
         rank = np.zeros(len(counts), np.uint8 if len(experts) <= 256 else np.uint16)  # sorted by radix: short is fast
         rank[experts] = np.arange(len(experts))
         order = np.argsort(rank[flat], kind="stable")  # an expert's rows are in token order
         rows = order.astype(np.int32) // np.int32(ids.shape[1])
+        if tokens is not None:
+            rows = tokens[rows].astype(np.int32)
         self._ends = np.cumsum(counts[experts])
         self._firsts = np.cumsum([0, *map(len, waves)])
         self._is_native = isinstance(x, np.ndarray) and is_read(record)
@@ -106,9 +117,19 @@ class GroupedRows:
         for start in range(first, last, NATIVE_ROWS):
             stop = min(start + NATIVE_ROWS, last)
             owners = np.searchsorted(self._ends[experts], np.arange(start, stop), side="right")
-            where = slots[owners].astype(np.int32)
-            self._outputs[0][start:stop] = expert_rows(self._x[self._rows[start:stop]], where, records)
+            taken, where = self._x[self._rows[start:stop]], slots[owners].astype(np.int32)
+            if len(taken) == 1:  # a call of one row would have other bits than one of several
+                taken, where = np.repeat(taken, 2, axis=0), np.repeat(where, 2)
+            self._outputs[0][start:stop] = expert_rows(taken, where, records)[: stop - start]
         return self._outputs[0]
+
+    def outputs(self) -> Any:
+        """What the experts made of the rows, in the order of the ids: [T * K, H].
+
+        Every wave must have been multiplied.
+        """
+        out, places = self._outputs[0] if self._is_native else mx.concatenate(self._outputs), self._places.reshape(-1)
+        return out[places if isinstance(out, np.ndarray) else mx.array(places)]
 
     def combined(self, weights: Array, residual: Array, shared: Array | None) -> Array:
         """residual + sum_k weights[:, k] * (what expert ids[:, k] made of x) + shared, all [T, H].

@@ -1,0 +1,40 @@
+"""`python -m moeflux_mlx.benchmark`: how fast a model runs on this machine."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .cli.benchmarking import run
+from .cli.options import add_model_options
+from .cli.run import execute, program
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog=program("benchmark"),
+        description="Measure prompt and decode rates at a few lengths of random tokens, with the hits and bytes of "
+        "streamed experts, memory against its plan and the machine: a table, then one line of JSON.",
+    )
+    add = made.add_argument_group("measurement").add_argument
+    add(
+        "--prompt-tokens",
+        type=int,
+        nargs="+",
+        default=[128, 512, 2048],
+        metavar="N",
+        help="lengths of prompts (default: 128 512 2048)",
+    )
+    add("--max-tokens", "-m", type=int, default=64, help="tokens after each prompt (%(default)s)")
+    add("--rounds", type=int, default=3, help="the table has medians of so many (%(default)s)")
+    add("--against", choices=["mlx-lm"], help="run the same checkpoint by it too, in turns; it must fit in memory")
+    add_model_options(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    return execute(run, parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

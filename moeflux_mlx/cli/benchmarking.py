@@ -1,0 +1,173 @@
+"""How fast a model runs here, for users: prompts and answers of random tokens, a table, and one line of JSON.
+
+Every length is measured in turn, so that a machine that slows down slows all of them; the table has medians.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.engine import Engine
+from ..engine.generation import generate_step
+from ..engine.machine import machine_figures
+from ..errors import RequestError
+from .diagnosis import machine_lines
+from .options import open_optional
+from .terminal import note, peak_memory_gb
+
+Steps = Callable[[list[int], int], Iterator[Any]]  # a prompt and how many tokens follow it -> their steps
+
+
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One prompt and the tokens after it.
+
+    Args:
+        first_token: seconds to the first token.
+        decode: tokens per second after it; 0 where there are none.
+        hits: share of the experts of the tokens after the first that were in memory; None where none is read.
+        megabytes: of experts that were read for each of those tokens, in units of 1e6 bytes.
+        gb_per_second: while the drive was reading them.
+    """
+
+    first_token: float
+    decode: float
+    hits: float | None = None
+    megabytes: float | None = None
+    gb_per_second: float | None = None
+
+
+Rounds = dict[int, list[Measured]]  # by length of the prompt
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the table and the line; returns 0."""
+    if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens) < 1:
+        raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
+    longest = max(options.prompt_tokens) + options.max_tokens
+    options.context = options.context or longest
+    engine = open_optional(options)
+    if longest > engine.model.args.max_position_embeddings:
+        raise RequestError(f"{longest} tokens do not fit the model's {engine.model.args.max_position_embeddings}")
+    peer = None if options.against is None else mlx_lm_steps(engine)
+    lines = machine_lines(machine_figures())
+    print("\n".join([*lines, engine.experts.decision]))
+    runners: dict[str, Steps] = {OURS: lambda prompt, count: generate_step(prompt, engine.model, max_tokens=count)}
+    if peer is not None:
+        runners[options.against] = peer
+    found = measured(options, engine, runners)
+    print("\n".join(table(found[OURS], found.get("mlx-lm"))))
+    memory = {"planned_gb": engine.plan.total / 1e9, "peak_gb": peak_memory_gb(), "mlx_gb": mx.get_peak_memory() / 1e9}
+    print(f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak")
+    print(json.dumps(report(options, engine, lines, memory, found)))
+    return 0
+
+
+def mlx_lm_steps(engine: Engine) -> Steps:
+    """mlx-lm's model of the same files.
+
+    Raises:
+        RequestError: mlx-lm is not installed, or cannot read them.
+    """
+    try:
+        load = importlib.import_module("mlx_lm.utils").load_model
+        steps = importlib.import_module("mlx_lm.generate").generate_step
+        model = load(engine.path)[0]
+    except (ImportError, ValueError, FileNotFoundError) as error:
+        raise RequestError(
+            f"mlx-lm cannot run {engine.path}: {error}; it needs pip install mlx-lm and an MLX checkpoint, not a "
+            "directory made by convert"
+        ) from None
+    return lambda prompt, count: steps(mx.array(prompt), model, max_tokens=count)
+
+
+def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, Steps]) -> dict[str, Rounds]:
+    """Every round of each length, all runners in turn, after one short round of each that warms up."""
+    random, vocabulary = np.random.default_rng(0), engine.model.args.vocab_size
+    found: dict[str, Rounds] = {name: {length: [] for length in options.prompt_tokens} for name in runners}
+    for name, steps in runners.items():
+        one(engine, steps, random.integers(0, vocabulary, 16).tolist(), 4, name == OURS)
+    for _ in range(options.rounds):
+        for length in options.prompt_tokens:
+            prompt = random.integers(0, vocabulary, length).tolist()
+            for name, steps in runners.items():
+                made = one(engine, steps, prompt, options.max_tokens, name == OURS)
+                found[name][length].append(made)
+                note(f"{name}, {length} tokens: first after {made.first_token:.2f} s, then {made.decode:.1f} a second")
+    return found
+
+
+def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bool) -> Measured:
+    start = time.perf_counter()
+    running = steps(prompt, count)
+    next(running)
+    first, before = time.perf_counter(), replace(engine.experts.stats)
+    made = sum(1 for _ in running)
+    decode = made / (time.perf_counter() - first)
+    if not counted or engine.experts.slots == 0:
+        return Measured(first - start, decode)
+    since = engine.experts.stats.since(before)
+    return Measured(first - start, decode, since.hit_rate, since.bytes_read / made / 1e6, since.gb_per_second)
+
+
+def medians(rounds: Sequence[Measured]) -> Measured:
+    """Of each figure on its own."""
+    columns: dict[str, list[Any]] = {name: [asdict(one)[name] for one in rounds] for name in asdict(rounds[0])}
+    middle: dict[str, Any] = {
+        name: None if None in column else statistics.median(column) for name, column in columns.items()
+    }
+    return Measured(**middle)
+
+
+def table(ours: Rounds, theirs: Rounds | None) -> list[str]:
+    """A line for each length."""
+    head = f"{'prompt':>7}{'tokens/s':>10}{'first token':>13}{'decode/s':>10}{'hits':>7}{'MB/token':>10}{'GB/s':>7}"
+    lines = [head + (f"{'mlx-lm: tokens/s':>18}{'decode/s':>10}" if theirs else "")]
+    for length, rounds in ours.items():
+        found = medians(rounds)
+        line = f"{length:7}{length / found.first_token:10.1f}{found.first_token:11.2f} s{found.decode:10.1f}"
+        if found.hits is None:
+            line += f"{'-':>7}{'-':>10}{'-':>7}"
+        else:
+            line += f"{found.hits:7.0%}{found.megabytes:10.1f}{found.gb_per_second:7.2f}"
+        if theirs:
+            peer = medians(theirs[length])
+            line += f"{length / peer.first_token:18.1f}{peer.decode:10.1f}"
+        lines.append(line)
+    return lines
+
+
+def report(
+    options: argparse.Namespace,
+    engine: Engine,
+    machine: list[str],
+    memory: dict[str, float],
+    found: dict[str, Rounds],
+) -> dict[str, Any]:
+    """What the line of JSON holds: every round, not medians alone."""
+    args = engine.model.args
+    rows = [
+        {"prompt_tokens": length, **{name: [asdict(one) for one in rounds[length]] for name, rounds in found.items()}}
+        for length in options.prompt_tokens
+    ]
+    return {
+        "machine": machine,
+        "model_type": args.model_type,
+        "layers": args.num_hidden_layers,
+        "experts": [args.num_experts, args.num_experts_per_tok],
+        "expert_io": engine.experts.decision,
+        "max_tokens": options.max_tokens,
+        "memory": memory,
+        "rows": rows,
+    }

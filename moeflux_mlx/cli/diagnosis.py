@@ -1,0 +1,177 @@
+"""One screen on this machine: what it is, whether its values are right, its disk and memory, what fits, what lacks.
+
+Reads and writes one temporary file to measure the disk; loads no model.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..engine.budget import MemoryPlan, demand_of, plan_memory
+from ..engine.checkup import check_operations, runs_on
+from ..engine.machine import Figures, default_dtype, machine_figures, physical_ram_bytes
+from ..errors import ModelFileError, MoefluxError, RequestError
+from ..experts.source import IoMode
+from ..formats.packed import PackedExperts
+from ..formats.record import ExpertLayout, Record
+from ..model.tensors import variant_bytes
+from ..ops import native
+from ..spec import ModelArgs, variants
+from .planning import measure_disk
+
+PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
+EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
+MEASURED_FILE = 512 << 20
+EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the screen; returns 1 if a value is wrong."""
+    figures, dtype = machine_figures(), default_dtype()
+    print("\n".join(machine_lines(figures)))
+    lines, is_right = value_lines(dtype)
+    print("\n".join(lines))
+    disk = None if options.no_disk else print_disk(options.directory or hub_folder())
+    print("\n".join(["", *fitting_lines(figures, dtype, disk)]))
+    missing = missing_lines()
+    if missing:
+        print("\n".join(["", *missing]))
+    return 0 if is_right else 1
+
+
+def machine_lines(figures: Figures) -> list[str]:
+    """What it is, and which versions run."""
+    found = {name: _version(name) for name in PACKAGES}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    limits = [f"{_gb(figures.memory)} of {figures.name} may be used"]
+    if figures.working_set is not None:
+        limits.append(f"Metal recommends {_gb(figures.working_set)}, a buffer at most {_gb(figures.buffer or 0)}")
+    return [
+        f"machine   {_processor()}, {os.cpu_count()} CPUs, {_gb(physical_ram_bytes())} of RAM, {platform.platform()}",
+        f"versions  Python {platform.python_version()}, {versions}",
+        f"runs on   {runs_on()}",
+        *([f"GPU       {mx.device_info().get('device_name', 'unnamed')}"] if mx.default_device() == mx.gpu else []),
+        f"memory    {'; '.join(limits)}",
+    ]
+
+
+def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:
+    """Whether values are right here, a line for each operation."""
+    checks = check_operations(dtype)
+    lines = []
+    for i, check in enumerate(checks):
+        start = f"{'' if i else 'values':10}{check.name:10}{'right' if check.is_right else 'WRONG'}"
+        lines.append(f"{start}: error {check.error:.1e}, rounding {check.bound:.0e} at most ({check.seconds:.1f} s)")
+    is_right = all(check.is_right for check in checks)
+    if not is_right:
+        lines.append("error: an operation is wrong on this machine; please report this screen as a bug")
+    return lines, is_right
+
+
+def print_disk(folder: Path) -> float | None:
+    """Measures the disk below `folder` and says so; bytes per second, or None if it cannot be measured."""
+    try:
+        rate = disk_rate(folder)
+    except (MoefluxError, OSError) as error:
+        print(f"disk      not measured: {error}")
+        return None
+    print(f"disk      {rate / 1e9:.2f} GB/s reading whole experts past the page cache, at {folder}")
+    return rate
+
+
+def disk_rate(folder: Path) -> float:
+    """Bytes per second of reading experts in random order from a file that is written here and removed again.
+
+    Raises:
+        ModelFileError: there is no room for the file. OSError: it cannot be written.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < 2 * MEASURED_FILE:
+        raise ModelFileError(f"{folder} has {_gb(free)} free; measuring takes {_gb(2 * MEASURED_FILE)}")
+    count = MEASURED_FILE // EXPERT.stride
+    layout = ExpertLayout({0: EXPERT}, count, 1)
+    with tempfile.TemporaryDirectory(prefix=".moeflux-doctor-", dir=folder) as made:
+        path = Path(made) / layout.file_name(0)
+        with path.open("wb") as file:
+            for _ in range(count):
+                file.write(os.urandom(EXPERT.stride))  # drives and file systems may make little of zeros
+            os.fsync(file.fileno())
+        return measure_disk(PackedExperts(layout, {0: path}))
+
+
+def hub_folder() -> Path:
+    """The Hugging Face cache, or the first folder above it that exists."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE)
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def fitting_lines(figures: Figures, dtype: mx.Dtype, disk: float | None) -> list[str]:
+    """The known models, and how each would run here."""
+    rate = f"tokens/s at most at 0 % and 75 % hits, {disk / 1e9:.1f} GB/s" if disk else ""
+    return [f"{'models (4 bits)':22}{'disk':>10}  {'experts':14}{rate}"] + [
+        _fitting(name, figures, dtype, disk) for name in variants()
+    ]
+
+
+def _fitting(name: str, figures: Figures, dtype: mx.Dtype, disk: float | None) -> str:
+    args = ModelArgs.from_variant(name)
+    layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
+    start = f"{name:22}{_gb(layout.total_bytes + resident):>10}  "
+    asked = {"context": None, "span": None, "prefill_step_size": None, "expert_cache_bytes": None}
+    try:
+        plan = plan_memory(args, layout, figures, demand_of(args, resident, dtype, expert_io="auto", **asked))
+    except RequestError:
+        return f"{start}does not fit: {_gb(resident)} besides the experts"
+    return start + _way(plan, args, layout, disk)
+
+
+def _way(plan: MemoryPlan, args: ModelArgs, layout: ExpertLayout, disk: float | None) -> str:
+    if plan.mode is not IoMode.PREAD:
+        return "all in memory"
+    share = f"{plan.pool / layout.total_bytes:.0%} in memory"
+    if not disk:
+        return share
+    token = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    return f"{share:14}{disk / token:.1f} and {4 * disk / token:.1f}"
+
+
+def missing_lines() -> list[str]:
+    """What is not here, and the command that brings it."""
+    lines = []
+    if not native.available() and mx.default_device() == mx.cpu:
+        lines.append(f"missing   native CPU kernels: install a C compiler, then {native.reinstall_command()}")
+    for extra, packages in EXTRAS.items():
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
+        if absent:
+            lines.append(f"missing   {' and '.join(absent)}: pip install 'moeflux-mlx[{extra}]'")
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's name, as the system gives it."""
+    if platform.system() == "Linux":
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

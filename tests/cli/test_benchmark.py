@@ -1,0 +1,56 @@
+"""The benchmark for users: a table, a line of JSON with every round, refusals in one line."""
+
+import json
+
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx import benchmark
+from moeflux_mlx.cli import benchmarking
+
+SHORT = ["--prompt-tokens", "5", "20", "--max-tokens", "4", "--rounds", "2"]
+
+
+@pytest.fixture
+def tiny():
+    return ["--model", str(tiny_directory("qwen3_next"))]
+
+
+def test_table_and_json(capsys, tiny):
+    assert benchmark.main([*SHORT, *tiny, "--expert-io", "pread"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert [row["prompt_tokens"] for row in found["rows"]] == [5, 20]
+    assert all(len(row["ours"]) == 2 and row["ours"][0]["decode"] > 0 for row in found["rows"])
+    assert all(0 <= one["hits"] <= 1 for row in found["rows"] for one in row["ours"])
+    table = next(i for i, line in enumerate(lines) if line.lstrip().startswith("prompt"))
+    assert [line.split()[0] for line in lines[table + 1 : table + 3]] == ["5", "20"]
+    assert lines[0].startswith("machine ") and "GB planned" in lines[-2]
+
+
+def test_a_peer_takes_turns(monkeypatch, capsys, tiny):
+    order = []
+
+    def peer(engine):
+        return lambda prompt, count: (order.append(len(prompt)) for _ in range(count))
+
+    monkeypatch.setattr(benchmarking, "mlx_lm_steps", peer)
+    assert benchmark.main([*SHORT, *tiny, "--against", "mlx-lm"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert order == [16] * 4 + ([5] * 4 + [20] * 4) * 2
+    assert "mlx-lm: tokens/s" in "".join(out) and len(json.loads(out[-1])["rows"][0]["mlx-lm"]) == 2
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--max-tokens", "1"], "--max-tokens must be at least 2"),
+        (["--rounds", "0"], "--rounds and --prompt-tokens at least 1"),
+        (["--prompt-tokens", "9999999", "--context", "64"], "do not fit the model's"),
+        (["--against", "mlx-lm"], "mlx-lm cannot run"),
+    ],
+)
+def test_refusals(capsys, tiny, more, message):
+    assert benchmark.main([*tiny, *more]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

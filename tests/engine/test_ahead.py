@@ -1,0 +1,97 @@
+"""Computing one token ahead: the same tokens, and caches that hold what was reported when one stops."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_decode import FAMILIES, make_resident
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.engine.session import Session
+from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture
+def model(monkeypatch, request):
+    return make_resident(monkeypatch, request.param)
+
+
+def steps(model, count, cache=None, prompt=PROMPT, **options):
+    found = generate_step(prompt, model, max_tokens=count, prompt_cache=cache, **options)
+    return [(token, np.array(logprobs)) for token, logprobs in found]
+
+
+def unchanged(tokens, logits):
+    """A processor on the host: with one, nothing is computed ahead."""
+    return logits
+
+
+def states(cache):
+    return [(layer.offset, [np.array(a) for a in layer.state[:2]]) for layer in cache if not layer.is_trimmable()]
+
+
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+def test_the_same_bits_as_one_by_one(model):
+    ahead, plain = steps(model, 9), steps(model, 9, logits_processors=[unchanged])
+    assert [token for token, _ in ahead] == [token for token, _ in plain]
+    assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(ahead, plain, strict=True))
+
+
+@pytest.mark.parametrize("reported", [1, 4])
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+def test_caches_hold_what_was_reported_after_a_stop(model, reported):
+    cache, whole = model.make_cache(), steps(model, reported + 3)
+    running = generate_step(PROMPT, model, max_tokens=-1, prompt_cache=cache)
+    told = [next(running)[0] for _ in range(reported)]
+    running.close()
+    assert {layer.offset for layer in cache} == {len(PROMPT) + reported - 1}
+    plain = model.make_cache()
+    steps(model, reported, plain, logits_processors=[unchanged])
+    for (offset, pair), (want, wanted) in zip(states(cache), states(plain), strict=True):
+        assert offset == want and all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
+    rest = steps(model, 3, cache, prompt=told[-1:])
+    assert [token for token, _ in rest] == [token for token, _ in whole[reported:]]
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_token_is_computed_that_is_not_asked_for(model, count):
+    calls, step = [], model.decode_step
+
+    class Counting:
+        takes = staticmethod(step.takes)
+
+        def __call__(self, *given):
+            calls.append(1)
+            return step(*given)
+
+    model.decode_step = Counting()
+    steps(model, count)
+    assert len(calls) == count - 1
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+def test_a_session_keeps_no_state_beyond_its_tokens(model):
+    tokenizer = load_tokenizer(tiny_directory("qwen3_next"))
+    session = Session(model, tokenizer, checkpoint_every=1)
+    answer = session.respond(PROMPT, max_tokens=-1)
+    told = [next(answer).token for _ in range(6)]
+    answer.close()
+    assert session.tokens == PROMPT + told[:-1] and max(session.points.positions) == len(session.tokens)
+    again = [r.token for r in session.respond([*PROMPT, *told], max_tokens=3)]
+    assert again == [token for token, _ in steps(model, 9)][6:] and session.reuse.computed == 1
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+def test_broken_logits_are_said_at_once(model):
+    found = generate_step(PROMPT, model, max_tokens=5)
+    next(found)
+    model.lm_head.weight = mx.full(model.lm_head.shape, float("nan"))
+    model.lm_head.quant = None
+    model.decode_step.forget()
+    next(found)  # was under way already
+    with pytest.raises(ModelFileError, match="NaN"):
+        next(found)

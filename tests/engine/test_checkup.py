@@ -1,0 +1,36 @@
+"""The check of a machine's values: right ones pass, planted faults do not."""
+
+import mlx.core as mx
+
+from moeflux_mlx.engine import checkup
+from moeflux_mlx.engine.machine import default_dtype
+
+
+def test_values_are_right_here():
+    checks = checkup.check_operations(default_dtype())
+    assert [check.name for check in checks] == ["product", "experts", "routing"]
+    assert all(check.is_right and check.seconds >= 0 for check in checks), checks
+
+
+def test_nan_is_not_right():
+    assert not checkup.Check("product", float("nan"), 1.0, 0.0).is_right
+
+
+def test_an_expert_in_the_wrong_slot_is_seen(monkeypatch):
+    right = checkup.expert_ffn
+    monkeypatch.setattr(checkup, "expert_ffn", lambda x, slots, *rest: right(x, slots[:, ::-1].copy(), *rest))
+    found = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
+    assert found == {"product": True, "experts": False, "routing": True}
+
+
+def test_a_wrong_order_of_codes_is_seen(monkeypatch):
+    right = checkup.dense
+    monkeypatch.setattr(checkup, "dense", lambda *given: right(*given)[:, ::-1])
+    found = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
+    assert found == {"product": False, "experts": False, "routing": True}
+
+
+def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
+    right = checkup.route
+    monkeypatch.setattr(checkup, "route", lambda *given: (right(*given)[0], right(*given)[1] * 1.001))
+    assert not checkup.check_operations(mx.float32)[2].is_right
