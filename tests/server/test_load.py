@@ -73,14 +73,14 @@ def test_clients_that_vanish():
 
 
 def test_a_slow_reader_holds_nobody_up():
-    long = "</think>" + "word " * 4000
+    long = "</think>" + "word " * 600
     with Live(lambda: FakeEngine(lambda prompt: long if "slow" in prompt else ANSWER, context=100_000)) as live:
         message = [{"role": "user", "content": "slow"}]
         with send(live, json.dumps({"messages": message, "stream": True}).encode()) as slow:
             wait_for(lambda: live.worker.state.totals.generated_tokens > 100)
             with send(live, body(1)) as quick:
                 assert b"[DONE]" in read_whole(quick)
-            assert read_whole(slow).count(b"data: ") > 4000
+            assert read_whole(slow).count(b"data: ") > 2000
 
 
 @pytest.mark.full
