@@ -2,7 +2,7 @@
 
 A prompt goes on in the session that knows most of it. If it would undo what another conversation is likely to come
 back to, it gets a copy, so that agents that share a beginning share its computation. The least recently used session
-goes when there are too many, or when they hold too much; a store on disk may still know its text.
+goes when there are too many, short ones first, or when they hold too much; a store on disk may still know its text.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from ..engine.session import Session
 from ..text.spelling import Spelling
 
 WORTH_COPYING = 64  # tokens; fewer are computed anew rather than copied
-WORTH_LITTLE = 64  # tokens that may be undone for a new prompt, beside the last answer
+SMALL = 256  # tokens; texts as short as titles are asked for go first
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Known:
 
 @dataclass(eq=False)
 class Kept:
-    """A session, when it was used last, where its last answer began, and whether it is in use."""
+    """A session, when it was used last, from where on it may be undone (its last answer), and whether it is in use."""
 
     session: Session
     used: int = 0
@@ -73,7 +73,7 @@ class Sessions:
         best = max(free, key=lambda kept: (known[kept], kept.hint == hint, kept.used), default=None)
         if best is None or not known[best]:
             chosen = self._new(self._make)
-        elif known[best] >= best.answer_at - WORTH_LITTLE or self._count == 1:
+        elif known[best] >= best.answer_at or self._count == 1:
             chosen = best
         elif known[best] < WORTH_COPYING:
             chosen = self._new(self._make)
@@ -84,9 +84,9 @@ class Sessions:
         chosen.busy, chosen.hint, chosen.used = True, hint, next(self._clock)
         return chosen
 
-    def give_back(self, kept: Kept, prompt_tokens: int) -> None:
-        """It is no longer in use; its last prompt had so many tokens."""
-        kept.busy, kept.answer_at = False, min(prompt_tokens, len(kept.session.tokens))
+    def give_back(self, kept: Kept, answer_at: int) -> None:
+        """It is no longer in use; from `answer_at` tokens on nobody is likely to come back to what it knows."""
+        kept.busy, kept.answer_at = False, min(answer_at, len(kept.session.tokens))
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
         self.publish()
@@ -111,5 +111,5 @@ class Sessions:
         idle = [kept for kept in self._kept if not kept.busy and kept is not besides]
         if not idle:
             return False
-        self._kept.remove(min(idle, key=lambda kept: kept.used))
+        self._kept.remove(min(idle, key=lambda kept: (len(kept.session.tokens) > SMALL, kept.used)))
         return True

@@ -176,7 +176,8 @@ class Worker:
         finally:
             self.state.running = before
             if kept is not None:
-                self._sessions.give_back(kept, len(job.prepared.tokens))
+                prepared = job.prepared
+                self._sessions.give_back(kept, max(prepared.boundaries, default=len(prepared.tokens) - 1))
 
     def _run(self, job: Job, kept: Kept, may_give_way: bool) -> None:
         def look(done: int, total: int) -> None:

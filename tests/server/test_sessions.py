@@ -25,7 +25,7 @@ def answered(sessions, prompt, answer=(7, 8, 9), hint=None):
     kept = sessions.take(prompt, hint)
     known = kept.session.known(prompt)
     kept.session.tokens = [*prompt, *answer]
-    sessions.give_back(kept, len(prompt))
+    sessions.give_back(kept, len(prompt) - 1)
     return kept.session, known
 
 
@@ -58,6 +58,14 @@ def test_texts_of_their_own_get_sessions_of_their_own(sessions):
     assert len(sessions) == 3
     assert answered(sessions, list(range(1000, 1201)))[1] == 200
     assert answered(sessions, list(range(200)))[1] == 0
+
+
+def test_titles_do_not_push_out_conversations(sessions):
+    long = list(range(400))
+    answered(sessions, long)
+    for n in range(1, 6):
+        answered(sessions, list(range(1000 * n, 1000 * n + 50)))
+    assert answered(sessions, [*long, 7, 8, 9, 1])[1] == 403
 
 
 def test_a_session_in_use_is_nobody_else_s(sessions):
