@@ -125,7 +125,7 @@ class Page:
     def count(self, selector):
         return self.run("document.querySelectorAll(arguments[0]).length", selector)
 
-    def until(self, condition, seconds=8.0):
+    def until(self, condition, seconds=20.0):
         end = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < end, self.see("main")[-2000:]
