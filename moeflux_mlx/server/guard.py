@@ -106,8 +106,8 @@ class Guard:
         if key is None:
             return True
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        return hmac.compare_digest(given.encode(errors="replace"), key.encode())
+        given = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in given])
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         """Headers that let a page of `origin` read the answer; none where it may not."""

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,15 +34,28 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(self.header_seconds, self._too_late)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._wait()
+        else:
+            self._wait_no_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._deadline.cancel()
+        self._wait_no_more()
         super().connection_lost(exc)
 
-    def _too_late(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def _wait(self) -> None:
+        """Headers are to come, or the rest of them."""
+        self._deadline = self._deadline or self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def send_400_response(self, msg: str) -> None:
         status, headers, body = error_reply("", 400, "invalid_request", "this is no HTTP request that can be served")

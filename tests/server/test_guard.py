@@ -182,6 +182,13 @@ def test_half_a_request_is_not_waited_for(live, monkeypatch):
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         assert connection.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = b""
+        while b'"ok"' not in found:
+            found += connection.recv(1000)
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert connection.recv(100) == b""
 
 
 def test_template_and_reserved_names_are_refused(live):
