@@ -17,15 +17,17 @@ settings.load_profile("moeflux")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--full", action="store_true", help="the whole grids too, which take minutes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: of a whole grid, run with --full")
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--full"):
-        skip = pytest.mark.skip(reason="takes minutes; run with --full")
-        for item in items:
-            if "full" in item.keywords:
-                item.add_marker(skip)
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="module")
