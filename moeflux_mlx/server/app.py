@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -127,6 +127,7 @@ def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpReq
 async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
     preparer = served.preparer
     asked: Request = wire.read(parse(await http.body()), keep_agent_headers=served.keep_agent_headers)
+    asked = replace(asked, model=asked.model or served.name)
     prepared = await asyncio.to_thread(preparer, asked)
     events, ids = Events(served.worker, prepared), Ids()
 
