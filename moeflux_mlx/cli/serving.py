@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..engine.engine import Engine
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json, user_path
+from .fetching import local_model
 from .options import load_named, open_store, parse_template_config
 from .run import INTERRUPTED
 from .terminal import note
@@ -51,7 +52,12 @@ def run(options: argparse.Namespace) -> int:
     def told() -> None:
         listener.stop_soon() if worker.state.error else greet(worker, where)
 
-    worker = Worker(lambda: load_named(options), lambda engine: sessions_of(engine, options), options.queue, told)
+    worker = Worker(
+        lambda: load_named(options, local_model(options)),
+        lambda engine: sessions_of(engine, options),
+        options.queue,
+        told,
+    )
     served = Served(
         worker,
         model_name(options.model),
