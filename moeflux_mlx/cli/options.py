@@ -173,13 +173,18 @@ def open_optional(
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        pool_share=getattr(options, "pool_share", None),
         progress=progress,
     )
 
 
 def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
     """A line for each reason why something that was asked for has no effect."""
-    given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value != NOT_GIVEN.get(name)}
+    given = {
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if value is not None and value != NOT_GIVEN.get(name)
+    }
     is_local = options.model is None or Path(options.model).exists()
     idle = {
         "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],

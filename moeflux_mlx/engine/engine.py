@@ -4,7 +4,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +26,7 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, plan_memory
+from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
 from .locate import resolve
 from .machine import default_dtype, machine_figures
 from .session import CHECKPOINT_BYTES, Session
@@ -90,6 +90,7 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    pool_share: float | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
@@ -111,7 +112,10 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=weights.in_place,
     )
-    plan = plan_memory(args, weights.experts.layout, machine_figures(), demand)
+    layout, figures = weights.experts.layout, machine_figures()
+    if context is None and pool_share is not None:
+        demand = replace(demand, context=longest_context(args, layout, figures, demand, pool_share))
+    plan = plan_memory(args, layout, figures, demand)
     experts = open_experts(weights.experts, args, plan, progress)
     try:
         model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(weights.shapes), plan.sizes)
@@ -204,6 +208,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
+        pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
+            of what it would have otherwise.
         progress: called with the bytes read so far and in all, while resident experts are read.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import ModelFileError, NotPackedError
+from ..errors import ModelFileError, MoefluxError, NotPackedError
 from ..files import read_json, user_path
 from ..formats.checkpoint import INDEX, Checkpoint, Tensor, header_tensors, merge_tensors, shard_names
 from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo
@@ -18,13 +18,12 @@ from ..formats.layout_file import from_json
 from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..packing.convert import make_plan
+from ..packing.in_place import runs_in_place, states_mlx
 from ..packing.resident import DTYPES, ResidentFile
-from ..packing.source_format import SourceFormat
 from ..packing.suggest import not_packed_error
 from ..packing.supply import COPIED
 from ..packing.wanted import Wanted
 from ..packing.writer import existing_parent
-from ..quant import unquantized
 from ..spec import ModelArgs
 
 SMALL = ["config.json", INDEX, f"{FOLDER}/{LAYOUT}", *COPIED]
@@ -59,7 +58,7 @@ class Remote:
         wanted = PACKED
         if f"{FOLDER}/{LAYOUT}" not in repository.files:
             small = repository.snapshot([INDEX, "config.json"])
-            if not _runs_in_place(small):
+            if not states_mlx(read_json(small / "config.json")):
                 raise not_packed_error(name, small)
             wanted = [*UNPACKED, *shard_names(small, (one for one in repository.files if "/" not in one))]
         total = sum(file.size for file in repository.matching(wanted))
@@ -101,14 +100,14 @@ class Remote:
 
     @classmethod
     def look_up_or_cached(cls, name: str, revision: str | None = None) -> "Remote | Path":
-        """As `look_up`; where no Hub answers, the folder of a packed model that the Hub's cache holds."""
+        """As `look_up`; where no Hub answers, the folder of a model that the Hub's cache holds."""
         try:
             return cls.look_up(name, revision)
         except NotPackedError:
             raise
         except ModelFileError:
-            here = cached_snapshot(name, revision, PACKED)
-            if here is None or not (here / FOLDER / LAYOUT).exists():
+            here = cached_snapshot(name, revision, [*PACKED, *UNPACKED, "*.safetensors"])
+            if here is None or not _is_model(here):
                 raise
             return here
 
@@ -154,12 +153,12 @@ def fetch(name: str, revision: str | None = None) -> Path:
     return found if isinstance(found, Path) else found.download()
 
 
-def _runs_in_place(small: Path) -> bool:
-    """Whether config.json says that MLX quantised everything, in forms that are computed."""
-    config = read_json(small / "config.json")
-    ModelArgs.from_dict(unquantized(config))
-    form = SourceFormat(config)
-    return form.mlx and not form.must_requantize
+def _is_model(folder: Path) -> bool:
+    """Whether a packed model lies there, or a whole checkpoint that runs as it lies."""
+    try:
+        return (folder / FOLDER / LAYOUT).exists() or runs_in_place(folder)
+    except MoefluxError:
+        return False
 
 
 def _shape(shape: tuple[int, ...], dtype: str) -> mx.array:

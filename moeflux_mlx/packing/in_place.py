@@ -4,9 +4,10 @@ Resident tensors are those of the packed model, bit by bit; experts are pieces o
 has quantised in a form that is computed can be used so; whatever must be made anew needs a conversion.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -79,10 +80,18 @@ def runs_in_place(path: Path) -> bool:
     """
     if not safetensors_files(path) or any(path.glob("resident*.safetensors")):  # nothing, or half a packed model
         return False
-    config = read_json(path / "config.json")
+    return states_mlx(read_json(path / "config.json"))
+
+
+def states_mlx(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that MLX quantised everything, in forms that are computed.
+
+    Raises:
+        ConfigError: it is of a model that does not run.
+    """
     ModelArgs.from_dict(unquantized(config))
     form = SourceFormat(config)
-    return form.mlx and not form.must_requantize
+    return form.mlx and form.not_computed is None
 
 
 def open_in_place(path: Path) -> InPlace:

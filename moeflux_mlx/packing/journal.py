@@ -33,6 +33,14 @@ class Shard:
         return header_tensors(folder / self.name, self.size, self.head.encode())
 
     @property
+    def is_sound(self) -> bool:
+        """Whether it can be a shard: a file may say anything, and what is named here may be deleted."""
+        texts = self.name, self.stamp, self.head
+        if not all(isinstance(one, str) for one in texts) or type(self.size) is not int:
+            return False
+        return Path(self.name).name == self.name
+
+    @property
     def identity(self) -> str:
         return f"{self.name} {self.size} {self.stamp}\n"
 
@@ -55,9 +63,12 @@ class Listing:
             return None
         value = read_json(path / SHARDS)
         try:
-            return cls(tuple(Shard(**one) for one in value["shards"]), str(value["commit"]))
+            shards = tuple(Shard(**one) for one in value["shards"])
+            if all(shard.is_sound for shard in shards):
+                return cls(shards, str(value["commit"]))
         except (KeyError, TypeError):
-            raise ModelFileError(f"{path / SHARDS} is damaged; delete {path} and convert again") from None
+            pass
+        raise ModelFileError(f"{path / SHARDS} is damaged; delete {path} and convert again")
 
     def write(self, output: Output) -> None:
         output.put(SHARDS, json.dumps(asdict(self)).encode())
@@ -87,8 +98,11 @@ class Journal:
             self._write()
 
     def close(self) -> None:
-        """The directory is finished: nobody needs either file any more."""
-        for name in (JOURNAL, SHARDS):
+        """The directory is finished: nobody needs either file any more.
+
+        The journal goes last: without it the listed shards would count as not packed.
+        """
+        for name in (SHARDS, JOURNAL):
             (self.output.path / name).unlink(missing_ok=True)
 
     def _write(self) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import BinaryIO
 
 from ..errors import ModelFileError
-from ..files import sync
+from ..files import sync, sync_folder
 from ..formats.packed import FOLDER, LAYOUT
 from .journal import Journal
 from .layer_files import LayerFile
@@ -105,7 +105,9 @@ class Scattering:
         self.sizes = {shard.name: shard.size for shard in supply.listing.shards}
         self.kept = [unit.name for unit in units if output.is_finished(unit)]
         self.units = [unit for unit in units if unit.name not in self.kept]
-        self.repaired = [unit.name for unit in self.units if unit.name in output.files]
+        self.repaired = [
+            unit.name for unit in self.units if unit.name in output.files and not output.partial(unit).exists()
+        ]
         wanted = self.units if supply.takes_disk else units  # what may be deleted is compared with what is finished
         self._jobs = [job for unit in wanted for job in jobs_of(unit)]
         done = sum(unit.size for unit in units if unit.name in self.kept) + sum(self.journal.done.values())
@@ -168,6 +170,7 @@ class Scattering:
                 file.parent.mkdir(exist_ok=True)
                 with open(file, "wb") as opened:
                     opened.truncate(unit.size)
+                sync_folder(file.parent)  # a shard may go only when the file's name lasts, too
 
     def _waiting(self) -> list[Job]:
         """What is not done: a shard is in the journal only when all that is made of it is."""

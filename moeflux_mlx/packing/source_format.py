@@ -70,12 +70,10 @@ class SourceFormat:
             )
 
     @property
-    def must_requantize(self) -> bool:
-        """Whether, by what is stated, some codes cannot be copied into a packed model."""
-        if self.stated is None:
-            return False
-        stated = self.stated.default, *self.stated.overrides.values()
-        return any(one is not None and not is_computed(one) for one in stated)
+    def not_computed(self) -> tuple[str, Quant] | None:
+        """A module's path ("" for the whole model) and its form, if some codes cannot be copied into a packed model."""
+        stated = {} if self.stated is None else {"": self.stated.default, **self.stated.overrides}
+        return next(((path, one) for path, one in stated.items() if one is not None and not is_computed(one)), None)
 
     def mode(self, path: str) -> str:
         stated = self.of(path)

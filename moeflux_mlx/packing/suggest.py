@@ -7,7 +7,7 @@ from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout, Quants, stated_quants
-from ..quant import EXPERTS, is_computed, unquantized
+from ..quant import EXPERTS, SUPPORTED, is_computed, unquantized
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 from .writer import STATE
@@ -33,14 +33,17 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     args = ModelArgs.from_dict(unquantized(config))
     name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
     form = SourceFormat(config)
-    requantize = form.must_requantize
-    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
-    lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
+    other = form.not_computed
+    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if other else []))
+    lossy = "; its codes are of another kind, so that --requantize loses some precision" if other else ""
+    reason = f"{source} is not packed (no {FOLDER}/{LAYOUT})"
+    if other:
+        reason = f"{other[1].mode} is not computed: config.json says {other[1]} of {other[0] or 'the model'}"
+        reason += f"; supported: {SUPPORTED}"
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
-        f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
-        f"(the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
+        f"{reason}; run: {command}  (the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
     )
 
 

@@ -150,13 +150,15 @@ class Output:
         return self.path / f"{unit.name}{PARTIAL}"
 
     def adopt(self, unit: Unit) -> None:
-        """Takes the partial file, which others have filled and synced, for finished."""
+        """Takes the partial file, which others have filled and synced, for finished.
+
+        It is noted first: what bears its name and is noted nowhere would be made anew, and what it is made of is gone.
+        """
         file, partial = self.path / unit.name, self.partial(unit)
-        sha256 = _sha256(partial)
+        self.files[unit.name] = {"bytes": unit.size, "sha256": _sha256(partial)}
+        self._write_state()
         with writing(file):
             _rename(partial, file)
-        self.files[unit.name] = {"bytes": unit.size, "sha256": sha256}
-        self._write_state()
 
     def put(self, name: str, data: bytes) -> None:
         """Writes a small file."""

@@ -1,5 +1,6 @@
 """Commands on a checkpoint as mlx-lm wrote it: they run it as it lies, and say what a conversion would do for it."""
 
+import json
 import re
 from shutil import copytree
 
@@ -106,6 +107,16 @@ def test_floats_are_not_packed(capfd, tmp_path):
     path = write_model(tmp_path / "hub", FAMILY, variant="hub")
     line = fails(capfd, "--model", path, *BASE)
     assert f"is not packed (no packed_experts/layout.json); run: python -m moeflux_mlx.convert --hf-path {path}" in line
+
+
+def test_a_mode_that_is_not_computed_is_named(capfd, tmp_path):
+    path = write_model(tmp_path / "model", FAMILY)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization"] = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    (path / "config.json").write_text(json.dumps(config))
+    line = fails(capfd, "--model", path, *BASE)
+    said = "error: nvfp4 is not computed: config.json says 4 bits, group_size 16, mode nvfp4 of the model; supported: "
+    assert line.startswith(said) and "; run: python -m moeflux_mlx.convert" in line and " --requantize  (" in line
 
 
 def test_a_shard_that_is_damaged(capfd, checkpoint, tmp_path):

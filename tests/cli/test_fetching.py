@@ -134,6 +134,17 @@ def test_a_checkpoint_that_mlx_quantised_comes_whole_and_runs(tmp_path, capfd):
     assert np.array_equal(np.array(model(tokens)), np.array(load_model(own)(tokens)))
 
 
+def test_without_an_answer_a_checkpoint_in_the_cache_runs_if_it_is_whole(tmp_path):
+    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "mlx4")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        path = fetch("org/model")
+        hub.repo = "org/elsewhere"
+        assert fetch("org/model") == path
+        (path / "model.safetensors").unlink()
+        with pytest.raises(ModelFileError, match="org/model is no directory here and cannot be found"):
+            fetch("org/model")
+
+
 def test_floats_are_refused_before_they_come(tmp_path):
     folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "hub_sharded")
     with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):

@@ -251,7 +251,7 @@ def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls
     dense = quantised(layer, 96, columns)
     x = mx.array(np.random.default_rng(2).standard_normal((5, columns)).astype(np.float32))
     monkeypatch.setattr(backend, "name", lambda: "cuda")
-    monkeypatch.setattr(mx, "quantized_matmul", lambda *args: seen.append(1) or product(*args))
+    monkeypatch.setattr(mx, "quantized_matmul", lambda *args, **more: seen.append(1) or product(*args, **more))
     assert mx.allclose(multiply(x, layer, transpose=True), x @ dense.T, atol=1e-4)
     assert len(seen) == calls
 

@@ -26,7 +26,7 @@ def host():
 def random_records(count, record, seed=0):
     """Random codes; scales and biases of any exponent that float16 holds."""
     rng = np.random.default_rng(seed)
-    blob = rng.integers(0, 1 << 32, (count, record.words), np.uint32)
+    blob = rng.integers(0, 1 << 32, (count, record.stride // 4), np.uint32)
     for field in record.fields:
         if field.dtype == "BF16":
             values = rng.normal(size=(count, field.size // 2)) * 2.0 ** rng.integers(-12, 3, (count, field.size // 2))
@@ -117,13 +117,15 @@ def test_text_compiles_at_named_shapes(monkeypatch, H, I):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     record = Record.make(H, I)
     with msl.launching(msl.TextKernel):
-        dequantized_records(Records(mx.zeros((1, record.words), mx.uint32), record), mx.array([0] * 9), mx.bfloat16)
+        dequantized_records(
+            Records(mx.zeros((1, record.stride // 4), mx.uint32), record), mx.array([0] * 9), mx.bfloat16
+        )
     assert len(msl.TextKernel.texts) == 2
 
 
 def test_bad_shapes_are_refused():
     record = Record.make(64, 64)
-    records = Records(mx.zeros((1, record.words), mx.uint32), record)
+    records = Records(mx.zeros((1, record.stride // 4), mx.uint32), record)
     with pytest.raises(RequestError, match=r"expected \[n\]"):
         dequantized_records(records, mx.zeros((1, 1), mx.uint32), mx.bfloat16)
     with pytest.raises(RequestError, match="int32"):

@@ -54,7 +54,7 @@ def test_sizes_of_batched_products(counts):
 def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypatch):
     monkeypatch.setattr(dequantize, "LARGEST_INDEX", largest)
     record = Record.make(64, 128, stride=64 * 128 * 2)
-    blob = np.random.default_rng(5).integers(0, 1 << 32, (6, record.words), np.uint32)
+    blob = np.random.default_rng(5).integers(0, 1 << 32, (6, record.stride // 4), np.uint32)
     matrices = dequantize.dense(Records(mx.array(blob), record), np.array(where), mx.bfloat16)
     parts = [a for matrix in matrices for a in matrix]
     for part, component in zip(parts, record.fields, strict=True):
@@ -66,7 +66,7 @@ def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypat
 def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
     """MLX would count in 32 bits: see `dequantize.dense`."""
     record = Record.make(64, 128, stride=64 * 128 * 2)
-    blob, gathered = mx.zeros((6, record.words), mx.uint32), []
+    blob, gathered = mx.zeros((6, record.stride // 4), mx.uint32), []
     take = mx.take
     monkeypatch.setattr(mx, "take", lambda a, *rest, **named: gathered.append(a.shape) or take(a, *rest, **named))
     dequantize.dense(Records(blob, record), np.array([4, 1]), mx.bfloat16)
@@ -120,7 +120,7 @@ def expert(blob, slot):
 @pytest.mark.parametrize("kind", [np.array, mx.array])
 def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
     rng = np.random.default_rng(8)
-    blob = rng.integers(0, 1 << 32, (5, WIDER.words), np.uint32)
+    blob = rng.integers(0, 1 << 32, (5, WIDER.stride // 4), np.uint32)
     for field in WIDER.fields:
         if field.dtype == "BF16":
             values = rng.uniform(-1e-3, 1e-3, (5, field.size // 2)).astype(np.float32)

@@ -313,7 +313,7 @@ def test_sources_keep_to_portable_metal(name):
 def launches(H, I, K, dtype):
     """Every operation once, at the shapes of one layer."""
     record = Record.make(H, I)
-    records, slots = Records(mx.zeros((1, record.words), mx.uint32), record), mx.zeros((1, K), mx.int32)
+    records, slots = Records(mx.zeros((1, record.stride // 4), mx.uint32), record), mx.zeros((1, K), mx.int32)
     x = mx.zeros((1, H), dtype)
     act = experts.expert_gate_up(x, slots, records)
     out = experts.expert_down_combine(act, slots, records, mx.zeros((1, K)), x, x)
@@ -369,7 +369,7 @@ def test_no_silent_fallback(host, monkeypatch):
 def test_launches_stay_within_metals_limits(name, target):
     H, I, K = VARIANTS[name]
     record, T = Record.make(H, I), 2
-    blob = 256, record.words
+    blob = 256, record.stride // 4
     types = mx.bfloat16, mx.bfloat16, None
     plans = [
         experts._plan_gate_up(target, (T, H), mx.bfloat16, blob, (T, K), record),

@@ -18,7 +18,7 @@ from tiny_models import child_environment
 
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError, MoefluxWarning, RequestError
-from moeflux_mlx.packing import shards
+from moeflux_mlx.packing import shards, writer
 from moeflux_mlx.packing.journal import JOURNAL, SHARDS, Listing
 from moeflux_mlx.packing.supply import INCOMING
 from moeflux_mlx.packing.writer import PARTIAL, STATE
@@ -355,6 +355,60 @@ def test_what_was_deleted_and_lost_is_said(own, tmp_path):
     (tmp_path / "out" / f"resident.safetensors{PARTIAL}").unlink()
     with pytest.raises(ModelFileError, match=f"{NAMES[0]} was packed and deleted, but what was made of it is gone"):
         convert(own, tmp_path / "out", delete_source=True)
+
+
+@pytest.mark.parametrize("ends_at", ["packed_experts/layer_01.bin", STATE])
+def test_ended_between_a_file_s_name_and_its_note_nothing_is_lost(own, whole, tmp_path, monkeypatch, ends_at):
+    """Whichever of the two comes first, when the shards are gone already."""
+    real, out = writer._rename, tmp_path / "out"
+
+    def rename(partial, file):
+        real(partial, file)
+        if file == out / ends_at and not list(own.glob("*.safetensors")):
+            raise Stopped
+
+    monkeypatch.setattr(writer, "_rename", rename)
+    with pytest.raises(Stopped):
+        convert(own, out, delete_source=True)
+    monkeypatch.undo()
+    assert not convert(own, out, delete_source=True).repaired
+    assert tree(out) == whole
+
+
+def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, own, whole, tmp_path, monkeypatch):
+    real, out = Path.unlink, tmp_path / "out"
+
+    def unlink(path, **options):
+        real(path, **options)
+        if path.name in (JOURNAL, SHARDS):
+            raise Stopped
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(Stopped):
+        convert(own, out, delete_source=True)
+    monkeypatch.undo()
+    assert (out / JOURNAL).exists() and not (out / SHARDS).exists()
+    with pytest.raises(ModelFileError, match=f"{NAMES[0]} does not exist"):
+        convert(own, out, delete_source=True)
+    assert (tree(out).keys() - {JOURNAL}) == whole.keys()
+
+
+def test_a_new_file_s_name_lasts_before_a_shard_goes(own, tmp_path, monkeypatch):
+    real, last = shards.sync_folder, []
+    monkeypatch.setattr(shards, "sync_folder", lambda folder: (last.append(folder), real(folder)))
+    stopped(own, tmp_path / "out", f"pack {NAMES[0]}", delete_source=True)
+    assert set(last) == {tmp_path / "out", tmp_path / "out" / "packed_experts"}
+
+
+@pytest.mark.parametrize("change", [{"name": "../own/config.json"}, {"size": "1"}, {"head": None}])
+def test_a_listing_that_names_other_files_is_refused(own, tmp_path, change):
+    out = tmp_path / "out"
+    stopped(own, out, f"pack {NAMES[1]}", delete_source=True)
+    listing = json.loads((out / SHARDS).read_text())
+    listing["shards"][0].update(change)
+    (out / SHARDS).write_text(json.dumps(listing))
+    with pytest.raises(ModelFileError, match=f"{SHARDS} is damaged; delete .* and convert again"):
+        convert(own, out, delete_source=True)
 
 
 def test_progress_counts_what_is_downloaded(hub, source, tmp_path):
