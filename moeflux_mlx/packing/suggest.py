@@ -43,8 +43,7 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
-        f"{reason}; run: {command}  "
-        f"(the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
+        f"{reason}; run: {command}  (the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
     )
 
 
