@@ -17,6 +17,7 @@ from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
+from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..model.decoder import Model
@@ -137,7 +138,8 @@ def open_experts(
             assert isinstance(files, PackedExperts)  # others were refused
             experts = MappedExperts(files, plan.decision)
         elif plan.mode is IoMode.RESIDENT:
-            experts = ResidentExperts(files, plan.decision, progress=progress)
+            check = files.check_scales if isinstance(files, InPlaceExperts) else None
+            experts = ResidentExperts(files, plan.decision, check=check, progress=progress)
         else:
             experts = StreamedExperts(
                 files,
