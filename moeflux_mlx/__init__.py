@@ -14,6 +14,7 @@ from .engine.budget import select_io_mode
 from .engine.engine import load, load_model
 from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
 from .engine.sampling import make_logits_processors, make_sampler
+from .engine.weights import model_fingerprint
 from .errors import (
     ConfigError,
     ExpertIOError,
@@ -29,7 +30,6 @@ from .errors import (
 from .experts.source import ExpertLoader, IoMode
 from .model.decoder import Model
 from .spec import ModelArgs
-from .state.fingerprint import model_fingerprint
 from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
 from .state.snapshot import load_state, save_state, state_size
 

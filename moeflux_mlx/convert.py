@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from .cli.conversion import run
 from .cli.run import execute, program
-from .packing.convert import DEFAULT_Q_BITS, Q_BITS, convert
-from .quant import DEFAULT
+from .packing.convert import convert
+from .quant import AFFINE_BITS, AFFINE_GROUPS, COMPUTED_MODES, DEFAULT
 
 __all__ = ["convert", "main", "parser"]
 
@@ -21,15 +21,16 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, or repo id org/name")
     add("--mlx-path", required=True, metavar="OUT", help="directory to write")
+    add("--q-bits", type=int, choices=AFFINE_BITS, help=f"of weights that come as floats ({DEFAULT.bits})")
+    add("--q-group-size", type=int, choices=AFFINE_GROUPS, help=f"({DEFAULT.group_size}; mxfp4 has 32)")
+    add("--q-mode", choices=COMPUTED_MODES, default=DEFAULT.mode, help="(%(default)s)")
+    add("--expert-bits", type=int, choices=AFFINE_BITS, help="of routed experts, if not as --q-bits")
+    add("--down-bits", type=int, choices=AFFINE_BITS, help="of their down projections, if not as --expert-bits")
     add(
-        "--q-bits",
-        type=int,
-        choices=Q_BITS,
-        default=DEFAULT_Q_BITS,
-        help="of resident layers; experts have 4 (%(default)s)",
+        "--requantize",
+        action="store_true",
+        help="quantise again what cannot be kept, and experts that are not in --expert-bits, --down-bits (lossy)",
     )
-    add("--q-group-size", type=int, choices=(DEFAULT.group_size,), default=DEFAULT.group_size, help="(%(default)s)")
-    add("--requantize", action="store_true", help="quantise again what is stored in another way (lossy)")
     add("--verify", action="store_true", help="read everything again and compare it with a fresh conversion")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made

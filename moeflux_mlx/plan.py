@@ -16,7 +16,10 @@ def parser() -> argparse.ArgumentParser:
         description="Plan memory, expert I/O and the speed that a disk allows; loads nothing.",
     )
     add = made.add_argument_group("model").add_argument
-    add("--model", help="directory of a packed model, or Hugging Face repo id org/name")
+    add(
+        "--model",
+        help="directory of a packed model or of an MLX checkpoint, or Hugging Face repo id org/name",
+    )
     add("--variant", help=f"a known model by name: {', '.join(variants())}")
     add_dtype(add)
     add = made.add_argument_group("machine").add_argument

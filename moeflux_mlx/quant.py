@@ -7,9 +7,10 @@ checkpoint asks it.
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, ModelFileError
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # MLX's: group size, bits by default
@@ -19,8 +20,9 @@ MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)
 class Quant:
     """Codes of `bits` bits; groups of `group_size` along the input axis share their scales.
 
-    A row of codes fills whole little-endian uint32 words, first code in the lowest bits. In mode "affine" (MLX's
-    `mx.quantize`) a group has a scale and a bias, and a weight is scale * code + bias.
+    A row of codes is one stream of bits in little-endian uint32 words, first code in the lowest bits. In mode "affine"
+    (MLX's `mx.quantize`) a group has a scale and a bias, and a weight is scale * code + bias. In mode "mxfp4" a code is
+    a float of 4 bits, E2M1, and a group has a scale of 8 bits, E8M0, which stands for 2 ** (scale - 127).
     """
 
     bits: int
@@ -34,6 +36,11 @@ class Quant:
     def has_biases(self) -> bool:
         """Whether a group has a bias besides its scale."""
         return self.mode == "affine"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors that hold a matrix."""
+        return PARTS if self.has_biases else PARTS[:2]
 
     def words(self, columns: int) -> int:
         """uint32 words of one row's codes."""
@@ -51,12 +58,15 @@ class Quant:
 OF_GROUPS = ("scales", "biases")
 PARTS = ("weight", *OF_GROUPS)  # of a stored matrix: names of tensors
 DEFAULT = Quant(4, 64)  # MLX's own
-EXPERTS = Quant(4, 64)  # the one form of routed experts that is computed, and so converted to
+EXPERTS = Quant(4, 64)  # of routed experts that come as floats, unless somebody asks for another
+COMPUTED_MODES = ("affine", "mxfp4")
+SUPPORTED = "affine 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, and mxfp4"
+OUTER = ("language_model.", "model.")  # what stands before a module's path in some files, and not in others
 
 
-def is_computed(quant: Quant, routed: bool = False) -> bool:
-    """Whether the operations multiply with matrices that are stored so; `routed`: with those of routed experts."""
-    return quant == EXPERTS if routed else quant.mode == "affine"
+def is_computed(quant: Quant) -> bool:
+    """Whether the operations multiply with matrices that are stored so, resident ones and those of experts."""
+    return is_known(quant) and quant.mode in COMPUTED_MODES
 
 
 def is_known(quant: Quant) -> bool:
@@ -66,15 +76,48 @@ def is_known(quant: Quant) -> bool:
     return MODES.get(quant.mode) == (quant.group_size, quant.bits)
 
 
+def plain(path: str) -> str:
+    """A module's path in the one spelling that is compared: without what stands before its own name."""
+    while path.startswith(OUTER):
+        path = path.partition(".")[2]
+    return path.replace(".shared_experts.", ".shared_expert.")
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """How resident linear layers are stored; `overrides` by module path, None for "not quantised"."""
+    """How matrices are stored; `overrides` by module path in any spelling, None for "not quantised"."""
 
     default: Quant = DEFAULT
     overrides: Mapping[str, Quant | None] = field(default_factory=dict)
 
+    @cached_property
+    def _plain(self) -> dict[str, Quant | None]:
+        return {plain(path): quant for path, quant in self.overrides.items()}
+
     def of(self, path: str) -> Quant | None:
-        return self.overrides.get(path, self.default)
+        return self._plain.get(plain(path), self.default)
+
+
+def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | None) -> Quant:
+    """How the matrix of a module is stored, told by its shapes, once config.json says the same.
+
+    Args:
+        path: of the module.
+        columns: of the matrix.
+        words, groups: of a row, as the tensors have them: uint32 words of codes, and scales.
+        stated: by config.json; None: not quantised.
+
+    Raises:
+        ModelFileError: they tell different stories.
+    """
+    mode = "affine" if stated is None else stated.mode
+    found = Quant(32 * words // max(columns, 1), columns // max(groups, 1), mode)
+    if found != stated or found.words(columns) != words or found.groups(columns) != groups:
+        raise ModelFileError(
+            f"tensor {path}.weight has {found} by its shapes, {words} words and {groups} scales for {columns} columns; "
+            f"config.json says {stated or 'not quantised'}"
+        )
+    return found
 
 
 def parse(path: str, entry: Mapping[str, Any]) -> Quant:
@@ -123,16 +166,23 @@ def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, 
 
 
 def of_packed(config: Mapping[str, Any]) -> Quantization | None:
-    """What the config of a packed model says of its resident matrices; None: nothing.
+    """What the config of a model says of its matrices; None: nothing.
 
     Raises:
-        ConfigError: as `entries`, or a form that is not computed.
+        ConfigError: as `entries`, a form that is not computed, or two spellings of one path that differ.
     """
     found = entries(config)
-    for one in filter(None, found.values()):
-        if not is_computed(one):
-            raise ConfigError(f"config field 'mode' is {one.mode!r}; only 'affine' is implemented")
+    for path, one in found.items():
+        if one is not None and not is_computed(one):
+            raise ConfigError(
+                f"{one.mode} is not computed: config field 'mode' of {path or 'the model'} says {one}; "
+                f"supported: {SUPPORTED}; convert --requantize makes one of these"
+            )
     default = found.pop("", None)
+    seen: dict[str, Quant | None] = {}
+    for path, one in found.items():
+        if seen.setdefault(plain(path), one) != one:
+            raise ConfigError(f"quantization of {path} is {one}, and {seen[plain(path)]} under another spelling")
     return None if default is None else Quantization(default, found)
 
 

@@ -4,6 +4,8 @@
     scripts/bench_stream.py loader [--folder DIR]
     scripts/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
     scripts/bench_stream.py pool --model DIR --shares 0.25 0.5
+    scripts/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25]
+    scripts/bench_stream.py load --model DIR
 
 `loader` reads 7 MB experts (Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
 as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory
@@ -11,7 +13,10 @@ control group: each run generates in a process of its own inside the limit, the 
 per second, hit rate, the share of the disk bound (bytes per token over the drive's speed measured just before,
 against the time a token took), what computing alone costs (the same run with every expert in memory), and
 peak rss + shmem beside the plan's figure. `pool` does the same without a limit, the pool holding a share of the
-experts: for GPUs, whose peak memory it reports. Reported are medians; the last line is JSON.
+experts: for GPUs, whose peak memory it reports. `places` compares the speed of a packed model with that of the
+checkpoint of the same weights, read in place, in alternating rounds of one process (make_random_model.py writes
+both). `load` reads all experts of a model into memory and, in turn, the same files with bare parallel reads. Reported
+are medians; the last line is JSON.
 """
 
 import argparse
@@ -33,8 +38,10 @@ from moeflux_mlx.cli.planning import measure_disk
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.sampling import make_sampler
+from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.memory import page_aligned
+from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
@@ -87,6 +94,19 @@ def parser() -> argparse.ArgumentParser:
     pool.add_argument("--damping", type=float, default=1.0)
     pool.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "lookahead"])
     pool.set_defaults(run=bench_pool)
+    places = commands.add_parser("places")
+    places.add_argument("--model", type=Path, required=True)
+    places.add_argument("--checkpoint", type=Path, required=True)
+    places.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds")
+    places.add_argument("--rounds", type=int, default=9)
+    places.add_argument("--max-tokens", type=int, default=32)
+    places.add_argument("--temp", type=float, default=5.0)
+    places.add_argument("--prefetch", choices=("auto", "off"), default="auto")
+    places.set_defaults(run=bench_places)
+    load = commands.add_parser("load")
+    load.add_argument("--model", type=Path, required=True)
+    load.add_argument("--rounds", type=int, default=5)
+    load.set_defaults(run=bench_load)
     drive = commands.add_parser("drive", help="the drive's speed for `decode`; prints JSON")
     drive.add_argument("--model", type=Path, required=True)
     drive.set_defaults(run=run_drive)
@@ -162,7 +182,10 @@ def raw_reads(packed: PackedExperts, blocks: list[tuple[int, int]], threads: int
     """Reads whole records past the page cache, with nothing but system calls; returns the bytes."""
     files = {layer: os.open(path, os.O_RDONLY | os.O_DIRECT) for layer, path in packed.paths.items()}
     layout = packed.layout
-    memory, sizes = page_aligned(threads, layout.words), {layer: layout.records[layer].stride for layer in files}
+    memory, sizes = (
+        page_aligned(threads, layout.held_bytes // 4),
+        {layer: layout.records[layer].held_bytes for layer in files},
+    )
 
     def work(index: int) -> None:
         target = memoryview(memory[index]).cast("B")
@@ -283,6 +306,101 @@ def bench_pool(options: argparse.Namespace) -> dict:
     print_table(compute, {f"{share:.0%} {way}": row for (share, way), row in table.items()}, ("pool GB", "device GB"))
     rows = [{"share": share, "prefetch": way, **row} for (share, way), row in table.items()]
     return {"bench": "pool", "compute_seconds_per_token": compute["seconds_per_token"], "rows": rows}
+
+
+def bench_places(options: argparse.Namespace) -> dict:
+    """Tokens per second of the packed model and of its checkpoint, one after the other in each round."""
+    engines = {}
+    for name, path in (("packed", options.model), ("in place", options.checkpoint)):
+        packed = open_weights(options.model).experts.layout.total_bytes
+        engines[name] = open_engine(
+            path,
+            expert_io="pread",
+            expert_cache_bytes=int(options.share * packed),
+            prefetch=options.prefetch,
+            context=512,
+        )
+    runs: dict[str, list] = {name: [] for name in engines}
+    for i in range(-1, options.rounds):  # the first round warms up
+        for name in sorted(engines, reverse=bool(i % 2)):
+            speed = decode_once(engines[name].model, options, seed=i + 1)
+            runs[name] += [speed] if i >= 0 else []
+    ratios = [b["tok/s"] / a["tok/s"] for a, b in zip(runs["packed"], runs["in place"], strict=True)]
+    table = {name: medians(results) for name, results in runs.items()}
+    for name, row in table.items():
+        print(f"{name:10} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
+    print(f"in place / packed: {median(ratios):.3f} (median of {options.rounds} rounds)")
+    return {"bench": "places", **table, "ratio": median(ratios)}
+
+
+def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
+    """One generation from an empty pool; the prompt is left out of the count."""
+    model.experts.invalidate()
+    mx.random.seed(seed)
+    prompt = np.random.default_rng(seed).integers(0, 256, 4).tolist()
+    start, sampler = 0.0, make_sampler(temp=options.temp)
+    for i, _ in enumerate(generate_step(prompt, model, max_tokens=options.max_tokens + 1, sampler=sampler)):
+        if i == 0:
+            model.experts.drain()
+            model.experts.reset_stats()
+            start = time.perf_counter()
+    seconds = time.perf_counter() - start
+    stats = model.experts.stats
+    return {
+        "tok/s": options.max_tokens / seconds,
+        "waited": stats.wait_seconds / seconds,
+        "hits": stats.hit_rate,
+        "MB/token": stats.bytes_read / options.max_tokens / 1e6,
+        "GB/s": stats.gb_per_second,
+    }
+
+
+def bench_load(options: argparse.Namespace) -> dict:
+    """GB/s of reading all experts into memory that is kept, and of bare reads of as many bytes of the same files.
+
+    Both fill memory that the process did not have before, which takes the system time of its own.
+    """
+    files = open_weights(options.model).experts
+    wanted = sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
+    bare: dict[int, list] = {count: [] for count in THREADS}
+    loaded = []
+    for _ in range(options.rounds):
+        for count in THREADS:
+            bare[count].append(timed(lambda count=count: sequential_reads(files.sizes, wanted, count)))
+        loaded.append(timed(lambda: ResidentExperts(files) and wanted))
+    ceilings = [max(bare[count][i][0] for count in THREADS) for i in range(options.rounds)]
+    ratios = [speed / ceiling for (speed, _), ceiling in zip(loaded, ceilings, strict=True)]
+    rows = {f"{count} threads": bare[count] for count in THREADS} | {"loading": loaded}
+    for name, runs in rows.items():
+        print(f"{name:12} {median(r[0] for r in runs):7.2f} GB/s {median(r[1] for r in runs):7.3f} CPU s/GB")
+    print(f"loading / best of the bare reads in the same round: {median(ratios):.2f}")
+    return {
+        "bench": "load",
+        "GB/s": {name: median(r[0] for r in runs) for name, runs in rows.items()},
+        "ratio": median(ratios),
+    }
+
+
+def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int) -> int:
+    """Reads the files past the page cache in blocks of 4 MiB, until `wanted` bytes have come."""
+    block = 4 << 20
+    blocks = [(path, start) for path, size in sizes.items() for start in range(0, size, block)][: -(-wanted // block)]
+    files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sizes}
+    memory, came = memoryview(page_aligned(len(blocks), block // 4)).cast("B"), [0] * threads
+
+    def work(index: int) -> None:
+        for i in range(index, len(blocks), threads):
+            path, start = blocks[i]
+            came[index] += os.preadv(files[path], [memory[i * block : (i + 1) * block]], start)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    for file in files.values():
+        os.close(file)
+    return sum(came)
 
 
 def run_drive(options: argparse.Namespace) -> dict:

@@ -2,6 +2,10 @@
 """Writes a packed model with a named variant's shapes and random weights, at disk speed, for benchmarks.
 
     python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
+    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT --checkpoint OUT-mlx
+
+The second also writes the same weights as mlx-lm would: stacks of all experts in safetensors shards, whose headers are
+not padded, so that tensors begin at odd addresses.
 
 Weights have the spread of a trained model's (standard deviation 1/sqrt(inputs)), so activations stay finite
 and routing is spread over all experts. Expert blocks are drawn from a small set of distinct ones; every
@@ -11,7 +15,10 @@ it writes is noise.
 
 import argparse
 import json
+import math
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,13 +27,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from moeflux_mlx.files import directory, read_json
-from moeflux_mlx.formats.packed import FOLDER
-from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.formats.checkpoint import ITEM_BYTES, Tensor, read_bytes, read_header
+from moeflux_mlx.formats.layout_file import to_json
+from moeflux_mlx.formats.packed import FOLDER, PackedExperts
+from moeflux_mlx.formats.record import ExpertLayout, Field
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.quant import DEFAULT, Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 DISTINCT_BLOCKS = 16
+SHARD_BYTES = 5 << 30  # mlx-lm's
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
 
 
@@ -36,10 +46,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="keep only this many layers (default: all)")
     parser.add_argument("--experts", type=int, help="keep only this many experts (default: all)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="write the same weights here too, as mlx-lm would")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, options.experts)
     write_model(config, options.out, np.random.default_rng(options.seed))
+    if options.checkpoint is not None:
+        write_checkpoint(options.out, options.checkpoint)
 
 
 def shrunk(config: dict, layers: int | None, experts: int | None) -> dict:
@@ -135,7 +148,67 @@ def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) 
         with open(folder / layout.file_name(layer), "wb") as file:
             for choice in rng.integers(0, DISTINCT_BLOCKS, layout.num_experts):
                 file.write(blocks[choice])
-    (folder / "layout.json").write_text(json.dumps(layout.to_json(), indent=1))
+    (folder / "layout.json").write_text(json.dumps(to_json(layout), indent=1))
+
+
+def write_checkpoint(packed: Path, out: Path) -> None:
+    """The weights of the packed model as a checkpoint of MLX, whole tensors in shards of at most 5 GiB."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in packed.glob("*.j*"):
+        shutil.copy(file, out)
+    opened = PackedExperts.open(packed, ModelArgs.from_file(packed))
+    tensors = {one.name: partial(stored, one) for one in read_header(packed / "resident.safetensors").values()}
+    shapes = {one.name: (one.dtype, one.shape) for one in read_header(packed / "resident.safetensors").values()}
+    for layer, record in opened.layout.records.items():
+        for field in record.fields:
+            name = f"model.layers.{layer}.mlp.switch_mlp.{field.name}"
+            tensors[name] = partial(stack, opened, layer, field)
+            shapes[name] = field.dtype, (opened.layout.num_experts, *field.shape)
+    shards, weight_map = shards_of(shapes), {}
+    for i, names in enumerate(tqdm(shards, unit="shard"), 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        write_shard(out / file, {name: shapes[name] for name in names}, tensors)
+        weight_map |= dict.fromkeys(names, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def stored(tensor: Tensor) -> bytes:
+    return bytes(read_bytes(tensor.file, tensor.offset, tensor.nbytes))
+
+
+def stack(opened: PackedExperts, layer: int, field: Field) -> bytes:
+    """One field of all experts, one after the other."""
+    records = np.memmap(opened.paths[layer], np.uint8, "r").reshape(opened.layout.num_experts, -1)
+    return records[:, field.offset : field.end].tobytes()
+
+
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def shards_of(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        if shards[-1] and held + size_of(*shape) > SHARD_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size_of(*shape)
+    return shards
+
+
+def write_shard(file: Path, shapes: dict, tensors: dict[str, Callable[[], bytes]]) -> None:
+    header, offset = {"__metadata__": {"format": "mlx"}}, 0
+    for name, (dtype, shape) in shapes.items():
+        end = offset + size_of(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            out.write(tensors[name]())
 
 
 def write_tokenizer(out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from typing import Any, cast
 
 from ..engine.generation import GenerationResponse, within_limit
@@ -17,6 +18,7 @@ from .options import (
     parse_template_config,
     sampling,
     why_cut,
+    worth_converting,
 )
 from .run import INTERRUPTED
 from .terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
@@ -46,7 +48,11 @@ def run(options: argparse.Namespace) -> int:
     if options.prompt_cache_dir is not None and options.system_prompt is not None and not options.ignore_chat_template:
         shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), tokens)
         boundaries = [shared, len(tokens) - 1]
-    return stream(session, tokens, boundaries, generation, options.verbose)
+    start = time.perf_counter()
+    code = stream(session, tokens, boundaries, generation, options.verbose)
+    if advice := worth_converting(engine, time.perf_counter() - start):
+        note(advice)
+    return code
 
 
 def stream(

@@ -4,7 +4,8 @@ import argparse
 import sys
 
 from ..formats.packed import FOLDER
-from ..packing.convert import DEFAULT_Q_BITS, ConversionReport, convert
+from ..packing.convert import ConversionReport, convert
+from ..quant import DEFAULT
 from .run import INTERRUPTED
 from .terminal import note
 
@@ -37,6 +38,19 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
         return convert(**vars(options), progress=show)
 
 
+def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:
+    """Notes on forms that were asked for and that nothing got."""
+    named = ("q_bits", "q_group_size", "expert_bits", "down_bits")
+    given = [f"--{name.replace('_', '-')}" for name in named if getattr(options, name) is not None]
+    given += ["--q-mode"] if options.q_mode != DEFAULT.mode else []
+    of_experts = [name for name in given if name in ("--expert-bits", "--down-bits")]
+    vain = [] if report.made_experts else of_experts if report.quantized else given
+    if not vain:
+        return []
+    more = "; --requantize changes them (lossy)" if of_experts and not options.requantize else ""
+    return [f"note: {', '.join(vain)} had no effect: what they are for is quantised already, and was copied{more}"]
+
+
 def _files(count: int) -> str:
     return f"{count} file{'s' if count != 1 else ''}"
 
@@ -45,8 +59,7 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     lines = []
     if options.requantize and not report.lossy:
         lines.append("note: --requantize had no effect: everything could be copied")
-    if options.q_bits != DEFAULT_Q_BITS and not report.quantized:
-        lines.append("note: --q-bits had no effect: the checkpoint's matrices are quantised already, and were copied")
+    lines += _without_effect(report, options)
     if not any((report.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         lines.append("warning: the checkpoint has no tokenizer.json or tokenizer.model; generate needs one of them")
     if report.kept:

@@ -14,11 +14,13 @@ from ..engine.engine import Engine, open_engine
 from ..engine.generation import check_max_tokens
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
-from ..experts.source import ExpertLoader
+from ..experts.resident import Progress as ReadingProgress
+from ..experts.source import ExpertLoader, IoMode
 from ..spec import ModelArgs
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .terminal import Progress, note
 
+WORTH_CONVERTING = 0.1  # of the time: below, packed experts would hardly be felt
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
@@ -142,8 +144,8 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
 def load_named(options: argparse.Namespace) -> Engine:
     """The model of the options, its tokenizer read."""
     start = time.perf_counter()
-    with Progress("loading"):
-        engine = open_optional(options)
+    with Progress("loading", of_bytes=True) as progress:
+        engine = open_optional(options, progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     note(engine.experts.decision)
     if engine.plan.shortened:
@@ -151,12 +153,12 @@ def load_named(options: argparse.Namespace) -> Engine:
     if options.verbose:
         note(engine.plan.prompts)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
-    for line in idle_options(options, engine.experts.slots == 0):
+    for line in idle_options(options, engine.experts.mode):
         note(line)
     return engine
 
 
-def open_optional(options: argparse.Namespace) -> Engine:
+def open_optional(options: argparse.Namespace, progress: ReadingProgress | None = None) -> Engine:
     """The model that the options of `add_model_options` name."""
     return open_engine(
         options.model,
@@ -168,16 +170,18 @@ def open_optional(options: argparse.Namespace) -> Engine:
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        progress=progress,
     )
 
 
-def idle_options(options: argparse.Namespace, is_mapped: bool) -> list[str]:
+def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
     """A line for each reason why something that was asked for has no effect."""
     given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value != NOT_GIVEN.get(name)}
     is_local = options.model is None or Path(options.model).exists()
     idle = {
         "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
-        "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if is_mapped else [],
+        "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.MMAP else [],
+        "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
         "where --model is a directory": ["--revision"] if is_local else [],
@@ -272,6 +276,17 @@ def parse_template_config(text: str) -> dict[str, Any]:
     if taken:
         raise RequestError(f"--chat-template-config cannot set {', '.join(taken)}; only variables of the template")
     return value
+
+
+def worth_converting(engine: Engine, seconds: float) -> str:
+    """What to say after `seconds` of work where packed experts would be faster; empty if nothing."""
+    share = engine.experts.stats.wait_seconds / seconds if seconds else 0.0
+    if not engine.weights.in_place or engine.experts.mode is not IoMode.PREAD or share < WORTH_CONVERTING:
+        return ""
+    return (
+        f"note: {min(share, 1):.0%} of the time went by waiting for experts, which lie in pieces in this checkpoint; "
+        f"packed, each is one read: {engine.weights.convert_command}"
+    )
 
 
 def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:

@@ -15,18 +15,19 @@ import numpy as np
 from ..engine.budget import RUNTIME_BYTES, MemoryPlan, demand_of, from_environment, plan_memory
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
+from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
 from ..experts.source import IoMode
-from ..formats.packed import PackedExperts
+from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..model.tensors import resident_bytes, variant_bytes
-from ..model.weights import read_resident
 from ..spec import ModelArgs
 from .options import gigabytes
 from .terminal import note
 
+HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 MEASURED_BYTES = 1 << 30
 IN_FLIGHT = 16  # reads queued at once when the disk is measured
@@ -42,15 +43,15 @@ def run(options: argparse.Namespace) -> int:
     stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
     if options.measure_disk and stated is not None:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-    packed = None
+    expert_io, files, in_place = from_environment(options.expert_io), None, False
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
     else:
-        path = resolve(options.model)
-        args = ModelArgs.from_file(path)
-        packed = PackedExperts.open(path, args)
-        layout, resident = packed.layout, resident_bytes(read_resident(path), dtype)
+        weights = open_weights(resolve(options.model))
+        weights.check_mode(expert_io)
+        args, files, in_place = weights.args, weights.experts, weights.in_place
+        layout, resident = files.layout, resident_bytes(weights.shapes, dtype)
     demand = demand_of(
         args,
         resident,
@@ -58,17 +59,18 @@ def run(options: argparse.Namespace) -> int:
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
-        expert_io=from_environment(options.expert_io),
+        expert_io=expert_io,
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        in_place=in_place,
     )
     plan = plan_memory(args, layout, figures(options.ram_gb), demand)
     if plan.shortened:
         note(plan.shortened)
-    if plan.mode is IoMode.MMAP and options.expert_cache_gb is not None:
-        note("note: --expert-cache-gb has no effect where experts are mapped")
+    if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
+        note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
     disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
-    if options.measure_disk and packed is not None:
-        disks = [int(measure_disk(packed))]
+    if options.measure_disk and files is not None:
+        disks = [int(measure_disk(files))]
         lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
@@ -95,10 +97,10 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
         rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
-    mapped = plan.experts if plan.mode is IoMode.MMAP else 0
-    if mapped:
-        rows.append(("experts", mapped, "" if plan.copied else "  mapped: in the system's cache of files"))
-    total = plan.total - plan.copied + mapped
+    held = plan.experts if plan.mode is not IoMode.PREAD else 0
+    if held:
+        rows.append(("experts", held, "" if plan.copied else "  mapped: in the system's cache of files"))
+    total = plan.total - plan.copied + held
     rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
     return [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
 
@@ -109,9 +111,11 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
     """
     names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
     seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+    if plan.mode is IoMode.RESIDENT:
+        return [f"experts are read once, at loading, which takes at least {seconds}"]
     if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
-    all_bytes = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    all_bytes = args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
     lines = [f"reading all experts once takes {seconds}"]
     lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
     for rate in HIT_RATES:
@@ -121,12 +125,12 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
     return lines
 
 
-def measure_disk(packed: PackedExperts) -> float:
+def measure_disk(files: ExpertFiles) -> float:
     """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
-    layout, reader = packed.layout, ExpertReader(packed)
+    layout, reader = files.layout, ExpertReader(files)
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
-    count = max(min(MEASURED_BYTES // layout.expert_stride, len(every)), 1)
-    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.words), deque[Future[int]](), 0
+    count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
+    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Future[int]](), 0
     start = time.perf_counter()
     for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
         if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row

@@ -37,10 +37,13 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """One line on a terminal's stderr that is wiped when the work is done; nothing elsewhere."""
+    """One line on a terminal's stderr that is wiped when the work is done; nothing elsewhere.
 
-    def __init__(self, label: str):
-        self.label, self.shown = label, False
+    What is done is counted in tokens, or in bytes.
+    """
+
+    def __init__(self, label: str, of_bytes: bool = False):
+        self.label, self.of_bytes, self.shown = label, of_bytes, False
         self._began: tuple[float, int] | None = None  # when the first part was reported, and how much was done
 
     def __enter__(self) -> "Progress":
@@ -51,13 +54,14 @@ class Progress:
         self.close()
 
     def update(self, done: int, total: int) -> None:
-        """So many tokens are done; how long the rest will take is told once there is something to judge by."""
+        """So much is done; how long the rest will take is told once there is something to judge by."""
         now = time.perf_counter()
         self._began = self._began or (now, done)
         seconds, made = now - self._began[0], done - self._began[1]
         left = seconds / made * (total - done) if made else 0.0
         rest = f", {duration(left)} left" if seconds >= JUDGED_FROM and made else ""
-        self._show(f"{self.label} {done}/{total} tokens{rest}")
+        amount = f"{done / 1e9:.1f}/{total / 1e9:.1f} GB" if self.of_bytes else f"{done}/{total} tokens"
+        self._show(f"{self.label} {amount}{rest}")
 
     def close(self) -> None:
         if self.shown:

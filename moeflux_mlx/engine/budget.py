@@ -1,5 +1,5 @@
 """Who gets which bytes, decided before anything is loaded: what stays resident, what the pool may take, whether expert
-files are mapped or read, what cannot work.
+files are mapped, read as experts are wanted, or read once, what cannot work.
 
 Arithmetic on a configuration and a few figures; it opens no file and allocates nothing. Only `from_environment` looks
 at the environment, for the public functions and commands that call it.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import MoefluxWarning, RequestError
+from ..experts.shares import slots_within, taken
 from ..experts.source import IoMode
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
@@ -26,7 +27,7 @@ from ..spec import ModelArgs
 from ..state.cache import FLOAT_BYTES, KVCache, kind_of, uncut_bytes
 from .machine import WORKING_SET_SHARE, Figures
 
-MODES = ("auto", "mmap", "pread")
+MODES = ("auto", "mmap", "pread", "resident")
 HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to here the share alone counts
@@ -48,7 +49,7 @@ def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: s
     Args:
         total_expert_bytes: bytes of all packed expert files.
         physical_ram_bytes: bytes of physical memory.
-        override: "mmap" or "pread" to force a mode; None or "auto" to decide.
+        override: "mmap", "pread" or "resident" to force a mode; None or "auto" to decide.
 
     Raises:
         RequestError: `override` is anything else.
@@ -61,18 +62,21 @@ def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: s
     return IoMode.MMAP if 4 * total_expert_bytes <= 3 * physical_ram_bytes else IoMode.PREAD
 
 
-def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures, headroom: int = 0) -> str:
-    """Why files must not be mapped, with the figure that decides; empty if they may be.
+def reason_to_read(
+    total: int, layer_bytes: int, fixed: int, figures: Figures, headroom: int = 0, in_place: bool = False
+) -> str:
+    """Why experts cannot all be in memory, mapped or read once, with the figure that decides; empty if they can.
 
     Args:
         total: bytes of all expert files.
         layer_bytes: of one of them.
         fixed: of everything else that is in memory.
-        headroom: to be left alone where mapping copies.
+        headroom: to be left alone where mapping copies, or nothing is mapped.
+        in_place: the files are a checkpoint's, which are not mapped but read once.
     """
-    if select_io_mode(total, figures.memory) is IoMode.PREAD:
+    if not in_place and select_io_mode(total, figures.memory) is IoMode.PREAD:
         return f"experts exceed three quarters of {figures.name}"
-    if figures.copies and fixed + total + headroom > figures.memory:
+    if (figures.copies or in_place) and fixed + total + headroom > figures.memory:
         rest = f"{_gb(fixed)} of resident weights and state"
         return f"experts and {rest} leave less than {_gb(headroom)} of {figures.name}"
     usable = figures.usable_working_set
@@ -86,13 +90,15 @@ def reason_to_read(total: int, layer_bytes: int, fixed: int, figures: Figures, h
     return ""
 
 
-def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: str) -> str:
-    """One line with the three figures behind the decision, and the one that decided if it is another."""
+def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: str, in_place: bool = False) -> str:
+    """One line with the figures behind the decision, and the one that decided if it is another."""
     why = "forced" if forced else "auto"
     text = (
-        f"expert I/O: {mode.value} ({why}): experts {_gb(total)}, {figures.name} {_gb(figures.memory)} "
-        f"({figures.memory / 2**30:.1f} GiB), threshold {_gb(figures.memory * 3 // 4)}"
+        f"expert I/O: {mode.value} ({why}): experts {_gb(total)}{' in place' if in_place else ''}, "
+        f"{figures.name} {_gb(figures.memory)} ({figures.memory / 2**30:.1f} GiB)"
     )
+    if not in_place and mode is not IoMode.RESIDENT:
+        text += f", threshold {_gb(figures.memory * 3 // 4)}"
     if forced and mode is IoMode.MMAP and reason:
         return f"{text}; warning: {reason}, so this will page and may run many times slower; --expert-io pread fits"
     return f"{text}; {reason}" if reason and not forced else text
@@ -121,6 +127,7 @@ class Demand:
         native: the CPU's native kernels compute, which read packed records where they are and keep no scores.
         expert_io: forces a mode; None or "auto" decides.
         expert_cache_bytes: forces the pool's size.
+        in_place: experts lie in pieces in a checkpoint, so that files cannot be mapped.
     """
 
     resident: int
@@ -131,6 +138,7 @@ class Demand:
     native: bool = False
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
+    in_place: bool = False
 
     @property
     def forced(self) -> bool:
@@ -147,6 +155,7 @@ def demand_of(
     prefill_step_size: int | None,
     expert_io: str,
     expert_cache_bytes: int | None,
+    in_place: bool = False,
 ) -> Demand:
     """What running a model with activations in `dtype` needs; None means what the plan finds best."""
     return Demand(
@@ -158,6 +167,7 @@ def demand_of(
         native=computes_natively(dtype) and takes_widths(args.widths),
         expert_io=expert_io,
         expert_cache_bytes=expert_cache_bytes,
+        in_place=in_place,
     )
 
 
@@ -166,8 +176,8 @@ class MemoryPlan:
     """Bytes of everything that is in memory while a model runs, how prompts are cut, and how experts are read.
 
     `context` is what was asked for, or `longest`, or less where there is no room. `pool` is what the experts have while
-    a prompt fills the whole context, `most` what they may have while nothing else needs it; both are 0 when files are
-    mapped: the page cache holds them. `reason` says what forbids mapping.
+    a prompt fills the whole context, `most` what they may have while nothing else needs it; both are 0 when all experts
+    are in memory, mapped or read once. `reason` says what forbids that.
     """
 
     mode: IoMode
@@ -193,7 +203,7 @@ class MemoryPlan:
     @property
     def decision(self) -> str:
         """One line on how experts are read, and why."""
-        return describe(self.mode, self.experts, self.figures, self.demand.forced, self.reason)
+        return describe(self.mode, self.experts, self.figures, self.demand.forced, self.reason, self.demand.in_place)
 
     @property
     def shortened(self) -> str:
@@ -217,20 +227,22 @@ class MemoryPlan:
 
     @property
     def copied(self) -> int:
-        """Bytes of mapped experts that are copied into memory."""
-        return self.experts if self.figures.copies and self.mode is IoMode.MMAP else 0
+        """Bytes of experts that are all in memory of this process's own."""
+        mapped = self.mode is IoMode.MMAP and self.figures.copies
+        return self.experts if mapped or self.mode is IoMode.RESIDENT else 0
 
     @property
     def stays(self) -> bool:
-        """Whether mapped experts stay in memory once they have been read."""
-        return self.mode is IoMode.MMAP and self.fixed + self.experts <= self.figures.memory
+        """Whether experts stay in memory once they have been read."""
+        mapped = self.mode is IoMode.MMAP and self.fixed + self.experts <= self.figures.memory
+        return mapped or self.mode is IoMode.RESIDENT
 
     @property
     def wired(self) -> int | None:
         """Bytes that Metal may keep wired: all that runs on the GPU, within what it recommends; None elsewhere."""
         if self.figures.working_set is None:
             return None
-        experts = self.experts if self.mode is IoMode.MMAP else self.pool
+        experts = self.pool if self.mode is IoMode.PREAD else self.experts
         return min(self.figures.working_set, self.demand.resident + self.state + self.activations + experts)
 
 
@@ -252,15 +264,8 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     activations = activation_bytes(args, layout, demand, context, sizes)
     fixed = demand.resident + state + activations + RUNTIME_BYTES
     headroom = headroom_bytes(figures.memory)
-    reason = _reads(layout, figures, fixed)
-    mode = IoMode.PREAD if reason else IoMode.MMAP
-    if demand.forced:
-        mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
-    if mode is IoMode.MMAP and figures.buffer is not None and layout.largest_layer > figures.buffer:
-        raise RequestError(
-            f"experts cannot be mapped: a layer file of {_gb(layout.largest_layer)} exceeds Metal's max_buffer_length, "
-            f"{_gb(figures.buffer)}; give --expert-io auto or pread"
-        )
+    reason = _reads(layout, figures, demand, fixed)
+    mode = _mode(layout, figures, demand, reason)
     pool = most = 0
     if mode is IoMode.PREAD:
         pool = most = _pool_bytes(args, layout, room(figures) - fixed, demand)
@@ -268,11 +273,25 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
             most = _pool_bytes(args, layout, room(figures) - demand.resident - RUNTIME_BYTES, demand)
     if fixed + max(pool, _least(args, layout, figures, mode)) > room(figures):
         raise RequestError(_refusal(args, layout, figures, demand, mode, context, state, fixed))
-    slots = pool // layout.expert_stride
+    slots = slots_within(layout, pool, least_slots(args)) if pool else 0
     return MemoryPlan(
         mode, reason, figures, demand, context, default_context(args), sizes, layout.total_bytes, state, activations,
         pool, most, slots, headroom,
     )  # fmt: skip
+
+
+def _mode(layout: ExpertLayout, figures: Figures, demand: Demand, reason: str) -> IoMode:
+    """The one asked for, or the best that `reason` does not forbid."""
+    mode = IoMode.PREAD if reason else IoMode.RESIDENT if demand.in_place else IoMode.MMAP
+    if demand.forced:
+        mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
+    if mode is not IoMode.PREAD and figures.buffer is not None and layout.largest_layer > figures.buffer:
+        raise RequestError(
+            f"experts cannot be {'mapped' if mode is IoMode.MMAP else 'resident'}: a layer of "
+            f"{_gb(layout.largest_layer)} exceeds Metal's max_buffer_length, {_gb(figures.buffer)}; "
+            "give --expert-io auto or pread"
+        )
+    return mode
 
 
 def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> tuple[int, PromptSizes]:
@@ -283,6 +302,8 @@ def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     """
     least = least_pool(args, layout)
     wanted = max(demand.expert_cache_bytes or 0, least)
+    if demand.expert_io == IoMode.RESIDENT:
+        wanted = layout.total_bytes
     context, sizes = _largest(args, layout, figures, demand, least)
     need = state_bytes(args, context, demand.itemsize) + activation_bytes(args, layout, demand, context, sizes)
     if demand.resident + RUNTIME_BYTES + need + wanted > room(figures):
@@ -295,14 +316,14 @@ def _largest(
 ) -> tuple[int, PromptSizes]:
     """The largest context and sizes that memory allows beside a pool of so many bytes, else the smallest.
 
-    Cuts that leave room to map the experts come before larger ones that do not.
+    Cuts that leave room for all experts come before larger ones that do not.
     """
     for context in contexts(args, demand):
         fixed = demand.resident + RUNTIME_BYTES + state_bytes(args, context, demand.itemsize)
         spare = room(figures) - fixed - pool
         needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in cuts(context, demand)}
         needs = {sizes: need for sizes, need in needs.items() if need <= spare} or needs
-        mapped = {sizes: need for sizes, need in needs.items() if not _reads(layout, figures, fixed + need)}
+        mapped = {sizes: need for sizes, need in needs.items() if not _reads(layout, figures, demand, fixed + need)}
         for sizes, need in (mapped or needs).items():
             share = 1 if figures.breathes and sizes.span <= EASY_SPAN else PROMPT_SHARE
             if need <= spare // share:
@@ -312,10 +333,10 @@ def _largest(
     return context, sizes
 
 
-def _reads(layout: ExpertLayout, figures: Figures, fixed: int) -> str:
-    """Why files must not be mapped beside so many bytes; empty if they may be."""
+def _reads(layout: ExpertLayout, figures: Figures, demand: Demand, fixed: int) -> str:
+    """Why experts cannot all be in memory beside so many bytes; empty if they can."""
     headroom = headroom_bytes(figures.memory)
-    return reason_to_read(layout.total_bytes, layout.largest_layer, fixed, figures, headroom)
+    return reason_to_read(layout.total_bytes, layout.largest_layer, fixed, figures, headroom, demand.in_place)
 
 
 def contexts(args: ModelArgs, demand: Demand) -> list[int]:
@@ -373,7 +394,7 @@ def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Deman
     """Whole slots: what is asked for, or all that is to spare; never more than all experts take."""
     wanted = demand.expert_cache_bytes
     nbytes = max(spare, 0) if wanted is None else max(wanted, least_pool(args, layout))
-    return min(nbytes, layout.total_bytes) // layout.expert_stride * layout.expert_stride
+    return taken(layout, nbytes, least_slots(args)) if nbytes >= least_pool(args, layout) else 0
 
 
 def least_slots(args: ModelArgs) -> int:
@@ -382,14 +403,15 @@ def least_slots(args: ModelArgs) -> int:
 
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
-    return least_slots(args) * layout.expert_stride
+    """Bytes of the smallest pool."""
+    return taken(layout, 0, least_slots(args))
 
 
 def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode) -> int:
     """Bytes of experts that must be in memory."""
     if mode is IoMode.PREAD:
         return least_pool(args, layout)
-    return layout.total_bytes if figures.copies else 0
+    return layout.total_bytes if figures.copies or mode is IoMode.RESIDENT else 0
 
 
 def default_context(args: ModelArgs) -> int:
@@ -451,7 +473,7 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
     piece = min(rows, PIECE_ROWS) * (2 * D + 4 * inner) * demand.itemsize
     outputs = rows * D * demand.itemsize * (STEPS + 1) // STEPS
     # The outputs of all waves are joined once the last wave is done.
-    return routing + outputs + max(outputs, UNDER_WAY * (wave * layout.expert_stride + dense + piece))
+    return routing + outputs + max(outputs, UNDER_WAY * (wave * layout.held_bytes + dense + piece))
 
 
 def _refusal(
@@ -474,7 +496,7 @@ def _refusal(
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
         f"{_gb(state)} for a context of {context}, {_gb(fixed - demand.resident - state)} temporary, "
-        f"{_gb(pool)} expert pool, {_gb(kept)} {why}"
+        f"{_gb(pool)} {'experts' if mode is IoMode.RESIDENT else 'expert pool'}, {_gb(kept)} {why}"
     )
     spare = room(figures) - fixed
     if spare >= least and pool > spare:

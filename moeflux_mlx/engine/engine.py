@@ -13,21 +13,24 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..experts.mapped import MappedExperts
+from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
 from ..formats.packed import PackedExperts
+from ..formats.pieces import ExpertFiles
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
-from ..model.weights import fill, read_resident
+from ..model.weights import fill
 from ..process import claim_process
 from ..spec import ModelArgs
-from ..state.fingerprint import Fingerprint, model_fingerprint
+from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, plan_memory
 from .locate import resolve
 from .machine import default_dtype, machine_figures
 from .session import CHECKPOINT_BYTES, Session
+from .weights import Weights, open_weights
 from .wired import wire
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
@@ -42,10 +45,15 @@ class Engine:
     Nothing of it changes after loading.
     """
 
-    path: Path
+    weights: Weights
     model: Model
     experts: ExpertLoader
     plan: MemoryPlan
+
+    @property
+    def path(self) -> Path:
+        """The directory of the model."""
+        return self.weights.path
 
     @cached_property
     def tokenizer(self) -> TokenizerWrapper:
@@ -63,7 +71,7 @@ class Engine:
         Raises:
             ModelFileError: a file cannot be read any more.
         """
-        return model_fingerprint(self.path, self.model.activation_dtype)
+        return self.weights.fingerprint(self.model.activation_dtype)
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
@@ -82,51 +90,57 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
-    """Loads a packed model; arguments and errors are those of `load`."""
+    """Loads a model; arguments and errors are those of `load`."""
     claim_process()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
     path = resolve(path_or_hf_repo, revision)
-    args = ModelArgs.from_file(path)
-    packed = PackedExperts.open(path, args)
-    tensors = read_resident(path)
-    dtype = dtype or default_dtype()
+    weights, mode = open_weights(path), from_environment(expert_io)
+    weights.check_mode(mode)
+    args, dtype = weights.args, dtype or default_dtype()
     demand = demand_of(
         args,
-        resident_bytes(tensors, dtype),
+        resident_bytes(weights.shapes, dtype),
         dtype,
         context=context,
         span=span,
         prefill_step_size=prefill_step_size,
-        expert_io=from_environment(expert_io),
+        expert_io=mode,
         expert_cache_bytes=expert_cache_bytes,
+        in_place=weights.in_place,
     )
-    plan = plan_memory(args, packed.layout, machine_figures(), demand)
-    experts = open_experts(packed, args, plan)
+    plan = plan_memory(args, weights.experts.layout, machine_figures(), demand)
+    experts = open_experts(weights.experts, args, plan, progress)
     try:
-        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(tensors), plan.sizes)
-        fill(model, tensors, args.quantization, dtype)
+        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(weights.shapes), plan.sizes)
+        fill(model, weights.read(), args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
         raise
-    return Engine(path, model, experts, plan)
+    return Engine(weights, model, experts, plan)
 
 
-def open_experts(packed: PackedExperts, args: ModelArgs, plan: MemoryPlan) -> ExpertLoader:
+def open_experts(
+    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: Progress | None = None
+) -> ExpertLoader:
     """The source that `plan` asks for. On Metal its share of wired memory is asked for first: adopted memory counts."""
     release = _wire(plan)
     try:
         experts: ExpertLoader
         if plan.mode is IoMode.MMAP:
-            experts = MappedExperts(packed, plan.decision)
+            assert isinstance(files, PackedExperts)  # others were refused
+            experts = MappedExperts(files, plan.decision)
+        elif plan.mode is IoMode.RESIDENT:
+            experts = ResidentExperts(files, plan.decision, progress=progress)
         else:
             experts = StreamedExperts(
-                packed,
+                files,
                 plan.decision,
                 cache_bytes=plan.pool,
                 most_bytes=plan.most,
-                allowance=Breath(args, packed.layout, plan) if plan.most > plan.pool else None,
+                allowance=Breath(args, files.layout, plan) if plan.most > plan.pool else None,
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
             )
@@ -164,7 +178,7 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
 
 @_opened_like(open_engine)
 def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
-    """Loads a packed model and its tokenizer.
+    """Loads a model and its tokenizer; it prints nothing.
 
     A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side
     by side; if they are read into a pool, calls take turns (a span of a prompt is one call), and once a second
@@ -175,10 +189,11 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
     "spawn".
 
     Args:
-        path_or_hf_repo: a directory made by `convert`, a Hugging Face repo id that holds one, or None
-            for the demo model that ships with the package.
+        path_or_hf_repo: a directory made by `convert`, or a checkpoint that MLX quantised; a Hugging Face repo id
+            that holds a packed model; or None for the demo model that ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
-        expert_io: "mmap", "pread", or "auto": what the environment variable MOEFLUX_EXPERT_IO says, else what fits.
+        expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
+            environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
         prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
@@ -189,6 +204,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
+        progress: called with the bytes read so far and in all, while resident experts are read.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.

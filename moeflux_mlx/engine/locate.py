@@ -1,6 +1,7 @@
-"""Finds the directory of a packed model: the demo model, a path as users write it, or a repository, which is fetched.
+"""Finds the directory of a model: the demo model, a path as users write it, or a repository, which is fetched.
 
-What is no packed model is refused with the command that makes it one, before any weight is downloaded.
+That is a packed model, or here on the disk a checkpoint that runs as it lies. Anything else is refused with the command
+that makes a packed model of it, before any weight is downloaded.
 """
 
 from pathlib import Path
@@ -9,12 +10,13 @@ from ..errors import ModelFileError
 from ..files import directory, user_path
 from ..formats.hub import hub_errors, looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT
+from ..packing.in_place import runs_in_place
 from ..packing.suggest import not_packed_error, unfinished_error
 from ..packing.writer import STATE
 
 
 def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> Path:
-    """The local directory of a packed model, downloading it if need be."""
+    """The local directory of a model, downloading it if need be."""
     if path_or_hf_repo is None:
         return directory("demo")
     path = user_path(path_or_hf_repo)
@@ -29,6 +31,8 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
     if not (path / FOLDER / LAYOUT).exists():
         if (path / STATE).exists():
             raise unfinished_error(path)
+        if (path / "config.json").exists() and runs_in_place(path):
+            return path
         for folder in (path, path / "mlx"):  # the second is moeflux's
             if (folder / "config.json").exists():
                 raise not_packed_error(str(path), folder)

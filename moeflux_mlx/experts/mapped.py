@@ -13,14 +13,14 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.packed import PackedExperts
 from ..ops import backend
-from ..ops.experts import Records
 from .memory import adopt, on_device
-from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, asked_for
+from .source import IoMode, Lease
+from .whole import WholeExperts
 
 LOOK_EVERY = 0.1  # seconds between looks at the files that a GPU has adopted: a look costs as much as 60 launches
 
 
-class MappedExperts(ExpertLoader):
+class MappedExperts(WholeExperts):
     """Args:
         packed: the opened files.
         decision: why they are mapped.
@@ -34,7 +34,6 @@ class MappedExperts(ExpertLoader):
     def __init__(self, packed: PackedExperts, decision: str = ""):
         super().__init__(packed.layout, decision)
         self._files: dict[int, mmap.mmap] = {}
-        self._layers: dict[int, np.ndarray | mx.array] = {}
         self._looked = 0.0
         for layer, path in packed.paths.items():
             self._layers[layer], mapped = _map(path, self.layout.num_experts, self.layout.layer_bytes(layer))
@@ -43,10 +42,9 @@ class MappedExperts(ExpertLoader):
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
-        self.check_process()
-        self._check_open()
-        self._look_at_files()
-        yield False
+        with super().turn(tokens) as shared:
+            self._look_at_files()
+            yield shared
 
     def _look_at_files(self) -> None:
         """Where layers are asked for one by one, each is looked at then; a GPU's compiled step asks for none."""
@@ -65,33 +63,14 @@ class MappedExperts(ExpertLoader):
                 "it was cut short while in use; restore it and load the model again"
             )
 
-    def whole(self, layer: int) -> Records | None:
-        blob = self._layers.get(layer)
-        return Records(blob, self.layout.records[layer], lasting=True) if isinstance(blob, mx.array) else None
-
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         self._check_length(layer)
-        keys, inverse = asked_for(layer, ids)
-        return Lease(self, keys, inverse, np.ones(ids.shape, bool))
-
-    def finish(self, keys: list[Key]) -> list[ExpertIOError]:
-        return [ExpertIOError(CLOSED)] if self._closed else []
-
-    def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
-        self._check_open()
-        layer = keys[0][0]
-        blob = self._layers.get(layer)
-        if blob is None:  # closed this moment, by another thread
-            raise ExpertIOError(CLOSED)
-        records = Records(blob, self.layout.records[layer], lasting=isinstance(blob, mx.array))
-        return records, np.array([expert for _, expert in keys], np.int32)
-
-    def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        """Nothing of it is ever overwritten."""
+        return super().request(layer, ids)
 
     def _let_go(self) -> None:
-        self._layers, self._files = {}, {}
+        super()._let_go()
+        self._files = {}
 
 
 def _map(path: Path, experts: int, size: int) -> tuple[np.ndarray | mx.array, mmap.mmap | None]:

@@ -9,6 +9,7 @@ system gives a large page back only as a whole, whatever it says of the parts, s
 together, into the first rows (results.tsv, "pool resize").
 """
 
+import math
 import mmap
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from heapq import heappop, heappush
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import ExpertLayout, Key
+from ..formats.record import STRIDE_ALIGNMENT, Key, rounded
 from ..ops import backend
 from .memory import GIVES_BACK, adopt, as_result, give_back, landing_memory, on_device, private_pages
 
@@ -38,16 +39,22 @@ class Slot:
     speculative: bool = False
 
 
+def whole_pages(rows: int, nbytes: int) -> int:
+    """As many rows of `nbytes`, or a few more, as fill whole pages."""
+    step = STRIDE_ALIGNMENT // math.gcd(nbytes, STRIDE_ALIGNMENT)
+    return rounded(rows, step)
+
+
 def can_breathe(copied: bool) -> bool:
     """Whether a pool can be resized here: memory that Metal has adopted stays as it is."""
     return backend.name() != "metal" and (copied or GIVES_BACK)
 
 
 class SlotPool:
-    """At most `slots` records in least-recently-used order.
+    """At most `slots` records of one size in least-recently-used order.
 
     Args:
-        layout: gives the size of a record.
+        nbytes: of memory, for a record.
         slots: records that are kept, until `resize`.
         landing: None keeps records where they were read to. A number copies each into an array of its own
             as it arrives, and that many records may be on their way at once.
@@ -57,7 +64,8 @@ class SlotPool:
         breathes: whether `resize` is offered.
     """
 
-    def __init__(self, layout: ExpertLayout, slots: int, landing: int | None = None, most: int | None = None):
+    def __init__(self, nbytes: int, slots: int, landing: int | None = None, most: int | None = None):
+        self.nbytes = nbytes
         self.copied = landing is not None
         self.breathes = can_breathe(self.copied)
         self.slots = slots
@@ -66,11 +74,13 @@ class SlotPool:
         self._copying: list[tuple[int, mx.array]] = []  # rows that the device still reads, and their copies
         self._landing: mx.array | None = None
         if landing is not None and backend.name() == "cuda":
-            self.rows, self._landing = landing_memory(landing, layout.words)
+            self.rows, self._landing = landing_memory(landing, nbytes // 4)
         else:
             rows = self.most if landing is None else landing
-            self._pages = private_pages(rows * layout.words * 4)
-            self.rows = np.frombuffer(self._pages, np.uint32).reshape(rows, layout.words)
+            if backend.name() == "metal":  # it adopts whole pages only
+                rows = whole_pages(rows, nbytes)
+            self._pages = private_pages(rows * nbytes)
+            self.rows = np.frombuffer(self._pages, np.uint32).reshape(rows, -1)
         self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
         self._free = list(range(len(self.rows)))  # a heap: the first rows are used first
         self._used: OrderedDict[Key, Slot] = OrderedDict()

@@ -1,72 +1,83 @@
 """Reads expert records from files into caller's memory, on a few threads, past the page cache if asked.
 
-Reads that somebody waits for overtake speculative ones in the queue. It knows files and offsets; what is
-worth keeping is the pool's business.
+Reads that somebody waits for overtake speculative ones in the queue. A record that lies in several places is read by
+several threads. It knows files and pieces; what is worth keeping is the pool's business.
 """
 
-import contextlib
-import errno
-import fcntl
 import os
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..errors import ExpertIOError
-from ..formats.packed import PackedExperts
+from ..formats.pieces import ExpertFiles, Run, runs_of
 from ..process import check_process
+from .files import OpenFiles, Preadv
+from .source import CLOSED
 
-ALIGNMENT = 4096  # what O_DIRECT wants of offsets, lengths and addresses on every common device
-F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
 DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
-Preadv = Callable[[int, list[memoryview], int], int]
 
-
-@dataclass
+@dataclass(eq=False)
 class _Read:
+    """A record on its way: `left` of its runs have not been read, `got` bytes have come, `error` is what went wrong."""
+
     layer: int
     expert: int
     target: memoryview
     future: "Future[int]"
+    left: int
+    speculative: bool
+    begun: bool = False
+    got: int = 0
+    error: ExpertIOError | None = None
+
+    def begin(self) -> bool:
+        """Whether it is to be read: a future that runs cannot be cancelled any more."""
+        if self.left and not self.begun:
+            self.begun = self.future.set_running_or_notify_cancel()
+            self.left = self.left if self.begun else 0
+        return self.begun
+
+    def count_off(self) -> bool:
+        """One of its runs is over; tells whether it was the last."""
+        self.left -= 1
+        return self.left == 0
+
+    def settle(self) -> None:
+        """Tells whoever waits how it went."""
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.got)
 
 
 class ExpertReader:
-    """Worker threads over the open layer files of one model.
+    """Worker threads over the open files of one model.
 
     Args:
-        packed: the opened files.
-        direct: bypass the page cache (O_DIRECT, F_NOCACHE), which is right when the caller keeps a cache
-            of its own. Refused by some file systems; then `direct` becomes False and `note` says why.
+        files: where its experts lie.
+        direct: bypass the page cache, as for `OpenFiles`.
         workers: threads.
         preadv: the system call, replaceable in tests.
+
+    Raises:
+        ExpertIOError: a file cannot be opened.
     """
 
     def __init__(
         self,
-        packed: PackedExperts,
+        files: ExpertFiles,
         *,
         direct: bool = True,
         workers: int = DEFAULT_WORKERS,
         preadv: Preadv = os.preadv,
     ):
-        self.layout = packed.layout
-        self.note = ""
-        self._paths, self._preadv = packed.paths, preadv
-        self._opening = threading.Lock()
-        self._descriptors: list[int] = []
-        self._identity: dict[int, tuple[int, ...]] = {}
-        try:
-            aligned = all(record.stride % ALIGNMENT == 0 for record in self.layout.records.values())
-            self._opened = self._open(direct and aligned)
-        except ExpertIOError:
-            self._close_files()
-            raise
-        self._queue: tuple[deque[_Read], deque[_Read]] = (deque(), deque())  # wanted now, speculative
+        self.layout = files.layout
+        self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
+        self._queue: tuple[deque[tuple[_Read, Run]], ...] = (deque(), deque())  # wanted now, speculative
         self._wake = threading.Condition()
         self._closed = False
         self._process = os.getpid()
@@ -79,16 +90,18 @@ class ExpertReader:
     @property
     def direct(self) -> bool:
         """Whether reads go past the page cache."""
-        return self._opened[1]
+        return self._files.direct
+
+    @property
+    def note(self) -> str:
+        """That direct I/O was refused, if it was."""
+        return self._files.note
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one read: the whole stride past the page cache, only the expert through it."""
-        return max(self._bytes_of(layer, self.direct) for layer in self.layout.moe_layers)
-
-    def _bytes_of(self, layer: int, direct: bool) -> int:
-        record = self.layout.records[layer]
-        return record.stride if direct else record.size
+        """Bytes that the drive delivers for one record: whole blocks past the page cache."""
+        every = ((self._where.pieces(layer, 0), record.held_bytes) for layer, record in self.layout.records.items())
+        return max(sum(map(self._files.cost, runs_of(pieces, room))) for pieces, room in every)
 
     @property
     def busy_seconds(self) -> float:
@@ -100,28 +113,28 @@ class ExpertReader:
         """Queues one record; the future gives the bytes read, or an ExpertIOError.
 
         Args:
-            target: writable bytes, a stride long, page-aligned when `direct`.
+            target: writable bytes, as many as are held of a record, page-aligned when `direct`.
 
         Raises:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
         """
         check_process(self._process)
-        read = _Read(layer, expert, target, Future())
+        runs = runs_of(self._where.pieces(layer, expert), len(target))
+        read = _Read(layer, expert, target, Future(), len(runs), speculative)
         with self._wake:
             if self._closed:
-                raise ExpertIOError("the expert loader is closed; load the model again")
-            self._queue[speculative].append(read)
-            self._wake.notify()
+                raise ExpertIOError(CLOSED)
+            self._queue[speculative].extend((read, run) for run in runs)
+            self._wake.notify(len(runs))
         return read.future
 
     def promote(self, future: "Future[int]") -> None:
-        """Moves a queued speculative read to those that somebody waits for."""
+        """Moves a queued speculative read, or what is left of it, to those that somebody waits for."""
         with self._wake:
-            for read in self._queue[True]:
-                if read.future is future:
-                    self._queue[True].remove(read)
-                    self._queue[False].append(read)
-                    return
+            parts = list(self._queue[True])
+            self._queue[True].clear()
+            for part in parts:
+                self._queue[part[0].future is not future].append(part)
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is running, closes the files. More than once does no harm."""
@@ -129,20 +142,26 @@ class ExpertReader:
             return
         with self._wake:
             self._closed = True
+            over = [read for queue in self._queue for read, _ in queue if self._abandon(read)]
             for queue in self._queue:
-                for read in queue:
-                    if read.future.cancel():
-                        read.future.set_running_or_notify_cancel()  # tells those who wait for the first of several
                 queue.clear()
             self._wake.notify_all()
+        for read in over:
+            read.settle()
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may call from anywhere
                 thread.join()
-        self._close_files()
+        self._files.close()
 
-    def _close_files(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+    @staticmethod
+    def _abandon(read: _Read) -> bool:
+        """One run of `read` will not be read; tells whether nothing of it is under way any more."""
+        if not read.begun:
+            read.future.cancel()
+            read.begin()  # tells those who wait for the first of several
+            return False
+        read.error = read.error or ExpertIOError(CLOSED)
+        return read.count_off()
 
     def _work(self) -> None:
         while True:
@@ -151,101 +170,34 @@ class ExpertReader:
                     self._wake.wait()
                 if self._closed:
                     return
-                read = (self._queue[False] or self._queue[True]).popleft()
-            if read.future.set_running_or_notify_cancel():
+                read, run = (self._queue[False] or self._queue[True]).popleft()
+                if not read.begin():
+                    continue
                 self._begin()
-                outcome = self._attempt(read)
+            outcome = read.error or self._attempt(read, run)
+            with self._wake:
                 self._end()
                 if isinstance(outcome, ExpertIOError):
-                    read.future.set_exception(outcome)
+                    read.error = outcome
                 else:
-                    read.future.set_result(outcome)
+                    read.got += outcome
+                is_over = read.count_off()
+            if is_over:
+                read.settle()
 
     def _begin(self) -> None:
-        with self._wake:
-            self._active += 1
-            if self._active == 1:
-                self._busy_since = time.perf_counter()
+        self._active += 1
+        if self._active == 1:
+            self._busy_since = time.perf_counter()
 
     def _end(self) -> None:
-        with self._wake:
-            self._active -= 1
-            if self._active == 0:
-                self._busy += time.perf_counter() - self._busy_since
+        self._active -= 1
+        if self._active == 0:
+            self._busy += time.perf_counter() - self._busy_since
 
-    def _attempt(self, read: _Read) -> int | ExpertIOError:
+    def _attempt(self, read: _Read, run: Run) -> int | ExpertIOError:
         """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
         try:
-            return self._read(read)
+            return self._files.read(run, read.target)
         except Exception as error:
             return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
-
-    def _read(self, read: _Read) -> int:
-        """Fills the target; a short read goes on from the last offset that direct I/O accepts."""
-        files, direct = self._opened  # another thread may open them anew in the meantime
-        size = self._bytes_of(read.layer, direct)
-        start, done = self.layout.start(read.layer, read.expert), 0
-        while done < size:
-            try:
-                got = self._preadv(files[read.layer], [read.target[done:size]], start + done)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
-                    raise
-                self._give_up_direct(error)
-                return self._read(read)
-            reached = done + got
-            if direct and reached < size:
-                reached -= reached % ALIGNMENT
-            if reached <= done:
-                raise ExpertIOError(f"the file ended {size - done} bytes early; was it replaced while open?")
-            done = reached
-        return size
-
-    def _open(self, direct: bool) -> tuple[dict[int, int], bool]:
-        """Descriptors by layer, and whether they read past the page cache."""
-        files: dict[int, int] = {}
-        try:
-            for layer, path in self._paths.items():
-                files[layer] = _open_file(path, direct)
-                self._descriptors.append(files[layer])
-                self._check(layer, path, os.fstat(files[layer]))
-        except ExpertIOError:
-            raise
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise ExpertIOError(f"cannot open expert files: {error}") from error
-            return self._open_buffered(error)
-        return files, direct
-
-    def _check(self, layer: int, path: os.PathLike[str], found: os.stat_result) -> None:
-        """The file has its length, and is the one that was opened first: old and new bytes never mix."""
-        wanted = self.layout.layer_bytes(layer)
-        if found.st_size != wanted:
-            raise ExpertIOError(f"{path} has {found.st_size} bytes; the layout needs {wanted}")
-        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
-        if self._identity.setdefault(layer, identity) != identity:
-            raise ExpertIOError(f"{path} was replaced while open; load the model again")
-
-    def _give_up_direct(self, error: OSError) -> None:
-        """Opens the files again, through the page cache. Others may still read the old descriptors."""
-        with self._opening:
-            if self.direct:
-                self._opened = self._open_buffered(error)
-
-    def _open_buffered(self, error: OSError) -> tuple[dict[int, int], bool]:
-        self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
-        return self._open(False)
-
-
-def _open_file(path: os.PathLike[str], direct: bool) -> int:
-    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
-    fd = os.open(path, flags)
-    if direct and sys.platform == "darwin":
-        fcntl.fcntl(fd, F_NOCACHE, 1)
-        fcntl.fcntl(fd, F_RDAHEAD, 0)
-    elif hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    return fd

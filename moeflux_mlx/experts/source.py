@@ -1,8 +1,9 @@
 """Where the experts of a model are: the interface of what serves them, and the right to read some for a while.
 
-`ExpertLoader` is the interface, for mapped files (`mapped`) and for a pool that files are read into (`streamed`). Above
-it nobody knows that weights are on disk; below it nobody knows what a transformer is. Threads that run the model take
-turns (`turn`); only `request`, `hint`, `give_way` and what belongs to a lease are called within one.
+`ExpertLoader` is the interface, for mapped files (`mapped`), for a pool that files are read into (`streamed`) and for
+layers that are read once (`resident`). Above it nobody knows that weights are on disk; below it nobody knows what a
+transformer is. Threads that run the model take turns (`turn`); only `request`, `hint`, `give_way` and what belongs to a
+lease are called within one.
 """
 
 import contextlib
@@ -31,10 +32,12 @@ def all_of(layer: int, ids: Sequence[int]) -> list[int]:
 
 
 class IoMode(str, Enum):
-    """`MMAP`: the system pages experts in. `PREAD`: we read them into memory that we own."""
+    """`MMAP`: the system pages experts in. `PREAD`: we read them into memory that we own, as they are wanted.
+    `RESIDENT`: all of them, once."""
 
     MMAP = "mmap"
     PREAD = "pread"
+    RESIDENT = "resident"
 
 
 @dataclass
@@ -138,7 +141,7 @@ class ExpertLoader(ABC):
         layout: the geometry of the files.
         decision: one line that says why this mode.
         note: what the user should know once; empty if nothing.
-        slots: records that the pool holds; 0 when files are mapped.
+        slots: records that the pool holds; 0 when every expert is in memory.
         reads_ahead: whether `hint` does anything.
     """
 
@@ -200,11 +203,11 @@ class ExpertLoader(ABC):
         """These records are the first to be replaced."""
 
     def slots_of(self, layer: int) -> int:
-        """Slots of the memory that serves `layer`, and others; 0 when files are mapped."""
+        """Slots of the memory that serves `layer`, and others; 0 when every expert is in memory."""
         return 0
 
     def slots_per_layer(self, spare: int = 0) -> int:
-        """An equal share of the pool less `spare` slots; 0 when files are mapped."""
+        """An equal share of the pool less `spare` slots; 0 when every expert is in memory."""
         return 0
 
     def whole(self, layer: int) -> Records | None:

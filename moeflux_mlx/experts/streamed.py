@@ -18,12 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.packed import PackedExperts
-from ..formats.record import ExpertLayout
+from ..formats.pieces import ExpertFiles
 from ..ops import backend
 from ..ops.experts import Records
 from .pool import Slot, SlotPool, can_breathe
 from .reader import DEFAULT_WORKERS, ExpertReader
+from .shares import SizeClass, divide, size_classes
 from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
 DEFAULT_CACHE_BYTES = 2 << 30
@@ -32,7 +32,7 @@ WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it
 
 class StreamedExperts(ExpertLoader):
     """Args:
-        packed: the opened files.
+        packed: the opened files, of whichever kind.
         decision: why they are read.
         cache_bytes: size of the pool, at the start if it breathes.
         most_bytes: what it may grow to; None is `cache_bytes`. Where the pool does not breathe, this says nothing.
@@ -40,7 +40,7 @@ class StreamedExperts(ExpertLoader):
             MLX's arrays are the pool's own. It is asked at every call, so it should take no more than microseconds.
         least_slots: records that one request may ask for; the pool is never smaller.
         buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
-            some of the layers.
+            some of the layers. Layers whose records have other sizes have a pool of their own in any case.
         workers: reading threads.
         copied: whether records are copied into device memory as they arrive; by default on CUDA.
         reader: replaces the default reader (direct I/O), in tests.
@@ -54,7 +54,7 @@ class StreamedExperts(ExpertLoader):
 
     def __init__(
         self,
-        packed: PackedExperts,
+        packed: ExpertFiles,
         decision: str = "",
         *,
         cache_bytes: int | None = None,
@@ -75,12 +75,17 @@ class StreamedExperts(ExpertLoader):
         self._stop = weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
-        self._pools = _pools(self.layout, sizes, least, buffer_bytes, copied)
-        self._least = min(least, self._pools[0].slots)
+        self._classes, self._least = size_classes(self.layout), least
+        self._parts = _pools(self._classes, sizes, least, buffer_bytes, copied)
+        self._pools = [pool for part in self._parts for pool in part]
         self._allowance = allowance if self.breathes else None
         self._within = 0  # turns of the thread that holds the lock
-        self._groups = np.array_split(np.array(self.layout.moe_layers), len(self._pools))
-        self._pool_of = {layer: self._pools[i] for i, group in enumerate(self._groups) for layer in group.tolist()}
+        self._groups = [
+            group.tolist()
+            for one, part in zip(self._classes, self._parts, strict=True)
+            for group in np.array_split(np.array(one.layers), len(part))
+        ]
+        self._pool_of = {layer: pool for pool, group in zip(self._pools, self._groups, strict=True) for layer in group}
 
     @property
     def stats(self) -> LoaderStats:
@@ -117,23 +122,25 @@ class StreamedExperts(ExpertLoader):
         with self._lock:
             self._check_open()
             self._collect()
-            share = self._share(nbytes)
-            return sum(pool.resize(share, functools.partial(self._evict, pool)) for pool in self._pools)
+            return sum(
+                pool.resize(share, functools.partial(self._evict, pool))
+                for pool, share in zip(self._pools, self._shares(nbytes), strict=True)
+            )
 
-    def _share(self, nbytes: int) -> int:
-        """Slots of each pool: they are all of one size."""
-        share = nbytes // self.layout.expert_stride // len(self._pools)
-        return min(max(share, self._least), self._pools[0].most)
+    def _shares(self, nbytes: int) -> list[int]:
+        """Slots of each pool; those of one class have the same."""
+        shares = []
+        for part, slots in zip(self._parts, divide(self._classes, nbytes, self._least), strict=True):
+            shares += [min(max(slots // len(part), min(self._least, pool.most)), pool.most) for pool in part]
+        return shares
 
     def _breathe(self, tokens: int) -> None:
         """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
         if self._allowance is None:
             return
-        held = sum(len(pool) for pool in self._pools if pool.copied) * self.layout.expert_stride
+        held = sum(len(pool) * pool.nbytes for pool in self._pools if pool.copied)
         nbytes = self._allowance(tokens, held)
-        now, most = max(pool.slots for pool in self._pools), self._pools[0].most
-        share = self._share(nbytes)
-        if share < now or share - now >= max(now / WORTH_GROWING, 1) or now < share == most:
+        if any(map(_is_due, self._pools, self._shares(nbytes))):
             self.resize(nbytes)
 
     @property
@@ -412,16 +419,35 @@ def _failed(future: "Future[int]") -> bool:
     return future.cancelled() or future.exception() is not None
 
 
+def _is_due(pool: SlotPool, share: int) -> bool:
+    """Whether a pool that may have `share` slots is to be resized."""
+    grown = share - pool.slots
+    return grown < 0 or grown >= max(pool.slots / WORTH_GROWING, 1) or grown > 0 and share == pool.most
+
+
 def _pools(
-    layout: ExpertLayout, sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
-) -> list[SlotPool]:
-    """One pool, or as many as keep each within `buffer_bytes`; `sizes` are bytes at the start and at most."""
+    classes: Sequence[SizeClass], sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
+) -> list[list[SlotPool]]:
+    """For each class one pool, or as many as keep each within `buffer_bytes`.
+
+    Args:
+        sizes: bytes of all pools, at the start and at most.
+    """
     if copied is None:
         copied = backend.name() == "cuda"
-    there = layout.total_bytes // layout.expert_stride
-    total, most = (min(max(size // layout.expert_stride, least), there) for size in sizes)
-    most = max(total, most) if can_breathe(copied) else total
-    at_most = there if buffer_bytes is None else max(buffer_bytes // layout.expert_stride, 1)
-    count = min(-(-most // at_most), max(total // least, 1), len(layout.moe_layers))
+    start, most = (divide(classes, size, least) for size in sizes)
+    if not can_breathe(copied):
+        most = start
+    return [
+        _pools_of(one, slots, max(slots, limit), min(least, one.records), buffer_bytes, copied)
+        for one, slots, limit in zip(classes, start, most, strict=True)
+    ]
+
+
+def _pools_of(
+    one: SizeClass, slots: int, most: int, least: int, buffer_bytes: int | None, copied: bool
+) -> list[SlotPool]:
+    at_most = one.records if buffer_bytes is None else max(buffer_bytes // one.nbytes, 1)
+    count = min(-(-most // at_most), max(slots // least, 1), len(one.layers))
     landing = 2 * least if copied else None
-    return [SlotPool(layout, total // count, landing, most // count) for _ in range(count)]
+    return [SlotPool(one.nbytes, slots // count, landing, most // count) for _ in range(count)]

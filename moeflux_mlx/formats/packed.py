@@ -8,6 +8,8 @@ from pathlib import Path
 from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
+from .layout_file import from_json
+from .pieces import Piece
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
@@ -21,12 +23,21 @@ class PackedExperts:
         self.layout = layout
         self.paths = paths
 
+    @property
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of every file."""
+        return {path: self.layout.layer_bytes(layer) for layer, path in self.paths.items()}
+
+    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+        """The expert's record, which lies in one piece."""
+        return (Piece(self.paths[layer], self.layout.start(layer, expert), self.layout.records[layer].size, 0),)
+
     @classmethod
     def open(cls, model_path: str | Path, args: ModelArgs) -> "PackedExperts":
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
         layout_file = folder / LAYOUT
-        layout = ExpertLayout.from_args(args).check_json(read_json(layout_file), layout_file)
+        layout = from_json(read_json(layout_file), args, layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))

@@ -1,27 +1,29 @@
 """Where everything lies inside an expert's record, and where records lie in a layer's file. The only owner of offsets.
 
-A record is gate, up and down, each as codes, scales and biases, without gaps, as flash-moe and moeflux write it: codes
-as `Quant` says, scales and biases in bfloat16, one for each group of inputs. Kernels and C code are handed the offsets
-that stand here. `layout.json` version 1 can say one geometry for all layers, the one that is computed (`quant`).
+A record is gate, up and down, each as codes, scales and (in mode affine) biases, without gaps, as flash-moe and moeflux
+write it: codes as `Quant` says, scales and biases in one floating dtype, one of each for a group of inputs. Layers may
+differ. Kernels and C code are handed the offsets that stand here; how a file says them is `layout_file`'s.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
-from ..errors import ModelFileError
-from ..quant import EXPERTS, PARTS, Quant
+from ..errors import ConfigError
+from ..quant import EXPERTS, PARTS, Quant, Quantization
 from ..spec import ModelArgs
 
-FORMAT_VERSION = 1
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where one may begin
 STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and direct I/O both need
+BLOCK_BYTES = 4096  # of a disk, for direct I/O: what a record in memory is rounded up to
+SCALE_DTYPES = ("BF16", "F16", "F32")  # of scales and biases in mode affine
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # of a value
 
 Key = tuple[int, int]  # layer, expert
+Quants = tuple[Quant, Quant, Quant]  # of gate, up and down
+UNIFORM: Quants = (EXPERTS, EXPERTS, EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Record:
         cls,
         hidden_size: int,
         moe_intermediate_size: int,
-        quants: tuple[Quant, Quant, Quant] = (EXPERTS,) * 3,
+        quants: Quants = UNIFORM,
         stride: int | None = None,
         dtype: str = "BF16",
     ) -> "Record":
@@ -90,8 +92,7 @@ class Record:
             made.append(_projection(name, *shape, quant, end, dtype))
             end = made[-1].fields[-1].end
         gate, up, down = made
-        pages = math.ceil(end / STRIDE_ALIGNMENT) * STRIDE_ALIGNMENT
-        return cls(gate, up, down, pages if stride is None else stride)
+        return cls(gate, up, down, rounded(end, STRIDE_ALIGNMENT) if stride is None else stride)
 
     def __hash__(self) -> int:
         return self._hash
@@ -107,6 +108,15 @@ class Record:
         return (*self.gate.fields, *self.up.fields, *self.down.fields)
 
     @property
+    def quants(self) -> Quants:
+        return self.gate.quant, self.up.quant, self.down.quant
+
+    @cached_property
+    def dtype(self) -> str:
+        """Of scales and biases in mode affine; that of bfloat16 where there are none."""
+        return next((field.dtype for field in self.fields if field.dtype in SCALE_DTYPES), "BF16")
+
+    @property
     def hidden_size(self) -> int:
         return self.gate.columns
 
@@ -120,9 +130,18 @@ class Record:
         return self.fields[-1].end
 
     @cached_property
-    def words(self) -> int:
-        """uint32 words from one record to the next."""
-        return self.stride // 4
+    def held_bytes(self) -> int:
+        """What a record takes in memory, and a read past the page cache brings: whole blocks of a disk."""
+        return rounded(self.size, BLOCK_BYTES)
+
+    def spaced(self, stride: int) -> "Record":
+        """The same record, `stride` bytes from the next."""
+        return Record.make(self.hidden_size, self.moe_intermediate_size, self.quants, stride, self.dtype)
+
+
+def rounded(nbytes: int, alignment: int) -> int:
+    """Up to a multiple of `alignment`."""
+    return math.ceil(nbytes / alignment) * alignment
 
 
 def _projection(name: str, rows: int, columns: int, quant: Quant, start: int, of_groups: str) -> Projection:
@@ -151,23 +170,58 @@ class ExpertLayout:
     num_layers: int
 
     @classmethod
-    def from_args(cls, args: ModelArgs) -> "ExpertLayout":
-        record = Record.make(args.hidden_size, args.moe_intermediate_size)
-        return cls(dict.fromkeys(args.moe_layers, record), args.num_experts, args.num_hidden_layers)
+    def from_args(
+        cls,
+        args: ModelArgs,
+        quants: Mapping[int, Quants] | None = None,
+        dtypes: str | Mapping[int, str] = "BF16",
+    ) -> "ExpertLayout":
+        """Args:
+        args: of the model.
+        quants: of gate, up and down by layer; None: what version 1 of the format has everywhere.
+        dtypes: of scales and biases in mode affine, for all layers or by layer.
+
+        Raises:
+            ConfigError: a width is no multiple of a group.
+        """
+        H, I, records = args.hidden_size, args.moe_intermediate_size, {}
+        for layer in args.moe_layers:
+            stored = UNIFORM if quants is None else quants[layer]
+            _check_groups(layer, H, I, stored)
+            records[layer] = Record.make(H, I, stored, None, dtypes if isinstance(dtypes, str) else dtypes[layer])
+        layout = cls(records, args.num_experts, args.num_hidden_layers)
+        if layout.is_uniform:
+            return layout
+        return replace(layout, records={i: one.spaced(layout.spacing(one)) for i, one in records.items()})
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(self.records)
 
     @cached_property
-    def expert_stride(self) -> int:
-        """Bytes that hold a record of any layer."""
-        return max(record.stride for record in self.records.values())
+    def is_uniform(self) -> bool:
+        """Whether all layers have the geometry that version 1 of the format can say."""
+        first = next(iter(self.records.values()))
+        return first.quants == UNIFORM and first.dtype == "BF16" and set(self.records.values()) == {first}
 
-    @property
-    def words(self) -> int:
-        """uint32 words that hold a record of any layer."""
-        return self.expert_stride // 4
+    def spacing(self, record: Record) -> int:
+        """Stride in files of version 2: whole disk blocks, for direct I/O.
+
+        A file is whole pages, as Metal wants of what it adopts; where the number of experts does not see to that, a
+        record is.
+        """
+        pages = self.num_experts * BLOCK_BYTES % STRIDE_ALIGNMENT == 0
+        return rounded(record.size, BLOCK_BYTES if pages else STRIDE_ALIGNMENT)
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Of memory, for a record of any layer."""
+        return max(record.held_bytes for record in self.records.values())
+
+    @cached_property
+    def expert_stride(self) -> int:
+        """Bytes from one record to the next, of the layer where that is most."""
+        return max(record.stride for record in self.records.values())
 
     def start(self, layer: int, expert: int) -> int:
         """Bytes from the beginning of the layer's file to the expert's record."""
@@ -187,8 +241,11 @@ class ExpertLayout:
         return sum(map(self.layer_bytes, self.moe_layers))
 
     def experts_within(self, nbytes: int, at_most: int) -> int:
-        """How many records fit `nbytes`: at least one, and no more than `at_most`."""
-        return max(1, min(nbytes // self.expert_stride, at_most))
+        """How many records of any layer fit `nbytes` of memory: at least one, and no more than `at_most`.
+
+        It depends on the records alone, not on how files space them.
+        """
+        return max(1, min(nbytes // self.held_bytes, at_most))
 
     def next_moe_layer(self, layer: int) -> int | None:
         """The first layer with experts after `layer`."""
@@ -197,27 +254,9 @@ class ExpertLayout:
     def file_name(self, layer: int) -> str:
         return f"layer_{layer:02d}.bin"
 
-    def to_json(self) -> dict[str, Any]:
-        """The contents of `layout.json`, version 1: moeflux's keys, then ours."""
-        record = self.record
-        return {
-            "expert_size": record.size,
-            "num_layers": self.num_layers,
-            "num_experts": self.num_experts,
-            "components": [
-                {"name": f.name, "offset": f.offset, "size": f.size, "dtype": f.dtype, "shape": list(f.shape)}
-                for f in record.fields
-            ],
-            "moe_layers": list(self.moe_layers),
-            "expert_stride": record.stride,
-            "format_version": FORMAT_VERSION,
-            "group_size": record.gate.quant.group_size,
-            "bits": record.gate.quant.bits,
-        }
-
     @property
     def record(self) -> Record:
-        """The geometry of every layer, where all have the same, as version 1 of the format demands.
+        """The geometry of every layer, where all have the same.
 
         Raises:
             ValueError: they have not.
@@ -225,42 +264,20 @@ class ExpertLayout:
         (record,) = set(self.records.values())
         return record
 
-    def _spaced(self, stride: int) -> Record:
-        """The record of all layers, `stride` bytes apart."""
-        record = self.record
-        quants = record.gate.quant, record.up.quant, record.down.quant
-        return Record.make(record.hidden_size, record.moe_intermediate_size, quants, stride)
 
-    def check_json(self, found: Mapping[str, Any], where: object) -> "ExpertLayout":
-        """This layout with the stride that `found` (a layout.json) states, once everything else agrees.
+def expert_path(layer: int, projection: str) -> str:
+    """The module path that config.json knows a layer's experts by."""
+    return f"model.layers.{layer}.mlp.switch_mlp.{projection}"
 
-        Files of flash-moe and moeflux lack our keys: no stride means records back to back.
 
-        Raises:
-            ModelFileError: any value contradicts the model's configuration.
-        """
-        version = found.get("format_version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:
-            raise ModelFileError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}")
-        record = self.record
-        stride = found.get("expert_stride", record.size)
-        if type(stride) is not int or stride < record.size or stride % LOAD_BYTES:
-            raise ModelFileError(
-                f"{where}: expert_stride {stride!r} does not hold {record.size}-byte experts "
-                f"at multiples of {LOAD_BYTES}"
+def stated_quants(quantization: Quantization, layer: int) -> tuple[Quant | None, ...]:
+    """What config.json says of a layer's gate, up and down."""
+    return tuple(quantization.of(expert_path(layer, projection)) for projection in PROJECTIONS)
+
+
+def _check_groups(layer: int, hidden: int, inner: int, quants: Quants) -> None:
+    for projection, columns, quant in zip(PROJECTIONS, (hidden, hidden, inner), quants, strict=True):
+        if columns % quant.group_size:
+            raise ConfigError(
+                f"{expert_path(layer, projection)} has {quant}; its {columns} columns are no multiple of the group"
             )
-        checked = replace(self, records=dict.fromkeys(self.records, self._spaced(stride)))
-        for key, wanted in checked.to_json().items():
-            value = found.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
-            if key == "components":
-                value = _same_components(value, wanted)
-            if value != wanted:
-                raise ModelFileError(f"{where}: {key} is {value!r}; the model's config.json gives {wanted!r}")
-        return checked
-
-
-def _same_components(value: Any, wanted: list[dict[str, Any]]) -> Any:
-    """`value` with only the keys that are compared, so that extra ones in another tool's file do no harm."""
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        return value
-    return [{key: one.get(key) for key in wanted[0]} for one in value]

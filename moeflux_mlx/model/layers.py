@@ -12,7 +12,7 @@ from ..ops.backend import Array
 from ..ops.elementwise import silu_mul, split
 from ..ops.linear import embed, linear
 from ..ops.norm import rms_norm
-from ..quant import PARTS, Quant
+from ..quant import Quant
 
 
 class Weight(nn.Module):
@@ -32,7 +32,7 @@ class Weight(nn.Module):
 
     def tensors(self) -> tuple[str, ...]:
         """Names of the arrays that hold it."""
-        return ("weight",) if self.quant is None else PARTS
+        return ("weight",) if self.quant is None else self.quant.parts
 
 
 class Linear(Weight):

@@ -28,12 +28,13 @@ def needed(args: ModelArgs, split_latent: bool = False) -> tuple[Shapes, Shapes]
     return matrices, {name: shape for name, shape in names.items() if name.rpartition(".")[0] not in matrices}
 
 
-def stored_as(args: ModelArgs, path: str, columns: int, bits: int = DEFAULT.bits) -> Quant | None:
-    """How a conversion stores a matrix that comes as floats, linear layers in `bits`; None: as floats."""
+def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT) -> Quant | None:
+    """How a conversion stores a matrix that comes as floats, linear layers as `quant`; None: as floats."""
     is_router = path.endswith(ROUTERS)
-    if (is_router and args.router.correction_bias) or columns % DEFAULT.group_size:
+    wanted = Quant(ROUTER_BITS, DEFAULT.group_size) if is_router else quant
+    if (is_router and args.router.correction_bias) or columns % wanted.group_size:
         return None
-    return Quant(ROUTER_BITS if is_router else bits, DEFAULT.group_size)
+    return wanted
 
 
 def split_latent(names: Mapping[str, object]) -> bool:
@@ -46,8 +47,8 @@ def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
 
     Scales, biases, norms and dense matrices become `dtype`; the router and the decay parameters float32.
     """
-    if tensor.dtype == mx.uint32:
-        return mx.uint32
+    if tensor.dtype in (mx.uint32, mx.uint8):
+        return tensor.dtype
     path, _, leaf = name.rpartition(".")
     kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith(ROUTERS) else dtype
     # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.
@@ -61,16 +62,17 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     return sum(tensor.size * kept_dtype(name, tensor, dtype).size for name, tensor in tensors.items())
 
 
-def variant_bytes(args: ModelArgs, dtype: mx.Dtype) -> int:
-    """`resident_bytes` of a model that is not here, as a conversion with 4 bits would store it."""
+def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> int:
+    """`resident_bytes` of a model that is not here, as a conversion to `quant` would store it."""
     matrices, plain = needed(args)
     tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
     for path, (*rows, columns) in matrices.items():
-        quant = stored_as(args, path, columns)
-        if quant is None:
+        stored = stored_as(args, path, columns, quant)
+        if stored is None:
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
             continue
-        tensors[f"{path}.weight"] = mx.zeros((*rows, quant.words(columns)), mx.uint32)
-        for part in OF_GROUPS:
-            tensors[f"{path}.{part}"] = mx.zeros((*rows, quant.groups(columns)), mx.bfloat16)
+        tensors[f"{path}.weight"] = mx.zeros((*rows, stored.words(columns)), mx.uint32)
+        for part in stored.parts[1:]:
+            of_groups = mx.bfloat16 if stored.has_biases else mx.uint8
+            tensors[f"{path}.{part}"] = mx.zeros((*rows, stored.groups(columns)), of_groups)
     return resident_bytes(tensors, dtype)

@@ -1,7 +1,7 @@
 """Fills a model with its resident tensors: everything that is not a routed expert.
 
-Tensors carry the model's own module paths as names. A matrix is stored dense, or as 4-bit or 8-bit
-codes with scales and biases; which, its shapes tell, and the configuration must agree.
+Tensors carry the model's own module paths as names. A matrix is stored dense, or as codes with scales and, in mode
+affine, biases; which, its shapes tell, and the configuration must agree.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..errors import ModelFileError
 from ..ops import backend
 from ..ops.backend import FLOATS
-from ..quant import OF_GROUPS, Quant, Quantization
+from ..quant import Quant, Quantization, of_shapes
 from .decoder import Model
 from .layers import Weight
 from .tensors import kept_dtype
@@ -89,11 +89,22 @@ def _fill_weight(
         raise ModelFileError(f"tensor {path}.scales is missing; {path}.weight is {weight.dtype}")
     module.quant = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
     module.weight = weight
-    grouped = (*module.shape[:-1], module.quant.groups(module.shape[-1]))
-    for name in OF_GROUPS:
-        tensor = _take_float(left, f"{path}.{name}", grouped)
-        setattr(module, name, tensor.astype(kept_dtype(f"{path}.{name}", tensor, dtype)))
-    mx.eval(module.weight, module.scales, module.biases)
+    groups = (*module.shape[:-1], module.quant.groups(module.shape[-1]))
+    for name in module.tensors()[1:]:
+        setattr(module, name, _of_groups(f"{path}.{name}", module.quant, groups, left, dtype))
+    mx.eval([module[name] for name in module.tensors()])
+
+
+def _of_groups(name: str, quant: Quant, shape: tuple[int, ...], left: dict[str, mx.array], dtype: mx.Dtype) -> mx.array:
+    """Scales or biases as they are kept."""
+    tensor = _take(left, name)
+    if quant.has_biases:
+        _checked_float(name, tensor, shape)
+    else:
+        _check_shape(name, tensor, shape)
+        if tensor.dtype != mx.uint8:
+            raise ModelFileError(f"tensor {name} is {tensor.dtype}; scales of mode {quant.mode} are uint8")
+    return tensor.astype(kept_dtype(name, tensor, dtype))
 
 
 def _geometry(
@@ -102,15 +113,10 @@ def _geometry(
     """What the shapes say, checked against the configuration."""
     if weight.dtype != mx.uint32:
         raise ModelFileError(f"tensor {path}.weight is {weight.dtype}; a quantised weight is uint32")
-    cols = shape[-1]
-    found = Quant(32 * weight.shape[-1] // cols, cols // max(scales.shape[-1], 1))
     stated = (quantization or Quantization()).of(path)
-    if stated != found:
-        raise ModelFileError(
-            f"{path} has group_size {found.group_size} and {found.bits} bits by its shapes; "
-            f"config.json says {stated or 'none'}"
-        )
-    _check_shape(f"{path}.weight", weight, (*shape[:-1], found.words(cols)))
+    words, groups = (tensor.shape[-1] if tensor.ndim else 0 for tensor in (weight, scales))
+    found = of_shapes(path, shape[-1], words, groups, stated)
+    _check_shape(f"{path}.weight", weight, (*shape[:-1], found.words(shape[-1])))
     return found
 
 

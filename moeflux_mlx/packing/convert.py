@@ -1,9 +1,9 @@
 """Makes a packed model directory of a checkpoint.
 
-Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8), MLX 4-bit conversions and the directories
-of moeflux and flash-moe. Works expert by expert and tensor by tensor, so memory grows with the largest of these
-only. An interrupted conversion is resumed by running it again; `layout.json` is written last, so an
-unfinished directory is never taken for a model.
+Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8, int4 of compressed-tensors and AWQ, mxfp4), MLX
+conversions of every geometry, whose codes are copied, and the directories of moeflux and flash-moe. Works expert by
+expert and tensor by tensor, so memory grows with the largest of these only. An interrupted conversion is resumed by
+running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError
+from ..errors import ModelFileError
 from ..files import read_json, user_path
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint
 from ..formats.hub import hub_errors, looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
-from ..formats.record import ExpertLayout
-from ..quant import DEFAULT, unquantized
+from ..formats.record import PROJECTIONS, ExpertLayout, expert_path
+from ..quant import DEFAULT, parse, unquantized
 from ..spec import ModelArgs
-from .layer_files import LayerFile, check_experts, find_experts, layout_json, packed_layers
-from .matrix import SourceFormat
-from .resident import plan_resident
+from .layer_files import LayerFile, find_experts, layout_json, packed_layers, plan_experts
+from .resident import override, plan_resident
 from .sanitize import canonical_tensors
+from .source_format import SourceFormat
+from .wanted import Wanted
 from .writer import STATE, Output, Unit, check_space
 
-Q_BITS, DEFAULT_Q_BITS = (4, 8), 4
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -46,7 +46,8 @@ class ConversionReport:
         lossy: checkpoint tensors that were quantised already and had to be quantised again.
         kept: files that an earlier run had finished.
         repaired: files that an earlier run had finished and that had other bytes now; they were written again.
-        quantized: how many resident matrices came as floats and have `q_bits` now.
+        quantized: how many resident matrices came as floats and are in the wanted form now.
+        made_experts: whether routed experts came as floats, or were quantised again.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
     """
@@ -56,6 +57,7 @@ class ConversionReport:
     kept: tuple[str, ...]
     repaired: tuple[str, ...]
     quantized: int
+    made_experts: bool
     linked: bool
     verified: bool
 
@@ -69,6 +71,7 @@ class ConversionPlan:
     quantization: Mapping[str, Any]
     lossy: tuple[str, ...]
     quantized: int
+    made_experts: bool
 
     @property
     def total_bytes(self) -> int:
@@ -79,8 +82,11 @@ def convert(
     hf_path: str | Path,
     mlx_path: str | Path,
     *,
-    q_bits: int = DEFAULT_Q_BITS,
-    q_group_size: int = DEFAULT.group_size,
+    q_bits: int | None = None,
+    q_group_size: int | None = None,
+    q_mode: str = "affine",
+    expert_bits: int | None = None,
+    down_bits: int | None = None,
     requantize: bool = False,
     verify: bool = False,
     revision: str | None = None,
@@ -91,9 +97,13 @@ def convert(
     Args:
         hf_path: checkpoint directory, or Hugging Face repo id org/name.
         mlx_path: the directory to write.
-        q_bits: 4 or 8, of resident linear layers that come as floats; routed experts always have 4.
-        q_group_size: must be 64.
-        requantize: quantise again what is stored in a way that the engine cannot use; loses precision.
+        q_bits: 2, 3, 4, 5, 6 or 8, of linear layers and routed experts that come as floats; None: the mode's, 4.
+        q_group_size: 32, 64 or 128; None: the mode's, 64 or (mxfp4) 32.
+        q_mode: "affine" or "mxfp4".
+        expert_bits: of routed experts, if it is another than `q_bits`.
+        down_bits: of their down projections, if it is another than `expert_bits`.
+        requantize: quantise again what is stored in a way that the engine cannot use, and, with `expert_bits` or
+            `down_bits`, routed experts that are stored in another form; loses precision.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         progress: called with bytes done, bytes in all, and the name of the file.
@@ -102,10 +112,15 @@ def convert(
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    if q_bits not in Q_BITS or q_group_size != DEFAULT.group_size:
-        raise ConfigError(
-            f"q_bits {q_bits}, q_group_size {q_group_size} is not implemented; use 4 or 8 and {DEFAULT.group_size}"
-        )
+    forms = {
+        "q_bits": q_bits,
+        "q_group_size": q_group_size,
+        "q_mode": q_mode,
+        "expert_bits": expert_bits,
+        "down_bits": down_bits,
+    }
+    wanted = Wanted.of(**forms, requantize=requantize)  # type: ignore[arg-type]
+    asked = {name: value for name, value in forms.items() if value not in (None, DEFAULT.mode)}
     source = local_checkpoint(hf_path, revision)
     if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
@@ -114,10 +129,10 @@ def convert(
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
     checkpoint = open_checkpoint(source)
     args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, q_bits, requantize)
+    plan = make_plan(checkpoint, args, wanted)
     output = Output(
         path,
-        {"source": checkpoint_digest(checkpoint), "options": {"q_bits": q_bits, "requantize": requantize}},
+        {"source": checkpoint_digest(checkpoint), "options": {**asked, "requantize": requantize}},
         {"hf_path": str(source.absolute() if user_path(hf_path).exists() else hf_path), "revision": revision},
     )
     check_space(path, output.missing_bytes(plan.units))
@@ -128,7 +143,9 @@ def convert(
         PackedExperts.open(path, ModelArgs.from_file(path))
         if verify:
             _verify(output, checkpoint, plan, report)
-    return ConversionReport(path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, output.linked, verify)
+    return ConversionReport(
+        path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
+    )
 
 
 def local_checkpoint(hf_path: str | Path, revision: str | None) -> Path:
@@ -145,7 +162,8 @@ def _download(repo: str, revision: str | None) -> Path:
 
     with hub_errors(f"{repo} is no directory here and cannot be downloaded"):
         config = read_json(Path(hub.hf_hub_download(repo, "config.json", revision=revision)))
-        SourceFormat(config, ModelArgs.from_dict(unquantized(config)).num_hidden_layers)
+        ModelArgs.from_dict(unquantized(config))
+        SourceFormat(config)
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=DOWNLOADED))
 
 
@@ -154,31 +172,45 @@ def read_args(checkpoint: Checkpoint) -> ModelArgs:
     return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
 
 
-def make_plan(checkpoint: Checkpoint, args: ModelArgs, q_bits: int, requantize: bool) -> ConversionPlan:
+def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted) -> ConversionPlan:
     """Finds and checks every tensor before a byte is written.
 
     Raises:
         ConfigError, ModelFileError: as `convert`.
     """
-    form = SourceFormat(checkpoint.config, args.num_hidden_layers)
+    form = SourceFormat(checkpoint.config, checkpoint.tensors)
     tensors = canonical_tensors(checkpoint.tensors.values(), args.num_hidden_layers)
-    resident = plan_resident(args, tensors, form, q_bits, requantize)
-    layout = ExpertLayout.from_args(args)
+    resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}
-    layers: list[Unit] = []
-    lossy = list(resident.lossy)
+    layers, lossy, made = list[Unit](), list(resident.lossy), False
     if checkpoint.packed is not None:
-        layers += packed_layers(args, layout, checkpoint.packed)
+        layout = ExpertLayout.from_args(args)
+        layers += packed_layers(layout, checkpoint.packed, args)
     else:
-        for layer in layout.moe_layers:
-            experts = find_experts(args, tensors, layer, form)
-            names, again = check_experts(experts, requantize)
-            used |= names
-            lossy += again
-            layers.append(LayerFile(layout, layer, experts))
+        found = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted) for layer, experts in found.items()}
+        quants = {layer: one.quants for layer, one in stored.items()}
+        layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
+        layers += [LayerFile(layout, layer, experts) for layer, experts in found.items()]
+        used = used.union(*(one.used for one in stored.values()))
+        lossy += [name for one in stored.values() for name in one.lossy]
+        made = any(one.is_made for one in stored.values())
     _check_all_used(tensors, used)
     units = (*resident.files(), *layers)
-    return ConversionPlan(layout, units, resident.quantization(), tuple(lossy), resident.quantized(q_bits))
+    quantization = _with_experts(resident.quantization(), layout)
+    return ConversionPlan(layout, units, quantization, tuple(lossy), resident.quantized(wanted.resident), made)
+
+
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout) -> dict[str, Any]:
+    """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
+    if layout.is_uniform:
+        return quantization
+    usual = parse("the model", quantization)
+    for layer, record in layout.records.items():
+        for projection, quant in zip(PROJECTIONS, record.quants, strict=True):
+            if quant != usual:
+                quantization[expert_path(layer, projection)] = override(quant)
+    return quantization
 
 
 def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:

@@ -16,13 +16,20 @@ import numpy as np
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
+from ..formats.layout_file import from_json, to_json
 from ..formats.packed import FOLDER, LAYOUT, check_length
-from ..formats.record import PROJECTIONS, ExpertLayout
-from ..quant import EXPERTS, Quant
+from ..formats.record import ITEM_BYTES, PROJECTIONS, ExpertLayout, Quants
+from ..quant import Quant
 from ..spec import ModelArgs
-from .matrix import Matrix, SourceFormat, find_matrix
+from .lookup import find_matrix
+from .matrix import Matrix
 from .resident import array_bytes, not_kept
+from .source_format import SourceFormat
+from .wanted import Wanted
 from .writer import Bytes
+
+SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}  # all bits of it
 
 
 @dataclass(frozen=True)
@@ -33,18 +40,23 @@ class Part:
     start: int
     stop: int
 
-    def codes(self, quant: Quant) -> tuple[mx.array, ...]:
-        """Weight, scales and biases in the form `quant`: as stored where that is it, else quantised from bfloat16."""
-        if self.matrix.fits(quant):
-            return self.matrix.rows(self.start, self.stop).codes()
-        return self.matrix.quantized(quant, self.start, self.stop)
+    def codes(self, quant: Quant, dtype: str = "BF16") -> tuple[mx.array, ...]:
+        """Weight, scales and biases in the form `quant`: as stored where that is it, else quantised from `dtype`.
+
+        `dtype` is that of scales and biases in mode affine.
+        """
+        kept = SCALES[dtype]
+        if self.matrix.quant != quant:
+            return self.matrix.quantized(quant, self.start, self.stop, kept)
+        weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
+        return weight, *(part.astype(kept) if quant.has_biases else part for part in of_groups)
 
 
 class Experts(Protocol):
     """The routed experts of one layer."""
 
-    def matrices(self) -> Iterator[Matrix]:
-        """Everything that is stored for the layer."""
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        """Everything that is stored for gate, up and down: a stack of all experts, or one of each."""
         ...
 
     def parts(self, expert: int) -> list[Part]:
@@ -60,8 +72,8 @@ class FusedExperts:
         self.gate_up = find_matrix(tensors, f"{stem}experts.gate_up_proj", (E, 2 * self.width, H), form, "")
         self.down = find_matrix(tensors, f"{stem}experts.down_proj", (E, H, self.width), form, "")
 
-    def matrices(self) -> Iterator[Matrix]:
-        yield from (self.gate_up, self.down)
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        return [self.gate_up], [self.gate_up], [self.down]
 
     def parts(self, expert: int) -> list[Part]:
         gate_up, down = self.gate_up[expert], self.down[expert]
@@ -77,8 +89,9 @@ class StackedExperts:
             for projection, shape in _shapes(args)
         ]
 
-    def matrices(self) -> Iterator[Matrix]:
-        yield from self.stacks
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        gate, up, down = self.stacks
+        return [gate], [up], [down]
 
     def parts(self, expert: int) -> list[Part]:
         return [_whole(stack[expert]) for stack in self.stacks]
@@ -90,9 +103,10 @@ class SingleExperts:
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         self.args, self.tensors, self.stem, self.form = args, tensors, stem, form
 
-    def matrices(self) -> Iterator[Matrix]:
-        for expert in range(self.args.num_experts):
-            yield from (part.matrix for part in self.parts(expert))
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        experts = [[part.matrix for part in self.parts(expert)] for expert in range(self.args.num_experts)]
+        gate, up, down = ([parts[i] for parts in experts] for i in range(3))
+        return gate, up, down
 
     def parts(self, expert: int) -> list[Part]:
         return [
@@ -117,33 +131,66 @@ def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, for
         ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it.
     """
     stem = f"model.layers.{layer}.mlp."
-    if f"{stem}experts.gate_up_proj" in tensors:
+    if f"{stem}experts.gate_up_proj" in tensors or f"{stem}experts.gate_up_proj_blocks" in tensors:
         return FusedExperts(args, tensors, stem, form)
     if f"{stem}switch_mlp.{PROJECTIONS[0]}.weight" in tensors:
         return StackedExperts(args, tensors, stem, form)
     return SingleExperts(args, tensors, stem, form)
 
 
-def check_experts(experts: Experts, requantize: bool) -> tuple[set[str], list[str]]:
-    """Names of all tensors behind `experts`, and those that are quantised a second time.
+@dataclass(frozen=True)
+class StoredExperts:
+    """What becomes of one layer's experts.
+
+    Args:
+        quants: of gate, up and down in the packed model.
+        dtype: of scales and biases in mode affine.
+        used: names of all tensors behind them.
+        lossy: those that are quantised a second time.
+        is_made: whether anything is quantised.
+    """
+
+    quants: Quants
+    dtype: str
+    used: frozenset[str]
+    lossy: tuple[str, ...]
+    is_made: bool
+
+
+def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
+    """How a layer's experts are packed: codes that can be computed with as they are stored, else as is `wanted`.
+
+    Where tensors have scales in several dtypes, all become float32, which is exact.
 
     Raises:
-        ModelFileError: a tensor is missing or misshapen, or its codes do not fit a record.
+        ModelFileError: a tensor is missing or misshapen, or its codes would have to be quantised again.
     """
+    quants: list[Quant] = []
+    dtypes: set[str] = set()
     used: set[str] = set()
     lossy: list[str] = []
-    for matrix in experts.matrices():
-        used.update(tensor.name for tensor in matrix.tensors)
-        if matrix.quant is None or matrix.is_packed:
+    kept = 0
+    for matrices, form in zip(experts.matrices(), wanted.experts, strict=True):
+        used.update(tensor.name for matrix in matrices for tensor in matrix.tensors)
+        stored = {matrix.quant for matrix in matrices}
+        first = matrices[0].quant
+        if first is not None and len(stored) == 1 and matrices[0].is_kept and wanted.keeps(first, form):
+            quants.append(first)
+            kept += 1
+            dtypes.update(dtype for matrix in matrices for dtype in matrix.dtypes[1:] if first.has_biases)
             continue
-        if not requantize:
-            raise ModelFileError(
-                not_kept(
-                    matrix, f"packed experts hold {EXPERTS.bits} bits, group_size {EXPERTS.group_size}, BF16 scales"
-                )
-            )
-        lossy.append(matrix.weight.name)
-    return used, lossy
+        again = [matrix for matrix in matrices if matrix.quant is not None]
+        if again and not wanted.requantize:
+            raise ModelFileError(not_kept(again[0], mixed=len(stored) > 1))
+        lossy += [matrix.weight.name for matrix in again]
+        quants.append(form)
+    gate, up, down = quants
+    return StoredExperts((gate, up, down), _common(dtypes), frozenset(used), tuple(dict.fromkeys(lossy)), kept < 3)
+
+
+def _common(dtypes: set[str]) -> str:
+    """The dtype that holds scales of all these exactly."""
+    return next(iter(dtypes)) if len(dtypes) == 1 else "F32" if dtypes else "BF16"
 
 
 class LayerFile:
@@ -152,7 +199,7 @@ class LayerFile:
     link: Path | None = None
 
     def __init__(self, layout: ExpertLayout, layer: int, experts: Experts):
-        self.layout, self.experts = layout, experts
+        self.layout, self.layer, self.experts = layout, layer, experts
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
         self.size = layout.layer_bytes(layer)
         self.geometry = layout.records[layer]
@@ -162,12 +209,18 @@ class LayerFile:
             yield self._record(expert)
 
     def _record(self, expert: int) -> bytearray:
-        record, geometry = bytearray(self.geometry.stride), self.geometry
-        projections = geometry.gate, geometry.up, geometry.down
-        for part, projection in zip(self.experts.parts(expert), projections, strict=True):
-            for field, array in zip(projection.fields, part.codes(projection.quant), strict=True):
-                record[field.offset : field.end] = array_bytes(array)
+        record = bytearray(self.geometry.stride)
+        for i, part in enumerate(self.experts.parts(expert)):
+            for offset, data in self.fields(part, i):
+                record[offset : offset + len(data)] = data
         return record
+
+    def fields(self, part: Part, index: int) -> Iterator[tuple[int, memoryview]]:
+        """Where in its record each field of an expert's projection number `index` begins, and its bytes."""
+        projection = (self.geometry.gate, self.geometry.up, self.geometry.down)[index]
+        codes = part.codes(projection.quant, self.geometry.dtype)
+        for field, array in zip(projection.fields, codes, strict=True):
+            yield field.offset, array_bytes(array)
 
 
 class PackedLayerFile:
@@ -188,25 +241,26 @@ class PackedLayerFile:
             yield record + bytes(self.geometry.stride - len(record))
 
     def _check_scales(self, record: bytearray, expert: int) -> None:
-        """A bfloat16 with all exponent bits set is NaN or infinite."""
+        """A float with all exponent bits set is NaN or infinite."""
         for field in self.geometry.fields:
-            if field.dtype == "BF16":
-                bits = np.frombuffer(record, "<u2", field.size // 2, field.offset)
-                if (bits & 0x7F80 == 0x7F80).any():
+            if field.dtype in EXPONENTS:
+                kind, exponent = EXPONENTS[field.dtype]
+                bits = np.frombuffer(record, kind, field.size // ITEM_BYTES[field.dtype], field.offset)
+                if (bits & exponent == exponent).any():
                     raise ModelFileError(
                         f"{self.file}: {field.name} of expert {expert} holds NaN or infinite values; download it again"
                     )
 
 
-def packed_layers(args: ModelArgs, layout: ExpertLayout, folder: Path) -> list[PackedLayerFile]:
-    """The files of another tool's `packed_experts/`.
+def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[PackedLayerFile]:
+    """The files of another tool's `packed_experts/`, of version 1.
 
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    source = ExpertLayout.from_args(args).check_json(read_json(folder / LAYOUT), folder / LAYOUT)
+    source = from_json(read_json(folder / LAYOUT), args, folder / LAYOUT)
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
 def layout_json(layout: ExpertLayout) -> bytes:
-    return json.dumps(layout.to_json(), indent=2).encode()
+    return json.dumps(to_json(layout), indent=2).encode()

@@ -5,82 +5,16 @@ no more than it is asked for, and long matrices are quantised a few rows at a ti
 """
 
 import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 
-from ..errors import ConfigError, ModelFileError
-from ..families.names import canonical_name
-from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import Quant, entries, is_computed, is_known
+from ..errors import ModelFileError
+from ..formats.checkpoint import Tensor
+from ..quant import Quant, is_computed
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
-
-
-class SourceFormat:
-    """What config.json states about quantisation.
-
-    Attributes:
-        mlx: some matrices are stored as MLX's quantised codes, and what is not is so on purpose.
-        block: rows and columns that share one scale of an fp8 checkpoint.
-    """
-
-    def __init__(self, config: Mapping[str, Any], layers: int):
-        """Raises ConfigError: a quantisation that is not known; `layers` as for `canonical_name`."""
-        hub = _object(config, "quantization_config") or _object(_object(config, "text_config"), "quantization_config")
-        found = entries(config)
-        if not found and hub and "quant_method" not in hub:
-            found = entries({"quantization": hub})
-        self.mlx = bool(found)
-        self.block = (128, 128) if self.mlx else _fp8_block(hub)
-        self.default = found.pop("", None)
-        names = {path: canonical_name(f"{path}.weight", layers) for path in found}
-        self.overrides = {name: found[path] for path, name in names.items() if name is not None}
-
-    def check(self, name: str, found: Quant | None, tensor: Tensor) -> None:
-        """Raises ModelFileError: shapes and config.json tell different stories about a matrix."""
-        if not self.mlx:
-            return
-        stated = self.overrides.get(name, self.default)
-        if found is not None and stated != found:
-            raise ModelFileError(
-                f"{tensor.file}: tensor {tensor.name} is stored with {found}; config.json says {stated}"
-            )
-
-    @property
-    def must_requantize(self) -> bool:
-        """Whether, by what is stated, some codes cannot be copied into a packed model."""
-        experts = {name for name in self.overrides if ".mlp.switch_mlp." in name or ".mlp.experts." in name}
-        stated = {"": self.default, **self.overrides}
-        return any(
-            one is not None and not is_computed(one, routed=name in ("", *experts)) for name, one in stated.items()
-        )
-
-    def mode(self, name: str) -> str:
-        stated = self.overrides.get(name, self.default)
-        return stated.mode if stated else "affine"
-
-
-def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected an object")
-    return value or {}
-
-
-def _fp8_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    method = config.get("quant_method")
-    if method not in (None, "fp8"):
-        raise ConfigError(
-            f"quant_method {method!r} cannot be converted; use a bf16, fp8 or MLX checkpoint of this model"
-        )
-    block = config.get("weight_block_size") or [128, 128]
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise ConfigError(f"quantization_config field 'weight_block_size' is {block!r}; expected two sizes")
-    return block[0], block[1]
 
 
 @dataclass(frozen=True)
@@ -100,14 +34,15 @@ class Matrix:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for t in (self.weight, self.scales, self.biases, self.inverse) if t is not None)
 
-    def fits(self, quant: Quant) -> bool:
-        """Whether the stored bytes are what a packed expert in the form `quant` holds."""
-        return self.quant == quant and all(t is not None and t.dtype == "BF16" for t in (self.scales, self.biases))
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of what `codes` gives."""
+        return tuple(t.dtype for t in (self.weight, self.scales, self.biases) if t is not None)
 
     @property
-    def is_packed(self) -> bool:
-        """Whether they are what a packed expert holds."""
-        return self.quant is not None and is_computed(self.quant, routed=True) and self.fits(self.quant)
+    def is_kept(self) -> bool:
+        """Whether the codes can be computed with, and so are copied."""
+        return self.quant is not None and is_computed(self.quant)
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""
@@ -165,8 +100,10 @@ class Matrix:
         scale = mx.repeat(scale, cols, axis=1)[:, : self.shape[1]]
         return mx.from_fp8(self.weight.rows(start, stop).read(), mx.float32) * scale
 
-    def quantized(self, quant: Quant, start: int = 0, stop: int | None = None) -> tuple[mx.array, ...]:
-        """What `mx.quantize` gives for the matrix cast to bfloat16: weight, scales, biases.
+    def quantized(
+        self, quant: Quant, start: int = 0, stop: int | None = None, dtype: mx.Dtype = mx.bfloat16
+    ) -> tuple[mx.array, ...]:
+        """What `mx.quantize` gives for the matrix cast to `dtype`: weight, scales and, in mode affine, biases.
 
         Rows are quantised independently, so doing a few at a time changes nothing.
         """
@@ -175,78 +112,20 @@ class Matrix:
         parts = []
         for row in range(start, stop, step):
             values = self.values(row, min(row + step, stop))
-            if values.dtype != mx.bfloat16:  # a large float32 becomes infinite here
-                values = finite(self.weight, values.astype(mx.bfloat16))
-            parts.append(mx.quantize(values, quant.group_size, quant.bits))
+            if values.dtype != dtype:  # a large float32 becomes infinite here
+                values = finite(self.weight, values.astype(dtype))
+            parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 
 
-def find_matrix(
-    tensors: Mapping[str, Tensor],
-    path: str,
-    shape: tuple[int, ...],
-    form: SourceFormat,
-    suffix: str = ".weight",
-) -> Matrix:
-    """The matrix of a module path, its shapes and dtypes checked.
-
-    Args:
-        shape: the logical shape that the model needs.
-        suffix: of the weight's name; Qwen3.5's fused experts have none.
-
-    Raises:
-        ModelFileError: a tensor is missing, or has another shape or dtype than the model needs.
-    """
-    name = path + suffix
-    if name not in tensors:
-        raise ModelFileError(f"tensor {name} is missing")
-    weight = tensors[name]
-    inverse = tensors.get(f"{name}_scale_inv")
-    if f"{path}.scales" in tensors:
-        return _quantized_matrix(tensors, path, weight, shape, form)
-    if inverse is not None:
-        matrix = Matrix(shape, _typed(weight, ("F8_E4M3",)), inverse=_typed(inverse, FLOATS), block=form.block)
-        blocks = (math.ceil(n / size) for n, size in zip(shape[-2:], form.block, strict=True))
-        _shaped(inverse, (*shape[:-2], *blocks))
-    else:
-        matrix = Matrix(shape, _typed(weight, FLOATS))
-    _shaped(weight, shape)
-    return matrix
-
-
-def _quantized_matrix(
-    tensors: Mapping[str, Tensor], path: str, weight: Tensor, shape: tuple[int, ...], form: SourceFormat
-) -> Matrix:
-    scales = tensors[f"{path}.scales"]
-    _typed(weight, ("U32",))
-    biases, cols, mode = tensors.get(f"{path}.biases"), shape[-1], form.mode(f"{path}.weight")
-    if (biases is not None) != (mode == "affine"):
-        raise ModelFileError(f"tensor {path}.biases {'is missing' if biases is None else f'does not go with {mode}'}")
-    for tensor in (scales, biases):
-        if tensor is not None:
-            _shaped(tensor, (*shape[:-1], scales.shape[-1] if scales.shape else 0))
-            _typed(tensor, FLOATS if mode == "affine" else ("U8",))
-    groups, words = scales.shape[-1], weight.shape[-1] if weight.shape else 0
-    quant = Quant(32 * words // cols, cols // max(groups, 1), mode)
-    form.check(f"{path}.weight", quant, weight)
-    if weight.bits not in (None, quant.bits):
-        raise ModelFileError(f"tensor {weight.name} is stored with {quant}; its manifest says {weight.bits} bits")
-    if mode == "affine" and not is_known(quant) or groups * quant.group_size != cols:
-        raise ModelFileError(
-            f"tensor {weight.name} with shape {list(weight.shape)} and {groups} scales for {cols} columns"
-        )
-    _shaped(weight, (*shape[:-1], quant.words(cols)))
-    return Matrix(shape, weight, scales, biases, quant)
-
-
-def _typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
+def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
     if tensor.dtype not in wanted:
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}; expected {' or '.join(wanted)}")
     return tensor
 
 
-def _shaped(tensor: Tensor, wanted: tuple[int, ...]) -> None:
+def shaped(tensor: Tensor, wanted: tuple[int, ...]) -> None:
     if tensor.shape != tuple(wanted):
         raise ModelFileError(
             f"{tensor.file}: tensor {tensor.name} has shape {list(tensor.shape)}; the model needs {list(wanted)}"

@@ -19,10 +19,13 @@ from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor
 from ..kinds import Delta
 from ..model.tensors import ROUTERS, needed, split_latent, stored_as
-from ..quant import DEFAULT, PARTS, Quant, is_computed
+from ..quant import DEFAULT, SUPPORTED, Quant
 from ..spec import ModelArgs
-from .matrix import Matrix, SourceFormat, find_matrix, finite
+from .lookup import find_matrix
+from .matrix import Matrix, finite
 from .sanitize import add_one, channels_first, has_zero_centred_norms, interleaved_rows, is_zero_centred
+from .source_format import SourceFormat
+from .wanted import Wanted
 from .writer import Bytes
 
 SHARD_BYTES = 4 << 30
@@ -101,7 +104,7 @@ class MatrixSource:
     @property
     def quant(self) -> Quant | None:
         """Of the output; None: floats."""
-        return self.made or self.matrix.quant
+        return None if self.dense else self.made or self.matrix.quant
 
     @property
     def written(self) -> tuple[Written, ...]:
@@ -113,12 +116,13 @@ class MatrixSource:
 
     def _parts(self) -> list[tuple[str, str, tuple[int, ...]]]:
         *lead, cols = self.matrix.shape
-        if self.dense:
+        if self.quant is None:
             return [("weight", self.dense, self.matrix.shape)]
+        quant, dtypes = self.quant, self.matrix.dtypes
         if self.made:
-            shapes = [(*lead, self.made.words(cols))] + [(*lead, self.made.groups(cols))] * 2
-            return list(zip(PARTS, ("U32", "BF16", "BF16"), shapes, strict=True))
-        return [(s, t.dtype, t.shape) for s, t in zip(PARTS, self.matrix.tensors, strict=True)]
+            dtypes = ("U32", "BF16", "BF16") if quant.has_biases else ("U32", "U8")
+        shapes = [(*lead, quant.words(cols))] + [(*lead, quant.groups(cols))] * 2
+        return list(zip(quant.parts, dtypes, shapes, strict=False))
 
     def arrays(self) -> Iterator[mx.array]:
         parts = self._make()
@@ -156,13 +160,13 @@ class ResidentPlan:
         entry: dict[str, Any] = usual.entry()
         for path, quant in found.items():
             if quant != usual:
-                entry[path] = {"group_size": quant.group_size, "bits": quant.bits} if quant else False
+                entry[path] = override(quant)
         return entry
 
-    def quantized(self, bits: int) -> int:
-        """How many matrices come as floats and get `bits`."""
+    def quantized(self, quant: Quant) -> int:
+        """How many matrices come as floats and become `quant`."""
         made = (source for source in self.sources if isinstance(source, MatrixSource))
-        return sum(source.made == Quant(bits, DEFAULT.group_size) and source.matrix.quant is None for source in made)
+        return sum(source.made == quant and source.matrix.quant is None for source in made)
 
     def files(self) -> list["ResidentFile"]:
         """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
@@ -183,15 +187,12 @@ class ResidentPlan:
         ]
 
 
-def plan_resident(
-    args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, q_bits: int, requantize: bool
-) -> ResidentPlan:
+def plan_resident(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> ResidentPlan:
     """Finds every resident tensor that the model needs and decides how it is stored.
 
     Args:
         tensors: by canonical name.
-        q_bits: of linear layers and embeddings that come as floats.
-        requantize: quantise again what is stored in a way that the engine cannot use.
+        wanted: the form of what comes as floats.
 
     Raises:
         ModelFileError: a tensor is missing, misshapen, or stored in a way that needs `requantize`.
@@ -209,21 +210,33 @@ def plan_resident(
             args.hidden_size,
         )
         matrix = find_matrix(tensors, path, shape, form)
-        if matrix.quant and not is_computed(matrix.quant):
-            if not requantize:
-                raise ModelFileError(not_kept(matrix, "resident tensors are kept in mode affine"))
+        if matrix.quant and not matrix.is_kept:
+            if not wanted.requantize:
+                raise ModelFileError(not_kept(matrix))
             lossy.append(matrix.weight.name)
-        sources.append(_matrix_source(args, matrix, pieces, q_bits, as_stored))
+        sources.append(_matrix_source(args, matrix, pieces, wanted.resident, as_stored))
     centred = has_zero_centred_norms(args, tensors)
     sources += [_plain_source(args, name, shape, tensors, centred) for name, shape in plain.items()]
     sources.sort(key=lambda source: source.written[0].name)
     return ResidentPlan(tuple(sources), tuple(lossy))
 
 
-def not_kept(matrix: Matrix, rule: str) -> str:
-    """The message for codes that cannot be copied."""
-    stored = f"{matrix.quant}, {' and '.join(t.dtype for t in matrix.tensors[1:])} scales"
-    return f"tensor {matrix.weight.name} is stored with {stored}; {rule}: add --requantize (lossy) to convert it"
+def not_kept(matrix: Matrix, mixed: bool = False) -> str:
+    """The message for codes that cannot be copied; `mixed`: because others of the layer are in another form."""
+    assert matrix.quant is not None
+    why = "; other experts of the layer are stored otherwise" if mixed else ""
+    return (
+        f"{matrix.quant.mode}: tensor {matrix.weight.name} is stored with {matrix.quant}{why}; "
+        f"kept are {SUPPORTED}: add --requantize (lossy) to convert it"
+    )
+
+
+def override(quant: Quant | None) -> dict[str, Any] | bool:
+    """What says in `config.json` that a module differs from the rest."""
+    if quant is None:
+        return False
+    entry = quant.entry()
+    return entry if quant.mode != "affine" else {key: entry[key] for key in ("group_size", "bits")}
 
 
 def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
@@ -237,12 +250,12 @@ def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict
     }
 
 
-def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, q_bits: int, as_stored: bool) -> MatrixSource:
-    """Affine codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
+def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, quant: Quant, as_stored: bool) -> MatrixSource:
+    """Codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
-    if matrix.quant and is_computed(matrix.quant):
+    if matrix.is_kept:
         return MatrixSource(matrix, pieces)
-    made = stored_as(args, path, matrix.shape[-1], q_bits)
+    made = stored_as(args, path, matrix.shape[-1], quant)
     if matrix.quant is None and (as_stored or made is None and path.endswith(ROUTERS)):
         return MatrixSource(matrix, pieces, dense=floats)
     return MatrixSource(matrix, pieces, dense="BF16") if made is None else MatrixSource(matrix, pieces, made=made)

@@ -6,16 +6,21 @@ from pathlib import Path
 from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT
-from ..formats.record import ExpertLayout
-from ..quant import unquantized
+from ..formats.record import ExpertLayout, Quants, stated_quants
+from ..quant import EXPERTS, is_computed, unquantized
 from ..spec import ModelArgs
-from .matrix import SourceFormat
+from .source_format import SourceFormat
 from .writer import STATE
 
 
 def convert_command(hf_path: str, mlx_path: str, *more: str) -> str:
     """The shell command that converts `hf_path`; `more` are further words of it."""
     return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *more])
+
+
+def packing_command(path: Path) -> str:
+    """That for a checkpoint here on the disk: the target gets its name."""
+    return convert_command(str(path), f"{path.resolve().name}-moeflux")
 
 
 def not_packed_error(source: str, folder: Path) -> NotPackedError:
@@ -27,14 +32,26 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     config = read_json(folder / "config.json")
     args = ModelArgs.from_dict(unquantized(config))
     name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
-    requantize = SourceFormat(config, args.num_hidden_layers).must_requantize
+    form = SourceFormat(config)
+    requantize = form.must_requantize
     command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
-    gigabytes = ExpertLayout.from_args(args).total_bytes / 1e9
+    gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
         f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
         f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
     )
+
+
+def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
+    """Of the packed model, as far as it is stated how experts are stored."""
+    found: dict[int, Quants] = {}
+    if form.stated is not None:
+        for layer in args.moe_layers:
+            stated = stated_quants(form.stated, layer)
+            gate, up, down = (one if one is not None and is_computed(one) else EXPERTS for one in stated)
+            found[layer] = gate, up, down
+    return ExpertLayout.from_args(args, found or None)
 
 
 def unfinished_error(path: Path) -> NotPackedError:
@@ -49,7 +66,9 @@ def unfinished_error(path: Path) -> NotPackedError:
     if not hf_path:
         return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
     more = ["--requantize"] if options.get("requantize") is True else []
-    more += ["--q-bits", "8"] if options.get("q_bits") == 8 else []
+    for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
+        more += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
+    more += ["--q-mode", "mxfp4"] if options.get("q_mode") == "mxfp4" else []
     more += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *more)
     return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")

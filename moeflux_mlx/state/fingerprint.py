@@ -7,8 +7,9 @@ of one shape differ in nearly every sample, so a wrong match would take a change
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -43,47 +44,81 @@ class Fingerprint:
         return next((words[name] for name in parts), None)
 
 
-def model_fingerprint(path: str | Path, dtype: mx.Dtype) -> Fingerprint:
-    """The fingerprint of a packed model directory whose caches hold `dtype` (`model.activation_dtype`).
+class Sampled(Protocol):
+    """A file of a packed model, on disk or as a conversion would write it."""
+
+    @property
+    def name(self) -> str:
+        """Without its folder."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """As many of the bytes from `offset` on as there are."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledFile:
+    """One that is there."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        with self.path.open("rb", buffering=0) as opened:
+            opened.seek(offset)
+            return opened.read(length)
+
+
+def fingerprint_of(
+    args: ModelArgs, resident: Iterable[Sampled], layers: Iterable[Sampled], folder: Path, dtype: mx.Dtype
+) -> Fingerprint:
+    """The fingerprint of a model whose caches hold `dtype` (`model.activation_dtype`).
+
+    Args:
+        args: of the model, as its packed directory has them.
+        resident, layers: the files of resident tensors and of experts, by name.
+        folder: of the tokenizer.
 
     Raises:
-        ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
+        ModelFileError: a file cannot be read.
     """
-    path = Path(path)
     try:
-        model, tokenizer = _model_digest(path), _tokenizer_digest(path)
+        parts = [json.dumps(_shape(args), sort_keys=True, default=str).encode()]
+        parts += [_samples(file, RESIDENT_SAMPLES) for file in resident]
+        parts += [_samples(file, EXPERT_SAMPLES) for file in layers]
+        return Fingerprint(_digest(*parts), _tokenizer_digest(folder), str(dtype).rpartition(".")[2])
     except OSError as error:
-        raise ModelFileError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
-    return Fingerprint(model, tokenizer, str(dtype).rpartition(".")[2])
+        raise ModelFileError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
 
 
-def _model_digest(path: Path) -> str:
-    parts = [json.dumps(_shape(path), sort_keys=True, default=str).encode()]
-    for pattern, samples in (
-        ("resident*.safetensors", RESIDENT_SAMPLES),
-        (f"{FOLDER}/*.bin", EXPERT_SAMPLES),
-    ):
-        parts += [_sampled(file, samples) for file in sorted(path.glob(pattern))]
-    return _digest(*parts)
+def packed_fingerprint(path: Path, args: ModelArgs, dtype: mx.Dtype) -> Fingerprint:
+    """Of a packed model directory; as `fingerprint_of`."""
+    resident, layers = (sorted(path.glob(pattern)) for pattern in ("resident*.safetensors", f"{FOLDER}/*.bin"))
+    return fingerprint_of(args, map(SampledFile, resident), map(SampledFile, layers), path, dtype)
 
 
-def _shape(path: Path) -> dict[str, Any]:
+def _shape(args: ModelArgs) -> dict[str, Any]:
     """What decides the arithmetic, however config.json spells it."""
-    fields = dataclasses.asdict(ModelArgs.from_file(path))
-    return {name: value for name, value in fields.items() if name not in IMPLIED}
+    return {name: value for name, value in dataclasses.asdict(args).items() if name not in IMPLIED}
 
 
-def _sampled(file: Path, samples: int) -> bytes:
+def _samples(file: Sampled, count: int) -> bytes:
     """Name, size and evenly spaced pieces, the first and the last bytes included."""
-    size = file.stat().st_size
+    size = file.size
     last = max(size - SAMPLE_BYTES, 0)
-    offsets = sorted({last * i // (samples - 1) for i in range(samples)})
-    pieces = [f"{file.name} {size}".encode()]
-    with file.open("rb", buffering=0) as opened:
-        for offset in offsets:
-            opened.seek(offset)
-            pieces.append(opened.read(SAMPLE_BYTES))
-    return _digest(*pieces).encode()
+    offsets = sorted({last * i // (count - 1) for i in range(count)})
+    return _digest(f"{file.name} {size}".encode(), *(file.read(offset, SAMPLE_BYTES) for offset in offsets)).encode()
 
 
 def _tokenizer_digest(path: Path) -> str:

@@ -22,6 +22,7 @@ from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.budget import (
+    MODES,
     RUNTIME_BYTES,
     Breath,
     Demand,
@@ -63,13 +64,13 @@ def named(name):
     resident=st.integers(0, 2 * 10**10),
     context=st.integers(1, 50_000),
     cache=st.none() | st.integers(0, 10**12),
-    expert_io=st.sampled_from([None, "auto", "mmap", "pread"]),
+    way=st.sampled_from([*((io, False) for io in (None, *MODES)), ("auto", True), ("pread", True), ("resident", True)]),
     share=st.none() | st.floats(0.6, 0.8),
 )
-def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, expert_io, share):
-    """`share` is Metal's working set as a share of memory."""
+def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, way, share):
+    """`share` is Metal's working set as a share of memory; `way` says how experts are read, and whether in place."""
     args, layout = named(name)
-    demand = Demand(resident, context, 2, expert_io=expert_io, expert_cache_bytes=cache)
+    demand = Demand(resident, context, 2, expert_io=way[0], expert_cache_bytes=cache, in_place=way[1])
     figures = machine(memory, share)
     try:
         made = plan_memory(args, layout, figures, demand)
@@ -86,6 +87,7 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
         assert cache is None or made.pool <= max(cache, least_pool(args, layout))
     else:
         assert made.pool == 0
+        assert made.copied == (made.experts if made.mode is IoMode.RESIDENT else 0)
 
 
 def machine(memory, share):
@@ -370,7 +372,7 @@ def test_a_layer_beyond_metals_buffers_cannot_be_mapped():
     figures = Figures(512 * GB, working_set=400 * GB, buffer=3 * GB)
     demand = Demand(GB, itemsize=2)
     assert plan_memory(args, layout, figures, demand).mode is IoMode.PREAD
-    with pytest.raises(RequestError, match="layer file of 3.62 GB exceeds .* 3.00 GB; give --expert-io auto"):
+    with pytest.raises(RequestError, match="layer of 3.62 GB exceeds .* 3.00 GB; give --expert-io auto"):
         plan_memory(args, layout, figures, replace(demand, expert_io="mmap"))
 
 
@@ -446,6 +448,24 @@ def test_a_mapping_beyond_memory_pages(capsys):
     _, out, _ = command(capsys, "--variant", "cogito-v2-671b", "--ram-gb", "64", "--expert-io", "mmap")
     assert "this will page" in out and "stay in memory" not in out and "hit rate  50%" in out
     assert re.search(r"left +-\d+\.\d+ GB", out)
+
+
+def test_what_lies_in_place_is_read_once_where_all_of_it_fits_and_else_as_it_is_wanted():
+    args, layout = named("qwen3-30b-a3b")
+    demand = Demand(GB, 4096, 2, in_place=True)
+    edge = next(
+        gb for gb in range(8, 64) if plan_memory(args, layout, Figures(gb * GB), demand).mode is not IoMode.PREAD
+    )
+    roomy, tight = (plan_memory(args, layout, Figures(gb * GB), demand) for gb in (edge, edge - 1))
+    assert roomy.mode is IoMode.RESIDENT and roomy.total == roomy.fixed + layout.total_bytes
+    assert roomy.total <= edge * GB - roomy.headroom and roomy.stays and roomy.pool == 0
+    assert tight.mode is IoMode.PREAD and tight.pool > 0 and "leave less than" in tight.decision
+    assert "16.31 GB in place" in roomy.decision and "threshold" not in roomy.decision + tight.decision
+    forced = replace(demand, expert_io="resident")
+    with pytest.raises(RequestError, match=r"16\.31 GB experts.* of memory would do"):
+        plan_memory(args, layout, Figures((edge - 8) * GB), forced)
+    metal = plan_memory(args, layout, METAL, demand)
+    assert metal.mode is IoMode.RESIDENT and metal.wired == GB + metal.state + metal.activations + layout.total_bytes
 
 
 def test_a_pool_that_is_not_used_is_said(capsys):

@@ -316,7 +316,7 @@ def test_memory_goes_back_to_the_system(share):
     stride, slack = layout.expert_stride, 8 << 20
     most = (200 << 20) // stride
     start = resident()
-    pool = SlotPool(layout, most // 2, most=most)
+    pool = SlotPool(layout.held_bytes, most // 2, most=most)
     assert resident() - start < slack, "address space takes no memory"
     pool.resize(most, pool.drop)
     for expert in range(most):

@@ -14,7 +14,7 @@ LAYOUT = ExpertLayout.from_args(tiny_args())
 
 def filled(slots, copied=False):
     """A full pool of blocks (0, 0), (0, 1), ..., the first the least recently used."""
-    pool = SlotPool(LAYOUT, slots, slots if copied else None)
+    pool = SlotPool(LAYOUT.held_bytes, slots, slots if copied else None)
     for expert in range(slots):
         slot = pool.take()
         pool.rows[slot.row] = expert

@@ -23,8 +23,8 @@ from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import landing_memory
 from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.routed import RoutedExperts
-from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.decoder import Model
@@ -620,6 +620,6 @@ def test_a_file_cut_between_check_and_open(replaceable):
     path, file, data = replaceable
     packed = PackedExperts.open(path, ModelArgs.from_file(path))
     file.write_bytes(data[:-16384])
-    for mode in IoMode:
+    for source in (MappedExperts, StreamedExperts, ResidentExperts):
         with pytest.raises(ExpertIOError, match="layer_01.bin has"):
-            MappedExperts(packed) if mode is IoMode.MMAP else StreamedExperts(packed)
+            source(packed)

@@ -7,6 +7,7 @@ import oracle
 import pytest
 
 from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.formats.layout_file import to_json
 from moeflux_mlx.formats.packed import FOLDER, PackedExperts
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
 from moeflux_mlx.spec import ModelArgs
@@ -30,7 +31,7 @@ def model_dir(tmp_path):
     folder.mkdir()
     for layer in layout.moe_layers:
         (folder / layout.file_name(layer)).write_bytes(bytes(layout.layer_bytes(layer)))
-    (folder / "layout.json").write_text(json.dumps(layout.to_json()))
+    (folder / "layout.json").write_text(json.dumps(to_json(layout)))
     return tmp_path
 
 
@@ -72,7 +73,7 @@ def test_a_directory_without_our_keys_opens(model_dir):
     """As flash-moe writes it: blocks back to back, fewer keys, and a key of its own in a component."""
     args = tiny_args()
     layout = ExpertLayout.from_args(args)
-    found = layout.to_json()
+    found = to_json(layout)
     for key in ("expert_stride", "format_version", "group_size", "bits", "moe_layers"):
         del found[key]
     found["components"][0]["note"] = "theirs"
@@ -125,7 +126,7 @@ def test_a_layout_that_lies(model_dir, change):
 
 
 def test_a_component_at_another_offset(model_dir):
-    components = ExpertLayout.from_args(tiny_args()).to_json()["components"]
+    components = to_json(ExpertLayout.from_args(tiny_args()))["components"]
     components[3]["offset"] += 64
     edit(model_dir, components=components)
     with pytest.raises(ModelFileError, match="components"):

@@ -19,7 +19,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.packed import PackedExperts
-from moeflux_mlx.formats.record import PROJECTIONS, ExpertLayout
+from moeflux_mlx.formats.record import PROJECTIONS, UNIFORM, ExpertLayout
 from moeflux_mlx.packing import convert as packing
 from moeflux_mlx.packing import resident as resident_file
 from moeflux_mlx.quant import PARTS, Quant
@@ -203,7 +203,7 @@ def test_routers(tmp_path, family):
 
 
 def test_eight_bits_for_resident_tensors_only(tmp_path):
-    out = converted(tmp_path, "qwen3_moe", "hub", q_bits=8)
+    out = converted(tmp_path, "qwen3_moe", "hub", q_bits=8, expert_bits=4)
     quantization = ModelArgs.from_file(out).quantization
     assert quantization.of("lm_head") == quantization.of("model.layers.0.mlp.gate") == Quant(8, 64)
     assert resident(out)["lm_head.weight"][1].shape[-1] == 128 * 8 // 32
@@ -263,22 +263,123 @@ def stack_of(name):
 STACK = "model.layers.1.mlp.switch_mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize(("group_size", "bits"), [(64, 8), (64, 6), (32, 4)])
-def test_experts_in_other_bits_need_requantize(tmp_path, group_size, bits):
+@pytest.mark.parametrize(("group_size", "bits"), [(64, 8), (64, 3), (32, 5)])
+def test_experts_in_other_bits_are_copied(tmp_path, group_size, bits):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
     tensors, exact = stacked(STACK, group_size, bits)
+    stated = Quant(bits, group_size)
     restack(source, {STACK.removesuffix(".weight"): {"group_size": group_size, "bits": bits}}, tensors)
-    with pytest.raises(ModelFileError, match=f"{STACK} .*{bits} bits, group_size {group_size}.*--requantize"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    report = convert(source, tmp_path / "out", requantize=True, verify=True)
-    assert report.lossy == (STACK,)
+    report = convert(source, tmp_path / "out", verify=True)
+    assert report.lossy == () and not report.made_experts
     args = ModelArgs.from_file(tmp_path / "out")
     packed = PackedExperts.open(tmp_path / "out", args)
-    block = packed.paths[1].read_bytes()[3 * packed.layout.expert_stride :][: packed.layout.record.size]
-    parts = oracle.unpack_expert_block(block, args.hidden_size, args.moe_intermediate_size)
-    for part, wanted in zip(PARTS, mx.quantize(exact[3].astype(mx.bfloat16), 64, 4), strict=True):
-        assert np.array_equal(parts[f"down_proj.{part}"], as_numpy(wanted))
+    assert [packed.layout.records[layer].quants for layer in (0, 1)] == [UNIFORM, (*UNIFORM[:2], stated)]
+    record = packed.layout.records[1]
+    block = packed.paths[1].read_bytes()[3 * record.stride :][: record.size]
+    for field, tensor in zip(record.down.fields, tensors.values(), strict=True):
+        assert block[field.offset : field.end] == tensor[1][3].tobytes()
+
+
+def test_what_experts_are_asked_to_be_needs_requantize(tmp_path):
+    source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
+    assert convert(source, tmp_path / "kept", expert_bits=3).lossy == ()
+    assert PackedExperts.open(tmp_path / "kept", ModelArgs.from_file(tmp_path / "kept")).layout.is_uniform
+    report = convert(source, tmp_path / "out", expert_bits=3, down_bits=4, requantize=True, verify=True)
+    assert len(report.lossy) == 2 * len(ModelArgs.from_file(source).moe_layers) and STACK not in report.lossy
+    packed = PackedExperts.open(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
+    assert {record.quants for record in packed.layout.records.values()} == {(Quant(3, 64), Quant(3, 64), Quant(4, 64))}
+    up = STACK.replace("down", "up")
+    parts = goldens.mlx_tensors("qwen3_moe")
+    codes = [mx.array(parts[up.replace("weight", name)][1][2]) for name in PARTS]
+    affine = [part.view(mx.bfloat16).astype(mx.float32) for part in codes[1:]]
+    wanted = mx.quantize(mx.dequantize(codes[0], *affine, 64, 4).astype(mx.bfloat16), 64, 3)
+    record = packed.layout.records[1]
+    block = packed.paths[1].read_bytes()[2 * record.stride :]
+    for field, array in zip(record.up.fields, wanted, strict=True):
+        assert block[field.offset : field.end] == as_numpy(array).tobytes()
+
+
+@pytest.mark.parametrize("down", [{"bits": 4}, {"bits": 6, "group_size": 32, "dtype": mx.float16}])
+@pytest.mark.parametrize("form", [(2, 64), (5, 32), (8, 64), (4, 32, "mxfp4")])
+def test_every_geometry_is_kept_byte_for_byte(tmp_path, form, down):
+    """A checkpoint as MLX stores it, gate and up in one form, down in another, the rest in the first."""
+    usual = Quant(*form)
+    down = dict(down)
+    dtype = down.pop("dtype", mx.bfloat16)
+    other = Quant(**{"group_size": 64, **down})
+    source = write_tiny(tmp_path / "source", "BF16")
+    tensors, overrides = {}, {}
+    stacks = {}
+    for name, array in mx.load(str(source / "model.safetensors")).items():
+        if ".experts." in name:
+            stem, _, rest = name.partition("experts.")
+            expert, projection, _ = rest.split(".")
+            stacks.setdefault(f"{stem}switch_mlp.{projection}", {})[int(expert)] = array
+        elif array.ndim == 2 and array.shape[-1] % usual.group_size == 0:
+            tensors |= stored(name.removesuffix(".weight"), array, usual)
+        else:
+            tensors[name] = array
+    for path, parts in stacks.items():
+        quant = other if path.endswith("down_proj") else usual
+        if quant != usual:
+            overrides[f"language_model.{path}"] = quant.entry()
+        stack = mx.stack([parts[expert] for expert in range(len(parts))])
+        tensors |= stored(path, stack.astype(dtype if quant == other else mx.bfloat16), quant)
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    (source / "config.json").write_text(json.dumps({**TINY, "quantization": {**usual.entry(), **overrides}}))
+    report = convert(source, tmp_path / "out", verify=True)
+    assert not report.lossy and not report.quantized and not report.made_experts
+    check_kept(tmp_path / "out", tensors)
+
+
+def stored(path, array, quant):
+    """The tensors of a module, as MLX names them."""
+    made = mx.quantize(array, quant.group_size, quant.bits, quant.mode)
+    return {f"{path}.{part}": one for part, one in zip(quant.parts, made, strict=True)}
+
+
+def check_kept(out, tensors, resident_too=True):
+    """Every byte of `tensors` lies where the packed model's own description says."""
+    args = ModelArgs.from_file(out)
+    packed = PackedExperts.open(out, args)
+    for name, (_, array) in resident(out).items() if resident_too else ():
+        assert np.array_equal(array, as_numpy(tensors[name])), name
+    for layer, record in packed.layout.records.items():
+        data = packed.paths[layer].read_bytes()
+        kinds = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+        for expert in range(args.num_experts):
+            for field in record.fields:
+                given = tensors[f"model.layers.{layer}.mlp.switch_mlp.{field.name}"][expert]
+                wanted = given.astype(kinds[field.dtype]) if field.dtype in kinds else given
+                start = expert * record.stride + field.offset
+                assert data[start : start + field.size] == as_numpy(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "resident_quant", "experts"),
+    [
+        ({"q_bits": 3}, Quant(3, 64), (Quant(3, 64),) * 3),
+        ({"q_bits": 8, "expert_bits": 4}, Quant(8, 64), UNIFORM),
+        ({"q_group_size": 32}, Quant(4, 32), (Quant(4, 32),) * 3),
+        ({"q_mode": "mxfp4", "down_bits": 6}, Quant(4, 32, "mxfp4"), (*[Quant(4, 32, "mxfp4")] * 2, Quant(6, 64))),
+        ({"expert_bits": 3, "down_bits": 4}, Quant(4, 64), (Quant(3, 64), Quant(3, 64), Quant(4, 64))),
+    ],
+)
+def test_floats_become_what_is_asked_for(tmp_path, options, resident_quant, experts):
+    source = write_tiny(tmp_path / "source")
+    report = convert(source, tmp_path / "out", verify=True, **options)
+    assert report.quantized and report.made_experts and not report.lossy
+    args = ModelArgs.from_file(tmp_path / "out")
+    layout = PackedExperts.open(tmp_path / "out", args).layout
+    assert {record.quants for record in layout.records.values()} == {experts}
+    assert args.quantization.of("lm_head") == resident_quant
+    assert args.quantization.of("model.layers.0.mlp.gate") == Quant(8, 64)
+    given = read_header(source / "model.safetensors")["model.layers.0.mlp.experts.1.down_proj.weight"].read()
+    quant, record = experts[2], layout.records[0]
+    made = mx.quantize(given.astype(mx.bfloat16), quant.group_size, quant.bits, quant.mode)
+    data = (tmp_path / "out" / "packed_experts" / "layer_00.bin").read_bytes()[record.stride :]
+    for field, array in zip(record.down.fields, made, strict=True):
+        assert data[field.offset : field.end] == as_numpy(array).tobytes()
 
 
 def test_resident_codes_of_any_affine_kind_are_copied(tmp_path):
@@ -309,28 +410,34 @@ def test_a_matrix_that_was_left_unquantised_stays_so(tmp_path):
     assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") is None
 
 
-def test_expert_scales_in_float16_need_requantize(tmp_path):
+def test_scales_of_two_dtypes_become_float32_exactly(tmp_path):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
     name = STACK.replace("weight", "scales")
-    restack(source, {}, {name: ("F32", goldens.as_float(goldens.mlx_tensors("qwen3_moe")[name]))})
-    with pytest.raises(ModelFileError, match="F32 and BF16 scales.*BF16 scales.*--requantize"):
-        convert(source, tmp_path / "out")
+    scales = goldens.as_float(goldens.mlx_tensors("qwen3_moe")[name])
+    restack(source, {}, {name: ("F32", scales)})
+    convert(source, tmp_path / "out")
+    packed = PackedExperts.open(tmp_path / "out", ModelArgs.from_file(tmp_path / "out"))
+    record = packed.layout.records[1]
+    assert packed.layout.records[0].dtype == "BF16" and {f.dtype for f in record.fields} == {"U32", "F32"}
+    data, field = packed.paths[1].read_bytes(), record.down.fields[1]
+    assert data[field.offset : field.end] == scales[0].tobytes()
 
 
 def test_microscaling_checkpoints(tmp_path):
-    """Everything in mxfp4, as `mlx_lm.convert --q-mode mxfp4` stores it."""
-    config = {**TINY, "quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    """Everything in nvfp4, as `mlx_lm.convert --q-mode nvfp4` stores it."""
+    config = {**TINY, "quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
     source = write_tiny(tmp_path / "source", "BF16")
     tensors = {}
     for name, array in mx.load(str(source / "model.safetensors")).items():
-        if array.ndim == 1 or array.shape[-1] % 32:
+        if array.ndim == 1 or array.shape[-1] % 16:
             tensors[name] = array
         else:
-            tensors[name], tensors[name.replace("weight", "scales")] = mx.quantize(array, 32, 4, "mxfp4")
+            tensors[name], tensors[name.replace("weight", "scales")] = mx.quantize(array, 16, 4, "nvfp4")
     mx.save_safetensors(str(source / "model.safetensors"), tensors)
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ModelFileError, match=r"tensor lm_head\.weight is stored with 4 bits, group_size 32, mode mxfp4"
+        ModelFileError,
+        match=r"^nvfp4: tensor lm_head\.weight is stored with 4 bits, group_size 16, mode nvfp4; kept are affine",
     ):
         convert(source, tmp_path / "out")
     report = convert(source, tmp_path / "out", requantize=True, verify=True)
@@ -353,11 +460,12 @@ def test_a_module_without_a_mode_is_affine_in_any_file(tmp_path):
     for router in ({"group_size": 64, "bits": 8}, {"group_size": None, "bits": 8}):
         config = {**TINY, "quantization": {"group_size": None, "bits": 4, "mode": "mxfp4", gate: router}}
         (source / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelFileError, match=r"lm_head\.weight is stored with .* mxfp4.*--requantize"):
-            convert(source, tmp_path / "out")
-    report = convert(source, tmp_path / "out", requantize=True)
-    assert f"{gate}.weight" not in report.lossy
-    assert np.array_equal(resident(tmp_path / "out")[f"{gate}.weight"][1], np.array(tensors[f"{gate}.weight"]))
+        out = tmp_path / f"out-{router['group_size']}"
+        assert convert(source, out).lossy == ()
+        for name in (f"{gate}.weight", "lm_head.weight", "lm_head.scales"):
+            assert np.array_equal(resident(out)[name][1], np.array(tensors[name]))
+        quantization = ModelArgs.from_file(out).quantization
+        assert quantization.of(gate) == Quant(8, 64) and quantization.of("lm_head") == Quant(4, 32, "mxfp4")
 
 
 # ---- moeflux directories ----
@@ -465,10 +573,11 @@ def test_values_that_are_no_numbers(tmp_path, name):
 
 def test_options_and_directories_that_are_refused(tmp_path):
     source = write_tiny(tmp_path / "source")
-    with pytest.raises(ConfigError, match="q_bits 3"):
-        convert(source, tmp_path / "out", q_bits=3)
-    with pytest.raises(ConfigError, match="q_group_size 32"):
-        convert(source, tmp_path / "out", q_group_size=32)
+    for options in ({"q_bits": 7}, {"q_bits": 0}, {"q_group_size": 16}, {"down_bits": 1}, {"q_mode": "nvfp4"}):
+        with pytest.raises(ConfigError, match="is not computed; supported: affine"):
+            convert(source, tmp_path / "out", **options)
+    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*64 columns are no multiple"):
+        convert(source, tmp_path / "out", q_group_size=128)
     with pytest.raises(ModelFileError, match="is the checkpoint itself"):
         convert(source, source)
     with pytest.raises(ModelFileError, match="is not a directory"):
@@ -543,7 +652,8 @@ def test_the_command_reports_what_is_lossy(tmp_path, capsys):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
     tensors, _ = stacked(STACK, 64, 8)
     restack(source, {STACK.removesuffix(".weight"): {"bits": 8}}, tensors)
-    assert main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--requantize"]) == 0
+    arguments = ["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--requantize", "--expert-bits", "4"]
+    assert main(arguments) == 0
     assert f"1 quantised tensors were quantised again (lossy), the first is {STACK}" in capsys.readouterr().err
 
 
@@ -584,7 +694,7 @@ def test_errors_are_one_line(tmp_path, capsys):
 
 
 def test_usage_errors(tmp_path, capsys):
-    for wrong in (["--q-bits", "3"], ["--q-group-size", "32"]):
+    for wrong in (["--q-bits", "7"], ["--q-group-size", "16"], ["--q-mode", "nvfp4"], ["--expert-bits", "1"]):
         with pytest.raises(SystemExit) as stopped:
             main(["--hf-path", str(tmp_path), "--mlx-path", str(tmp_path / "out"), *wrong])
         assert stopped.value.code == 2

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.packing import matrix
-from moeflux_mlx.packing.matrix import Matrix, SourceFormat, find_matrix
+from moeflux_mlx.packing.lookup import find_matrix
+from moeflux_mlx.packing.matrix import Matrix
+from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import MODES, Quant
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -26,7 +28,7 @@ def stored(tmp_path, tensors):
 
 
 def found(tmp_path, tensors, shape, config):
-    return find_matrix(stored(tmp_path, tensors), "m", shape, SourceFormat(config, 1))
+    return find_matrix(stored(tmp_path, tensors), "m", shape, SourceFormat(config))
 
 
 def triplet(w, bits=4):
@@ -88,7 +90,7 @@ def test_quantised_bytes_are_those_of_mx_quantize_on_bfloat16(tmp_path, monkeypa
     held = {"F32": w, "F16": w.astype(np.float16), "BF16": oracle.f32_to_bf16(w)}[kind]
     path = tmp_path / "x.safetensors"
     mx.save_safetensors(str(path), {"m.weight": mx.array(held).view(mx.bfloat16) if kind == "BF16" else mx.array(held)})
-    made = find_matrix(read_header(path), "m", (10, 128), SourceFormat({}, 1))
+    made = find_matrix(read_header(path), "m", (10, 128), SourceFormat({}))
     values = oracle.bf16_to_f32(held) if kind == "BF16" else held
     wanted = mx.quantize(mx.array(values).astype(mx.bfloat16), 64, bits)
     by_oracle = oracle.quantize(oracle.bf16_to_f32(oracle.f32_to_bf16(values.astype(np.float32))), bits=bits)
@@ -102,7 +104,7 @@ def test_quantised_bytes_are_those_of_mx_quantize_on_bfloat16(tmp_path, monkeypa
 def test_affine_codes_come_as_stored_and_dequantise_in_float32(tmp_path):
     tensors = triplet(normal(6, 128))
     made = found(tmp_path, tensors, (6, 128), MLX)
-    assert made.is_packed and made.quant == Quant(4, 64)
+    assert made.is_kept and made.quant == Quant(4, 64)
     for got, (_, wanted) in zip(made.codes(), tensors.values(), strict=True):
         assert np.array_equal(as_numpy(got), wanted)
     wanted = oracle.dequantize(*(array for _, array in tensors.values()))
@@ -116,8 +118,8 @@ def test_other_affine_storage_is_told_from_shapes(tmp_path, group_size, bits, mo
         str(tmp_path / "x.safetensors"), dict(zip(("m.weight", "m.scales", "m.biases"), parts, strict=True))
     )
     config = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
-    made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config, 1))
-    assert made.quant == Quant(bits, group_size) and not made.is_packed
+    made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config))
+    assert made.quant == Quant(bits, group_size) and made.is_kept
     wanted = mx.dequantize(*parts, group_size, bits).astype(mx.float32)
     assert np.abs(np.array(made.values()) - np.array(wanted)).max() < 0.02
 
@@ -128,11 +130,11 @@ def test_microscaling_modes_dequantise(tmp_path, mode):
     weight, scales = mx.quantize(mx.array(normal(4, 128)), group_size, bits, mode)
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
     config = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
-    made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config, 1))
+    made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config))
     wanted = mx.dequantize(weight, scales, None, group_size, bits, mode, dtype=mx.float32)
     assert np.array_equal(np.array(made.values(1, 3)), np.array(wanted)[1:3])
     with pytest.raises(ModelFileError, match="not go with mxfp4|is missing|stored with"):
-        find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(MLX, 1))
+        find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(MLX))
 
 
 @pytest.mark.parametrize("part", ["scales", "biases"])
@@ -220,14 +222,14 @@ def test_fp8_scales_of_another_shape(tmp_path):
 )
 def test_quantisation_that_is_not_known(config):
     with pytest.raises(ConfigError):
-        SourceFormat(config, 1)
+        SourceFormat(config)
 
 
 def test_a_quantization_config_that_repeats_mlx_settings():
-    form = SourceFormat({"quantization_config": {"group_size": 64, "bits": 8}}, 1)
-    assert form.mlx and form.default == Quant(8, 64)
+    form = SourceFormat({"quantization_config": {"group_size": 64, "bits": 8}})
+    assert form.mlx and form.of("m") == Quant(8, 64)
     both = {**MLX, "quantization_config": {"quant_method": "fp8"}}  # left over from the checkpoint before
-    assert SourceFormat(both, 1).default == Quant(4, 64)
+    assert SourceFormat(both).of("m") == Quant(4, 64)
 
 
 def test_a_matrix_names_its_tensors(tmp_path):

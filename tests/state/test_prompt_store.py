@@ -26,6 +26,7 @@ from tiny_models import ROOT, tiny_directory, tiny_model
 from moeflux_mlx import model_fingerprint, save_state
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import FingerprintError, ModelFileError, PromptCacheError, RequestError
+from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import fingerprint
 from moeflux_mlx.state.prompt_file import START, load_prompt, read_prompt_header, save_prompt
 from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
@@ -196,7 +197,7 @@ SHAPES = {"qwen3.6-35b-a3b": "a181c9e6d57f6b37", "cogito-v2-671b": "49d65ce853c5
 def test_prompts_that_were_saved_long_ago_keep_their_model(variant, tmp_path):
     """What a fingerprint holds of the configuration is the same from release to release."""
     shutil.copy(ROOT / "configs" / f"{variant}.json", tmp_path / "config.json")
-    text = json.dumps(fingerprint._shape(tmp_path), sort_keys=True, default=str)
+    text = json.dumps(fingerprint._shape(ModelArgs.from_file(tmp_path)), sort_keys=True, default=str)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == SHAPES[variant]
 
 

@@ -1,0 +1,99 @@
+"""The weights of a model directory, packed or a checkpoint that is used as it lies: one face for both.
+
+Opening reads headers and checks every length; tensors are read when they are asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..files import user_path
+from ..formats.packed import FOLDER, LAYOUT, PackedExperts
+from ..formats.pieces import ExpertFiles
+from ..model.weights import read_resident
+from ..packing.in_place import InPlace, open_in_place
+from ..packing.suggest import packing_command
+from ..spec import ModelArgs
+from ..state.fingerprint import Fingerprint, packed_fingerprint
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a model's tensors are.
+
+    Attributes:
+        shapes: the resident tensors, for whoever looks at shapes and dtypes alone; they are lazy.
+        checkpoint: None for a packed model.
+    """
+
+    path: Path
+    args: ModelArgs
+    experts: ExpertFiles
+    shapes: Mapping[str, mx.array]
+    checkpoint: InPlace | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether experts lie in pieces, so that their files cannot be mapped."""
+        return self.checkpoint is not None
+
+    @property
+    def convert_command(self) -> str:
+        """What makes a packed model of the checkpoint."""
+        return packing_command(self.path)
+
+    def read(self) -> dict[str, mx.array]:
+        """The resident tensors, the caller's to empty.
+
+        Raises:
+            ModelFileError: a file cannot be read.
+        """
+        return read_resident(self.path) if self.checkpoint is None else self.checkpoint.read()
+
+    def check_mode(self, expert_io: str) -> None:
+        """Raises RequestError: experts cannot be had in this way."""
+        if self.in_place and expert_io == "mmap":
+            raise RequestError(
+                f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, read as it lies; "
+                f"leave it at auto, or run: {self.convert_command}"
+            )
+
+    def fingerprint(self, dtype: mx.Dtype) -> Fingerprint:
+        """What saved states of the model depend on: the same for a checkpoint and what is converted from it.
+
+        Raises:
+            ModelFileError: a file cannot be read.
+        """
+        if self.checkpoint is None:
+            return packed_fingerprint(self.path, self.args, dtype)
+        return self.checkpoint.fingerprint(dtype)
+
+
+def open_weights(path: Path) -> Weights:
+    """Raises:
+    ConfigError, ModelFileError: a file is missing or wrong, or holds what is not implemented.
+    """
+    if _is_packed(path):
+        args = ModelArgs.from_file(path)
+        return Weights(path, args, PackedExperts.open(path, args), read_resident(path))
+    found = open_in_place(path)
+    return Weights(path, found.args, found.experts, found.shapes(), found)
+
+
+def model_fingerprint(path: str | Path, dtype: mx.Dtype) -> Fingerprint:
+    """The fingerprint of a model directory whose caches hold `dtype` (`model.activation_dtype`).
+
+    Raises:
+        ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
+    """
+    path = user_path(path)
+    if _is_packed(path):
+        return packed_fingerprint(path, ModelArgs.from_file(path), dtype)
+    return open_in_place(path).fingerprint(dtype)
+
+
+def _is_packed(path: Path) -> bool:
+    return (path / FOLDER / LAYOUT).exists()

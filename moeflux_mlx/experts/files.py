@@ -1,0 +1,191 @@
+"""Open files of expert records, read past the page cache where the system allows it.
+
+It promises that what it has read is whole, or raises, and that old and new bytes of a file never mix. Which thread
+reads what is the caller's business.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ExpertIOError
+from ..formats.pieces import GAP_BYTES, RUN_BYTES, Run
+from ..formats.record import BLOCK_BYTES
+from .memory import private_pages
+
+F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
+SCRATCH_BYTES = RUN_BYTES + 2 * BLOCK_BYTES  # a run and the rest of the blocks at its ends
+
+Preadv = Callable[[int, list[memoryview], int], int]
+
+
+class OpenFiles:
+    """Args:
+        sizes: bytes of each file.
+        direct: bypass the page cache (O_DIRECT, F_NOCACHE), which is right when the caller keeps a cache
+            of its own. Refused by some file systems; then `direct` becomes False and `note` says why.
+        preadv: the system call, replaceable in tests.
+
+    Raises:
+        ExpertIOError: a file cannot be opened, or has another length.
+    """
+
+    def __init__(self, sizes: Mapping[Path, int], *, direct: bool = True, preadv: Preadv = os.preadv):
+        self.note = ""
+        self._sizes, self._preadv = sizes, preadv
+        self._opening = threading.Lock()
+        self._memory = threading.local()
+        self._descriptors: list[int] = []
+        self._identity: dict[Path, tuple[int, ...]] = {}
+        try:
+            self._opened = self._open(direct)
+        except ExpertIOError:
+            self.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._opened[1]
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def cost(self, run: Run) -> int:
+        """Bytes that reading `run` takes from the drive."""
+        first, last = run.window if self.direct else (run.start, run.stop)
+        return min(last, self._sizes[run.path]) - first
+
+    def read(self, run: Run, target: memoryview) -> int:
+        """Brings the pieces of `run` to their places in `target`; returns the bytes that the drive delivered.
+
+        Args:
+            target: writable bytes, which begin at the border of a block.
+
+        Raises:
+            ExpertIOError: the file ends early or was replaced. OSError: the system says no.
+        """
+        files, direct = self._opened  # another thread may open them anew in the meantime
+        if not direct:
+            return self._fill(files[run.path], self._places(run, target), run.start, run.stop - run.start, step=1)
+        try:
+            return self._read_direct(files[run.path], run, target)
+        except OSError as error:
+            if isinstance(error, ExpertIOError) or error.errno != errno.EINVAL:
+                raise
+            self._give_up_direct(error)
+            return self.read(run, target)
+
+    def _read_direct(self, file: int, run: Run, target: memoryview) -> int:
+        """Whole blocks: to their place if they may lie there, else to scratch memory, and from there to the place."""
+        first, last = run.window
+        if run.is_aligned:
+            place = run.pieces[0].place
+            window = target[place : place + last - first]
+            return self._fill(file, [window], first, run.stop - first, step=BLOCK_BYTES)
+        scratch = self._scratch()
+        got = self._fill(file, [scratch[: last - first]], first, run.stop - first, step=BLOCK_BYTES)
+        source, goal = np.frombuffer(scratch, np.uint8), np.frombuffer(target, np.uint8)
+        for piece in run.pieces:  # numpy lets other threads run while it copies
+            start = piece.offset - first
+            goal[piece.place : piece.place + piece.length] = source[start : start + piece.length]
+        return got
+
+    def _places(self, run: Run, target: memoryview) -> list[memoryview]:
+        """Where the bytes of `run` go, one after the other; those of gaps to scratch memory."""
+        places = []
+        for gap, piece in run.with_gaps():
+            places += [self._scratch()[:gap]] if gap else []
+            places.append(target[piece.place : piece.place + piece.length])
+        return places
+
+    def _scratch(self) -> memoryview:
+        """Memory of this thread's own, at the border of a page."""
+        found: memoryview | None = getattr(self._memory, "scratch", None)
+        if found is None:
+            found = self._memory.scratch = memoryview(private_pages(max(SCRATCH_BYTES, GAP_BYTES)))
+        return found
+
+    def _fill(self, file: int, places: list[memoryview], start: int, needed: int, step: int) -> int:
+        """Reads at least `needed` bytes from `start` on into `places`; returns all that came.
+
+        A short read goes on at the last multiple of `step`, which is what direct I/O accepts.
+        """
+        done = came = 0
+        while done < needed:
+            try:
+                got = self._preadv(file, _rest(places, done), start + done)
+            except InterruptedError:
+                continue
+            reached, came = done + got, came + got
+            if reached < needed:
+                reached -= reached % step
+            if reached <= done:
+                raise ExpertIOError(f"the file ended {needed - done} bytes early; was it replaced while open?")
+            done = reached
+        return came
+
+    def _open(self, direct: bool) -> tuple[dict[Path, int], bool]:
+        """Descriptors, and whether they read past the page cache."""
+        files: dict[Path, int] = {}
+        try:
+            for path in self._sizes:
+                files[path] = _open_file(path, direct)
+                self._descriptors.append(files[path])
+                self._check(path, os.fstat(files[path]))
+        except ExpertIOError:
+            raise
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise ExpertIOError(f"cannot open expert files: {error}") from error
+            return self._open_buffered(error)
+        return files, direct
+
+    def _check(self, path: Path, found: os.stat_result) -> None:
+        """The file has its length, and is the one that was opened first: old and new bytes never mix."""
+        wanted = self._sizes[path]
+        if found.st_size != wanted:
+            raise ExpertIOError(f"{path} has {found.st_size} bytes; the layout needs {wanted}")
+        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        if self._identity.setdefault(path, identity) != identity:
+            raise ExpertIOError(f"{path} was replaced while open; load the model again")
+
+    def _give_up_direct(self, error: OSError) -> None:
+        """Opens the files again, through the page cache. Others may still read the old descriptors."""
+        with self._opening:
+            if self.direct:
+                self._opened = self._open_buffered(error)
+
+    def _open_buffered(self, error: OSError) -> tuple[dict[Path, int], bool]:
+        self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
+        return self._open(False)
+
+
+def _rest(places: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `places` behind the first `done` bytes."""
+    left = []
+    for place in places:
+        if done < len(place):
+            left.append(place[done:])
+        done = max(done - len(place), 0)
+    return left
+
+
+def _open_file(path: os.PathLike[str], direct: bool) -> int:
+    flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
+    fd = os.open(path, flags)
+    if direct and sys.platform == "darwin":
+        fcntl.fcntl(fd, F_NOCACHE, 1)
+        fcntl.fcntl(fd, F_RDAHEAD, 0)
+    elif hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return fd

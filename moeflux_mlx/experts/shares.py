@@ -1,0 +1,59 @@
+"""Size classes: layers whose records take the same memory share a buffer, and memory is divided among the classes.
+
+A record is charged its own size, rounded to whole blocks of a disk. Each class gets the same share of its records, but
+never less than one request may ask for, so that no layer's experts are in memory at another's cost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..formats.record import ExpertLayout
+
+
+@dataclass(frozen=True)
+class SizeClass:
+    """Args:
+    nbytes: of memory, for one record.
+    layers: whose records have that size.
+    records: how many those are.
+    """
+
+    nbytes: int
+    layers: tuple[int, ...]
+    records: int
+
+
+def size_classes(layout: ExpertLayout) -> tuple[SizeClass, ...]:
+    """The layout's classes, in the order of their first layers."""
+    layers: dict[int, list[int]] = {}
+    for layer, record in layout.records.items():
+        layers.setdefault(record.held_bytes, []).append(layer)
+    return tuple(SizeClass(nbytes, tuple(of), len(of) * layout.num_experts) for nbytes, of in layers.items())
+
+
+def divide(classes: Sequence[SizeClass], nbytes: int, least: int) -> list[int]:
+    """Records of each class that `nbytes` hold, `least` of each even where they do not."""
+    slots = [min(least, one.records) for one in classes]
+    shared = dict(enumerate(classes))
+    while shared:
+        total = sum(one.nbytes * one.records for one in shared.values())
+        left = max(nbytes - sum(slots[i] * one.nbytes for i, one in enumerate(classes) if i not in shared), 0)
+        short = [i for i, one in shared.items() if left * one.records // total < slots[i]]
+        if not short:
+            for i, one in shared.items():
+                slots[i] = min(left * one.records // total, one.records)
+            break
+        for i in short:
+            del shared[i]
+    return slots
+
+
+def taken(layout: ExpertLayout, nbytes: int, least: int) -> int:
+    """Bytes of whole records that a pool of `nbytes` comes to."""
+    classes = size_classes(layout)
+    return sum(slots * one.nbytes for slots, one in zip(divide(classes, nbytes, least), classes, strict=True))
+
+
+def slots_within(layout: ExpertLayout, nbytes: int, least: int) -> int:
+    """Records of all classes together that a pool of `nbytes` holds."""
+    return sum(divide(size_classes(layout), nbytes, least))

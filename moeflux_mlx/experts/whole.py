@@ -1,0 +1,56 @@
+"""Experts of which every layer is one array while the model is loaded: nothing is read when they are asked for.
+
+Where the arrays come from is for subclasses.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ExpertIOError
+from ..formats.record import ExpertLayout
+from ..ops.experts import Records
+from .source import CLOSED, ExpertLoader, Key, Lease, asked_for
+
+
+class WholeExperts(ExpertLoader):
+    """Layers [experts, words], in an array of MLX's where a GPU computes; a subclass fills `_layers`."""
+
+    def __init__(self, layout: ExpertLayout, decision: str):
+        super().__init__(layout, decision)
+        self._layers: dict[int, np.ndarray | mx.array] = {}
+
+    @contextlib.contextmanager
+    def turn(self, tokens: int) -> Iterator[bool]:
+        self.check_process()
+        self._check_open()
+        yield False
+
+    def whole(self, layer: int) -> Records | None:
+        blob = self._layers.get(layer)
+        return Records(blob, self.layout.records[layer], lasting=True) if isinstance(blob, mx.array) else None
+
+    def request(self, layer: int, ids: np.ndarray) -> Lease:
+        self._check_open()
+        keys, inverse = asked_for(layer, ids)
+        return Lease(self, keys, inverse, np.ones(ids.shape, bool))
+
+    def finish(self, keys: list[Key]) -> list[ExpertIOError]:
+        return [ExpertIOError(CLOSED)] if self._closed else []
+
+    def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
+        self._check_open()
+        layer = keys[0][0]
+        blob = self._layers.get(layer)
+        if blob is None:  # closed this moment, by another thread
+            raise ExpertIOError(CLOSED)
+        records = Records(blob, self.layout.records[layer], lasting=isinstance(blob, mx.array))
+        return records, np.array([expert for _, expert in keys], np.int32)
+
+    def unpin(self, keys: list[Key], out: mx.array | None) -> None:
+        """Nothing of it is ever overwritten."""
+
+    def _let_go(self) -> None:
+        self._layers = {}

@@ -1,0 +1,40 @@
+"""Experts as they lie in a checkpoint's safetensors files: an expert is pieces of several tensors, at any offset.
+
+It knows which bytes of which file go to which field of a record. How tensors are found in a checkpoint is `packing`'s,
+how they are read the expert source's.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .pieces import Piece
+from .record import ExpertLayout
+
+
+class Spread(NamedTuple):
+    """One field of the records of a layer's experts: by expert its file and where in it its `length` bytes begin."""
+
+    paths: Sequence[Path]
+    offsets: Sequence[int]
+    length: int
+    place: int
+
+    def piece(self, expert: int) -> Piece:
+        return Piece(self.paths[expert], self.offsets[expert], self.length, self.place)
+
+
+class InPlaceExperts:
+    """Args:
+    layout: of the records that are made in memory.
+    fields: by layer, all fields of its records.
+    sizes: bytes of each file, as its header was checked against them.
+    """
+
+    def __init__(self, layout: ExpertLayout, fields: Mapping[int, Sequence[Spread]], sizes: Mapping[Path, int]):
+        self.layout, self.sizes = layout, sizes
+        self._fields = fields
+
+    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+        """What the expert's record is made of, one piece for each of its fields."""
+        return tuple([spread.piece(expert) for spread in self._fields[layer]])

@@ -1,0 +1,128 @@
+"""Where the bytes of an expert's record lie: pieces of files, joined into few reads.
+
+It promises that the runs it makes cover every piece once. It reads nothing. What happens for every expert that is read
+is kept cheap.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from .record import BLOCK_BYTES, ExpertLayout
+
+GAP_BYTES = 64 << 10  # between two pieces: reading so much for nothing takes no longer than another read
+ALONE_BYTES = 256 << 10  # a piece that could be read to its place, and is smaller, is better read with its neighbours
+RUN_BYTES = 2 << 20  # of a run that goes through memory of the reader's own, which is as large for each thread
+RUN_PIECES = 256  # a system call takes 1024 places to read to; with a gap before each piece these are half of it
+
+
+class Piece(NamedTuple):
+    """`length` bytes from `offset` on in the file `path`, which belong `place` bytes from a record's start."""
+
+    path: Path
+    offset: int
+    length: int
+    place: int
+
+    def cut(self, start: int, stop: int) -> "Piece":
+        """What of it lies in bytes [start, stop) of the file."""
+        first, last = max(start, self.offset), min(stop, self.offset + self.length)
+        return Piece(self.path, first, last - first, self.place + first - self.offset)
+
+    def moved(self, distance: int) -> "Piece":
+        """The same bytes, `distance` later in memory."""
+        return self._replace(place=self.place + distance)
+
+
+class ExpertFiles(Protocol):
+    """The files that hold one model's experts."""
+
+    @property
+    def layout(self) -> ExpertLayout: ...
+
+    @property
+    def sizes(self) -> Mapping[Path, int]:
+        """Bytes of every file, as they were when it was opened."""
+        ...
+
+    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+        """What a record is made of; together they cover it, without what follows up to the stride."""
+        ...
+
+
+class Run(NamedTuple):
+    """Bytes [start, stop) of a file, which one read brings, and the pieces in them, ascending.
+
+    `is_aligned` says that direct I/O can fill the place itself, in whole blocks: there is one piece, and what follows
+    it up to the end of its last block may be overwritten.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    is_aligned: bool = False
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The whole blocks around it."""
+        return self.start - self.start % BLOCK_BYTES, -(-self.stop // BLOCK_BYTES) * BLOCK_BYTES
+
+    def with_gaps(self) -> Iterator[tuple[int, Piece]]:
+        """Each piece, after the number of bytes between it and the one before."""
+        end = self.start
+        for piece in self.pieces:
+            yield piece.offset - end, piece
+            end = piece.offset + piece.length
+
+
+def runs_of(pieces: Sequence[Piece], room: int) -> list[Run]:
+    """The reads that bring `pieces`, which do not overlap, into memory of `room` bytes.
+
+    Neighbours in a file are read together. What cannot be read to its place directly is cut into runs of at most
+    RUN_BYTES, at the borders of blocks, so that no block is read twice.
+    """
+    runs: list[Run] = []
+    end = max([piece.place + piece.length for piece in pieces])
+    alone = ALONE_BYTES if len(pieces) > 1 else 0
+    for piece in sorted(pieces, key=lambda one: (str(one.path), one.offset)):
+        if piece.length >= alone and _fits_directly(piece, end, room):
+            runs.append(Run(piece.path, piece.offset, piece.offset + piece.length, (piece,), is_aligned=True))
+        else:
+            for part in _parts(piece):
+                _add(runs, part)
+    return runs
+
+
+def _fits_directly(piece: Piece, end: int, room: int) -> bool:
+    """Whether the blocks that hold the piece can be read to its place, and spoil nothing behind it."""
+    blocks = -(-piece.length // BLOCK_BYTES) * BLOCK_BYTES
+    if piece.offset % BLOCK_BYTES or piece.place % BLOCK_BYTES:
+        return False
+    return blocks == piece.length or piece.place + piece.length == end and piece.place + blocks <= room
+
+
+def _parts(piece: Piece) -> list[Piece]:
+    """The piece, or parts of it that end where blocks do."""
+    if piece.length <= RUN_BYTES:
+        return [piece]
+    stop = piece.offset + piece.length
+    cuts = range((piece.offset + RUN_BYTES) // BLOCK_BYTES * BLOCK_BYTES, stop, RUN_BYTES)
+    return [piece.cut(a, b) for a, b in zip([piece.offset, *cuts], [*cuts, stop], strict=True)]
+
+
+def _add(runs: list[Run], piece: Piece) -> None:
+    """To the last run, if that is near, else as a run of its own."""
+    stop = piece.offset + piece.length
+    last = runs[-1] if runs else None
+    if (
+        last is None
+        or last.path != piece.path
+        or last.is_aligned
+        or piece.offset - last.stop > GAP_BYTES
+        or stop - last.start > RUN_BYTES
+        or len(last.pieces) == RUN_PIECES
+    ):
+        runs.append(Run(piece.path, piece.offset, stop, (piece,)))
+    else:
+        runs[-1] = Run(last.path, last.start, stop, (*last.pieces, piece))

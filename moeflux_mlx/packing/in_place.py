@@ -1,0 +1,149 @@
+"""A checkpoint as a model, left as it lies: what a conversion would write, found and checked, and where it can be read.
+
+Resident tensors are those of the packed model, bit by bit; experts are pieces of the checkpoint's files. Only what MLX
+has quantised in a form that is computed can be used so; whatever must be made anew needs a conversion.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import NotPackedError
+from ..files import read_json
+from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint, safetensors_files
+from ..formats.in_place import InPlaceExperts, Spread
+from ..formats.record import Field
+from ..quant import of_packed, unquantized
+from ..spec import ModelArgs
+from ..state.fingerprint import Fingerprint, Sampled, fingerprint_of
+from .convert import ConversionPlan, make_plan, read_args
+from .layer_files import LayerFile, SingleExperts
+from .matrix import Matrix
+from .resident import DTYPES, ResidentFile, Source
+from .samples import LayerSamples, ResidentSamples
+from .source_format import SourceFormat
+from .suggest import packing_command
+from .wanted import Wanted
+from .writer import Unit
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """What a checkpoint is as a model."""
+
+    path: Path
+    args: ModelArgs
+    experts: InPlaceExperts
+    units: tuple[Unit, ...]  # the files that a conversion would write
+
+    @property
+    def _sources(self) -> list[Source]:
+        files = (unit for unit in self.units if isinstance(unit, ResidentFile))
+        return [source for file in files for source in file.sources]
+
+    def shapes(self) -> dict[str, mx.array]:
+        """The resident tensors by name, as `read` gives them, for whoever looks at shapes and dtypes alone."""
+        dtypes = {name: dtype for dtype, name in DTYPES.items()}
+        written = (one for source in self._sources for one in source.written)
+        return {one.name: mx.zeros(one.shape, dtypes[one.dtype]) for one in written}  # lazy
+
+    def read(self) -> dict[str, mx.array]:
+        """The resident tensors by name.
+
+        Raises:
+            ModelFileError: a file cannot be read, or a value is not finite.
+        """
+        tensors: dict[str, mx.array] = {}
+        for source in self._sources:
+            tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
+        return tensors
+
+    def fingerprint(self, dtype: mx.Dtype) -> Fingerprint:
+        """That of the packed model which a conversion makes: the weights are the same."""
+        resident = [ResidentSamples(unit) for unit in self.units if isinstance(unit, ResidentFile)]
+        layers = [LayerSamples(one.name, self.experts, one.layer) for one in self.units if isinstance(one, LayerFile)]
+        return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype)
+
+
+def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
+    return sorted(files, key=lambda file: file.name)
+
+
+def runs_in_place(path: Path) -> bool:
+    """Whether config.json and files in `path` look like a checkpoint that MLX quantised, in forms that are computed.
+
+    Raises:
+        ModelFileError: config.json cannot be read. ConfigError: it is of a model that does not run.
+    """
+    if not safetensors_files(path) or any(path.glob("resident*.safetensors")):  # nothing, or half a packed model
+        return False
+    config = read_json(path / "config.json")
+    ModelArgs.from_dict(unquantized(config))
+    form = SourceFormat(config)
+    return form.mlx and not form.must_requantize
+
+
+def open_in_place(path: Path) -> InPlace:
+    """Reads all headers, and no tensor.
+
+    Raises:
+        ConfigError, ModelFileError: the checkpoint is damaged.
+    NotPackedError: it does not run as it lies; the message has the command.
+    """
+    checkpoint = open_checkpoint(path)
+    args = read_args(checkpoint)
+    plan = make_plan(checkpoint, args, Wanted.of())
+    args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
+    return InPlace(path, args, _experts(checkpoint, plan), plan.units)
+
+
+def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:
+    files = (unit for unit in plan.units if isinstance(unit, LayerFile))
+    fields = {file.layer: _spreads(file, plan.layout.num_experts) for file in files}
+    used = {path for spreads in fields.values() for spread in spreads for path in spread.paths}
+    return InPlaceExperts(plan.layout, fields, {path: path.stat().st_size for path in checkpoint.files if path in used})
+
+
+def _spreads(file: LayerFile, count: int) -> tuple[Spread, ...]:
+    """Where each field of the layer's records lies. In stacks experts are evenly spaced."""
+    one_by_one = isinstance(file.experts, SingleExperts)
+    known = [_tensors(file, expert) for expert in range(count if one_by_one else min(count, 2))]
+    spreads = []
+    for field, *tensors in zip(file.geometry.fields, *known, strict=True):
+        assert all(tensor.nbytes == field.size for tensor in tensors), field.name
+        spreads.append(_single(field, tensors) if one_by_one else _stacked(field, tensors, count))
+    return tuple(spreads)
+
+
+def _single(field: Field, tensors: Sequence[Tensor]) -> Spread:
+    return Spread(tuple(t.file for t in tensors), tuple(t.offset for t in tensors), field.size, field.offset)
+
+
+def _stacked(field: Field, tensors: Sequence[Tensor], count: int) -> Spread:
+    first, step = tensors[0], tensors[-1].offset - tensors[0].offset or 1
+    offsets = range(first.offset, first.offset + count * step, step)
+    return Spread((first.file,) * count, offsets, field.size, field.offset)
+
+
+def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
+    """The tensors that the expert's record is made of, as they lie.
+
+    Raises:
+        NotPackedError: they are floats, or codes of another kind.
+    """
+    found: list[Tensor] = []
+    geometry = file.geometry
+    for part, projection in zip(file.experts.parts(expert), (geometry.gate, geometry.up, geometry.down), strict=True):
+        matrix = part.matrix
+        wanted = tuple(field.dtype for field in projection.fields)
+        if type(matrix) is not Matrix or matrix.quant != projection.quant or matrix.dtypes != wanted:
+            weight = matrix.weight
+            raise NotPackedError(
+                f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(matrix.dtypes)}; "
+                f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
+                f"run: {packing_command(weight.file.parent)}"
+            )
+        found += matrix.rows(part.start, part.stop).tensors
+    return found

@@ -1,0 +1,153 @@
+"""What a checkpoint's config.json states about quantisation: MLX's own, or a method of Hugging Face's.
+
+A method that cannot be read is refused before any tensor is looked at, in one line that names it.
+"""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import ConfigError, ModelFileError
+from ..formats.checkpoint import Tensor
+from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_computed
+
+NONE: Mapping[str, Tensor] = {}
+METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4, mxfp4 blocks"
+TELLING = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
+
+
+class SourceFormat:
+    """Attributes:
+    mlx: some matrices are stored as MLX's quantised codes, and what is not is so on purpose.
+    method: of Hugging Face's; empty: none.
+    stated: how quantised matrices are stored, of every kind; None: not said.
+    block: rows and columns that share one scale of an fp8 checkpoint.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor] = NONE):
+        """Args:
+            config: of the checkpoint.
+            tensors: by name, as far as they are known, so that a message can name one.
+
+        Raises:
+            ConfigError: a quantisation that is not known.
+        """
+        hub = _object(config, "quantization_config") or _object(_object(config, "text_config"), "quantization_config")
+        found = entries(config)
+        if not found and hub and "quant_method" not in hub:
+            found = entries({"quantization": hub})
+        self.mlx = bool(found)
+        self.method, self.block = "", (128, 128)
+        self.stated: Quantization | None = None
+        if self.mlx:
+            default = found.pop("", None)
+            self.stated = None if default is None else Quantization(default, found)
+        elif hub.get("quant_method") is not None:
+            self._read_method(hub, tensors)
+
+    def _read_method(self, hub: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        method = hub["quant_method"]
+        try:
+            if method == "fp8":
+                self.block = _fp8(hub)
+            elif isinstance(method, str) and method in READERS:
+                self.stated = Quantization(READERS[method](hub))
+            else:
+                raise _OtherForm("unknown here")
+        except _OtherForm as other:
+            raise ConfigError(_refusal(method, str(other), tensors)) from None
+        self.method = method
+
+    def of(self, path: str) -> Quant | None:
+        """How the matrix of a module is stored, as far as it is stated."""
+        return None if self.stated is None else self.stated.of(path)
+
+    def check(self, path: str, found: Quant, tensor: Tensor) -> None:
+        """Raises ModelFileError: shapes and config.json tell different stories about a matrix."""
+        if self.stated is not None and self.of(path) != found:
+            raise ModelFileError(
+                f"{tensor.file}: tensor {tensor.name} is stored with {found}; config.json says {self.of(path)}"
+            )
+
+    @property
+    def must_requantize(self) -> bool:
+        """Whether, by what is stated, some codes cannot be copied into a packed model."""
+        if self.stated is None:
+            return False
+        stated = self.stated.default, *self.stated.overrides.values()
+        return any(one is not None and not is_computed(one) for one in stated)
+
+    def mode(self, path: str) -> str:
+        stated = self.of(path)
+        return stated.mode if stated else "affine"
+
+
+class _OtherForm(Exception):
+    """A form that is not read; the text says what is special about it."""
+
+
+def _refusal(method: object, special: str, tensors: Mapping[str, Tensor]) -> str:
+    """One line that begins with the method, a tensor in it, and what was found."""
+    name = next((name for name in sorted(tensors) if name.endswith(TELLING)), "")
+    example = f"tensor {name} is {tensors[name].dtype} {list(tensors[name].shape)}, " if name else ""
+    return (
+        f"quant_method {reprlib.repr(method)} cannot be converted: {example}{special}; "
+        f"supported: {METHODS}, MLX's {SUPPORTED}"
+    )
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected an object")
+    return value or {}
+
+
+def _fp8(hub: Mapping[str, Any]) -> tuple[int, int]:
+    block = hub.get("weight_block_size") or [128, 128]
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise ConfigError(f"quantization_config field 'weight_block_size' is {block!r}; expected two sizes")
+    return block[0], block[1]
+
+
+def _pack_quantized(hub: Mapping[str, Any]) -> Quant:
+    """compressed-tensors: symmetric 4-bit integers in groups, eight to an int32."""
+    if hub.get("format") != "pack-quantized":
+        raise _OtherForm(f"format {reprlib.repr(hub.get('format'))}")
+    groups = hub.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = [one.get("weights") for one in found if isinstance(one, Mapping)]
+    if len(found) != 1 or len(weights) != 1 or not isinstance(weights[0], Mapping):
+        raise _OtherForm("not exactly one group in config_groups")
+    wanted = {"num_bits": 4, "symmetric": True, "type": "int", "strategy": "group", "actorder": None}
+    return _one_form(weights[0], wanted)
+
+
+def _awq(hub: Mapping[str, Any]) -> Quant:
+    """AutoAWQ's gemm form: 4-bit codes with a zero point in each group."""
+    version = hub.get("version", "gemm")
+    found = {**hub, "version": version.lower() if isinstance(version, str) else version}
+    found["bits"] = hub.get("bits", hub.get("w_bit"))
+    found["group_size"] = hub.get("group_size", hub.get("q_group_size"))
+    return _one_form(found, {"bits": 4, "version": "gemm", "zero_point": True})
+
+
+def _mxfp4(hub: Mapping[str, Any]) -> Quant:
+    return Quant(4, 32, "mxfp4")
+
+
+def _one_form(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Quant:
+    """Raises _OtherForm: a field has another value than the form that is read."""
+    for key, value in wanted.items():
+        if found.get(key, value) != value:
+            raise _OtherForm(f"{key} {reprlib.repr(found.get(key))}")
+    if found.get("group_size") not in AFFINE_GROUPS:
+        raise _OtherForm(f"group_size {reprlib.repr(found.get('group_size'))}")
+    return Quant(4, found["group_size"])
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Quant]] = {
+    "compressed-tensors": _pack_quantized,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}

@@ -1,0 +1,61 @@
+"""In which form a conversion stores what comes as floats: what its options say, checked."""
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..formats.record import Quants
+from ..quant import DEFAULT, MODES, SUPPORTED, Quant, is_computed
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Args:
+    resident: of matrices that are not of routed experts.
+    experts: of the experts' gate, up and down.
+    requantize: whether codes that cannot be kept are quantised again.
+    named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
+    """
+
+    resident: Quant
+    experts: Quants
+    requantize: bool = False
+    named: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q_bits: int | None = None,
+        q_group_size: int | None = None,
+        q_mode: str = "affine",
+        expert_bits: int | None = None,
+        down_bits: int | None = None,
+        requantize: bool = False,
+    ) -> "Wanted":
+        """Arguments as for `convert`.
+
+        Raises:
+            ConfigError: a form that is not computed.
+        """
+        group_size, bits = MODES.get(q_mode, (DEFAULT.group_size, DEFAULT.bits))
+        usual = _checked(Quant(bits if q_bits is None else q_bits, q_group_size or group_size, q_mode))
+        experts = _with_bits(usual, expert_bits)
+        down = _with_bits(experts, down_bits)
+        named = expert_bits is not None or down_bits is not None
+        return cls(usual, (experts, experts, down), requantize, named)
+
+    def keeps(self, stored: Quant, form: Quant) -> bool:
+        """Whether an expert's codes in the form `stored` are copied, though `form` is wanted of floats."""
+        return stored == form or not (self.requantize and self.named)
+
+
+def _with_bits(quant: Quant, bits: int | None) -> Quant:
+    """The form with other bits: in mode affine, as the other modes have only one width."""
+    if bits is None or bits == quant.bits:
+        return quant
+    return _checked(Quant(bits, quant.group_size if quant.mode == "affine" else DEFAULT.group_size))
+
+
+def _checked(quant: Quant) -> Quant:
+    if not is_computed(quant):
+        raise ConfigError(f"{quant.mode}: {quant} is not computed; supported: {SUPPORTED}")
+    return quant

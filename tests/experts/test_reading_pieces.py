@@ -1,0 +1,216 @@
+"""Records whose bytes lie in pieces of several files at odd offsets: read whole, whatever a read does, or an error."""
+
+import itertools
+import os
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_packed import tiny_args
+from test_source import Faults, blocks, slow
+
+from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts.files import OpenFiles
+from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.experts.resident import ResidentExperts
+from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.formats.in_place import InPlaceExperts, Spread
+from moeflux_mlx.formats.pieces import runs_of
+from moeflux_mlx.formats.record import BLOCK_BYTES, ExpertLayout
+from moeflux_mlx.ops import backend
+
+EXPERTS = 6
+
+
+def write_stacks(folder, residues=(0, 5, 10, 15, 3, 8, 13, 1, 6), files=2, seed=0):
+    """Two layers whose nine stacks lie in `files` files in any order, each behind some bytes of something else; and the
+    records that they make."""
+    layout, rng = ExpertLayout.from_args(tiny_args(experts=EXPERTS)), np.random.default_rng(seed)
+    contents = {folder / f"{i}.bin": bytearray(rng.bytes(i)) for i in range(files)}
+    records = {layer: np.zeros((EXPERTS, record.stride), np.uint8) for layer, record in layout.records.items()}
+    fields = {layer: [None] * len(record.fields) for layer, record in layout.records.items()}
+    every = [(layer, i) for layer in fields for i in range(len(fields[layer]))]
+    for layer, i in rng.permutation(every).tolist():
+        field = layout.records[layer].fields[i]
+        path = list(contents)[int(rng.integers(files))]
+        data = contents[path]
+        data += rng.bytes((residues[i] - len(data)) % 16 + 16 * int(rng.integers(0, 8192)))
+        values = rng.integers(0, 256, (EXPERTS, field.size), dtype=np.uint8)
+        offsets = range(len(data), len(data) + EXPERTS * field.size, field.size)
+        fields[layer][i] = Spread((path,) * EXPERTS, offsets, field.size, field.offset)
+        records[layer][:, field.offset : field.end] = values
+        data += values.tobytes()
+    for path, data in contents.items():
+        path.write_bytes(data)
+    sizes = {path: len(data) for path, data in contents.items()}
+    return InPlaceExperts(layout, fields, sizes), {layer: rows.view(np.uint32) for layer, rows in records.items()}
+
+
+@pytest.fixture
+def stacks(tmp_path):
+    return write_stacks(tmp_path)
+
+
+@settings(max_examples=20)
+@given(
+    residues=st.lists(st.integers(0, 15), min_size=9, max_size=9),
+    files=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    direct=st.booleans(),
+    resident=st.booleans(),
+)
+def test_records_are_put_together_from_any_place(tmp_path_factory, residues, files, seed, direct, resident):
+    where, truth = write_stacks(tmp_path_factory.mktemp("stacks"), residues, files, seed)
+    if resident:
+        source = ResidentExperts(where, direct=direct)
+    else:
+        source = StreamedExperts(where, cache_bytes=1, reader=ExpertReader(where, direct=direct, workers=2))
+    for layer in (1, 0):
+        assert np.array_equal(blocks(source.request(layer, np.arange(EXPERTS))), truth[layer])
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "kind, direct", [*itertools.product(["short", "eintr", "slow"], [True, False]), ("einval", True)]
+)
+@pytest.mark.parametrize("resident", [True, False])
+def test_survivable_faults_do_not_change_bytes(stacks, kind, direct, resident):
+    where, truth = stacks
+    faults, plan = Faults(), [None, kind, kind] if kind != "einval" else [None, kind]
+    if resident:
+        faults.plan = plan
+        source = ResidentExperts(where, direct=direct, preadv=faults)
+    else:
+        source = StreamedExperts(where, reader=ExpertReader(where, direct=direct, preadv=faults))
+        faults.plan = plan
+    assert np.array_equal(blocks(source.request(0, np.arange(EXPERTS))), truth[0])
+    assert ("page cache" in source.note) == (kind == "einval")
+    source.close()
+
+
+@pytest.mark.parametrize("kind", ["eio", "ends"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_reads_that_fail_are_told_to_all_who_wait_and_nothing_of_them_is_kept(stacks, kind, direct):
+    where, truth = stacks
+    faults = Faults()
+    loader = StreamedExperts(where, reader=ExpertReader(where, direct=direct, preadv=faults))
+    if kind == "eio":
+        faults.plan = [None, "eio"]
+        with pytest.raises(ExpertIOError, match="expert . of layer 0 failed: .*Input/output error"):
+            loader.request(0, np.arange(EXPERTS)).wait()
+        assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS))), truth[0])
+    else:
+        for path in where.sizes:
+            os.truncate(path, 100)
+        with pytest.raises(ExpertIOError, match="expert 2 of layer 0 failed: the file ended .* early"):
+            loader.request(0, np.array([2])).wait()
+    loader.close()
+    with pytest.raises(ExpertIOError, match="has 100 bytes" if kind == "ends" else "of layer 0 failed: .*Input/output"):
+        faults.plan = [None, "eio"]
+        ResidentExperts(where, direct=direct, preadv=faults)
+
+
+def test_a_file_that_was_replaced_is_not_opened_again(stacks):
+    where, _ = stacks
+    faults = Faults()
+    loader = StreamedExperts(where, reader=ExpertReader(where, preadv=faults))
+    path = next(iter(where.sizes))
+    (path.parent / "new").write_bytes(path.read_bytes())
+    os.replace(path.parent / "new", path)
+    faults.plan = ["einval"]
+    with pytest.raises(ExpertIOError, match=f"{path.name} was replaced while open"):
+        loader.request(0, np.array([0])).wait()
+    loader.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_bytes_are_counted_as_the_drive_delivers_them(stacks, direct):
+    where, _ = stacks
+    delivered = []
+
+    def preadv(file, places, start):
+        delivered.append(os.preadv(file, places, start))
+        return delivered[-1]
+
+    loader = StreamedExperts(where, reader=ExpertReader(where, direct=direct, preadv=preadv))
+    loader.request(1, np.arange(EXPERTS)).wait()
+    assert loader.stats.bytes_read == sum(delivered) >= EXPERTS * where.layout.records[1].size
+    loader.close()
+
+
+def test_the_end_of_a_file_inside_a_block(tmp_path):
+    """The last block of a direct read need not be there as a whole."""
+    where, truth = write_stacks(tmp_path, files=1)
+    (size,) = where.sizes.values()
+    assert size % BLOCK_BYTES
+    loader = StreamedExperts(where)
+    assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS))), truth[0])
+    assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
+    loader.close()
+
+
+def test_closing_between_two_pieces_of_a_record(stacks):
+    where, _ = stacks
+    threads = set(threading.enumerate())
+    loader = StreamedExperts(where, reader=ExpertReader(where, workers=1, preadv=slow))
+    lease = loader.request(0, np.arange(EXPERTS))
+    time.sleep(0.03)  # the first record is on its way
+    loader._reader.close()
+    with pytest.raises(ExpertIOError):
+        lease.wait()
+    loader.close()
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_guess_that_is_asked_for_overtakes_with_all_its_pieces(stacks):
+    where, truth = stacks
+    gate, order = threading.Event(), []
+
+    def preadv(file, places, start):
+        gate.wait()
+        order.append(start)
+        return os.preadv(file, places, start)
+
+    loader = StreamedExperts(where, reader=ExpertReader(where, direct=False, workers=1, preadv=preadv))
+    busy = loader.request(0, np.array([0]))
+    loader.hint([(1, 0), (1, 1)])
+    wanted = loader.request(1, np.array([1]))
+    gate.set()
+    assert np.array_equal(blocks(wanted)[0], truth[1][1])
+    runs = [run.start for expert in (1, 0) for run in runs_of(where.pieces(1, expert), 1 << 30)]
+    busy.wait()
+    loader.drain()
+    assert order[-len(runs) :] == runs
+    loader.close()
+
+
+def test_resident_layers_are_kept_as_kernels_read_them(stacks, monkeypatch):
+    where, truth = stacks
+    told = []
+    source = ResidentExperts(where, "why", progress=lambda done, total: told.append((done, total)))
+    assert source.decision == "why" and source.slots == 0 and source.is_resident == backend.has_kernels()
+    assert told[-1][0] == told[-1][1] and told == sorted(told)
+    source.close()
+    with pytest.raises(ExpertIOError, match="closed"):
+        source.request(0, np.array([0]))
+    monkeypatch.setattr(backend, "has_kernels", lambda: True)
+    monkeypatch.setattr(backend, "name", lambda: "cuda")  # the arrays are on the CPU; the way there is CUDA's
+    source = ResidentExperts(where)
+    assert source.is_resident and isinstance(source.whole(0).blob, mx.array)
+    for layer in (0, 1):
+        assert np.array_equal(np.array(source.whole(layer).blob), truth[layer])
+    source.close()
+
+
+def test_files_are_closed_once_resident_experts_are_read(stacks, monkeypatch):
+    where, _ = stacks
+    closed = []
+    right = OpenFiles.close
+    monkeypatch.setattr(OpenFiles, "close", lambda self: closed.append(right(self)))
+    source = ResidentExperts(where)
+    assert closed
+    source.close()

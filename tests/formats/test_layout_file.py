@@ -1,0 +1,201 @@
+"""layout.json: what is written is read again, version 1 where it can say it, and nothing in it is believed."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_packed import tiny_args
+
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.formats.layout_file import from_json, to_json
+from moeflux_mlx.formats.record import (
+    BLOCK_BYTES,
+    PROJECTIONS,
+    SCALE_DTYPES,
+    STRIDE_ALIGNMENT,
+    UNIFORM,
+    ExpertLayout,
+    Record,
+    expert_path,
+)
+from moeflux_mlx.quant import AFFINE_BITS, DEFAULT, Quant, Quantization
+
+LAYERS, EXPERTS = 3, 4
+MXFP4 = Quant(4, 32, "mxfp4")
+forms = st.builds(Quant, st.sampled_from(AFFINE_BITS), st.sampled_from([32, 64])) | st.just(MXFP4)
+quants = st.tuples(forms, forms, forms)
+
+
+def stating(by_layer, experts=EXPERTS, **sizes):
+    """The args of a model whose config.json says how each layer's experts are stored."""
+    args = tiny_args(LAYERS, experts, **sizes)
+    overrides = {
+        expert_path(layer, projection): quant
+        for layer, of in by_layer.items()
+        for projection, quant in zip(PROJECTIONS, of, strict=True)
+    }
+    return replace(args, quantization=Quantization(DEFAULT, overrides))
+
+
+def varied(by_layer=None, dtype="BF16", **sizes):
+    by_layer = by_layer or {0: (Quant(3, 64), Quant(3, 64), Quant(6, 64)), 1: UNIFORM, 2: (MXFP4, MXFP4, Quant(8, 32))}
+    args = stating(by_layer, **sizes)
+    return args, ExpertLayout.from_args(args, by_layer, dtype)
+
+
+def through(layout, args):
+    return from_json(json.loads(json.dumps(to_json(layout))), args, "layout.json")
+
+
+@settings(max_examples=60)
+@given(first=quants, second=quants, dtype=st.sampled_from(SCALE_DTYPES), dtypes=st.booleans())
+def test_what_is_written_is_read_again(first, second, dtype, dtypes):
+    by_layer = {0: first, 1: second, 2: first}
+    args = stating(by_layer)
+    layout = ExpertLayout.from_args(args, by_layer, {0: dtype, 1: "BF16", 2: dtype} if dtypes else dtype)
+    assert through(layout, args) == layout
+    stated = to_json(layout)
+    uniform = first == second == UNIFORM and dtype == "BF16"
+    assert stated["format_version"] == (1 if uniform else 2)
+    assert uniform or not {"expert_size", "components", "expert_stride"} & stated.keys()
+
+
+def test_version_1_is_written_whenever_it_can_be():
+    args, layout = varied(dict.fromkeys(range(LAYERS), UNIFORM))
+    assert to_json(layout)["format_version"] == 1 and layout == ExpertLayout.from_args(args)
+    assert to_json(varied(dict.fromkeys(range(LAYERS), UNIFORM), "F16")[1])["format_version"] == 2
+
+
+def test_geometries_are_listed_once():
+    _, layout = varied()
+    geometries = to_json(layout)["geometries"]
+    assert [one["layers"] for one in geometries] == [[0], [1], [2]]
+    again = dict.fromkeys((0, 2), (MXFP4,) * 3) | {1: UNIFORM}
+    assert [one["layers"] for one in to_json(varied(again)[1])["geometries"]] == [[0, 2], [1]]
+
+
+def test_a_reader_of_version_1_finds_nothing_it_knows():
+    stated = to_json(varied()[1])
+    assert stated["format_version"] == 2 and stated.keys().isdisjoint({"expert_size", "components"})
+
+
+@pytest.mark.parametrize("experts", [4, 6, 8, 10])
+def test_files_are_whole_pages_and_records_whole_blocks(experts):
+    _, layout = varied(experts=experts, hidden=192)
+    for layer, record in layout.records.items():
+        assert layout.layer_bytes(layer) % STRIDE_ALIGNMENT == 0 and record.stride % BLOCK_BYTES == 0
+        assert 0 <= record.stride - record.size < (BLOCK_BYTES if experts % 4 == 0 else STRIDE_ALIGNMENT)
+        assert record.held_bytes - record.size < BLOCK_BYTES
+
+
+def test_a_stride_of_more_blocks_is_taken_as_it_is():
+    args, layout = varied()
+    stated = to_json(layout)
+    stated["geometries"][2]["record_stride"] += BLOCK_BYTES
+    found = from_json(stated, args, "layout.json")
+    assert found.records[2].stride == layout.records[2].stride + BLOCK_BYTES
+    assert found.records[2].fields == layout.records[2].fields and found.records[0] == layout.records[0]
+
+
+def test_a_group_that_does_not_divide():
+    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are no multiple"):
+        varied(dict.fromkeys(range(LAYERS), (Quant(4, 128),) * 3))
+
+
+# ---- lies
+
+
+def changed(stated, path, value):
+    """`stated` with one value replaced."""
+    found = copy.deepcopy(stated)
+    part = found
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (["format_version"], 3, "format_version 3 is not 1 or 2"),
+        (["format_version"], True, "format_version True"),
+        (["format_version"], "2", "format_version '2'"),
+        (["format_version"], 1, "expert_size is None"),
+        (["num_experts"], 5, "num_experts is 5"),
+        (["num_layers"], None, "num_layers is None"),
+        (["geometries"], {}, "geometries is no list"),
+        (["geometries"], [1], "geometries is no list"),
+        (["geometries"], [], "layer 0 has no geometry"),
+        (["geometries", 1, "layers"], [], "layer 1 has no geometry"),
+        (["geometries", 1, "layers"], [1, 1], "layer 1 has two geometries"),
+        (["geometries", 1, "layers"], [7], "are not some of the model's layers"),
+        (["geometries", 1, "layers"], [True], "are not some of the model's layers"),
+        (["geometries", 1, "layers"], 1, "are not some of the model's layers"),
+        (["geometries", 1, "layers"], [0], "layer 0 has two geometries"),
+        (["geometries", 0, "fields"], 3, "fields is no list"),
+        (["geometries", 0, "fields"], [3], "fields is no list"),
+        (["geometries", 0, "fields"], [{"name": f"{p}.weight", **MXFP4.entry()} for p in PROJECTIONS], "3 fields;"),
+        (["geometries", 0, "fields"], [], "gate_proj.weight is stored with bits, group_size, mode"),
+        (["geometries", 0, "fields", 0, "bits"], 7, "supported: affine"),
+        (["geometries", 0, "fields", 0, "bits"], 4, "size of field 0 is"),
+        (["geometries", 0, "fields", 0, "mode"], "nvfp4", "supported: affine"),
+        (["geometries", 0, "fields", 0, "mode"], [], "supported: affine"),
+        (["geometries", 0, "fields", 0, "group_size"], 32.0, "supported: affine"),
+        (["geometries", 0, "fields", 0, "name"], ["x"], "supported: affine"),
+        (["geometries", 0, "fields", 1, "dtype"], "F32", "size of field 1 is"),
+        (["geometries", 0, "fields", 1, "offset"], 1 << 70, "offset of field 1 is"),
+        (["geometries", 0, "fields", 2, "shape"], [[]], "shape of field 2 is"),
+        (["geometries", 0, "record_size"], 1, "record_size is 1"),
+        (["geometries", 0, "record_stride"], 0, "record_stride 0 does not hold"),
+        (["geometries", 0, "record_stride"], 1 << 70 | 1, "does not hold"),
+        (["geometries", 0, "record_stride"], "16384", "does not hold"),
+    ],
+)
+def test_a_layout_that_lies(path, value, words):
+    args, layout = varied()
+    with pytest.raises(ModelFileError) as failure:
+        from_json(changed(to_json(layout), path, value), args, "x/layout.json")
+    text = str(failure.value)
+    assert text.startswith("x/layout.json: ") and words in text and "\n" not in text and len(text) < 500
+
+
+def test_a_geometry_that_config_json_contradicts():
+    args, layout = varied()
+    for quantization, words in ((None, "not quantised"), (Quantization(), "config.json says 4 bits, group_size 64")):
+        with pytest.raises(ModelFileError, match=f"layers.0.mlp.switch_mlp.gate_proj is stored with 3 bits.*{words}"):
+            from_json(to_json(layout), replace(args, quantization=quantization), "layout.json")
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+values = values | st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=2)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_change_is_refused_or_harmless(data):
+    args, layout = varied()
+    stated = to_json(layout)
+    path, part = [], stated
+    while True:
+        keys = list(part) if isinstance(part, dict) else list(range(len(part)))
+        path.append(data.draw(st.sampled_from(keys)))
+        part = part[path[-1]]
+        if not isinstance(part, dict | list) or not part or data.draw(st.booleans()):
+            break
+    lie = changed(stated, path, data.draw(values))
+    try:
+        found = from_json(lie, args, "layout.json")
+    except ModelFileError as error:
+        assert "\n" not in str(error)
+        return
+    for layer, record in layout.records.items():
+        assert found.records[layer].fields == record.fields
+        assert found.records[layer].stride >= record.size and found.records[layer].stride % BLOCK_BYTES == 0
+
+
+def test_records_that_are_alike_are_one_object():
+    assert Record.make(128, 64) is Record.make(128, 64)

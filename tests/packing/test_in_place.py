@@ -1,0 +1,172 @@
+"""A checkpoint used as it lies: the same records, resident tensors, logits and fingerprint as when converted."""
+
+import json
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors_writer import write_model, write_shards
+from tiny_models import on_cpu, tiny_directory
+
+from moeflux_mlx import load_model, model_fingerprint
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.weights import open_weights
+from moeflux_mlx.errors import ModelFileError, NotPackedError
+from moeflux_mlx.experts.memory import private_pages
+from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.packing.in_place import open_in_place
+from moeflux_mlx.quant import Quant
+from moeflux_mlx.spec import ModelArgs
+
+FAMILIES = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3")
+TOLERANCE = 2e-4
+FORMS = [  # of gate and up, and of down
+    ((3, 64), (6, 32)),
+    ((8, 64), (5, 64)),
+    ((2, 32), (4, 64)),
+    ((4, 32, "mxfp4"), (4, 32, "mxfp4")),
+    ((4, 32, "mxfp4"), (8, 64)),
+]
+
+
+def records_of(files, layer, direct=True):
+    """[experts, bytes] as the reader brings them, without what follows up to the stride."""
+    layout, reader = files.layout, ExpertReader(files, direct=direct, workers=2)
+    record = layout.records[layer]
+    memory = np.frombuffer(memoryview(private_pages(layout.layer_bytes(layer))), np.uint8).reshape(-1, record.stride)
+    for future in [reader.submit(layer, expert, memory[expert].data) for expert in range(layout.num_experts)]:
+        future.result()
+    reader.close()
+    return memory[:, : record.size]
+
+
+@settings(max_examples=12)
+@given(
+    family=st.sampled_from(FAMILIES),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+    residues=st.lists(st.integers(0, 15), min_size=3, max_size=3),
+    padded=st.booleans(),
+    direct=st.booleans(),
+)
+def test_records_and_tensors_are_those_of_the_packed_model(
+    tmp_path_factory, family, count, seed, residues, padded, direct
+):
+    path = write_model(tmp_path_factory.mktemp("checkpoint"), family, "mlx4", count, seed, residues, padded)
+    there = tiny_directory(family)
+    weights, packed = open_weights(path), open_weights(there)
+    assert weights.in_place and not packed.in_place and weights.args.quantization == packed.args.quantization
+    for layer in weights.experts.layout.moe_layers:
+        assert np.array_equal(records_of(weights.experts, layer, direct), records_of(packed.experts, layer))
+    tensors = weights.read()
+    stored = read_resident(there)
+    assert {name: (one.dtype, one.shape) for name, one in weights.shapes.items()} == {
+        name: (one.dtype, one.shape) for name, one in stored.items()
+    }
+    for name, one in stored.items():
+        assert mx.array_equal(tensors[name].view(mx.uint8), one.view(mx.uint8)), name
+
+
+@pytest.mark.parametrize("residue", range(16))
+def test_every_residue_of_offsets(tmp_path, residue):
+    path = write_model(tmp_path, "qwen3_moe", count=1, residues=[residue])
+    files = open_in_place(path).experts
+    assert {piece.offset % 2 for piece in files.pieces(0, 0)} == {residue % 2}
+    packed = PackedExperts.open(tiny_directory("qwen3_moe"), open_in_place(path).args)
+    assert np.array_equal(records_of(files, 1), records_of(packed, 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_ways_one_answer(tmp_path, family):
+    """Converted, in place with the least pool, and in place with all experts in memory."""
+    path = write_model(tmp_path, family, count=2, seed=3, residues=[5, 11])
+    tokens, wanted = goldens.golden(family)
+    logits = {}
+    for name, options in {
+        "packed": {"path_or_hf_repo": tiny_directory(family)},
+        "streamed": {"path_or_hf_repo": path, "expert_io": "pread", "expert_cache_bytes": 1},
+        "resident": {"path_or_hf_repo": path},
+    }.items():
+        model = load_model(dtype=mx.float32, **options)
+        assert model.experts.mode.value == {"packed": "mmap", "streamed": "pread", "resident": "resident"}[name]
+        logits[name] = [np.array(model(mx.array(tokens)[None]))]
+        cache = model.make_cache()
+        model(mx.array(tokens[:-1])[None], cache)
+        logits[name].append(np.array(model(mx.array(tokens[-1:])[None], cache)))
+        model.experts.close()
+    assert np.abs(logits["packed"][0][0] - wanted).max() < TOLERANCE
+    for name in ("streamed", "resident"):
+        assert all(map(np.array_equal, logits[name], logits["packed"])), name
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_every_geometry_gives_the_packed_models_records(tmp_path, forms):
+    usual, down = (Quant(*form) for form in forms)
+    path, packed = converted(tmp_path, usual, down)
+    experts = open_in_place(path).experts
+    there = PackedExperts.open(packed, ModelArgs.from_file(packed))
+    assert experts.layout == there.layout and experts.layout.records[0].quants == (usual, usual, down)
+    assert len(experts.pieces(0, 1)) == len(experts.layout.records[0].fields)
+    for layer in experts.layout.moe_layers:
+        assert np.array_equal(records_of(experts, layer), records_of(there, layer))
+    assert model_fingerprint(path, mx.float32) == model_fingerprint(packed, mx.float32)
+
+
+def converted(folder, usual, down):
+    """A checkpoint with experts in these forms, and the packed model of it."""
+    path = write_model(folder / "checkpoint", "qwen3_moe", residues=[7, 12], forms=(usual, down))
+    convert(path, folder / "packed")
+    return path, folder / "packed"
+
+
+@pytest.mark.parametrize("forms", [forms for forms in FORMS if forms[0][2:] != ("mxfp4",)])
+def test_every_geometry_gives_the_packed_models_bits(tmp_path, forms):
+    path, packed = converted(tmp_path, *(Quant(*form) for form in forms))
+    tokens, logits = goldens.golden("qwen3_moe")[0], []
+    for where, mode in ((packed, "mmap"), (path, "pread"), (path, "resident")):
+        model = load_model(where, dtype=mx.float32, expert_io=mode, expert_cache_bytes=1)
+        logits.append(np.array(model(mx.array(tokens)[None])))
+        model.experts.close()
+    assert np.isfinite(logits[0]).all()
+    assert np.array_equal(logits[0], logits[1]) and np.array_equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_a_fingerprint_does_not_tell_a_checkpoint_from_what_is_converted_from_it(tmp_path, family):
+    path = write_model(tmp_path / "checkpoint", family, count=2, seed=1)
+    with on_cpu():
+        convert(path, tmp_path / "packed")
+    here = model_fingerprint(path, mx.float32)
+    assert here == model_fingerprint(tmp_path / "packed", mx.float32) == model_fingerprint(path, mx.float32)
+    file, place = next((piece.path, piece.offset) for piece in open_in_place(path).experts.pieces(2, 0))
+    with open(file, "r+b") as opened:
+        opened.seek(place + 100)
+        byte = opened.read(1)[0]
+        opened.seek(place + 100)
+        opened.write(bytes([byte ^ 255]))
+    assert model_fingerprint(path, mx.float32).difference(here) == "another model"
+
+
+def test_experts_as_floats_must_be_converted(tmp_path):
+    path = write_model(tmp_path, "qwen3_moe", count=1)
+    tensors = goldens.variant_tensors("qwen3_moe", "mlx4")
+    stem = "model.layers.1.mlp.switch_mlp.up_proj."
+    codes = tensors[f"{stem}weight"][1]
+    left = {name: one for name, one in tensors.items() if not name.startswith(stem)}
+    left[f"{stem}weight"] = ("BF16", np.zeros((*codes.shape[:2], codes.shape[2] * 8), np.uint16))
+    write_shards(path, [left])
+    with pytest.raises(NotPackedError, match=rf"layers\.1.*has floats, BF16; .*run: python.*--hf-path {path} "):
+        open_in_place(path)
+
+
+def test_a_tensor_that_is_missing(tmp_path):
+    path = write_model(tmp_path, "qwen3_moe", count=1)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
+    with pytest.raises(ModelFileError, match="missing"):
+        open_in_place(path)

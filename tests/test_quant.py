@@ -1,0 +1,114 @@
+"""How matrices are stored: every spelling of a path finds its entry, and shapes are believed only if they agree."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.quant import (
+    AFFINE_BITS,
+    AFFINE_GROUPS,
+    MODES,
+    Quant,
+    Quantization,
+    entries,
+    is_computed,
+    of_packed,
+    of_shapes,
+    plain,
+)
+
+PATH = "model.layers.3.mlp.switch_mlp.down_proj"
+SPELLINGS = (
+    PATH,
+    f"language_model.{PATH}",
+    "model.language_model.layers.3.mlp.switch_mlp.down_proj",
+    "layers.3.mlp.switch_mlp.down_proj",
+)
+
+
+@pytest.mark.parametrize("asked", SPELLINGS)
+@pytest.mark.parametrize("written", SPELLINGS)
+def test_every_spelling_of_a_path_is_the_same(written, asked):
+    config = {"quantization": {"bits": 3, "group_size": 64, written: {"bits": 6, "group_size": 32}}}
+    found = of_packed(config)
+    assert found.of(asked) == Quant(6, 32)
+    assert found.of(asked.replace("3", "13")) == Quant(3, 64)
+    config["quantization"][written] = False
+    assert of_packed(config).of(asked) is None
+
+
+def test_a_shared_expert_has_two_names():
+    quantization = Quantization(overrides={"model.layers.1.mlp.shared_experts.up_proj": None})
+    assert quantization.of("model.layers.1.mlp.shared_expert.up_proj") is None
+    assert plain("lm_head") == "lm_head"
+
+
+def test_two_spellings_that_differ_are_refused():
+    config = {"quantization": {"bits": 4, SPELLINGS[0]: {"bits": 6}, SPELLINGS[1]: {"bits": 5}}}
+    with pytest.raises(ConfigError, match="6 bits.* under another spelling"):
+        of_packed(config)
+    config["quantization"][SPELLINGS[1]] = {"bits": 6}
+    assert of_packed(config).of(PATH) == Quant(6, 64)
+
+
+@pytest.mark.parametrize(
+    ("entry", "wanted"),
+    [
+        ({"bits": 3}, Quant(3, 64)),
+        ({"group_size": 32}, Quant(4, 32)),
+        ({"mode": "mxfp4"}, Quant(4, 32, "mxfp4")),
+        ({"mode": None, "bits": None, "group_size": 128}, Quant(4, 128)),
+    ],
+)
+def test_what_an_entry_leaves_out_is_the_modes_default(entry, wanted):
+    """Never what the rest of the file has."""
+    found = entries({"quantization": {"bits": 8, "group_size": 32, "m": entry, "on": True}})
+    assert found == {"": Quant(8, 32), "m": wanted}
+
+
+@pytest.mark.parametrize("where", [{}, {"m": 1}])
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
+def test_modes_that_are_not_computed_are_named(mode, where):
+    form = {"mode": mode, "group_size": MODES[mode][0], "bits": MODES[mode][1]}
+    config = {"quantization": {"bits": 4, "m": form} if where else form}
+    with pytest.raises(ConfigError) as refused:
+        of_packed(config)
+    text = str(refused.value)
+    assert (
+        text.startswith(mode)
+        and f"of {'m' if where else 'the model'} says" in text[:200]
+        and "affine 2, 3" in text[:200]
+    )
+
+
+def test_everything_affine_and_mxfp4_is_computed():
+    forms = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
+    assert all(map(is_computed, [*forms, Quant(4, 32, "mxfp4")])) and len(forms) == 18
+    for other in (Quant(7, 64), Quant(4, 16), Quant(4, 64, "mxfp4"), Quant(4, 16, "nvfp4"), Quant(8, 32, "mxfp8")):
+        assert not is_computed(other)
+
+
+forms = st.builds(Quant, st.sampled_from(AFFINE_BITS), st.sampled_from(AFFINE_GROUPS)) | st.just(Quant(4, 32, "mxfp4"))
+
+
+@given(form=forms, stated=forms | st.none(), groups=st.integers(1, 20), off=st.integers(-2, 2), more=st.integers(-1, 1))
+def test_shapes_and_configuration_must_agree(form, stated, groups, off, more):
+    columns = 128 * groups
+    words, count = form.words(columns) + off, form.groups(columns) + more
+    if stated and not off and not more and (form.bits, form.group_size) == (stated.bits, stated.group_size):
+        assert of_shapes("m", columns, words, count, stated) == stated  # shapes do not tell the mode
+        return
+    with pytest.raises(
+        ModelFileError, match=rf"tensor m\.weight has .* by its shapes.*says {stated or 'not quantised'}$"
+    ):
+        of_shapes("m", columns, words, count, stated)
+
+
+@given(columns=st.integers(0, 300), words=st.integers(0, 300), groups=st.integers(0, 40), stated=forms)
+def test_no_shapes_are_too_strange(columns, words, groups, stated):
+    try:
+        found = of_shapes("m", columns, words, groups, stated)
+    except ModelFileError:
+        return
+    assert found == stated and found.words(columns) == words and found.groups(columns) == groups
