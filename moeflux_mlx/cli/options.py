@@ -159,8 +159,8 @@ def load_named(options: argparse.Namespace) -> Engine:
 
 
 def open_optional(options: argparse.Namespace, progress: ReadingProgress | None = None) -> Engine:
-    """The model that the options of `add_model_options` name."""
-    return open_engine(
+    """The model that the options of `add_model_options` name; on rank 0 of several, the one that the others follow."""
+    engine = open_engine(
         options.model,
         revision=options.revision,
         dtype=getattr(mx, options.dtype) if options.dtype else None,
@@ -171,7 +171,10 @@ def open_optional(options: argparse.Namespace, progress: ReadingProgress | None 
         span=options.span,
         prefill_step_size=options.prefill_step_size,
         progress=progress,
+        ranks=getattr(options, "ranks", None),
     )
+    lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
+    return engine if lead is None else lead(engine)
 
 
 def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:

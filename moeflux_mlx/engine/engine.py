@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..experts.mapped import MappedExperts
+from ..experts.ranks import RankedExperts
 from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
 from ..experts.source import ExpertLoader, IoMode
@@ -27,8 +28,10 @@ from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, plan_memory
+from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import default_dtype, machine_figures
+from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
 from .weights import Weights, open_weights
 from .wired import wire
@@ -42,6 +45,8 @@ R = TypeVar("R")
 class Engine:
     """A loaded model, the source of its experts, the plan of its memory, its tokenizer, and where it came from.
 
+    With `lead`, other ranks take every step of its sessions.
+
     Nothing of it changes after loading.
     """
 
@@ -49,6 +54,7 @@ class Engine:
     model: Model
     experts: ExpertLoader
     plan: MemoryPlan
+    lead: Lead | None = None
 
     @property
     def path(self) -> Path:
@@ -75,8 +81,10 @@ class Engine:
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
-        room = min(CHECKPOINT_BYTES, self.plan.headroom // 4)
-        return Session(self.model, self.tokenizer, **{"checkpoint_bytes": room, **options})
+        given = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
+        if self.lead is not None:
+            return LeadSession(self.lead, self.model, self.tokenizer, **given)
+        return Session(self.model, self.tokenizer, **given)
 
 
 def open_engine(
@@ -91,6 +99,7 @@ def open_engine(
     prefill_step_size: int | None = None,
     revision: str | None = None,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
     claim_process()
@@ -99,6 +108,8 @@ def open_engine(
     path = resolve(path_or_hf_repo, revision)
     weights, mode = open_weights(path), from_environment(expert_io)
     weights.check_mode(mode)
+    if ranks is not None:
+        mode = io_mode(mode, weights)
     args, dtype = weights.args, dtype or default_dtype()
     demand = demand_of(
         args,
@@ -111,10 +122,27 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=weights.in_place,
     )
-    plan = plan_memory(args, weights.experts.layout, machine_figures(), demand)
+    if ranks is None:
+        plan = plan_memory(args, weights.experts.layout, machine_figures(), demand)
+        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
+    figures = machine_figures()
+    party, plan = meet(ranks, weights, dtype, demand, lambda layout, own: plan_memory(args, layout, figures, own))
+    with party.loading(weights.experts.layout.total_bytes):
+        return _loaded(weights, plan, dtype, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
+
+
+def _loaded(
+    weights: Weights,
+    plan: MemoryPlan,
+    dtype: mx.Dtype,
+    computing: Callable[[ExpertLoader], RoutedExperts | RankedExperts],
+    progress: Progress | None,
+) -> Engine:
+    """The model as planned; `computing` makes of its source who computes routed experts."""
+    args = weights.args
     experts = open_experts(weights.experts, args, plan, progress)
     try:
-        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(weights.shapes), plan.sizes)
+        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes)
         fill(model, weights.read(), args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
@@ -205,6 +233,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
         progress: called with the bytes read so far and in all, while resident experts are read.
+        ranks: this process is one of several, which all load the model and then make the same calls.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.

@@ -252,7 +252,8 @@ class Session:
             self.points.keep(found)
         else:
             self.tokens = before
-            self.rewind(known)
+            if known < len(before):
+                self._go_back(known)
         self.reuse = Reuse(len(prompt), 0 if found else known, found, max(saved - max(found, known), 0))
 
     def _absorbed(self, prompt: list[int], prefill: Prefill, ends: list[int]) -> None:

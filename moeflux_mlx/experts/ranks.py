@@ -115,9 +115,16 @@ class RankedExperts:
         owner = self.owners.of(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
+
+        def watched(share: float) -> None:
+            report(share)
+            self._stop_if_wanted()
+
         try:
+            self._stop_if_wanted()
             self.lookahead.requested(routing, ids)
-            rows = self._own_rows(routing.layer, ids, weights, x, mine, report)
+            rows = self._own_rows(routing.layer, ids, weights, x, mine, watched)
+            self._stop_if_wanted()
         except BaseException as error:  # the others wait for this process's rows and must hear of it
             failure, rows = error, np.zeros((len(mine), x.shape[1]), np.float32)
         gathered = self._gather(routing.layer, ids, counts, rows, failure)
@@ -125,6 +132,10 @@ class RankedExperts:
         where = np.empty(ids.size, np.int32)
         where[first] = np.arange(ids.size)
         return gathered, where.reshape(ids.shape)
+
+    def _stop_if_wanted(self) -> None:
+        if error := self.exchange.take_pending():
+            raise error
 
     def _own_rows(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
@@ -169,6 +180,7 @@ class RankedExperts:
 
     def _raise(self, told: Told, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
+        self.exchange.has_ended = any(told.flags)
         if failure is not None:
             raise failure
         failed, stopped = told.first(FAILED), told.first(STOPPED)
