@@ -59,11 +59,11 @@ inline uint min(uint a, uint b) {
 }  // namespace metal
 
 // One LOP3 instruction; left to itself the compiler takes two.
-inline uint q4_pair(uint word) {
-  uint pair;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word), "r"(0x000F000Fu), "r"(0x43004300u));
-  return pair;
+inline uint codes_over(uint word, uint mask, uint base) {
+  uint made;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made) : "r"(word), "r"(mask), "r"(base));
+  return made;
 }
-#define Q4_PAIR(word) q4_pair(word)
-#define Q4_PRAGMA(text) _Pragma(#text)
-#define Q4_UNROLL(count) Q4_PRAGMA(unroll count)
+#define CODES_OVER(word, mask, base) codes_over(word, mask, base)
+#define CODES_PRAGMA(text) _Pragma(#text)
+#define CODES_UNROLL(count) CODES_PRAGMA(unroll count)

@@ -1,36 +1,33 @@
-// The matrices of N packed records in X, weight = scale * code + bias: in float, rounded once.
-// blob[S, WORDS] u32: records; slots[N]; gate_up[N, 2 * I, H] X, gate's rows first; down[N, H, I] X. In a record, gate's
-// codes [I, H / 8] u32 begin GATE_W words in, its scales and biases [I, H / 64] bfloat16 GATE_S and GATE_B words;
-// likewise up's, and down's with codes [H, I / 8] and groups [H, I / 64].
+// COUNT (1 or 2) matrices [ROWS, COLS] of packed records in X, one below the other: computed in float, rounded once.
+// blob[S, WORDS] u32: records; slots[N]; out[N, COUNT * ROWS, COLS] X. In a record, the first matrix's codes
+// [ROWS, COLS * BITS / 32] u32 begin FIRST_W words in, its scales and biases [ROWS, COLS / GROUP] S FIRST_S and FIRST_B
+// words; likewise the last's. MX is 1 for mxfp4.
 //
-// grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R words of codes, eight weights each, as far
-// apart as the threadgroup has lanes, so that lanes side by side read and write side by side.
-  constexpr uint EACH = I * H / 8;  // words of codes of a matrix
+// grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R pieces of eight codes, as far apart as the
+// threadgroup has lanes, so that lanes side by side read and write side by side.
+  constexpr uint EACH = ROWS * COLS / 8;  // pieces of a matrix
   const size_t place = threadgroup_position_in_grid.y;
-  const device uint32_t* record = blob + q4_record(uint(slots[place]), WORDS);
-  device X* first = gate_up + place * (16 * size_t(EACH));
-  device X* second = down + place * (8 * size_t(EACH));
+  const device uint32_t* record = blob + codes_record(uint(slots[place]), WORDS);
+  device X* to = out + place * (8 * COUNT * size_t(EACH));
   const uint from = threadgroup_position_in_grid.x * (R * 32 * SG) + thread_index_in_threadgroup;
 
-  uint code[R];
+  uint64_t code[R];
   float scale[R], bias[R];
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {
-    const uint word = metal::min(from + r * (32 * SG), 3 * EACH - 1);
-    const uint matrix = word / EACH, within = word % EACH;
-    const uint w = matrix == 0 ? GATE_W : matrix == 1 ? UP_W : DOWN_W;
-    const uint s = matrix == 0 ? GATE_S : matrix == 1 ? UP_S : DOWN_S;
-    const uint b = matrix == 0 ? GATE_B : matrix == 1 ? UP_B : DOWN_B;
-    code[r] = record[w + within];
-    scale[r] = float(((const device bfloat16_t*)(record + s))[within / 8]);
-    bias[r] = float(((const device bfloat16_t*)(record + b))[within / 8]);
+    const uint piece = metal::min(from + r * (32 * SG), uint(COUNT * EACH - 1));
+    const bool last = piece >= EACH;
+    const uint within = last ? piece - EACH : piece, group = within / (GROUP / 8);
+    code[r] = dense_codes<BITS>(record + (last ? LAST_W : FIRST_W), within, EACH);
+    scale[r] = codes_scale(((const device S*)(record + (last ? LAST_S : FIRST_S)))[group]);
+    bias[r] = MX ? 0.0f : codes_scale(((const device S*)(record + (last ? LAST_B : FIRST_B)))[group]);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {
-    const uint word = from + r * (32 * SG);
-    if (word < 3 * EACH) {
+    const uint piece = from + r * (32 * SG);
+    if (piece < COUNT * EACH) {
       float v[8];
-      q4_dense_word(code[r], scale[r], bias[r], v);
-      q4_dense_store(v, word < 2 * EACH ? first + 8 * word : second + 8 * (word - 2 * EACH));
+      dense_weights<BITS, MX>(code[r], scale[r], bias[r], v);
+      dense_store(v, to + 8 * piece);
     }
   }

@@ -1,12 +1,12 @@
 // out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
-// act[T, K, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I / 8] u32 begin DOWN_W words in, its scales
-// and biases [H, I / 64] bfloat16 DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y;
+// act[T, K, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I * BITS / 32] u32 begin DOWN_W words in, its
+// scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y;
 // shared[T, H] Z, read when SHARED is 1.
 //
 // grid: (32 * K * blocks, T, 1), threadgroup (32 * K, 1, 1): simdgroup k works for slot k, so K experts are read at
 // once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in turn.
 // R is at most L, so that a threadgroup has a thread for each of its rows.
-  constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST;
+  constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[K * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
   const uint token = threadgroup_position_in_grid.y;
@@ -14,10 +14,10 @@
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
-  const device uint32_t* record = blob + q4_record(uint(slots[token * K + k]), WORDS);
+  const device uint32_t* record = blob + codes_record(uint(slots[token * K + k]), WORDS);
   const device uint32_t* down = record + DOWN_W;
-  const device bfloat16_t* scales = (const device bfloat16_t*)(record + DOWN_S);
-  const device bfloat16_t* biases = (const device bfloat16_t*)(record + DOWN_B);
+  const device S* scales = (const device S*)(record + DOWN_S);
+  const device S* biases = (const device S*)(record + DOWN_B);
   const device X* a = act + (token * K + k) * I;
 
   // What the end needs is asked for first.
@@ -37,12 +37,12 @@
     row[r] = metal::min(first + r * ABREAST, uint(H - 1));
     acc[r] = 0;
   }
-  Q4_UNROLL(AHEAD)
-  for (uint chunk = lane; chunk < I / 32; chunk += L) {
-    uint4 code[R];
-    float scale[R], bias[R];
-    q4_load<R, I>(down, scales, biases, row, chunk, code, scale, bias);
-    q4_dot<R>(code, scale, bias, a + 32 * chunk, acc);
+  CODES_UNROLL(AHEAD)
+  for (uint chunk = lane; chunk < I / CHUNK; chunk += L) {
+    uint code[R * (CHUNK * BITS / 32)];
+    float scale[R * GROUPS], bias[R * GROUPS];
+    codes_load<R, BITS, GROUP, CHUNK, I>(down, scales, biases, row, chunk, code, scale, bias);
+    codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, a + CHUNK * chunk, acc);
   }
   for (int r = 0; r < R; r++) {
     const float total = lane_sum<L>(acc[r]);

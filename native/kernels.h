@@ -41,6 +41,81 @@ INLINE float FN(hsum)(vf v) {
     return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
+/* ---- what an instruction set does with words of 32 bits: lanes by index, every third or fifth word, E2M1 codes ---- */
+
+#if W == 16
+INLINE vu FN(permute)(vu v, vi from) { return (vu)_mm512_permutexvar_epi32((__m512i)from, (__m512i)v); }
+
+INLINE vu FN(every)(const uint32_t *p, const int step) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return (vu)_mm512_i32gather_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(step)), p, 4);
+}
+
+/* Twice their value plus 16, by byte. */
+INLINE vu FN(e2m1)(vu codes) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_BYTES));
+    return (vu)_mm512_shuffle_epi8(table, (__m512i)codes);
+}
+#elif W == 8
+INLINE vu FN(permute)(vu v, vi from) { return (vu)_mm256_permutevar8x32_epi32((__m256i)v, (__m256i)from); }
+
+INLINE vu FN(e2m1)(vu codes) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_BYTES));
+    return (vu)_mm256_shuffle_epi8(table, (__m256i)codes);
+}
+
+/* Lanes i, i + 3, ... of the first, second and third of what is given for i = 0, 1 and 2. */
+#define BLEND3(a, b, c) _mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x92), c, 0x24)
+#define BLEND5(a, b, c, d, e) \
+    _mm256_blend_epi32(_mm256_blend_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x42), c, 0x84), d, 0x08), e, 0x10)
+
+/* out[k] = words k, k + 3, ...: word n lies in lane n % 8 of a vector, and all those of one k in different lanes. */
+INLINE void FN(deal3)(const uint32_t *p, vu *out) {
+    const vi order = {0, 3, 6, 1, 4, 7, 2, 5};
+    __m256i a = _mm256_loadu_si256((const __m256i *)p), b = _mm256_loadu_si256((const __m256i *)(p + 8));
+    __m256i c = _mm256_loadu_si256((const __m256i *)(p + 16));
+    out[0] = FN(permute)((vu)BLEND3(a, b, c), order);
+    out[1] = FN(permute)((vu)BLEND3(c, a, b), (order + 1) & 7);
+    out[2] = FN(permute)((vu)BLEND3(b, c, a), (order + 2) & 7);
+}
+
+INLINE void FN(deal5)(const uint32_t *p, vu *out) {
+    const vi order = {0, 5, 2, 7, 4, 1, 6, 3};
+    __m256i v[5];
+    UNROLL for (int i = 0; i < 5; i++) v[i] = _mm256_loadu_si256((const __m256i *)(p + 8 * i));
+    UNROLL for (int k = 0; k < 5; k++) {
+        vu mixed = (vu)BLEND5(v[2 * k % 5], v[(2 * k + 3) % 5], v[(2 * k + 1) % 5], v[(2 * k + 4) % 5],
+                              v[(2 * k + 2) % 5]);
+        out[k] = FN(permute)(mixed, (order + k) & 7);
+    }
+}
+#undef BLEND3
+#undef BLEND5
+#else
+INLINE vu FN(every)(const uint32_t *p, const int step) {
+    vu v;
+    for (int i = 0; i < W; i++) v[i] = p[step * i];
+    return v;
+}
+
+/* By arithmetic on bytes: 0 to 4 are their own codes, 6, 8 and 12 lie 1, 2 and 5 above theirs. */
+INLINE vu FN(e2m1)(vu codes) {
+    const vu one = (vu){0} + 0x01010101u;
+    vu high = codes >> 2 & one, a = high & codes, b = high & codes >> 1, sign = codes >> 3 & one;
+    vu size = (codes & 0x07070707u) + a + 2 * b + 2 * (a & b);
+    return 0x10101010u + size - 2 * (size & ((sign << 4) - sign));
+}
+#endif
+#if W != 8
+INLINE void FN(deal3)(const uint32_t *p, vu *out) {
+    UNROLL for (int k = 0; k < 3; k++) out[k] = FN(every)(p + k, 3);
+}
+
+INLINE void FN(deal5)(const uint32_t *p, vu *out) {
+    UNROLL for (int k = 0; k < 5; k++) out[k] = FN(every)(p + k, 5);
+}
+#endif
+
 INLINE vf FN(pick)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
 /* exp to about 2 ulp on [-87.3, 88], clamped outside: x = n ln2 + r, |r| <= ln2/2, Taylor to r^7. */
@@ -143,7 +218,7 @@ INLINE void FN(block)(const vu *words, const vf *scale, const vf *bias, const fl
 
 /* Where `row` starts; past the end, where the work goes on. */
 INLINE const uint32_t *FN(soon)(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
-    return row < r1 || !m->next ? m->w + row * (m->in / 8) : m->next + (row - r1) * (m->in / 8);
+    return row < r1 || !m->next ? m->w + row * m->words : m->next + (row - r1) * m->words;
 }
 
 /* Rows r..r+R-1 (those below r1) against T activations: y[t][row - r0]. */
@@ -210,48 +285,212 @@ static TARGET void FN(rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff
     typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     static Rows *const kernels[2][4] = {{FN(rows_1_0), FN(rows_2_0), FN(rows_3_0), FN(rows_4_0)},
                                         {FN(rows_1_1), FN(rows_2_1), FN(rows_3_1), FN(rows_4_1)}};
-    kernels[m->is_f32][n - 1](m, r0, r1, x, y);
+    kernels[m->kind == F32][n - 1](m, r0, r1, x, y);
 }
 
-INLINE float FN(coefficient)(const void *table, ptrdiff_t g, int is_f32) {
-    if (is_f32) return ((const float *)table)[g];
-    uint32_t bits = (uint32_t)((const uint16_t *)table)[g] << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
+/* ---- every other form ---------------------------------------------------------------------------------
+ *
+ * A block is as many codes as fill whole words: BLOCK_CODES(bits) of them in BLOCK_WORDS(bits). A vector takes one
+ * word of W blocks, a lane each. As above, a code is used where it stands in its word and its activation is divided by
+ * that power of two; one that crosses into the next word, or ends at the highest bit, is shifted down instead. E2M1
+ * codes first become bytes of twice their value plus 16, which a multiple of the activations' sum takes off again.
+ */
 
-/* Rows r0..r1 of a 4-bit matrix as float32 in element order; `out` is where row r0 goes. */
-static TARGET void FN(dequantize4)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
-    static const uint32_t shifts[8] = {0, 4, 8, 12, 16, 20, 24, 28};
-    ptrdiff_t words = m->in / 8;
-    enum { L = W < 8 ? W : 8 };
-    typedef uint32_t lu __attribute__((vector_size(4 * L), aligned(4), may_alias));
-    typedef int32_t li __attribute__((vector_size(4 * L), aligned(4), may_alias));
-    typedef float lf __attribute__((vector_size(4 * L), aligned(4), may_alias));
-    for (ptrdiff_t k = r0 * words; k < r1 * words; k++) {
-        float s = FN(coefficient)(m->s, k / 8, m->is_f32), b = FN(coefficient)(m->b, k / 8, m->is_f32);
-        for (int j = 0; j < 8; j += L) {
-            lu bits = (((lu){0} + m->w[k]) >> *(const lu *)(shifts + j)) & 15u;
-            *(lf *)(out + 8 * (k - r0 * words) + j) = __builtin_convertvector((li)bits, lf) * s + b;
+/* What is used where it stands: the bits below code j in its word, or 0 where it is shifted down. */
+#define CODE_AT(bits, j) ((j) * (bits) % 32 + (bits) < 32 ? (j) * (bits) % 32 : 0)
+/* Byte of a word where E2M1 code j of a block stands, of those with even or odd j. */
+#define MX_AT(j) (8 * ((j) / 2))
+
+static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) {
+    const ptrdiff_t codes = m->is_mx ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
+    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + 1) * W) {
+        memset(out, 0, (size_t)((codes + 1) * W) * sizeof *out);
+        for (ptrdiff_t lane = 0; lane < W && b0 + lane < blocks; lane++) {
+            const float *e = x + codes * (b0 + lane);
+            float sum = 0;
+            for (ptrdiff_t j = 0; j < codes; j++) {
+                out[j * W + lane] = ldexpf(e[j], -(int)(m->is_mx ? MX_AT(j) : CODE_AT(m->bits, j)));
+                sum += e[j];
+            }
+            out[codes * W + lane] = sum;
         }
     }
 }
 
-/* The same for 8-bit codes. */
-static TARGET void FN(dequantize8)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
-    typedef uint8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
-    const uint8_t *codes = (const uint8_t *)m->w + r0 * m->in;
-    for (ptrdiff_t g = 0; g < (r1 - r0) * (m->in / 64); g++, codes += 64, out += 64) {
-        ptrdiff_t at = r0 * (m->in / 64) + g;
-        float s = FN(coefficient)(m->s, at, m->is_f32), b = FN(coefficient)(m->b, at, m->is_f32);
-        for (int i = 0; i < 64; i += W)
-            *(vf *)(out + i) = __builtin_convertvector(*(const vb *)(codes + i), vf) * s + b;
+/* Float16 bits to float. */
+INLINE vf FN(half)(vu bits) {
+    vu size = (bits & 0x7FFFu) << 13;
+    vu value = (vu)((vf)size * 0x1p112f) | ((vu)((bits & 0x7C00u) == 0x7C00u) & 0x7F800000u);
+    return (vf)(value | (bits & 0x8000u) << 16);
+}
+
+/* The float that `bits` of a scale or bias of this kind stand for. */
+INLINE vf FN(decoded)(vu bits, const int kind) {
+    if (kind == BF16) return (vf)(bits << 16);
+    if (kind == F16) return FN(half)(bits);
+    if (kind == E8M0) return (vf)(bits << 23 | ((vu)(bits == 0) & 0x00400000u));
+    return (vf)bits;
+}
+
+INLINE uint32_t FN(bits_of)(const void *table, ptrdiff_t i, const int kind) {
+    if (kind == F32) return ((const uint32_t *)table)[i];
+    return kind == E8M0 ? ((const uint8_t *)table)[i] : ((const uint16_t *)table)[i];
+}
+
+/* Scales or biases of the W blocks whose first is in group g of a table of `count`; `share` blocks have one. */
+INLINE vf FN(of_blocks)(const void *table, ptrdiff_t g, ptrdiff_t count, ptrdiff_t share, const int kind) {
+    vu bits = {0};
+    static const uint32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (kind == E8M0 && share == 4 && g + 4 <= count) {
+        uint32_t four;
+        memcpy(&four, (const uint8_t *)table + g, 4);
+        return FN(decoded)(((vu){0} + four) >> (*(const vu *)lane >> 2 << 3) & 255u, kind);
+    }
+#if W > 4
+    typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
+    if (share < W && kind != E8M0 && g + W <= count) {
+        if (kind == F32) bits = *(const vu *)((const uint32_t *)table + g);
+        else bits = __builtin_convertvector(*(const vh *)((const uint16_t *)table + g), vu);
+        vu from = *(const vu *)lane >> (share == 1 ? 0 : share == 2 ? 1 : share == 4 ? 2 : 3);
+        return FN(decoded)(share == 1 ? bits : FN(permute)(bits, (vi)from), kind);
+    }
+#endif
+    if (share >= W) return FN(decoded)((vu){0} + FN(bits_of)(table, g, kind), kind);
+    for (int i = 0; i < W; i++) bits[i] = g + i / share < count ? FN(bits_of)(table, g + i / share, kind) : 0;
+    return FN(decoded)(bits, kind);
+}
+
+/* Code j of each block, times 2^CODE_AT. */
+INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_mx) {
+    if (is_mx) return __builtin_convertvector((vi)(words[j % 2] & (31u << MX_AT(j))), vf);
+    const int k = j * bits / 32, at = j * bits % 32;
+    const uint32_t mask = (1u << bits) - 1;
+    vu found;
+    if (at + bits < 32) found = words[k] & (mask << at);
+    else if (at + bits == 32) found = words[k] >> at;
+    else found = (words[k] >> at | words[k + 1] << (32 - at)) & mask;
+    return __builtin_convertvector((vi)found, vf);
+}
+
+/* Rows r..r+R-1 (those below r1) against T activations. */
+INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
+                           float *const *y, const int R, const int T, const int BITS, const int MX) {
+    enum { MOST = 5 };
+    const int codes = MX ? 8 : BLOCK_CODES(BITS), each = MX ? 1 : BLOCK_WORDS(BITS), kind = m->kind;
+    const ptrdiff_t blocks = m->in / codes, groups = m->in / m->group, share = m->group / codes;
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->words * 4)), at = 0;
+    const uint32_t *soon = FN(soon)(m, ahead, r1), *w[4];
+    ptrdiff_t first[4];
+    vf acc[8];
+    UNROLL for (int i = 0; i < R; i++) {
+        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
+        w[i] = m->w + row * m->words, first[i] = row * groups;
+        fetch_tables(m, ahead + i, r1);
+    }
+    UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
+    for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + 1) * W) {
+        vu word[4][MOST];
+        vf sum[8], scale[4], bias[4];
+        uint32_t tail[MOST * W] = {0};
+        UNROLL for (int i = 0; i < R; i++) {
+            const uint32_t *from = w[i] + b * each;
+            const ptrdiff_t group = first[i] + b / share;
+            for (int n = 0; n < each * W; n += 16) __builtin_prefetch(soon + i * m->words + b * each + n);
+            if (blocks - b < W) from = (const uint32_t *)memcpy(tail, from, (size_t)((blocks - b) * each) * 4);
+            if (MX) {
+                vu both = *(const vu *)from;
+                word[i][0] = FN(e2m1)(both & 0x0F0F0F0Fu), word[i][1] = FN(e2m1)(both >> 4 & 0x0F0F0F0Fu);
+            } else if (each == 3) FN(deal3)(from, word[i]);
+            else if (each == 5) FN(deal5)(from, word[i]);
+            else word[i][0] = *(const vu *)from;
+            scale[i] = FN(of_blocks)(m->s, group, m->rows * groups, share, kind);
+            if (!MX) bias[i] = FN(of_blocks)(m->b, group, m->rows * groups, share, kind);
+        }
+        UNROLL32 for (int j = 0; j < codes; j++) {
+            vf xv[4];
+            UNROLL for (int t = 0; t < T; t++) xv[t] = *(const vf *)(x[t] + at + j * W);
+            UNROLL for (int i = 0; i < R; i++) {
+                vf q = FN(code)(word[i], j, BITS, MX);
+                UNROLL for (int t = 0; t < T; t++) sum[i * T + t] = j ? sum[i * T + t] + q * xv[t] : q * xv[t];
+            }
+        }
+        UNROLL for (int t = 0; t < T; t++) {
+            vf total = *(const vf *)(x[t] + at + codes * W);
+            UNROLL for (int i = 0; i < R; i++) {
+                vf dot = sum[i * T + t];
+                if (MX) dot = (dot - 16.0f * total) * 0.5f;
+                acc[i * T + t] = acc[i * T + t] + dot * scale[i];
+                if (!MX) acc[i * T + t] = acc[i * T + t] + total * bias[i];
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < R; i++) {
+        if (r + i >= r1) break;
+        UNROLL for (int t = 0; t < T; t++) y[t][r - r0 + i] = FN(hsum)(acc[i * T + t]);
     }
 }
 
-static void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
-    (m->bits == 8 ? FN(dequantize8) : FN(dequantize4))(m, r0, r1, out);
+#define BLOCKS(R, T, BITS, MX)                                                                                \
+    static __attribute__((noinline)) TARGET void FN(blocks_##T##_##BITS##_##MX)(                              \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r += R) FN(block_rows)(m, r0, r, r1, x, y, R, T, BITS, MX);            \
+    }
+#define EVERY(BITS, MX) BLOCKS(4, 1, BITS, MX) BLOCKS(2, 2, BITS, MX) BLOCKS(2, 4, BITS, MX)
+EVERY(2, 0)
+EVERY(3, 0)
+EVERY(4, 0)
+EVERY(5, 0)
+EVERY(6, 0)
+EVERY(8, 0)
+EVERY(4, 1)
+#undef EVERY
+#undef BLOCKS
+
+/* y[t][i] = row r0+i of m times x[t], for n <= 4 activations that pack_blocks made; three go as two and one, which
+ * gives the same bits and less to compile. */
+static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
+                                      float *const *y) {
+    typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+#define THREE(BITS, MX) {FN(blocks_1_##BITS##_##MX), FN(blocks_2_##BITS##_##MX), FN(blocks_4_##BITS##_##MX)}
+    static Rows *const mx[3] = THREE(4, 1);
+    static Rows *const affine[9][3] = {[2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0),
+                                       [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
+#undef THREE
+    Rows *const *kernels = m->is_mx ? mx : affine[m->bits];
+    if (n == 4) {
+        kernels[2](m, r0, r1, x, y);
+        return;
+    }
+    if (n > 1) kernels[1](m, r0, r1, x, y);
+    if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
+}
+
+/* Rows r0..r1 of a matrix of codes as float32 in element order; `out` is where row r0 goes. */
+INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, const int BITS) {
+    static const float e2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    const uint8_t *from = (const uint8_t *)(m->w + r0 * m->words);
+    for (ptrdiff_t c = r0 * m->in; c < r1 * m->in; c += 8, from += BITS, out += 8) {
+        uint64_t bits = 0;
+        memcpy(&bits, from, BITS);
+        const float s = FN(decoded)((vu){0} + FN(bits_of)(m->s, c / m->group, m->kind), m->kind)[0];
+        if (m->is_mx) {
+            for (int j = 0; j < 8; j++) out[j] = e2m1[bits >> (4 * j) & 15] * s;
+            continue;
+        }
+        const float b = FN(decoded)((vu){0} + FN(bits_of)(m->b, c / m->group, m->kind), m->kind)[0];
+        for (int j = 0; j < 8; j++) out[j] = (float)(int32_t)(bits >> (BITS * j) & ((1u << BITS) - 1)) * s + b;
+    }
+}
+
+static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    switch (m->bits) {
+        case 2: FN(unpack)(m, r0, r1, out, 2); break;
+        case 3: FN(unpack)(m, r0, r1, out, 3); break;
+        case 4: FN(unpack)(m, r0, r1, out, 4); break;
+        case 5: FN(unpack)(m, r0, r1, out, 5); break;
+        case 6: FN(unpack)(m, r0, r1, out, 6); break;
+        default: FN(unpack)(m, r0, r1, out, 8);
+    }
 }
 
 /* out = sum_k weight[k] * y[k] + mid + shared for columns h0..h1 of one token, k ascending. */
@@ -274,13 +513,11 @@ INLINE float FN(dot)(const float *a, const float *b, ptrdiff_t n) {
     return FN(hsum)((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-/* y[t][i] = row r0+i of a dense or 8-bit matrix times x[t], element order as stored; `row` holds m->in floats. */
-static TARGET void FN(plain_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
-                                  float *const *y, float *row) {
+/* y[t][i] = row r0+i of a dense matrix times x[t]. */
+static TARGET void FN(dense_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
+                                  float *const *y) {
     for (ptrdiff_t r = r0; r < r1; r++) {
-        const float *values = row;
-        if (m->bits == 32) values = (const float *)m->w + r * m->in;
-        else FN(dequantize8)(m, r, r + 1, row);
+        const float *values = (const float *)m->w + r * m->in;
         for (ptrdiff_t t = 0; t < n; t++) y[t][r - r0] = FN(dot)(values, x[t], m->in);
     }
 }
@@ -429,7 +666,7 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
 }
 
 static const Path FN(path) = {
-    FN(path_name), W, FN(pack), FN(rows), FN(plain_rows), FN(dequantize), FN(combine), FN(silu_mul),
+    FN(path_name), W, FN(pack), FN(rows), FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
     FN(rms_norm), FN(rope), FN(attend), FN(delta), FN(conv), FN(fold),
     NULL, NULL,
 };

@@ -1,4 +1,4 @@
-/* Native CPU kernels of moeflux_mlx: products with 4-bit, 8-bit and dense matrices, and the small operations.
+/* Native CPU kernels of moeflux_mlx: products with quantised and dense matrices, and the small operations.
  *
  * Every function takes C-contiguous buffers (numpy, mlx, memoryview), checks dtype, shape, alignment,
  * bounds and overlap with the GIL held, then works without it and writes into `out`. A result depends
@@ -25,6 +25,10 @@
 #error "4-bit words and bfloat16 pairs are read as little-endian"
 #endif
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "team.h"
 
 /* Weight bytes asked for ahead of use; 6 KiB is where two Zen 5 cores reach their read bandwidth. */
@@ -34,7 +38,7 @@
 #define CHUNK_BYTES 262144
 #define MAX_CHUNK_ROWS 512
 #define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
-#define PLAIN_BATCH 64    /* rows of x multiplied by one unpacked row of an 8-bit or dense matrix */
+#define DENSE_BATCH 64    /* rows of x multiplied by one row of a dense matrix */
 #define CACHE_AHEAD 16    /* keys or values asked for before their turn */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
 #define MAX_ARGS 8
@@ -42,16 +46,29 @@
 /* Small arrays of accumulators stay in registers only if the loops over them are unrolled. */
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL32 UNROLL
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL32 _Pragma("GCC unroll 32")
 #endif
 
+/* Codes that fill whole words, and how many words. */
+#define BLOCK_CODES(bits) ((bits) % 2 ? 32 : (bits) == 6 ? 16 : 32 / (bits))
+#define BLOCK_WORDS(bits) ((bits) == 6 ? 3 : (bits) % 2 ? (bits) : 1)
+#define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
+
+typedef enum { BF16, F16, F32, E8M0 } Kind; /* of scales and biases */
+
+static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind == E8M0 ? 1 : 2; }
+
 typedef struct {
-    const uint32_t *w;  /* [rows, in / 8] words of 4-bit codes, [rows, in / 4] of 8-bit ones, or floats [rows, in] */
-    const void *s, *b;  /* [rows, in / 64], float32 or bfloat16 bits; NULL if dense */
-    ptrdiff_t in;
-    int bits;           /* 4, 8, or 32: dense */
-    int is_f32;
+    const uint32_t *w;  /* [rows, words] codes, in * bits / 32 words to a row, or floats [rows, in] */
+    const void *s, *b;  /* [rows, in / group]; NULL if there are none */
+    ptrdiff_t in, rows, words, group;
+    int bits;           /* of a code; 32: dense */
+    Kind kind;
+    int is_mx;          /* E2M1 codes, E8M0 scales, no biases */
+    int is_plain;       /* 4 bits, groups of 64, as rows() and single_rows() read them */
     /* What will be read after the last row asked for, or NULL: a prefetch hint. */
     const uint32_t *next;
     const char *next_s, *next_b;
@@ -62,7 +79,9 @@ typedef struct {
     ptrdiff_t width;
     void (*pack)(const float *, float *, ptrdiff_t);
     void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
-    void (*plain_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *, float *);
+    void (*pack_blocks)(const Matrix *, const float *, float *);
+    void (*rows_of_blocks)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    void (*dense_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     void (*dequantize)(const Matrix *, ptrdiff_t, ptrdiff_t, float *);
     void (*combine)(const float *const *, const float *, ptrdiff_t, const float *, const float *, float *, ptrdiff_t,
                     ptrdiff_t);
@@ -79,7 +98,7 @@ typedef struct {
     void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
 } Path;
 
-static inline ptrdiff_t table_bytes(const Matrix *m) { return m->in / 64 * (m->is_f32 ? 4 : 2); }
+static inline ptrdiff_t table_bytes(const Matrix *m) { return m->in / m->group * unit_of(m->kind); }
 
 /* Ask for a row's scales and biases (past r1, of what comes next); else every few rows wait for memory. */
 static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
@@ -89,15 +108,15 @@ static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
     const char *b = over ? m->next_b + (row - r1) * bytes : (const char *)m->b + row * bytes;
     for (ptrdiff_t at = 0; at < bytes; at += 64) {
         __builtin_prefetch(s + at);
-        __builtin_prefetch(b + at);
+        if (m->b) __builtin_prefetch(b + at);
     }
 }
 
 /* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
 static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
-    m->next = then->w + row * (then->in / 8);
+    m->next = then->w + row * then->words;
     m->next_s = (const char *)then->s + row * table_bytes(then);
-    m->next_b = (const char *)then->b + row * table_bytes(then);
+    m->next_b = then->b ? (const char *)then->b + row * table_bytes(then) : NULL;
 }
 
 static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
@@ -148,31 +167,33 @@ static void find_paths(void) {
 
 /* ---- arguments ---------------------------------------------------------------------------- */
 
-typedef enum { F32, U32, I32, SCALE } Kind;
+typedef enum { FLOATS, WORDS, INTEGERS, SCALES } Wanted;
 
 typedef struct {
     Py_buffer view[MAX_ARGS];
     int writable[MAX_ARGS], n;
 } Args;
 
-static int kind_matches(Kind kind, const Py_buffer *view) {
+static int matches(Wanted wanted, const Py_buffer *view) {
     const char *f = view->format ? view->format : "B";
     if (*f == '@' || *f == '=' || *f == '<') f++;
-    if (kind == SCALE && view->itemsize == 2) return !strcmp(f, "H") || !strcmp(f, "bfloat16");
+    if (wanted == SCALES && view->itemsize == 2) return !strcmp(f, "H") || !strcmp(f, "bfloat16") || !strcmp(f, "e");
+    if (wanted == SCALES && view->itemsize == 1) return !strcmp(f, "B");
     if (view->itemsize != 4) return 0;
-    if (kind == U32) return !strcmp(f, "I") || !strcmp(f, "L");
-    if (kind == I32) return !strcmp(f, "i") || !strcmp(f, "l");
+    if (wanted == WORDS) return !strcmp(f, "I") || !strcmp(f, "L");
+    if (wanted == INTEGERS) return !strcmp(f, "i") || !strcmp(f, "l");
     return !strcmp(f, "f");
 }
 
 /* Borrow a buffer until args_done; NULL with an exception if it is not what the operation needs. */
-static Py_buffer *take(Args *args, PyObject *object, const char *name, Kind kind, int ndim, int writable) {
-    static const char *const wanted[] = {"float32", "uint32", "int32", "bfloat16, uint16 (bfloat16 bits) or float32"};
+static Py_buffer *take(Args *args, PyObject *object, const char *name, Wanted kind, int ndim, int writable) {
+    static const char *const wanted[] = {"float32", "uint32", "int32",
+                                         "bfloat16, uint16 (bfloat16 bits), float16, float32 or uint8"};
     Py_buffer *view = &args->view[args->n];
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)))
         return NULL;
     args->writable[args->n++] = writable;
-    if (!kind_matches(kind, view)) {
+    if (!matches(kind, view)) {
         PyErr_Format(PyExc_TypeError, "%s: buffer format '%s', expected %s", name, view->format ? view->format : "B",
                      wanted[kind]);
         return NULL;
@@ -237,31 +258,55 @@ static int arity(Py_ssize_t got, Py_ssize_t want) {
     return 0;
 }
 
-/* w, scales, biases of a matrix with rows of `in` values: 4-bit or 8-bit codes by the length of w's rows. */
-static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
-    Py_buffer *w = take(args, object[0], "w", U32, 2, 0);
-    Py_buffer *s = w ? take(args, object[1], "scales", SCALE, 2, 0) : NULL;
-    Py_buffer *b = s ? take(args, object[2], "biases", SCALE, 2, 0) : NULL;
-    if (!b || !multiple("row length", in, 64)) return 0;
-    *rows = w->shape[0];
-    int bits = w->shape[1] == in / 4 ? 8 : 4;
-    if (!dim(w, "w", 1, in * bits / 32) || !dims2(s, "scales", *rows, in / 64) || !dims2(b, "biases", *rows, in / 64))
-        return 0;
-    if (s->itemsize != b->itemsize) {
-        PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
+static Kind kind_of(const Py_buffer *view) {
+    const char *f = view->format ? view->format : "B";
+    if (view->itemsize == 4) return F32;
+    if (view->itemsize == 1) return E8M0;
+    return f[strlen(f) - 1] == 'e' ? F16 : BF16;
+}
+
+/* A matrix of codes with rows of `in` values; 0 with an exception if no kernel reads such a form. */
+static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Kind kind, int has_biases) {
+    int is_mx = kind == E8M0 && !has_biases && bits == 4 && group == 32;
+    int is_affine = kind != E8M0 && has_biases && bits > 1 && bits < 9 && bits != 7 &&
+                    (group == 32 || group == 64 || group == 128);
+    if (!is_mx && !is_affine) {
+        PyErr_Format(PyExc_ValueError, "%zd bits in groups of %zd %s: no kernel reads that form", bits, group,
+                     has_biases ? "with biases" : "without biases");
         return 0;
     }
-    *m = (Matrix){w->buf, s->buf, b->buf, in, bits, s->itemsize == 4, NULL, NULL, NULL};
+    if (!multiple("row length", in, 64) || !multiple("row length", in, group)) return 0;
+    *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .bits = (int)bits, .kind = kind, .is_mx = is_mx};
+    m->is_plain = !is_mx && bits == 4 && group == 64 && kind != F16;
     return 1;
 }
 
-/* As take_codes, or with None for scales and biases a dense float32 matrix. */
+/* w, scales, biases (or None), bits and group of a matrix with rows of `in` values. */
+static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
+    Py_buffer *w = take(args, object[0], "w", WORDS, 2, 0);
+    Py_buffer *s = w ? take(args, object[1], "scales", SCALES, 2, 0) : NULL;
+    Py_buffer *b = s && object[2] != Py_None ? take(args, object[2], "biases", SCALES, 2, 0) : NULL;
+    if (!s || (!b && object[2] != Py_None)) return 0;
+    Py_ssize_t bits = PyLong_AsSsize_t(object[3]), group = PyErr_Occurred() ? 0 : PyLong_AsSsize_t(object[4]);
+    if (PyErr_Occurred() || !shape_of(m, in, bits, group, kind_of(s), b != NULL)) return 0;
+    *rows = m->rows = w->shape[0];
+    if (!dim(w, "w", 1, m->words) || !dims2(s, "scales", *rows, in / group)) return 0;
+    if (b && !dims2(b, "biases", *rows, in / group)) return 0;
+    if (b && kind_of(b) != m->kind) {
+        PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
+        return 0;
+    }
+    m->w = w->buf, m->s = s->buf, m->b = b ? b->buf : NULL;
+    return 1;
+}
+
+/* As take_codes, or with None for scales a dense float32 matrix. */
 static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
-    if (object[1] != Py_None || object[2] != Py_None) return take_codes(args, object, in, m, rows);
-    Py_buffer *w = take(args, object[0], "w", F32, 2, 0);
+    if (object[1] != Py_None) return take_codes(args, object, in, m, rows);
+    Py_buffer *w = take(args, object[0], "w", FLOATS, 2, 0);
     if (!w || !multiple("row length", in, 16) || !dim(w, "w", 1, in)) return 0;
     *rows = w->shape[0];
-    *m = (Matrix){w->buf, NULL, NULL, in, 32, 0, NULL, NULL, NULL};
+    *m = (Matrix){.w = w->buf, .in = in, .rows = *rows, .words = in, .group = in, .bits = 32, .kind = F32};
     return 1;
 }
 
@@ -282,21 +327,27 @@ static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch
     return chunk < 8 ? 8 : chunk > MAX_CHUNK_ROWS ? MAX_CHUNK_ROWS : chunk;
 }
 
-static ptrdiff_t packed_floats(const Path *p, ptrdiff_t in) { return chunks_of(in / 8, p->width) * 9 * p->width; }
+/* Floats of an activation row that is packed for `m`. */
+static ptrdiff_t packed_floats(const Path *p, const Matrix *m) {
+    ptrdiff_t codes = m->is_mx || m->is_plain ? 8 : BLOCK_CODES(m->bits);
+    return chunks_of(m->in / codes, p->width) * (codes + 1) * p->width;
+}
 
 typedef struct {
     const Path *path;
+    const Matrix *m;
     const float *x;
     float *packed;
-    ptrdiff_t in;
-    int single; /* each row will meet its matrix alone */
+    int single; /* each row will meet its matrix alone, and has its own kernel */
 } Pack;
 
 static void pack_job(void *ctx, ptrdiff_t row, int member) {
     Pack *c = ctx;
+    const float *x = c->x + row * c->m->in;
+    float *out = c->packed + row * packed_floats(c->path, c->m);
     (void)member;
-    (c->single ? c->path->single_pack : c->path->pack)(c->x + row * c->in,
-                                                       c->packed + row * packed_floats(c->path, c->in), c->in);
+    if (!c->m->is_plain) c->path->pack_blocks(c->m, x, out);
+    else (c->single ? c->path->single_pack : c->path->pack)(x, out, c->m->in);
 }
 
 /* ---- linear, dequantize ------------------------------------------------------------------- */
@@ -308,7 +359,7 @@ typedef struct {
     const float **x;
     float **y; /* start of each output row */
     int single;
-    float *out, *row; /* row: m.in floats for each member of the team, if rows are unpacked first */
+    float *out;
 } Product;
 
 /* How many of `left` rows of x go through a matrix together: up to 4, but 5 as 3 and 2, as one alone is slow. */
@@ -317,7 +368,8 @@ static ptrdiff_t share(ptrdiff_t left) { return left == 5 ? 3 : least(4, left); 
 /* Rows r0..r1 of m times n packed rows of x. */
 static void multiply(const Path *path, int single, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
                      const float *const *x, float *const *y) {
-    if (single) path->single_rows(m, r0, r1, x[0], y[0]);
+    if (!m->is_plain) path->rows_of_blocks(m, r0, r1, n, x, y);
+    else if (single) path->single_rows(m, r0, r1, x[0], y[0]);
     else path->rows(m, r0, r1, n, x, y);
 }
 
@@ -333,46 +385,47 @@ static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     (void)member;
 }
 
-static void plain_job(void *ctx, ptrdiff_t chunk, int member) {
+static void dense_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
-    float *y[PLAIN_BATCH];
-    for (ptrdiff_t t = 0; t < c->batch; t += PLAIN_BATCH) {
-        ptrdiff_t n = least(PLAIN_BATCH, c->batch - t);
+    float *y[DENSE_BATCH];
+    for (ptrdiff_t t = 0; t < c->batch; t += DENSE_BATCH) {
+        ptrdiff_t n = least(DENSE_BATCH, c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
-        c->path->plain_rows(&c->m, r0, r1, n, c->x + t, y, c->row + member * c->m.in);
+        c->path->dense_rows(&c->m, r0, r1, n, c->x + t, y);
     }
+    (void)member;
 }
 
 static int run_product(Product *c, const float *x) {
-    int is_packed = c->m.bits == 4;
-    ptrdiff_t size = is_packed ? packed_floats(c->path, c->m.in) : c->m.in;
-    /* Rows for the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
-    float *memory = scratch((is_packed ? c->batch * size : MAX_TEAM * c->m.in) * 4);
+    int is_packed = c->m.bits < 32;
+    ptrdiff_t size = is_packed ? packed_floats(c->path, &c->m) : c->m.in;
+    float *memory = is_packed ? scratch(c->batch * size * 4) : NULL;
     c->x = scratch(c->batch * (ptrdiff_t)sizeof *c->x);
     c->y = scratch(c->batch * (ptrdiff_t)sizeof *c->y);
-    int ok = memory && c->x && c->y;
+    int ok = (memory || !is_packed) && c->x && c->y;
     if (ok) {
         for (ptrdiff_t t = 0; t < c->batch; t++)
             c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
-        c->row = memory, c->single = c->batch == 1 && c->path->single_rows;
-        if (is_packed) team_run(pack_job, &(Pack){c->path, x, memory, c->m.in, c->single}, c->batch);
-        team_run(is_packed ? product_job : plain_job, c, chunks_of(c->rows, c->chunk));
+        c->single = c->batch == 1 && c->path->single_rows;
+        if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->single}, c->batch);
+        team_run(is_packed ? product_job : dense_job, c, chunks_of(c->rows, c->chunk));
     }
     free(memory), free(c->x), free(c->y);
     return ok;
 }
 
-/* linear(x[T, I], w[O, I/8 or I/4], scales[O, I/64], biases[O, I/64], out[T, O]), or w[O, I], None, None */
+/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, out[T, O]), or
+ * linear(x, w[O, I], None, None, 0, 0, out) */
 static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    if (!arity(n, 5)) return NULL;
-    Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
+    if (!arity(n, 7)) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
     int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
-    Py_buffer *out = ok ? take(&args, a[4], "out", F32, 2, 1) : NULL;
+    Py_buffer *out = ok ? take(&args, a[6], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
-    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8, c.batch);
+    c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.words * 4, c.batch);
     Py_BEGIN_ALLOW_THREADS;
     ok = run_product(&c, x->buf);
     Py_END_ALLOW_THREADS;
@@ -387,15 +440,15 @@ static void dequantize_job(void *ctx, ptrdiff_t chunk, int member) {
     c->path->dequantize(&c->m, r0, least(r0 + c->chunk, c->rows), c->out + r0 * c->m.in);
 }
 
-/* dequantize(w[O, I/8 or I/4], scales[O, I/64], biases[O, I/64], out[O, I]) */
+/* dequantize(w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, out[O, I]) */
 static PyObject *op_dequantize(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    if (!arity(n, 4)) return NULL;
-    Py_buffer *out = take(&args, a[3], "out", F32, 2, 1);
+    if (!arity(n, 6)) return NULL;
+    Py_buffer *out = take(&args, a[5], "out", FLOATS, 2, 1);
     if (!out || !take_codes(&args, a, out->shape[1], &c.m, &c.rows) || !dim(out, "out", 0, c.rows) || !disjoint(&args))
         return args_done(&args, 0);
-    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.in * c.m.bits / 8, 1);
+    c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.words * 4, 1);
     Py_BEGIN_ALLOW_THREADS;
     team_run(dequantize_job, &c, chunks_of(c.rows, c.chunk));
     Py_END_ALLOW_THREADS;
@@ -414,6 +467,7 @@ typedef struct {
     const uint32_t *blob;
     ptrdiff_t stride;             /* words per record */
     ptrdiff_t place[2][3];        /* words to codes, scales and biases of gate and up, or of down */
+    Matrix form;                  /* theirs, without what a record holds */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
     Pair *pair;                   /* sorted by slot, so pairs that share an expert are neighbours */
@@ -426,11 +480,13 @@ typedef struct {
     int single;                   /* one token: every expert meets one row */
 } Experts;
 
-/* A matrix with rows of `in` values in the record in `slot`; its scales and biases are bfloat16, 64 to a group. */
-static Matrix projection(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t in) {
+/* A matrix in the record in `slot`. */
+static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     const uint32_t *record = c->blob + slot * c->stride;
     const ptrdiff_t *at = c->place[which];
-    return (Matrix){record + at[0], record + at[1], record + at[2], in, 4, 0, NULL, NULL, NULL};
+    Matrix m = c->form;
+    m.w = record + at[0], m.s = record + at[1], m.b = m.is_mx ? NULL : record + at[2];
+    return m;
 }
 
 static int by_slot(const void *a, const void *b) {
@@ -466,19 +522,28 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
 
 static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
 
-/* Where `count` matrices of hidden * inner values lie in a record: a tuple of words to codes, scales and biases of
- * each. They must lie inside. */
-static int take_places(PyObject *places, int count, Experts *c) {
-    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != 3 * count) {
-        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", 3 * count);
+/* Where `count` matrices lie in a record: a tuple of words to codes, scales and biases of each (no biases: any number),
+ * then bits, group and a scale's Kind. They must lie inside. */
+static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in, Experts *c) {
+    Py_ssize_t number[9];
+    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != 3 * count + 3) {
+        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", 3 * count + 3);
         return 0;
     }
-    /* Divide first: hidden * inner of a hostile call may not fit. */
-    int fits = c->inner <= c->stride * 8 / c->hidden;
+    for (int i = 0; i < 3 * count + 3; i++) {
+        number[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
+        if (number[i] == -1 && PyErr_Occurred()) return 0;
+    }
+    const Py_ssize_t *form = number + 3 * count;
+    if (form[2] < BF16 || form[2] > E8M0) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
+    if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] != E8M0)) return 0;
+    c->form.rows = rows;
+    /* Divide first: rows * in of a hostile call may not fit. */
+    int fits = rows <= c->stride / c->form.words;
     for (int i = 0; i < 3 * count; i++) {
-        ptrdiff_t at = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
-        if (at == -1 && PyErr_Occurred()) return 0;
-        ptrdiff_t words = fits ? c->hidden * c->inner / (i % 3 ? 128 : 8) : 0;
+        ptrdiff_t words = 0, at = number[i];
+        if (fits) words = i % 3 ? chunks_of(rows * table_bytes(&c->form), 4) : rows * c->form.words;
+        if (i % 3 == 2 && c->form.is_mx) at = words = 0;
         fits = fits && at >= 0 && at <= c->stride - words;
         c->place[i / 3][i % 3] = at;
     }
@@ -488,26 +553,28 @@ static int take_places(PyObject *places, int count, Experts *c) {
     return fits;
 }
 
+/* `count` is 2 for gate and up, 1 for down. */
 static int take_experts(Args *args, PyObject *blob, PyObject *slots, PyObject *places, int count, Experts *c) {
     if (!multiple("H", c->hidden, 64) || !multiple("I", c->inner, 64)) return 0;
-    Py_buffer *b = take(args, blob, "blob", U32, 2, 0);
-    Py_buffer *s = b ? take(args, slots, "slots", I32, 2, 0) : NULL;
+    Py_buffer *b = take(args, blob, "blob", WORDS, 2, 0);
+    Py_buffer *s = b ? take(args, slots, "slots", INTEGERS, 2, 0) : NULL;
     if (!s) return 0;
     c->blob = b->buf, c->stride = b->shape[1];
-    return take_places(places, count, c) && plan(c, s, b->shape[0]);
+    ptrdiff_t rows = count == 2 ? c->inner : c->hidden, in = count == 2 ? c->hidden : c->inner;
+    return take_places(places, count, rows, in, c) && plan(c, s, b->shape[0]);
 }
 
 static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->inner);
     ptrdiff_t slot = c->pair[c->group[g]].slot;
-    Matrix gate = projection(c, slot, 0, c->hidden), up = projection(c, slot, 1, c->hidden);
+    Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
     float other[4][MAX_CHUNK_ROWS];
     (void)member;
     follow(&gate, &up, r0);
     if (r1 < c->inner) follow(&up, &gate, r1);
     else if (g + 1 < c->groups) {
-        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0, c->hidden);
+        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
         follow(&up, &then, 0);
     }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
@@ -521,16 +588,16 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
 }
 
 static int run_gate_up(Experts *c, const float *x) {
-    ptrdiff_t size = packed_floats(c->path, c->hidden);
+    ptrdiff_t size = packed_floats(c->path, &c->form);
     float *packed = scratch(c->tokens * size * 4);
     if (!packed) return 0;
     for (ptrdiff_t p = 0; p < c->pairs; p++) {
         c->x[p] = packed + c->pair[p].index / c->top_k * size;
         c->y[p] = c->out + c->pair[p].index * c->inner;
     }
-    c->chunk = chunk_rows(c->inner * c->groups, c->hidden / 2, c->tokens);
+    c->chunk = chunk_rows(c->inner * c->groups, c->form.words * 4, c->tokens);
     c->per_group = chunks_of(c->inner, c->chunk);
-    team_run(pack_job, &(Pack){c->path, x, packed, c->hidden, c->single}, c->tokens);
+    team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->single}, c->tokens);
     team_run(gate_up_job, c, c->groups * c->per_group);
     free(packed);
     return 1;
@@ -542,8 +609,8 @@ static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_
     Experts c = {.path = path};
     int ok = 0;
     if (!arity(n, 5)) return NULL;
-    Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
-    Py_buffer *out = x ? take(&args, a[4], "out", F32, 3, 1) : NULL;
+    Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
+    Py_buffer *out = x ? take(&args, a[4], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
@@ -562,9 +629,9 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
     (void)member;
     for (ptrdiff_t g = 0; g < c->groups; g++) {
-        Matrix down = projection(c, c->pair[c->group[g]].slot, 0, c->inner);
+        Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
         if (g + 1 < c->groups) {
-            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0, c->inner);
+            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
             follow(&down, &then, r0);
         }
         for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
@@ -580,7 +647,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
 }
 
 static int run_down(Experts *c, const float *act) {
-    ptrdiff_t size = packed_floats(c->path, c->inner);
+    ptrdiff_t size = packed_floats(c->path, &c->form);
     float *packed = scratch(c->pairs * size * 4), *rows = scratch(c->pairs * c->hidden * 4);
     int ok = packed && rows;
     if (ok) {
@@ -589,8 +656,8 @@ static int run_down(Experts *c, const float *act) {
             c->y[p] = rows + c->pair[p].index * c->hidden;
             c->by_token[p] = rows + p * c->hidden;
         }
-        c->chunk = chunk_rows(c->hidden, c->inner / 2, c->tokens);
-        team_run(pack_job, &(Pack){c->path, act, packed, c->inner, c->single}, c->pairs);
+        c->chunk = chunk_rows(c->hidden, c->form.words * 4, c->tokens);
+        team_run(pack_job, &(Pack){c->path, &c->form, act, packed, c->single}, c->pairs);
         team_run(down_job, c, chunks_of(c->hidden, c->chunk));
     }
     free(packed), free(rows);
@@ -604,11 +671,11 @@ static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_s
     Experts c = {.path = path};
     int ok = 0;
     if (!arity(n, 8)) return NULL;
-    Py_buffer *act = take(&args, a[0], "act", F32, 3, 0);
-    Py_buffer *weights = act ? take(&args, a[4], "weights", F32, 2, 0) : NULL;
-    Py_buffer *mid = weights ? take(&args, a[5], "mid", F32, 2, 0) : NULL;
-    Py_buffer *shared = mid && a[6] != Py_None ? take(&args, a[6], "shared", F32, 2, 0) : NULL;
-    Py_buffer *out = mid && (shared || a[6] == Py_None) ? take(&args, a[7], "out", F32, 2, 1) : NULL;
+    Py_buffer *act = take(&args, a[0], "act", FLOATS, 3, 0);
+    Py_buffer *weights = act ? take(&args, a[4], "weights", FLOATS, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[5], "mid", FLOATS, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[6] != Py_None ? take(&args, a[6], "shared", FLOATS, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[6] == Py_None) ? take(&args, a[7], "out", FLOATS, 2, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = mid->shape[1], c.inner = act->shape[2], c.out = out->buf;
     c.weight = weights->buf, c.mid = mid->buf, c.shared = shared ? shared->buf : NULL;
@@ -661,12 +728,12 @@ static const float **rows_of(const Py_buffer *y, const Py_buffer *where) {
 static PyObject *op_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     if (!arity(n, 6)) return NULL;
-    Py_buffer *y = take(&args, a[0], "y", F32, 2, 0);
-    Py_buffer *where = y ? take(&args, a[1], "where", I32, 2, 0) : NULL;
-    Py_buffer *weights = where ? take(&args, a[2], "weights", F32, 2, 0) : NULL;
-    Py_buffer *mid = weights ? take(&args, a[3], "mid", F32, 2, 0) : NULL;
-    Py_buffer *shared = mid && a[4] != Py_None ? take(&args, a[4], "shared", F32, 2, 0) : NULL;
-    Py_buffer *out = mid && (shared || a[4] == Py_None) ? take(&args, a[5], "out", F32, 2, 1) : NULL;
+    Py_buffer *y = take(&args, a[0], "y", FLOATS, 2, 0);
+    Py_buffer *where = y ? take(&args, a[1], "where", INTEGERS, 2, 0) : NULL;
+    Py_buffer *weights = where ? take(&args, a[2], "weights", FLOATS, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[3], "mid", FLOATS, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[4] != Py_None ? take(&args, a[4], "shared", FLOATS, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[4] == Py_None) ? take(&args, a[5], "out", FLOATS, 2, 1) : NULL;
     if (!out) return args_done(&args, 0);
     Combine c = {path,      NULL, weights->buf, mid->buf, shared ? shared->buf : NULL, out->buf, mid->shape[0],
                  where->shape[1], mid->shape[1]};
@@ -705,9 +772,9 @@ static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!arity(n, 4)) return NULL;
     c.eps = (float)PyFloat_AsDouble(a[2]);
     if (PyErr_Occurred()) return NULL;
-    Py_buffer *x = take(&args, a[0], "x", F32, 2, 0);
-    Py_buffer *weight = x && a[1] != Py_None ? take(&args, a[1], "weight", F32, 1, 0) : NULL;
-    Py_buffer *out = x && (weight || a[1] == Py_None) ? take(&args, a[3], "out", F32, 2, 1) : NULL;
+    Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
+    Py_buffer *weight = x && a[1] != Py_None ? take(&args, a[1], "weight", FLOATS, 1, 0) : NULL;
+    Py_buffer *out = x && (weight || a[1] == Py_None) ? take(&args, a[3], "out", FLOATS, 2, 1) : NULL;
     if (!out || !multiple("D", x->shape[1], 16) || (weight && !dim(weight, "weight", 0, x->shape[1])) ||
         !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);
@@ -731,9 +798,9 @@ static PyObject *op_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Rowwise c = {.path = path};
     if (!arity(n, 3)) return NULL;
-    Py_buffer *gate = take(&args, a[0], "gate", F32, 2, 0);
-    Py_buffer *up = gate ? take(&args, a[1], "up", F32, 2, 0) : NULL;
-    Py_buffer *out = up ? take(&args, a[2], "out", F32, 2, 1) : NULL;
+    Py_buffer *gate = take(&args, a[0], "gate", FLOATS, 2, 0);
+    Py_buffer *up = gate ? take(&args, a[1], "up", FLOATS, 2, 0) : NULL;
+    Py_buffer *out = up ? take(&args, a[2], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(up, "up", gate->shape[0], gate->shape[1]) ||
         !dims2(out, "out", gate->shape[0], gate->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);
@@ -759,11 +826,11 @@ static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     Args args = {.n = 0};
     Rowwise c = {.path = path, .chunk = 2048};
     if (!arity(n, 5)) return NULL;
-    Py_buffer *state = take(&args, a[0], "state", F32, 2, 0);
-    Py_buffer *x = state ? take(&args, a[1], "x", F32, 2, 0) : NULL;
-    Py_buffer *weight = x ? take(&args, a[2], "weight", F32, 2, 0) : NULL;
-    Py_buffer *next = weight ? take(&args, a[3], "next", F32, 2, 1) : NULL;
-    Py_buffer *out = next ? take(&args, a[4], "out", F32, 2, 1) : NULL;
+    Py_buffer *state = take(&args, a[0], "state", FLOATS, 2, 0);
+    Py_buffer *x = state ? take(&args, a[1], "x", FLOATS, 2, 0) : NULL;
+    Py_buffer *weight = x ? take(&args, a[2], "weight", FLOATS, 2, 0) : NULL;
+    Py_buffer *next = weight ? take(&args, a[3], "next", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = next ? take(&args, a[4], "out", FLOATS, 2, 1) : NULL;
     if (!out || !multiple("C", x->shape[1], 16) || !dims2(weight, "weight", state->shape[0] + 1, x->shape[1]) ||
         !dim(state, "state", 1, x->shape[1]) || !dims2(next, "next", state->shape[0], x->shape[1]) ||
         !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
@@ -813,10 +880,10 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     c.n = PyNumber_AsSsize_t(a[3], PyExc_ValueError);
     c.scale = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(a[4]);
     if (PyErr_Occurred()) return NULL;
-    Py_buffer *q = take(&args, a[0], "q", F32, 3, 0);
-    Py_buffer *k = q ? take(&args, a[1], "k", F32, 3, 0) : NULL;
-    Py_buffer *v = k ? take(&args, a[2], "v", F32, 3, 0) : NULL;
-    Py_buffer *out = v ? take(&args, a[5], "out", F32, 3, 1) : NULL;
+    Py_buffer *q = take(&args, a[0], "q", FLOATS, 3, 0);
+    Py_buffer *k = q ? take(&args, a[1], "k", FLOATS, 3, 0) : NULL;
+    Py_buffer *v = k ? take(&args, a[2], "v", FLOATS, 3, 0) : NULL;
+    Py_buffer *out = v ? take(&args, a[5], "out", FLOATS, 3, 1) : NULL;
     if (!out || !multiple("Dk", q->shape[2], 16) || !multiple("Dv", v->shape[2], 16) ||
         !multiple("k: heads", k->shape[0], 1) || !multiple("q: heads", q->shape[1], k->shape[0]) ||
         !dim(k, "k", 2, q->shape[2]) || !dim(v, "v", 0, k->shape[0]) || !dim(v, "v", 1, k->shape[1]) ||
@@ -868,7 +935,7 @@ static PyObject *op_gated_delta(PyObject *self, PyObject *const *a, Py_ssize_t n
     Py_buffer *b[8];
     if (!arity(n, 8)) return NULL;
     for (int i = 0; i < 8; i++)
-        if (!(b[i] = take(&args, a[i], name[i], F32, ndim[i], i >= 6))) return args_done(&args, 0);
+        if (!(b[i] = take(&args, a[i], name[i], FLOATS, ndim[i], i >= 6))) return args_done(&args, 0);
     const Py_ssize_t *state = b[0]->shape, *q = b[1]->shape;
     if (!multiple("Dk", state[2], 16) || !multiple("q: heads", q[1], 1) || !multiple("state: heads", state[0], q[1]) ||
         !dim(b[1], "q", 2, state[2]) || !dims3(b[2], "k", q[0], q[1], q[2]) ||
@@ -908,10 +975,10 @@ static PyObject *op_rope(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (!arity(n, 5)) return NULL;
     int neighbours = PyObject_IsTrue(a[3]);
     if (neighbours < 0) return NULL;
-    Py_buffer *x = take(&args, a[0], "x", F32, 3, 0);
-    Py_buffer *cosine = x ? take(&args, a[1], "cosine", F32, 2, 0) : NULL;
-    Py_buffer *sine = cosine ? take(&args, a[2], "sine", F32, 2, 0) : NULL;
-    Py_buffer *out = sine ? take(&args, a[4], "out", F32, 3, 1) : NULL;
+    Py_buffer *x = take(&args, a[0], "x", FLOATS, 3, 0);
+    Py_buffer *cosine = x ? take(&args, a[1], "cosine", FLOATS, 2, 0) : NULL;
+    Py_buffer *sine = cosine ? take(&args, a[2], "sine", FLOATS, 2, 0) : NULL;
+    Py_buffer *out = sine ? take(&args, a[4], "out", FLOATS, 3, 1) : NULL;
     if (!out || !dims2(cosine, "cosine", x->shape[0], least(cosine->shape[1], x->shape[2] / 2)) ||
         !dims2(sine, "sine", x->shape[0], cosine->shape[1]) ||
         !dims3(out, "out", x->shape[0], x->shape[1], x->shape[2]) || !disjoint(&args))
@@ -945,7 +1012,7 @@ static void fold_job(void *ctx, ptrdiff_t chunk, int member) {
 /* fold(words[N]) -> XOR of all words */
 static PyObject *op_fold(PyObject *self, PyObject *object) {
     Args args = {.n = 0};
-    Py_buffer *words = take(&args, object, "words", U32, 1, 0);
+    Py_buffer *words = take(&args, object, "words", WORDS, 1, 0);
     if (!words) return args_done(&args, 0);
     Fold c = {.path = path, .words = words->buf, .n = words->shape[0]};
     Py_BEGIN_ALLOW_THREADS;

@@ -8,8 +8,6 @@
  * A packed row: for each 128 elements, three planes of even and odd elements (64 bytes each), low byte
  * first; then the float of each group, and each group's plain sum, which multiplies the group bias.
  */
-#include <immintrin.h>
-
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
 #define VNNI_INLINE static inline __attribute__((always_inline)) VNNI
 #define VNNI_BLOCK 384 /* bytes of planes for 128 elements */
@@ -117,5 +115,5 @@ VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrd
 
 static VNNI void vnni_rows(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *x, float *y) {
     for (ptrdiff_t r = r0; r < r1; r += 4)
-        m->is_f32 ? vnni_row_block(m, r0, r, r1, x, y, 1) : vnni_row_block(m, r0, r, r1, x, y, 0);
+        m->kind == F32 ? vnni_row_block(m, r0, r, r1, x, y, 1) : vnni_row_block(m, r0, r, r1, x, y, 0);
 }

@@ -48,7 +48,7 @@ class RandomExperts(MappedExperts):
 def random_blob(layout: ExpertLayout) -> mx.array:
     """[num_experts, words]: random codes, scales and biases of a trained model's size."""
     record = layout.record
-    blob = random_words(layout.num_experts, record.words)
+    blob = random_words(layout.num_experts, record.stride // 4)
     for c in record.fields:
         if c.dtype == "BF16":
             value = record.hidden_size**-0.5 / 4.6 * (1 if c.name.endswith("scales") else -7.5)

@@ -14,6 +14,10 @@ The section "delta" times the delta rule's steps for prompts with every tile of 
 steps of a block; the table's own if none is given), each checked against the twin first; the fastest that is right is
 then timed at every length beside MLX's own ("wall"). "dequantize" does so for unpacking records, where lanes and steps
 have no meaning.
+
+The section "geometry" checks every form of matrices that kernels read, then times one layer of 397B-A17B's experts and
+a product in each width, in alternating rounds: the ratio of bytes a second to 4 bits' is the median of the rounds'.
+`--tiles` are tiles of expert_gate_up there.
 """
 
 import argparse
@@ -29,13 +33,15 @@ import numpy as np
 
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, dequantize, launch
+from moeflux_mlx.ops import backend, dequantize, experts, launch
 from moeflux_mlx.ops.combine import moe_combine
 from moeflux_mlx.ops.delta import gated_delta, gated_delta_ops, gated_delta_tokens
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records, expert_down_combine, expert_gate_up
-from moeflux_mlx.ops.linear import qmv4
+from moeflux_mlx.ops.forms import unpacked_float32
+from moeflux_mlx.ops.linear import qmv
 from moeflux_mlx.ops.tiles import TILES, Tile
+from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, Quant
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
 PRODUCTS = [
@@ -52,10 +58,12 @@ TOKENS = (1, 2, 4, 8)
 HEADS = {"35B-A3B": (32, 16), "397B-A17B": (64, 16)}  # value heads and key heads, of 128 by 128
 LENGTHS = (512, 2048, 4096)  # of a prompt's chunk
 UNPACKED = {"35B-A3B": 256, "397B-A17B": 64}  # experts that are unpacked at once
-SECTIONS = ("experts", "products", "delta", "dequantize")
+SECTIONS = ("experts", "products", "delta", "dequantize", "geometry")
 BOUNDS = {mx.float32: 1e-3, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # largest error over largest value, per row
 SHIFTS = np.arange(8, dtype=np.uint32) * 4
 Matrix = tuple[mx.array, mx.array, mx.array]
+Stored = tuple[mx.array, ...]  # codes, scales and, where the form has them, biases
+MXFP4 = Quant(4, 32, "mxfp4")
 
 
 # ---- random weights
@@ -158,9 +166,9 @@ def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[st
 def check_product(rows: int, columns: int, tokens: int, dtype: mx.Dtype) -> dict[str, float]:
     w, s, b = (a[0:1].reshape(a.shape[1:]) for a in random_matrix(1, rows, columns))
     x = mx.random.normal((tokens, columns)).astype(dtype)
-    y = qmv4(x, w, s, b)
+    y = qmv(x, EXPERTS, w, s, b)
     wrong = [error(y, wide(x) @ dequantised(w, s, b, fault).T) for fault in FAULTS]
-    return {"qmv4": error(y, wide(x) @ dequantised(w, s, b).T), "fault": min(wrong)}
+    return {"qmv": error(y, wide(x) @ dequantised(w, s, b).T), "fault": min(wrong)}
 
 
 def check_combine(hidden: int, count: int, dtype: mx.Dtype) -> dict[str, float]:
@@ -176,8 +184,8 @@ def check_combine(hidden: int, count: int, dtype: mx.Dtype) -> dict[str, float]:
 def check() -> list[dict]:
     rows = []
     for name, (hidden, inner, count) in SHAPES.items():
-        for dtype, experts in check_experts(hidden, inner, count).items():
-            results = [experts, check_combine(hidden, count, dtype)]
+        for dtype, errors in check_experts(hidden, inner, count).items():
+            results = [errors, check_combine(hidden, count, dtype)]
             results += [check_product(1032, hidden, tokens, dtype) for tokens in (1, 3, 8)]
             rows.append(verdict(name, dtype, results))
     large = check_product(16384, 7168, 1, mx.bfloat16)
@@ -365,12 +373,16 @@ def time_pair(rows: int, columns: int, tokens: int, gib: float) -> dict:
     return compare(chain, x, len(order), f"{rows}x{columns} and back", rows * columns * 9 / 16)
 
 
+def our_product(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    return qmv(x, EXPERTS, w, scales, biases)
+
+
 def mlx_product(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
     return mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=64, bits=4)
 
 
 def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float) -> dict:
-    ours = timed(functools.partial(chain, qmv4), x, launches)
+    ours = timed(functools.partial(chain, our_product), x, launches)
     theirs = timed(functools.partial(chain, mlx_product), x, launches)
     row = {"product": name, "T": x.shape[0]}
     return report(row, f"{name:20s}", ours, theirs, size, "quantized_matmul")
@@ -381,7 +393,8 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
 
 def set_tile(kernel: str, tile: Tile) -> None:
     TILES[backend.name()][kernel] = tile
-    dequantize._plan.cache_clear()  # the delta rule's plans have the tile in their key
+    for plan in (dequantize._plan, experts._plan_gate_up):  # the delta rule's plans have the tile in their key
+        plan.cache_clear()
 
 
 def spelled(tile: Tile) -> str:
@@ -521,6 +534,142 @@ def bench_dequantize(name: str, tiles: list[Tile], launches: int = 4) -> list[di
     return rows
 
 
+# ---- every form
+
+
+def random_stored(count: int, rows: int, columns: int, quant: Quant, dtype: mx.Dtype = mx.bfloat16) -> Stored:
+    """`count` stacked matrices of any form whose product keeps the size of its input."""
+    codes, shape = random_words(count, rows, quant.words(columns)), (count, rows, quant.groups(columns))
+    if not quant.has_biases:
+        least = 127 - round(np.log2(3 * columns**0.5))
+        return codes, mx.random.randint(least, least + 2, shape).astype(mx.uint8)
+    steps = 2**quant.bits
+    scales = mx.random.uniform(0.5, 1.5, shape) / (0.29 * steps * columns**0.5)
+    biases = -(steps - 1) / 2 * scales * mx.random.uniform(0.9, 1.1, shape)
+    return codes, scales.astype(dtype), biases.astype(dtype)
+
+
+def random_records(count: int, record: Record, dtype: mx.Dtype = mx.bfloat16) -> tuple[Records, list[Stored]]:
+    parts = record.gate, record.up, record.down
+    stacks = [random_stored(count, part.rows, part.columns, part.quant, dtype) for part in parts]
+    blob = mx.concatenate([a.reshape(count, -1).view(mx.uint32) for stack in stacks for a in stack], axis=1)
+    mx.eval(blob, stacks)
+    return Records(blob, record), stacks
+
+
+def check_form(quants: tuple[Quant, Quant, Quant], dtype: mx.Dtype, kind: str) -> dict:
+    """Largest errors of every kernel on matrices of one form, in bfloat16 activations, and of a planted fault."""
+    hidden, inner, count = 512, 256, 3
+    records, stacks = random_records(count, Record.make(hidden, inner, quants, 4 * 2**20, kind), dtype)
+    x, mid = (mx.random.normal((1, hidden)).astype(mx.bfloat16) for _ in range(2))
+    slots, weights = mx.array([[2, 0, 1]], mx.int32), mx.random.uniform(0, 1, (1, count))
+    values = [wide(unpacked_float32(q, *stack)) for q, stack in zip(quants, stacks, strict=True)]
+    act = expert_gate_up(x, slots, records)
+    out = expert_down_combine(act, slots, records, weights, mid)
+    want_act = np.stack([swiglu([values[0][s], values[1][s]], wide(x)[0]) for s in (2, 0, 1)])
+    downs = np.stack([values[2][s] @ a for s, a in zip((2, 0, 1), wide(act)[0], strict=True)])
+    errors = {"gate_up": error(act[0], want_act), "down": error(out, wide(mid) + wide(weights)[0] @ downs)}
+    for tokens in (1, 3):
+        rows = mx.random.normal((tokens, hidden)).astype(mx.bfloat16)
+        parts = [a[0] for a in stacks[0]]
+        got = qmv(rows, quants[0], *parts)
+        errors[f"qmv {tokens}"] = error(got, wide(rows) @ values[0][0].T)
+    gate_up, down = dequantized_records(records, mx.array([1, 2], mx.uint32), mx.float32)
+    errors["dequantize"] = max(
+        error(gate_up[1], np.concatenate([v[2] for v in values[:2]])), error(down[0], values[2][1])
+    )
+    fault = error(act[0], np.roll(want_act, 1, axis=0))
+    ok = all(e <= BOUNDS[mx.bfloat16] for e in errors.values()) and fault > BOUNDS[mx.bfloat16]
+    text = "  ".join(f"{name} {value:.1e}" for name, value in errors.items())
+    print(
+        f"{quants[0]}, down {quants[2].bits}, {kind:4s} {text}  fault {fault:.1e}  {'ok' if ok else 'WRONG'}",
+        flush=True,
+    )
+    return {"form": str(quants[0]), "down_form": str(quants[2]), "scales": kind, **errors, "ok": ok}
+
+
+def check_forms() -> list[dict]:
+    kinds = [(mx.bfloat16, "BF16"), (mx.float16, "F16"), (mx.float32, "F32")]
+    affine = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
+    rows = [check_form((one,) * 3, *kinds[i % 3 if i % 2 else 0]) for i, one in enumerate(affine)]
+    rows.append(check_form((MXFP4,) * 3, mx.bfloat16, "U8"))
+    return [*rows, check_form((Quant(3, 64), Quant(3, 64), Quant(6, 64)), mx.bfloat16, "BF16")]
+
+
+def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, tuple[Callable, mx.array, float]]:
+    """By name, a chain of launches over rotating data, what it starts from, and the bytes that one launch reads."""
+    hidden, inner, count = SHAPES["397B-A17B"]
+    packed = Record.make(hidden, inner, (quant,) * 3, Record.make(hidden, inner, (quant,) * 3).size)
+    groups = max(4, int(gib * 2**30 / (packed.size * count)))
+    records = [random_records(count, packed)[0] for _ in range(groups)]
+    slots = mx.array(np.random.permutation(count).astype(np.uint32)[None]) + mx.array(0, mx.uint32)
+    weights, act = mx.random.uniform(0, 2e-2, (1, count)), mx.random.normal((1, count, inner)).astype(mx.bfloat16)
+    rows, columns = 8192, 4096
+    matrices = [random_stored(1, rows, columns, quant) for _ in range(max(4, int(gib * 2**30 / (rows * columns))))]
+    start = mx.random.normal((1, hidden)).astype(mx.bfloat16)
+    mx.eval(slots, weights, act, matrices, start)
+
+    def gate_up(x: mx.array) -> mx.array:
+        for i in range(launches):
+            x = expert_gate_up(x, slots, records[i % groups]).reshape(-1)[:hidden][None]
+        return x
+
+    def down(x: mx.array) -> mx.array:
+        for i in range(launches):
+            x = expert_down_combine(act, slots, records[i % groups], weights, x)
+        return x
+
+    def product(x: mx.array) -> mx.array:
+        for i in range(launches):
+            parts = [a[0] for a in matrices[i % len(matrices)]]
+            x = qmv(x, quant, *parts).reshape(-1)[:columns][None]
+        return x
+
+    down_bytes = count * (packed.size - packed.down.fields[0].offset)
+    each = sum(a.nbytes for a in matrices[0])
+    return {
+        "gate_up": (gate_up, start, count * packed.size - down_bytes),
+        "down": (down, start, down_bytes),
+        f"qmv {rows}x{columns}": (product, start, each),
+    }
+
+
+def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
+    """Every width in alternating rounds, beside 4 bits in groups of 64."""
+    quants = [Quant(4, 64), *(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), MXFP4]
+    chains = {quant: form_chains(quant, gib / 2, launches) for quant in quants}
+    for parts in chains.values():
+        for chain, start, _ in parts.values():
+            mx.eval(chain(start))
+    cover = 0.02
+    rows = []
+    for name in chains[quants[0]]:
+        rates: dict[Quant, list[float]] = {quant: [] for quant in quants}
+        for _ in range(rounds):
+            for quant in quants:
+                chain, start, size = chains[quant][name]
+                alone = seconds(lambda start=start: start + busy(cover))[0]
+                took = seconds(lambda chain=chain, start=start: chain(start + busy(cover)))[0] - alone
+                rates[quant].append(launches * size / took)
+        for quant in quants:
+            ratio = statistics.median(a / b for a, b in zip(rates[quant], rates[quants[0]], strict=True))
+            rate, size = statistics.median(rates[quant]), chains[quant][name][2]
+            rows.append({"op": name, "form": str(quant), "us": 1e6 * size / rate, "TB/s": rate / 1e12, "x4": ratio})
+            print(
+                f"{name:14s} {quant!s:38s} {1e6 * size / rate:7.2f} us {rate / 1e12:6.2f} TB/s {ratio:5.2f} of 4 bits'"
+            )
+    return rows
+
+
+def bench_geometry(gib: float, tiles: list[Tile], skip_check: bool) -> dict:
+    result: dict = {"check": [] if skip_check else check_forms(), "tiles": {}}
+    for tile in tiles:
+        set_tile("expert_gate_up", tile)
+        print(f"expert_gate_up's tile: {spelled(tile)}")
+        result["tiles"][spelled(tile)] = time_forms(gib)
+    return result
+
+
 # ---- command
 
 
@@ -535,7 +684,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=256, help="layers of experts in one evaluation")
     parser.add_argument("--skip-check", action="store_true", help="time only")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what is checked and timed")
-    parser.add_argument("--tiles", nargs="+", type=tile_of, help="that delta and dequantize try: 8x2x4x8 ...")
+    parser.add_argument("--tiles", nargs="+", type=tile_of, help="that delta, dequantize and geometry try: 8x2x4x8 ...")
     return parser.parse_args()
 
 
@@ -571,8 +720,11 @@ def main() -> None:
     if "dequantize" in sections:
         tiles = args.tiles or [table["expert_dequantize"]]
         result["dequantize"] = [row for name in UNPACKED for row in bench_dequantize(name, tiles)]
+    if "geometry" in sections:
+        result["geometry"] = bench_geometry(args.gib, args.tiles or [table["expert_gate_up"]], args.skip_check)
     print(json.dumps(result))
     checked = [*result.get("check", []), *result.get("dequantize", [])]
+    checked += result.get("geometry", {}).get("check", [])
     checked += [row for part in result.get("delta", {}).values() for row in part["tiles"]]
     if not all(row["ok"] for row in checked):
         raise SystemExit("a check failed")

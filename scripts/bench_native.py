@@ -16,6 +16,7 @@ import numpy as np
 
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import native
+from moeflux_mlx.quant import EXPERTS
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 RECORD = Record.make(HIDDEN, WIDTH)
@@ -41,7 +42,7 @@ def product(layers, tokens, rng):
 
     def call():
         for w, s, b in layers:
-            native.linear(x, w, s, b, out)
+            native.linear(x, EXPERTS, w, s, b, out)
 
     return call, sum(a.nbytes for layer in layers for a in layer)
 
@@ -95,7 +96,7 @@ def small_cases(rng):
         "attend 32/4 heads, 1024 tokens": lambda: native.attend(q, cache[0], cache[1], 1024, 0.1, out),
         "gated_delta 32 heads 128x128": lambda: native.gated_delta(state, keys, keys, wide, half, half, wide * 1),
         "conv_silu 8192": lambda: native.conv_silu(conv, mixed, taps),
-        "dequantize 2048x2048": lambda: native.dequantize(w, s, b, dense),
+        "dequantize 2048x2048": lambda: native.dequantize(EXPERTS, w, s, b, dense),
     }
 
 

@@ -16,6 +16,20 @@ settings.register_profile("moeflux", deadline=None, print_blob=True)
 settings.load_profile("moeflux")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="the whole grids too, which take minutes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: of a whole grid, run with --full")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 @pytest.fixture(scope="module")
 def cpu_device():
     """For tests of what a GPU does not run, or rounds otherwise."""

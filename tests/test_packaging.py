@@ -64,7 +64,7 @@ def test_an_installed_wheel_finds_its_data(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         "from moeflux_mlx.spec import variants; from moeflux_mlx.files import directory;"
-        "import moeflux_mlx; print(moeflux_mlx.__file__, len(variants()), (directory('metal') / 'qmv4.metal').exists(),"
+        "import moeflux_mlx; print(moeflux_mlx.__file__, len(variants()), (directory('metal') / 'qmv.metal').exists(),"
         "(directory('demo') / 'config.json').exists())"
     )
     out = subprocess.run(

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -126,7 +127,7 @@ def _fitting(name: str, figures: Figures, dtype: mx.Dtype, disk: float | None) -
     args = ModelArgs.from_variant(name)
     layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
     start = f"{name:22}{_gb(layout.total_bytes + resident):>10}  "
-    asked = {"context": None, "span": None, "prefill_step_size": None, "expert_cache_bytes": None}
+    asked: dict[str, Any] = {"context": None, "span": None, "prefill_step_size": None, "expert_cache_bytes": None}
     try:
         plan = plan_memory(args, layout, figures, demand_of(args, resident, dtype, expert_io="auto", **asked))
     except RequestError:

@@ -14,7 +14,6 @@ from ..engine.engine import Engine, open_engine
 from ..engine.generation import check_max_tokens
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
-from ..experts.resident import Progress as ReadingProgress
 from ..experts.source import ExpertLoader, IoMode
 from ..spec import ModelArgs
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
@@ -158,8 +157,11 @@ def load_named(options: argparse.Namespace) -> Engine:
     return engine
 
 
-def open_optional(options: argparse.Namespace, progress: ReadingProgress | None = None) -> Engine:
-    """The model that the options of `add_model_options` name; on rank 0 of several, the one that the others follow."""
+def open_optional(options: argparse.Namespace, progress: Callable[[int, int], object] | None = None) -> Engine:
+    """The model that the options of `add_model_options` name; `progress` as for `load`.
+
+    On rank 0 of several, the others follow it.
+    """
     engine = open_engine(
         options.model,
         revision=options.revision,

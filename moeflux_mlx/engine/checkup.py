@@ -112,7 +112,7 @@ def _routing(random: np.random.Generator, dtype: mx.Dtype) -> float:
 def random_records(random: np.random.Generator, count: int, hidden: int, inner: int) -> Records:
     """Records of random codes whose products keep the size of their inputs."""
     record = Record.make(hidden, inner, (EXPERTS,) * 3)
-    blob = random.integers(0, 1 << 32, (count, record.words), dtype=np.uint32)
+    blob = random.integers(0, 1 << 32, (count, record.stride // 4), dtype=np.uint32)
     for projection in (record.gate, record.up, record.down):
         _, scales, biases = projection.fields
         values = random.uniform(0.5, 1.5, (count, *scales.shape)).astype(np.float32) / (4.6 * projection.columns**0.5)

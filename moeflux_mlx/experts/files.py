@@ -21,6 +21,7 @@ from ..formats.record import BLOCK_BYTES
 from .memory import private_pages
 
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
+IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
 SCRATCH_BYTES = RUN_BYTES + 2 * BLOCK_BYTES  # a run and the rest of the blocks at its ends
 
 Preadv = Callable[[int, list[memoryview], int], int]
@@ -61,7 +62,7 @@ class OpenFiles:
 
     def cost(self, run: Run) -> int:
         """Bytes that reading `run` takes from the drive."""
-        first, last = run.window if self.direct else (run.start, run.stop)
+        first, last = run.window if self.direct and IN_BLOCKS else (run.start, run.stop)
         return min(last, self._sizes[run.path]) - first
 
     def read(self, run: Run, target: memoryview) -> int:
@@ -74,7 +75,7 @@ class OpenFiles:
             ExpertIOError: the file ends early or was replaced. OSError: the system says no.
         """
         files, direct = self._opened  # another thread may open them anew in the meantime
-        if not direct:
+        if not (direct and IN_BLOCKS):
             return self._fill(files[run.path], self._places(run, target), run.start, run.stop - run.start, step=1)
         try:
             return self._read_direct(files[run.path], run, target)

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,19 +18,19 @@ from ..process import check_process
 from .files import OpenFiles, Preadv
 from .source import CLOSED
 
+SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
 DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
 
 @dataclass(eq=False)
 class _Read:
-    """A record on its way: `left` of its runs have not been read, `got` bytes have come, `error` is what went wrong."""
+    """A record on its way: `left` threads have not done their share, `got` bytes have come, `error` is what failed."""
 
     layer: int
     expert: int
     target: memoryview
     future: "Future[int]"
     left: int
-    speculative: bool
     begun: bool = False
     got: int = 0
     error: ExpertIOError | None = None
@@ -42,7 +43,7 @@ class _Read:
         return self.begun
 
     def count_off(self) -> bool:
-        """One of its runs is over; tells whether it was the last."""
+        """One share is over; tells whether it was the last."""
         self.left -= 1
         return self.left == 0
 
@@ -77,7 +78,7 @@ class ExpertReader:
     ):
         self.layout = files.layout
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
-        self._queue: tuple[deque[tuple[_Read, Run]], ...] = (deque(), deque())  # wanted now, speculative
+        self._queue: tuple[deque[tuple[_Read, list[Run]]], ...] = (deque(), deque())  # wanted now, speculative
         self._wake = threading.Condition()
         self._closed = False
         self._process = os.getpid()
@@ -119,13 +120,13 @@ class ExpertReader:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
         """
         check_process(self._process)
-        runs = runs_of(self._where.pieces(layer, expert), len(target))
-        read = _Read(layer, expert, target, Future(), len(runs), speculative)
+        shares = shares_of(runs_of(self._where.pieces(layer, expert), len(target)))
+        read = _Read(layer, expert, target, Future(), len(shares))
         with self._wake:
             if self._closed:
                 raise ExpertIOError(CLOSED)
-            self._queue[speculative].extend((read, run) for run in runs)
-            self._wake.notify(len(runs))
+            self._queue[speculative].extend((read, share) for share in shares)
+            self._wake.notify(len(shares))
         return read.future
 
     def promote(self, future: "Future[int]") -> None:
@@ -155,7 +156,7 @@ class ExpertReader:
 
     @staticmethod
     def _abandon(read: _Read) -> bool:
-        """One run of `read` will not be read; tells whether nothing of it is under way any more."""
+        """A share of `read` will not be read; tells whether nothing of it is under way any more."""
         if not read.begun:
             read.future.cancel()
             read.begin()  # tells those who wait for the first of several
@@ -170,11 +171,11 @@ class ExpertReader:
                     self._wake.wait()
                 if self._closed:
                     return
-                read, run = (self._queue[False] or self._queue[True]).popleft()
+                read, share = (self._queue[False] or self._queue[True]).popleft()
                 if not read.begin():
                     continue
                 self._begin()
-            outcome = read.error or self._attempt(read, run)
+            outcome = read.error or self._attempt(read, share)
             with self._wake:
                 self._end()
                 if isinstance(outcome, ExpertIOError):
@@ -195,9 +196,26 @@ class ExpertReader:
         if self._active == 0:
             self._busy += time.perf_counter() - self._busy_since
 
-    def _attempt(self, read: _Read, run: Run) -> int | ExpertIOError:
+    def _attempt(self, read: _Read, share: list[Run]) -> int | ExpertIOError:
         """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
         try:
-            return self._files.read(run, read.target)
+            return sum([self._files.read(run, read.target) for run in share])
         except Exception as error:
             return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
+
+
+def shares_of(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs in groups that are worth a thread: large ones alone, the others together."""
+    shares: list[list[Run]] = []
+    held = SHARE_BYTES
+    for run in runs:
+        size = run.stop - run.start
+        if size >= SHARE_BYTES:
+            shares.insert(0, [run])
+        elif held >= SHARE_BYTES:
+            shares.append([run])
+            held = size
+        else:
+            shares[-1].append(run)
+            held += size
+    return shares

@@ -18,7 +18,7 @@ from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
 from .launch import Kernel, Launch, Shape, ceildiv, count, number
 from .norm import rms_norm
-from .tiles import MAX_TOKENS, TILES, Tile, lanes_of_pieces
+from .tiles import MAX_TOKENS, TILES, Tile, lanes_of
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
 GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out next")
@@ -265,7 +265,7 @@ def _plan_tokens(
     groups = (ceildiv(T * key_heads, SIMDGROUPS), 1)
     prepare = Launch(target, DELTA_INPUTS, inputs, groups, 32 * SIMDGROUPS, prepared)
 
-    lanes = lanes_of_pieces(k_dim // 4, tile.lanes)
+    lanes = lanes_of(k_dim // 4, tile.lanes)
     template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "B": tile.ahead}
     groups = (ceildiv(v_dim * lanes, 32 * tile.rows * tile.simdgroups), heads)
     outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]

@@ -9,17 +9,18 @@ from ..formats.record import Projection, Record
 from . import backend
 from .backend import FLOATS
 from .experts import Records, check_blob, is_read, places_of
+from .forms import DTYPES, form_of, unpacked_float32
 from .launch import Kernel, Launch, Shape, ceildiv, require
 from .tiles import TILES
 
-DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "gate_up down")
+DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "out")
 LARGEST_INDEX = 2**31 - 1
 
-Dense = list[mx.array]  # a projection's codes, scales and biases [n, rows, ...]
+Dense = list[mx.array]  # a projection's codes, scales and, where its form has them, biases [n, rows, ...]
 
 
 def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """The matrices of some records: weight = scale * code + bias in float32, rounded once to `dtype`.
+    """The matrices of some records, computed in float32 with one rounding, and rounded once to `dtype`.
 
     The same bits as `mx.dequantize` with scales and biases in float32 gives, rounded.
 
@@ -34,43 +35,44 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
     Raises:
         RequestError: a shape or dtype the kernel does not take.
     """
-    launch = _plan(backend.name(), records.blob.shape, slots.shape, dtype, records.record)
-    if launch is None:
+    record = records.record
+    plans = [_plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1)]
+    if plans[0] is None or plans[1] is None:
         return _ops(records, slots, dtype)
-    gate_up, down = launch(records.blob, slots)
+    gate_up, down = (launch(records.blob, slots)[0] for launch in plans if launch)
     return gate_up, down
 
 
 @cache
-def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record) -> Launch | None:
+def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | None:
+    """For gate and up (0), or down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
     require(dtype in FLOATS, f"dtype is {dtype}; the kernel writes float32, bfloat16 or float16")
     if target == "ops" or not is_read(record):
         return None
-    (n,), hidden, inner = slots, record.hidden_size, record.moe_intermediate_size
-    tile = TILES[target]["expert_dequantize"]
-    template = {"X": dtype, "H": hidden, "I": inner, "WORDS": blob[1], "R": tile.rows, "SG": tile.simdgroups}
-    template |= places_of("GATE", record.gate) | places_of("UP", record.up) | places_of("DOWN", record.down)
+    first, last = (record.down, record.down) if which else (record.gate, record.up)
+    count, rows, columns = 2 - which, first.rows, first.columns
+    tile, form = TILES[target]["expert_dequantize"], form_of(first)
+    template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.template}
+    template |= {"MX": int(first.quant.mode == "mxfp4"), "R": tile.rows, "SG": tile.simdgroups}
+    template |= places_of("FIRST", first) | places_of("LAST", last)
     threads = 32 * tile.simdgroups
-    groups = (ceildiv(3 * hidden * inner // 8, tile.rows * threads), n)
-    outputs = [((n, 2 * inner, hidden), dtype), ((n, hidden, inner), dtype)]
-    return Launch(target, DEQUANTIZE, template, groups, threads, outputs)
+    groups = (ceildiv(count * rows * columns // 8, tile.rows * threads), slots[0])
+    return Launch(target, DEQUANTIZE, template, groups, threads, [((slots[0], count * rows, columns), dtype)])
 
 
 def _ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    def matrix(part: Dense, projection: Projection) -> mx.array:
-        codes, scales, biases = part
-        quant = projection.quant
-        return mx.dequantize(codes, scales, biases, quant.group_size, quant.bits).astype(dtype)
-
     record, parts = records.record, dense(records, np.array(slots), mx.float32)
-    gate, up, down = map(matrix, parts, (record.gate, record.up, record.down))
+    gate, up, down = (
+        unpacked_float32(projection.quant, *part).astype(dtype)
+        for part, projection in zip(parts, (record.gate, record.up, record.down), strict=True)
+    )
     return mx.concatenate([gate, up], axis=1), down
 
 
 def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, Dense, Dense]:
-    """gate, up and down of the records in the rows `where`, each array dense; scales and biases in `dtype`."""
+    """gate, up and down of the records in the rows `where`, each array dense; float scales and biases in `dtype`."""
     blob, record, first = records.blob, records.record, int(where[0])
     run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
     if not run and blob.size > LARGEST_INDEX:
@@ -84,8 +86,10 @@ def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, 
             words = (
                 mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
             )
-            if field.dtype == "BF16":
-                words = mx.view(words, mx.bfloat16).astype(dtype)
+            if field.dtype != "U32":
+                words = mx.view(words, DTYPES[field.dtype])
+            if field.dtype not in ("U32", "U8"):
+                words = words.astype(dtype)
             made.append(words.reshape(len(where), field.shape[0], -1))
         return made
 

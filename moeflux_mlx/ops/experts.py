@@ -12,15 +12,14 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
-from . import backend, native
+from . import backend, forms, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
+from .forms import form_of, matmul_float32
 from .launch import Kernel, Launch, Shape, ceildiv, require
-from .linear import check_activations, matmul_float32
-from .tiles import FORM, TILES, down_lanes, lanes_of
+from .linear import check_activations
+from .tiles import TILES, down_lanes, lanes_of
 
-GATE_UP = Kernel("expert_gate_up", "x blob slots", "act")
-DOWN_COMBINE = Kernel("expert_down_combine", "act blob slots weights h_mid shared", "out")
 Slots = mx.array | np.ndarray
 MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
 
@@ -130,8 +129,9 @@ def expert_down_combine(
 
 @cache
 def is_read(record: Record) -> bool:
-    """Whether kernels and native forms read such records; the twins read all."""
-    return all(projection.quant == FORM for projection in (record.gate, record.up, record.down))
+    """Whether kernels and native forms read such records; the twins read all. One kernel reads gate and up."""
+    alike = form_of(record.gate) == form_of(record.up)
+    return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
 
 
 def check_blob(blob: Shape, record: Record) -> None:
@@ -148,8 +148,12 @@ def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record) -> None
 
 
 def places_of(name: str, projection: Projection) -> dict[str, int]:
-    """Where a matrix lies in a record, as the text's constants say it: words to its codes, scales and biases."""
-    return dict(zip((f"{name}_W", f"{name}_S", f"{name}_B"), projection.words, strict=True))
+    """Where a matrix lies in a record, as the text's constants say it: words to its codes, scales and biases.
+
+    Where it has no biases, their place is that of the scales; they are not read.
+    """
+    codes, scales = projection.words[:2]
+    return {f"{name}_W": codes, f"{name}_S": scales, f"{name}_B": projection.words[-1]}
 
 
 @cache
@@ -161,14 +165,15 @@ def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Sh
     _check_slots(blob, slots, tokens, record)
     if target == "ops" or not is_read(record):
         return None
-    top_k = slots[1]
+    top_k, form = slots[1], form_of(record.gate)
     tile = TILES[target]["expert_gate_up"]
-    lanes = lanes_of(hidden, tile.lanes)
-    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "WORDS": blob[1]}
+    lanes = lanes_of(form.chunks(hidden), tile.lanes)
+    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **form.template}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up)
-    template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": tile.ahead}
+    template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * top_k)
-    return Launch(target, GATE_UP, template, groups, 32 * tile.simdgroups, [((tokens, top_k, inner), dtype)])
+    kernel = Kernel("expert_gate_up", "x blob slots", "act", form.header)
+    return Launch(target, kernel, template, groups, 32 * tile.simdgroups, [((tokens, top_k, inner), dtype)])
 
 
 @cache
@@ -193,12 +198,13 @@ def _plan_down(
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
         return None
-    tile = TILES[target]["expert_down_combine"]
-    lanes = down_lanes(tile, hidden, inner)
+    tile, form = TILES[target]["expert_down_combine"], form_of(record.down)
+    lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
-    template |= {"R": tile.rows, "L": lanes, "AHEAD": tile.ahead, **combine_types(dtypes)}
+    template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
-    return Launch(target, DOWN_COMBINE, template, groups, 32 * top_k, [((tokens, hidden), dtypes[1])])
+    kernel = Kernel("expert_down_combine", "act blob slots weights h_mid shared", "out", form.header)
+    return Launch(target, kernel, template, groups, 32 * top_k, [((tokens, hidden), dtypes[1])])
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:
@@ -209,7 +215,7 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
     parts = []
     for field in projection.fields:
         part = words[:, field.words.start - start : field.words.stop - start]
-        parts.append((part if field.dtype == "U32" else part.view(mx.bfloat16)).reshape(pairs, *field.shape))
+        parts.append(part.view(forms.DTYPES[field.dtype]).reshape(pairs, *field.shape))
     return matmul_float32(x[:, None], projection.quant, *parts)[:, 0]
 
 

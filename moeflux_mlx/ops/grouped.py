@@ -20,6 +20,7 @@ from .combine import combine
 from .dequantize import Dense, dense, dequantized_records
 from .elementwise import silu_mul
 from .experts import Records, expert_down_combine, expert_gate_up, is_read
+from .forms import settings
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
@@ -266,16 +267,5 @@ def grouped_ffn(x: mx.array, parts: tuple[Dense, Dense, Dense], records: Records
 
 
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:
-    quant = projection.quant
-    codes, scales, biases = part
-    return mx.gather_qmm(
-        x,
-        codes,
-        scales,
-        biases,
-        rhs_indices=owners,
-        transpose=True,
-        group_size=quant.group_size,
-        bits=quant.bits,
-        sorted_indices=True,
-    )
+    biases, how = part[2] if len(part) > 2 else None, settings(projection.quant)
+    return mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, sorted_indices=True, **how)

@@ -44,11 +44,15 @@ def _headers() -> list[str]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces."""
+    """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces.
+
+    `form`: `metal/{form}.h.metal` goes in too, where several headers define the same functions, each for other codes.
+    """
 
     name: str
     inputs: str
     outputs: str
+    form: str = ""
 
     def build(self, target: str) -> Any:
         """MLX's object for it, compiled at first use with each set of template arguments.
@@ -57,13 +61,14 @@ class Kernel:
         hashes the whole text at every launch.
         """
         source = _text(f"{self.name}.metal")
-        header = "".join(_text(name) for name in _headers() if f"{name.split('.')[0]}_" in source)
+        used = [name for name in _headers() if f"{name.split('.')[0]}_" in source]
+        header = "".join(map(_text, [*used, f"{self.form}.h.metal"] if self.form else used))
         make: Any = mx.fast.metal_kernel
         if target == "cuda":
             header = _text("cuda_shim.h") + header
             make = mx.fast.cuda_kernel
         return make(
-            name=f"moeflux_{self.name}",
+            name=f"moeflux_{self.name}{self.form}",
             input_names=self.inputs.split(),
             output_names=self.outputs.split(),
             header=header,

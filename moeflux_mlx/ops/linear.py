@@ -1,7 +1,6 @@
 """Products with a stored matrix: dense or quantised, a few rows or many, on a GPU or on the CPU.
 
-The GPU kernels take up to 8 rows of x and 4-bit codes in groups of 64 columns (weight = scale * code + bias, eight
-codes to a uint32, low nibble first), and sum in float32.
+The GPU kernels take up to 8 rows of x and sum in float32. They, like the native kernels, read every form of `forms`.
 """
 
 from collections.abc import Iterator
@@ -15,12 +14,10 @@ import numpy as np
 from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
+from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
 from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, require
-from .tiles import FORM, MAX_TOKENS, TILES, Tile, lanes_of, split_of
+from .tiles import MAX_TOKENS, TILES, Tile, lanes_of, split_of
 
-ONE = Kernel("qmv4", "x w scales biases", "y")
-SEVERAL = Kernel("qmv4_tokens", "x w scales biases", "y")
-GROUP = FORM.group_size
 # Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
 # (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
 DENSE_ROWS = 256
@@ -29,7 +26,10 @@ PAYS_FROM, LARGE = 4_000_000, 100_000_000
 
 
 class Weights(Protocol):
-    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside `scales` and `biases`."""
+    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside `scales` and `biases`.
+
+    `biases` are not looked at where the form has none.
+    """
 
     @property
     def quant(self) -> Quant | None: ...
@@ -68,11 +68,11 @@ def linear(x: Array, w: Weights) -> Array:
     """x [..., I] @ W.T -> [..., O]."""
     if isinstance(x, np.ndarray):
         rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-        out = native.linear(rows, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
+        out = native.linear(rows, w.quant, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
         return out.reshape(*x.shape[:-1], -1)
     count = x.size // x.shape[-1]
-    if w.quant == FORM and qmv4_pays(count, *w.shape):
-        y = qmv4(x.reshape(count, -1), w.weight, w.scales, w.biases)
+    if w.quant is not None and len(w.shape) == 2 and is_read(w.quant, w.shape[1]) and qmv_pays(count, *w.shape):
+        y = qmv(x.reshape(count, -1), w.quant, *_parts(w))
         return y.reshape(*x.shape[:-1], -1)
     return multiply(x, w, transpose=True)
 
@@ -82,7 +82,8 @@ def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
     if w.quant is None or _pays_dense(x, w):
         weight = dequantized(w)
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
-    return mx.quantized_matmul(x, w.weight, w.scales, w.biases, transpose, w.quant.group_size, w.quant.bits)
+    biases = w.biases if w.quant.has_biases else None
+    return mx.quantized_matmul(x, w.weight, w.scales, biases, transpose=transpose, **settings(w.quant))
 
 
 def _pays_dense(x: mx.array, w: Weights) -> bool:
@@ -94,13 +95,12 @@ def _pays_dense(x: mx.array, w: Weights) -> bool:
 def embed(ids: Array, w: Weights) -> Array:
     """Rows of W by id: [...] -> [..., I]."""
     if isinstance(ids, mx.array):
-        if w.quant is None:
-            return w.weight[ids]
-        return mx.dequantize(w.weight[ids], w.scales[ids], w.biases[ids], w.quant.group_size, w.quant.bits)
+        rows = [part[ids] for part in _parts(w)]
+        return rows[0] if w.quant is None else unpacked(w.quant, *rows)
     flat = ids.reshape(-1)
     if _is_native(w):
-        rows = [view(part)[flat] for part in _parts(w)]
-        out = rows[0] if w.quant is None else native.dequantize(*rows)
+        parts = [view(part)[flat] for part in _parts(w)]
+        out = parts[0] if w.quant is None else native.dequantize(w.quant, *parts)
     else:
         out = _dense(w)[flat]
     return out.reshape(*ids.shape, -1)
@@ -108,9 +108,7 @@ def embed(ids: Array, w: Weights) -> Array:
 
 def dequantized(w: Weights) -> mx.array:
     """The matrix in floats."""
-    if w.quant is None:
-        return w.weight
-    return mx.dequantize(w.weight, w.scales, w.biases, w.quant.group_size, w.quant.bits)
+    return w.weight if w.quant is None else unpacked(w.quant, *_parts(w))
 
 
 def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
@@ -119,11 +117,10 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         dense = _dense(w)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
-    parts = [view(part) for part in _parts(w)]
-    codes, scales, biases = (part.reshape(heads, -1, part.shape[-1])[:, rows] for part in parts)
-    out = np.empty((codes.shape[1], GROUP * scales.shape[2]), np.float32)
+    parts = [view(part).reshape(heads, -1, part.shape[-1])[:, rows] for part in _parts(w)]
+    into: Any = {"out": np.empty((parts[0].shape[1], w.shape[-1]), np.float32)}
     for head in range(heads):
-        yield native.dequantize(codes[head], scales[head], biases[head], out)
+        yield native.dequantize(w.quant, *(part[head] for part in parts), **into)
 
 
 def part_of_heads(w: Weights, heads: int, rows: slice) -> Part:
@@ -133,33 +130,33 @@ def part_of_heads(w: Weights, heads: int, rows: slice) -> Part:
 
 def _is_native(w: Weights) -> bool:
     """Whether the native kernels read the form."""
-    return w.quant is None or (w.quant.bits in (4, 8) and w.quant.group_size == GROUP)
+    return w.quant is None or is_read(w.quant, w.shape[-1])
 
 
 def _dense(w: Weights) -> np.ndarray:
     """A matrix in a form that the native kernels do not read, in float32 whatever its scales are."""
-    if w.quant is None:
-        return view(w.weight)
-    scales, biases = w.scales.astype(mx.float32), w.biases.astype(mx.float32)
-    return view(mx.dequantize(w.weight, scales, biases, w.quant.group_size, w.quant.bits))
+    return view(w.weight if w.quant is None else unpacked_float32(w.quant, *_parts(w)))
 
 
 def _parts(w: Weights) -> list[Any]:
-    """The arrays that hold it."""
-    return [w.weight] if w.quant is None else [w.weight, w.scales, w.biases]
+    """The arrays that hold it: values, or codes, scales and, where its form has them, biases."""
+    if w.quant is None:
+        return [w.weight]
+    return [w.weight, w.scales, w.biases] if w.quant.has_biases else [w.weight, w.scales]
 
 
-# ---- the kernel for 4-bit matrices
+# ---- the kernel for a few rows
 
 
-def qmv4(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """x times the transpose of a 4-bit matrix.
+def qmv(x: mx.array, quant: Quant, w: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+    """x times the transpose of a quantised matrix.
 
     Args:
         x: [T, I] float32, bfloat16 or float16, T from 1 to 8. Each row starts at a multiple of 16 bytes, as in a
             whole array and in slices of its leading axes.
-        w: [O, I / 8] uint32 codes.
-        scales, biases: [O, I / 64], both of one floating dtype.
+        quant: of the matrix, one that `forms.is_read`.
+        w: codes.
+        scales, biases: both of one floating dtype, or E8M0 scales and None.
 
     Returns:
         [T, O] in x's dtype.
@@ -167,57 +164,50 @@ def qmv4(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.arr
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
-    launch = _plan(backend.name(), x.shape, x.dtype, w.shape, scales.shape, scales.dtype)
-    return launch(x, w, scales, biases)[0] if launch else _qmv4_ops(x, w, scales, biases)
+    launch = _plan(backend.name(), x.shape, x.dtype, w.shape, scales.shape, Form(quant, scales.dtype))
+    if launch is None:
+        return matmul_float32(x, quant, w, scales, biases).astype(x.dtype)
+    return launch(x, w, scales, scales if biases is None else biases)[0]  # an input cannot be left out
 
 
-def qmv4_pays(tokens: int, rows: int, columns: int) -> bool:
-    """Whether `qmv4` runs as a kernel here and beats `mx.quantized_matmul` for a [rows, columns] matrix."""
+def qmv_pays(tokens: int, rows: int, columns: int) -> bool:
+    """Whether `qmv` runs as a kernel here and beats `mx.quantized_matmul` for a [rows, columns] matrix."""
     return backend.has_kernels() and tokens <= MAX_TOKENS and rows * columns >= PAYS_FROM
 
 
 def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -> None:
     """Raises RequestError: the kernels for few tokens do not take such an array."""
     require(dtype in FLOATS, f"{name} is {dtype}; the kernels take float32, bfloat16 or float16")
-    good = len(shape) == rank and shape[-1] % GROUP == 0 and shape[-1] > 0
-    require(good, f"{name} is {shape}; expected {rank} axes, the last a multiple of {GROUP}")
+    good = len(shape) == rank and shape[-1] % MULTIPLE == 0 and shape[-1] > 0
+    require(good, f"{name} is {shape}; expected {rank} axes, the last a multiple of {MULTIPLE}")
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-def _choose(target: str, tokens: int, rows: int, columns: int) -> tuple[Kernel, Tile]:
+def _choose(target: str, tokens: int, rows: int, columns: int) -> tuple[str, Tile]:
     """The kernel and tile for a [rows, columns] matrix."""
-    tiles = TILES[target]
-    if tokens > 1:
-        return SEVERAL, tiles["qmv4_tokens"]
-    return ONE, tiles["qmv4_large" if rows * columns >= LARGE else "qmv4"]
+    name = "qmv_tokens" if tokens > 1 else "qmv"
+    return name, TILES[target]["qmv_large" if tokens == 1 and rows * columns >= LARGE else name]
 
 
 @cache
-def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, scales_dtype: mx.Dtype) -> Launch | None:
+def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form) -> Launch | None:
     check_activations("x", x, x_dtype)
     tokens, columns = x
-    rows = w[0]
-    codes, groups = FORM.words(columns), FORM.groups(columns)
+    rows, quant = w[0], form.quant
+    require(is_read(quant, columns), f"w is stored in {quant}, which does not divide {columns} columns")
+    codes, groups = quant.words(columns), quant.groups(columns)
     good = w == (rows, codes) and scales == (rows, groups)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
     if target == "ops" or rows * groups < LEAST_ELEMENTS:
         return None
-    kernel, tile = _choose(target, tokens, rows, columns)
-    lanes = lanes_of(columns, tile.lanes)
+    name, tile = _choose(target, tokens, rows, columns)
+    chunks = form.chunks(columns)
+    lanes = lanes_of(chunks, tile.lanes)
     blocks = ceildiv(rows * lanes, tile.rows * 32)
-    split = split_of(tile, blocks, columns, lanes)
-    template = {"X": x_dtype, "S": scales_dtype, "O": rows, "I": columns, "R": tile.rows, "L": lanes}
+    split = split_of(tile, blocks, chunks, lanes)
+    template = {"X": x_dtype, "O": rows, "I": columns, "R": tile.rows, "L": lanes, **form.template}
     template |= {"SG": tile.simdgroups, "SPLIT": split}
-    template |= {"T": tokens} if tokens > 1 else {"AHEAD": tile.ahead}
+    template |= {"T": tokens} if tokens > 1 else {"AHEAD": form.ahead(tile.ahead)}
     grid = (ceildiv(blocks * split, tile.simdgroups), 1)
+    kernel = Kernel(name, "x w scales biases", "y", form.header)
     return Launch(target, kernel, template, grid, 32 * tile.simdgroups, [((tokens, rows), x_dtype)])
-
-
-def _qmv4_ops(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    return matmul_float32(x, FORM, w, scales, biases).astype(x.dtype)
-
-
-def matmul_float32(x: mx.array, quant: Quant, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-    """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
-    x, scales, biases = (a.astype(mx.float32) for a in (x, scales, biases))
-    return mx.quantized_matmul(x, w, scales, biases, transpose=True, group_size=quant.group_size, bits=quant.bits)

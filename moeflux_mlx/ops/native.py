@@ -4,12 +4,13 @@ Promises: float32 accumulation; a result depends on the processor's instruction 
 number of threads, the slots an expert sits in, or the values of other rows in the call; read-only inputs
 (a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
 One thing about the other rows does count: with AVX-512 VNNI, a call that has a single row multiplies
-4-bit weights in integers, as exactly, but not with the bits that the row has among several.
+4-bit weights in groups of 64 in integers, as exactly, but not with the bits that the row has among several.
 Calls release the GIL and may come from several threads; they take turns. The thread team is as large
 as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
 
 Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
-unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits) or float32.
+unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits), float16 or float32,
+or scales alone are uint8 (E8M0).
 `out` receives the result if given; it must be writable and overlap no input.
 
 Does not know: models, files, MLX streams. Where no compiler was at hand at install time the extension
@@ -32,9 +33,11 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
-from ..formats.record import Record
+from ..formats.record import Projection, Record
+from ..quant import Quant
 
 Buffer = Any  # numpy array, mx.array or memoryview
+KINDS = ("BF16", "F16", "F32", "U8")  # dtypes of a record's scales, by the number that the kernels know them by
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
@@ -136,24 +139,39 @@ def _result(out: np.ndarray | None, *shape: int) -> np.ndarray:
 
 
 def linear(
-    x: Buffer, w: Buffer, scales: Buffer | None = None, biases: Buffer | None = None, out: np.ndarray | None = None
+    x: Buffer,
+    quant: Quant | None,
+    w: Buffer,
+    scales: Buffer | None = None,
+    biases: Buffer | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """x[T, I] @ W.T -> [T, O].
 
-    W is 4-bit (w uint32 [O, I/8], element 8i+j of a row in bits 4j..4j+3 of word i) or 8-bit (w [O, I/4]) with
-    scales and biases [O, I/64] and I a multiple of 64; or dense float32 [O, I] without them, I a multiple of 16.
-    Up to T = 4 the weights are read from memory once, beyond that again from the cache.
+    W holds codes (w uint32 [O, I * bits / 32]) with scales and biases [O, I / group], in mxfp4 scales alone, and I a
+    multiple of 64; or, without `quant` and them, dense float32 [O, I], I a multiple of 16. Up to T = 4 the weights are
+    read from memory once, beyond that again from the cache.
     """
     out = _result(out, x.shape[0], w.shape[0])
-    _kernels().linear(x, w, scales, biases, out)
+    bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
+    _kernels().linear(x, w, scales, biases, bits, group, out)
     return out
 
 
-def dequantize(w: Buffer, scales: Buffer, biases: Buffer, out: np.ndarray | None = None) -> np.ndarray:
-    """w uint32 [O, I/8] or [O, I/4], scales and biases [O, I/64] -> float32 [O, I]."""
-    out = _result(out, w.shape[0], 64 * scales.shape[1])
-    _kernels().dequantize(w, scales, biases, out)
+def dequantize(
+    quant: Quant, w: Buffer, scales: Buffer, biases: Buffer | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """w, scales and biases as for `linear` -> float32 [O, I]."""
+    out = _result(out, w.shape[0], quant.group_size * scales.shape[1])
+    _kernels().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
     return out
+
+
+def _places(*projections: Projection) -> tuple[int, ...]:
+    """Where matrices of one form lie in a record, and the form; what has no biases repeats the scales' place."""
+    last = projections[-1]
+    places = [at for one in projections for at in (*one.words[:2], one.words[-1])]
+    return (*places, last.quant.bits, last.quant.group_size, KINDS.index(last.fields[1].dtype))
 
 
 def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None) -> np.ndarray:
@@ -163,7 +181,7 @@ def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: 
     [T, K] are rows of it. An expert that several tokens share is read once per call.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
-    _kernels().expert_gate_up(x, blob, slots, record.gate.words + record.up.words, out)
+    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), out)
     return out
 
 
@@ -182,7 +200,7 @@ def expert_down_combine(
     act [T, K, I]; blob, slots and record as in expert_gate_up; weights [T, K]; mid and shared [T, H].
     """
     out = _result(out, *mid.shape)
-    _kernels().expert_down_combine(act, blob, slots, record.down.words, weights, mid, shared, out)
+    _kernels().expert_down_combine(act, blob, slots, _places(record.down), weights, mid, shared, out)
     return out
 
 

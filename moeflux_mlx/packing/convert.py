@@ -19,7 +19,7 @@ from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint
 from ..formats.hub import hub_errors, looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.record import PROJECTIONS, ExpertLayout, expert_path
-from ..quant import DEFAULT, parse, unquantized
+from ..quant import parse, unquantized
 from ..spec import ModelArgs
 from .layer_files import LayerFile, find_experts, layout_json, packed_layers, plan_experts
 from .resident import override, plan_resident
@@ -112,15 +112,7 @@ def convert(
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    forms = {
-        "q_bits": q_bits,
-        "q_group_size": q_group_size,
-        "q_mode": q_mode,
-        "expert_bits": expert_bits,
-        "down_bits": down_bits,
-    }
-    wanted = Wanted.of(**forms, requantize=requantize)  # type: ignore[arg-type]
-    asked = {name: value for name, value in forms.items() if value not in (None, DEFAULT.mode)}
+    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
     source = local_checkpoint(hf_path, revision)
     if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
@@ -132,7 +124,7 @@ def convert(
     plan = make_plan(checkpoint, args, wanted)
     output = Output(
         path,
-        {"source": checkpoint_digest(checkpoint), "options": {**asked, "requantize": requantize}},
+        {"source": checkpoint_digest(checkpoint), "options": wanted.options},
         {"hf_path": str(source.absolute() if user_path(hf_path).exists() else hf_path), "revision": revision},
     )
     check_space(path, output.missing_bytes(plan.units))

@@ -1,6 +1,8 @@
 """In which form a conversion stores what comes as floats: what its options say, checked."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ConfigError
 from ..formats.record import Quants
@@ -14,12 +16,14 @@ class Wanted:
     experts: of the experts' gate, up and down.
     requantize: whether codes that cannot be kept are quantised again.
     named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
+    options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.
     """
 
     resident: Quant
     experts: Quants
     requantize: bool = False
     named: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -37,11 +41,18 @@ class Wanted:
             ConfigError: a form that is not computed.
         """
         group_size, bits = MODES.get(q_mode, (DEFAULT.group_size, DEFAULT.bits))
-        usual = _checked(Quant(bits if q_bits is None else q_bits, q_group_size or group_size, q_mode))
+        bits, group_size = (
+            usual if asked is None else asked for usual, asked in ((bits, q_bits), (group_size, q_group_size))
+        )
+        usual = _checked(Quant(bits, group_size, q_mode))
         experts = _with_bits(usual, expert_bits)
         down = _with_bits(experts, down_bits)
         named = expert_bits is not None or down_bits is not None
-        return cls(usual, (experts, experts, down), requantize, named)
+        forms = {"q_bits": q_bits, "q_group_size": q_group_size, "expert_bits": expert_bits, "down_bits": down_bits}
+        options: dict[str, Any] = {name: value for name, value in forms.items() if value is not None}
+        if q_mode != DEFAULT.mode:
+            options["q_mode"] = q_mode
+        return cls(usual, (experts, experts, down), requantize, named, {**options, "requantize": requantize})
 
     def keeps(self, stored: Quant, form: Quant) -> bool:
         """Whether an expert's codes in the form `stored` are copied, though `form` is wanted of floats."""

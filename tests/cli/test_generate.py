@@ -274,9 +274,9 @@ def test_checkpoint_that_is_not_packed(capfd, copy_dir):
     "quantization, lossy",
     [
         ({"group_size": 64, "bits": 4, "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}}, False),
-        ({"group_size": 64, "bits": 8}, True),
-        ({"group_size": None, "bits": 4, "mode": "mxfp4"}, True),
-        ({"group_size": 64, "bits": 4, "model.layers.1.mlp.switch_mlp.down_proj": {"bits": 6}}, True),
+        ({"group_size": 64, "bits": 8}, False),
+        ({"group_size": None, "bits": 4, "mode": "mxfp4"}, False),
+        ({"group_size": 64, "bits": 4, "model.layers.1.mlp.switch_mlp.down_proj": {"bits": 6}}, False),
         ({"group_size": 64, "bits": 4, "language_model.lm_head": {"mode": "nvfp4"}}, True),
         (None, False),
     ],

@@ -46,6 +46,7 @@ from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import resident_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 GB = 10**9
@@ -88,6 +89,25 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
     else:
         assert made.pool == 0
         assert made.copied == (made.experts if made.mode is IoMode.RESIDENT else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(variants()), memory=st.integers(10**9, 10**12), cache=st.none() | st.integers(0, 10**12))
+def test_records_of_several_sizes_are_planned_in_bytes(name, memory, cache):
+    args = ModelArgs.from_variant(name)
+    low, high = Quant(3, 64), Quant(6, 64)
+    quants = {layer: (low, low, high if layer % 3 else low) for layer in args.moe_layers}
+    layout = ExpertLayout.from_args(args, quants)
+    try:
+        made = plan_memory(args, layout, machine(memory, None), Demand(GB, 1000, 2, expert_cache_bytes=cache))
+    except RequestError:
+        return
+    assert made.total <= room(made.figures) and made.experts == layout.total_bytes
+    if made.mode is IoMode.PREAD:
+        most = [record.held_bytes for record in layout.records.values()]
+        assert least_pool(args, layout) <= made.pool <= args.num_experts * sum(most)
+        assert made.pool // max(most) - 2 <= made.slots <= made.pool // min(most)
+        assert cache is None or made.pool <= max(cache, least_pool(args, layout))
 
 
 def machine(memory, share):

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 import time
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -14,12 +15,13 @@ from test_packed import tiny_args
 from test_source import Faults, blocks, slow
 
 from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts import files, reader
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.in_place import InPlaceExperts, Spread
-from moeflux_mlx.formats.pieces import runs_of
+from moeflux_mlx.formats.pieces import Run, runs_of
 from moeflux_mlx.formats.record import BLOCK_BYTES, ExpertLayout
 from moeflux_mlx.ops import backend
 
@@ -127,6 +129,17 @@ def test_a_file_that_was_replaced_is_not_opened_again(stacks):
     loader.close()
 
 
+def test_a_thread_is_woken_for_large_reads_and_for_several_small_ones():
+    def runs(*sizes):
+        return [Run(Path("x"), 0, size, ()) for size in sizes]
+
+    large, small = reader.SHARE_BYTES, reader.SHARE_BYTES // 3
+    shares = reader.shares_of(runs(large, small, small, large, small, small, large, small, small))
+    assert sorted(len(share) for share in shares) == [1, 1, 1, 2, 4]
+    assert [len(share) for share in reader.shares_of(runs(1, 1, 1))] == [3]
+    assert sum(len(share) for share in shares) == 9
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_bytes_are_counted_as_the_drive_delivers_them(stacks, direct):
     where, _ = stacks
@@ -142,6 +155,18 @@ def test_bytes_are_counted_as_the_drive_delivers_them(stacks, direct):
     loader.close()
 
 
+def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatch):
+    """As on a Mac, whose flag for files is set after they are opened."""
+    where, truth = stacks
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.setattr(files, "IN_BLOCKS", False)
+    loader = StreamedExperts(where)
+    assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
+    wanted = [run for e in range(EXPERTS) for run in runs_of(where.pieces(1, e), 1 << 20)]
+    assert loader._reader.direct and loader.stats.bytes_read == sum(run.stop - run.start for run in wanted)
+    loader.close()
+
+
 def test_the_end_of_a_file_inside_a_block(tmp_path):
     """The last block of a direct read need not be there as a whole."""
     where, truth = write_stacks(tmp_path, files=1)
@@ -153,8 +178,9 @@ def test_the_end_of_a_file_inside_a_block(tmp_path):
     loader.close()
 
 
-def test_closing_between_two_pieces_of_a_record(stacks):
+def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
     where, _ = stacks
+    monkeypatch.setattr(reader, "SHARE_BYTES", 1)
     threads = set(threading.enumerate())
     loader = StreamedExperts(where, reader=ExpertReader(where, workers=1, preadv=slow))
     lease = loader.request(0, np.arange(EXPERTS))
@@ -166,8 +192,10 @@ def test_closing_between_two_pieces_of_a_record(stacks):
     assert set(threading.enumerate()) == threads
 
 
-def test_a_guess_that_is_asked_for_overtakes_with_all_its_pieces(stacks):
+@pytest.mark.parametrize("share_bytes", [1, 1 << 20])
+def test_a_guess_that_is_asked_for_overtakes_with_all_its_pieces(stacks, monkeypatch, share_bytes):
     where, truth = stacks
+    monkeypatch.setattr(reader, "SHARE_BYTES", share_bytes)
     gate, order = threading.Event(), []
 
     def preadv(file, places, start):
@@ -181,7 +209,8 @@ def test_a_guess_that_is_asked_for_overtakes_with_all_its_pieces(stacks):
     wanted = loader.request(1, np.array([1]))
     gate.set()
     assert np.array_equal(blocks(wanted)[0], truth[1][1])
-    runs = [run.start for expert in (1, 0) for run in runs_of(where.pieces(1, expert), 1 << 30)]
+    parts = [reader.shares_of(runs_of(where.pieces(1, expert), 1 << 30)) for expert in (1, 0)]
+    runs = [run.start for shares in parts for share in shares for run in share]
     busy.wait()
     loader.drain()
     assert order[-len(runs) :] == runs

@@ -17,7 +17,9 @@ from moeflux_mlx.files import directory
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, combine, experts, launch, linear
 from moeflux_mlx.ops.experts import Records
+from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.tiles import TILES
+from moeflux_mlx.quant import EXPERTS
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -149,11 +151,11 @@ def error(got, want):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("T, O, I", [(1, 40, 256), (1, 9, 2048), (1, 1, 64), (3, 40, 256), (8, 24, 192), (2, 7, 64)])
-def test_qmv4_matches_oracle(host, T, O, I, dtype):
+def test_qmv_matches_oracle(host, T, O, I, dtype):
     rng = np.random.default_rng([T, O, I])
     matrix = Matrix(rng, O, I)
     x = mx.array(rng.normal(size=(T, I)).astype(np.float32)).astype(dtype)
-    assert error(linear.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
+    assert error(linear.qmv(x, EXPERTS, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -174,7 +176,7 @@ def test_tiles_of_cuda_match_oracle(host, monkeypatch, H, I):
     assert error(e.down_combine(), e.want_out()) < LIMITS[mx.bfloat16]
     for T in (1, 2, 5):
         x = mx.repeat(e.x, T, axis=0)
-        assert error(linear.qmv4(x, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
+        assert error(linear.qmv(x, EXPERTS, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -210,7 +212,7 @@ def test_twins_match_oracle(ops, dtype):
     matrix = e.matrices[0][0]
     assert error(e.gate_up(), e.want_act()) < LIMITS[dtype]
     assert error(e.down_combine(), e.want_out()) < LIMITS[dtype]
-    assert error(linear.qmv4(e.x, *matrix.arrays()), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
+    assert error(linear.qmv(e.x, EXPERTS, *matrix.arrays()), wide(e.x) @ matrix.values.T) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -218,7 +220,7 @@ def test_scales_may_have_any_float_type(host, dtype):
     rng = np.random.default_rng(5)
     matrix = Matrix(rng, 16, 128)
     x = mx.array(rng.normal(size=(1, 128)).astype(np.float32))
-    assert error(linear.qmv4(x, *matrix.arrays(dtype)), wide(x) @ matrix.values.T) < 1e-3
+    assert error(linear.qmv(x, EXPERTS, *matrix.arrays(dtype)), wide(x) @ matrix.values.T) < 1e-3
 
 
 # ---- what the bits may depend on
@@ -243,13 +245,13 @@ def test_slots_may_be_signed_or_not(host):
 @msl.needed
 def test_record_offsets_pass_4_gib():
     """The address of a record, computed by the header's own function."""
-    source = "out[thread_position_in_grid.x] = q4_record(uint(slots[thread_position_in_grid.x]), WORDS);"
+    source = "out[thread_position_in_grid.x] = codes_record(uint(slots[thread_position_in_grid.x]), WORDS);"
     kernel = msl.HostKernel.make(
         name="record",
         input_names=["slots"],
         output_names=["out"],
         source=source,
-        header=launch._text("q4.h.metal"),
+        header=launch._text("codes.h.metal"),
     )
     slots, words = [0, 1, 511, 2**31], 7077888 // 4
     call = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "template": [("WORDS", words)]}
@@ -264,11 +266,11 @@ def test_record_offsets_pass_4_gib():
 # ---- planted faults
 
 FAULTS = {
-    "scale and bias swapped": ("q4.h.metal", "scale[r] = float(scales[group]);\nbias[r] = float(biases[group]);",
-                               "bias[r] = float(scales[group]);\nscale[r] = float(biases[group]);"),
-    "high nibble first": ("q4.h.metal", "Q4_PAIR(word >> (4 * j))", "Q4_PAIR(word >> (12 - 4 * j))"),
-    "next group": ("q4.h.metal", "+ chunk / 2", "+ (chunk + 1) / 2"),
-    "constant of the high codes": ("q4.h.metal", "128.259765625f", "128.0f"),
+    "scale and bias swapped": ("codes.h.metal", "scale[r * GROUPS + g] = codes_scale(scales[group])",
+                               "scale[r * GROUPS + g] = codes_scale(biases[group])"),
+    "high nibble first": ("affine4.h.metal", "CODES_PAIR(word >> (4 * j)", "CODES_PAIR(word >> (12 - 4 * j)"),
+    "next group": ("codes.h.metal", "(chunk * CHUNK) / GROUP", "(chunk * CHUNK + CHUNK) / GROUP"),
+    "constant of the high codes": ("affine4.h.metal", "128.259765625f", "128.0f"),
     "up before gate": ("expert_gate_up.metal", "gate = record + GATE_W", "gate = record + UP_W"),
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
     "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
@@ -318,7 +320,7 @@ def launches(H, I, K, dtype):
     out = combine.moe_combine(mx.zeros((1, K, H), dtype), mx.zeros((1, K)), out)
     w, s = mx.zeros((64, H // 8), mx.uint32), mx.zeros((64, H // 64), mx.bfloat16)
     for tokens in (1, 8):
-        linear.qmv4(mx.zeros((tokens, H), dtype), w, s, s)
+        linear.qmv(mx.zeros((tokens, H), dtype), EXPERTS, w, s, s)
 
 
 @msl.needed
@@ -359,7 +361,7 @@ def test_no_silent_fallback(host, monkeypatch):
     monkeypatch.setattr(launch, "_text", lambda name: "no such thing;")
     x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):
-        linear.qmv4(x, w, s, s)
+        linear.qmv(x, EXPERTS, w, s, s)
 
 
 @pytest.mark.parametrize("target", ["metal", "cuda"])
@@ -372,7 +374,7 @@ def test_launches_stay_within_metals_limits(name, target):
     plans = [
         experts._plan_gate_up(target, (T, H), mx.bfloat16, blob, (T, K), record),
         experts._plan_down(target, (T, K, I), (T, H), blob, (T, K), types, record),
-        linear._plan(target, (1, H), mx.bfloat16, (I, H // 8), (I, H // 64), mx.bfloat16),
+        linear._plan(target, (1, H), mx.bfloat16, (I, H // 8), (I, H // 64), Form(EXPERTS, mx.bfloat16)),
     ]
     for plan in plans:
         assert plan.threads % 32 == 0 and plan.threads <= 512
@@ -381,7 +383,7 @@ def test_launches_stay_within_metals_limits(name, target):
 
 
 def product(tokens, columns, dtype=mx.float32):
-    return linear.qmv4(mx.zeros((tokens, columns), dtype), mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
+    return linear.qmv(mx.zeros((tokens, columns), dtype), EXPERTS, mx.zeros((1, 8), mx.uint32), *[mx.zeros((1, 1))] * 2)
 
 
 def routed(words, count):

@@ -48,9 +48,11 @@ else:
 import oracle  # noqa: E402
 
 from moeflux_mlx.formats.record import Record  # noqa: E402
+from moeflux_mlx.quant import EXPERTS, Quant  # noqa: E402
 
 PATHS = native.instruction_paths() if native.available() else []
 F = np.float32
+BYTES = Quant(8, 64)
 TOLERANCE = 2e-6  # of the sum of magnitudes: float32 rounding of a few hundred terms stays below
 
 
@@ -107,7 +109,7 @@ def check_qmv4(tokens, rows, groups, seed, wide_range=False, f32=False, fault=No
         w, s, b = fault(w, s, b)
     if f32:
         s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
-    assert close(native.linear(x, w, s, b), expected, magnitude)
+    assert close(native.linear(x, EXPERTS, w, s, b), expected, magnitude)
 
 
 def check_linear8(tokens, rows, groups, seed, f32=False):
@@ -121,10 +123,10 @@ def check_linear8(tokens, rows, groups, seed, f32=False):
     expected, magnitude = x @ dense.T, np.abs(x) @ (255 * np.abs(scale) + np.abs(bias)).T.astype(float)
     if f32:
         s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
-    assert close(native.linear(x, w, s, b), expected, magnitude)
-    assert close(native.dequantize(w, s, b), dense, 255 * np.abs(scale) + np.abs(bias))
+    assert close(native.linear(x, BYTES, w, s, b), expected, magnitude)
+    assert close(native.dequantize(BYTES, w, s, b), dense, 255 * np.abs(scale) + np.abs(bias))
     dense = dense.astype(np.float32)
-    assert close(native.linear(x, dense), x.astype(float) @ dense.T, np.abs(x) @ np.abs(dense).T)
+    assert close(native.linear(x, None, dense), x.astype(float) @ dense.T, np.abs(x) @ np.abs(dense).T)
 
 
 def check_combine(tokens, top_k, rows, width, seed, with_shared=True):
@@ -156,7 +158,7 @@ def check_dequantize(rows, groups, seed, f32=False):
     expected = oracle.dequantize(w, s, b)
     if f32:
         s, b = oracle.bf16_to_f32(s), oracle.bf16_to_f32(b)
-    np.testing.assert_allclose(native.dequantize(w, s, b), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(native.dequantize(EXPERTS, w, s, b), expected, rtol=1e-6, atol=1e-6)
 
 
 def check_experts(tokens, top_k, hidden, width, records, padding, seed, with_shared=True):
@@ -328,7 +330,9 @@ def test_a_lone_row_of_any_size(path, peak):
         for mantissa in np.linspace(0.5, 1, 40):
             x = np.full((1, 192), fill * mantissa, F)
             x[0, 70] = peak * mantissa
-            assert close(native.linear(x, w, s, b), x.astype(float) @ dense.T, np.abs(x).astype(float) @ parts.T)
+            assert close(
+                native.linear(x, EXPERTS, w, s, b), x.astype(float) @ dense.T, np.abs(x).astype(float) @ parts.T
+            )
 
 
 @few
@@ -341,9 +345,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(path, tokens, first, seed):
     x = rng.standard_normal((tokens, 192), dtype=F)
     others = rng.standard_normal((9, 192), dtype=F) * F(100)
     others[4] = x[first]
-    got = native.linear(x, w, s, b)[first]
-    assert np.array_equal(got, native.linear(others, w, s, b)[4])
-    alone = native.linear(x[first : first + 1], w, s, b)[0]
+    got = native.linear(x, EXPERTS, w, s, b)[first]
+    assert np.array_equal(got, native.linear(others, EXPERTS, w, s, b)[4])
+    alone = native.linear(x[first : first + 1], EXPERTS, w, s, b)[0]
     assert np.array_equal(got, alone) or path == "avx512vnni"
     np.testing.assert_allclose(got, alone, rtol=1e-4, atol=1e-4)
 
@@ -352,7 +356,7 @@ def test_a_lone_row_with_nan(path):
     w, s, b = weights(np.random.default_rng(0), 9, 192)
     x = np.ones((1, 192), F)
     x[0, 100] = np.nan
-    assert np.isnan(native.linear(x, w, s, b)).all()
+    assert np.isnan(native.linear(x, EXPERTS, w, s, b)).all()
 
 
 @few
@@ -461,11 +465,11 @@ def test_calls_from_many_threads(path):
     rng = np.random.default_rng(0)
     w, s, b = weights(rng, 2000, 512)
     xs = rng.standard_normal((16, 1, 512), dtype=np.float32)
-    expected = [native.linear(x, w, s, b) for x in xs]
+    expected = [native.linear(x, EXPERTS, w, s, b) for x in xs]
     native.set_threads(3)
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
-            actual = list(pool.map(lambda x: native.linear(x, w, s, b), xs))
+            actual = list(pool.map(lambda x: native.linear(x, EXPERTS, w, s, b), xs))
             assert all((a == e).all() for a, e in zip(actual, expected, strict=True))
 
 
@@ -474,7 +478,7 @@ def test_mlx_arrays_and_given_output(path):
     mx = pytest.importorskip("mlx.core")
     w, s, b = mx.quantize(mx.random.normal((96, 128)).astype(mx.bfloat16), group_size=64, bits=4)
     x, out = mx.random.normal((2, 128)), np.empty((2, 96), np.float32)
-    assert native.linear(x, w, s, b, out) is out
+    assert native.linear(x, EXPERTS, w, s, b, out) is out
     dense = mx.dequantize(w, s.astype(mx.float32), b.astype(mx.float32), 64, 4)
     np.testing.assert_allclose(out, np.array(x) @ np.array(dense).T, rtol=1e-4, atol=1e-4)
 
@@ -495,7 +499,13 @@ def read_only(shape):
 
 def qmv4_arguments():
     zeros = np.zeros((8, 2), np.uint16)
-    return {"x": np.zeros((2, 128), F), "w": np.zeros((8, 16), np.uint32), "scales": zeros, "biases": zeros}
+    return {
+        "x": np.zeros((2, 128), F),
+        "quant": EXPERTS,
+        "w": np.zeros((8, 16), np.uint32),
+        "scales": zeros,
+        "biases": zeros,
+    }
 
 
 BAD = {
@@ -510,7 +520,12 @@ BAD = {
     "empty row": {"w": np.zeros((8, 0), np.uint32)},
     "w misaligned": {"w": misaligned((8, 16), np.uint32)},
     "too few scales": {"scales": np.zeros((8, 1), np.uint16)},
-    "float16 scales": {"scales": np.zeros((8, 2), np.float16)},
+    "float16 scales beside bfloat16 biases": {"scales": np.zeros((8, 2), np.float16)},
+    "scales without biases": {"biases": None},
+    "7 bits": {"quant": Quant(7, 64), "w": np.zeros((8, 28), np.uint32)},
+    "groups of 16": {"quant": Quant(4, 16), **dict.fromkeys(("scales", "biases"), np.zeros((8, 8), np.uint16))},
+    "the words of other bits": {"quant": Quant(5, 64)},
+    "E8M0 scales for other groups": {"scales": np.zeros((8, 2), np.uint8), "biases": None},
     "mixed scales": {"scales": np.zeros((8, 2), F)},
     "read-only out": {"out": read_only((2, 8))},
     "short out": {"out": np.zeros((1, 8), F)},
@@ -518,7 +533,7 @@ BAD = {
     "misaligned out": {"out": misaligned((2, 8), F)},
     "strided out": {"out": np.zeros((2, 16), F)[:, ::2]},
 }
-REFUSED = (TypeError, ValueError, BufferError, OverflowError)
+REFUSED = (TypeError, ValueError, BufferError, OverflowError, IndexError)
 
 
 @any_path
@@ -546,11 +561,14 @@ def expert_arguments():
     }
 
 
+def claimed(words, quant=EXPERTS, dtype="BF16"):
+    """A projection that lies where it says."""
+    return types.SimpleNamespace(words=words, quant=quant, fields=[types.SimpleNamespace(dtype=dtype)] * 2)
+
+
 def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120)):
     """What a record of hidden size 64 could claim: its width, and words to the parts of gate and up."""
-    return types.SimpleNamespace(
-        moe_intermediate_size=width, gate=types.SimpleNamespace(words=gate), up=types.SimpleNamespace(words=up)
-    )
+    return types.SimpleNamespace(moe_intermediate_size=width, gate=claimed(gate), up=claimed(up))
 
 
 @any_path
@@ -584,7 +602,7 @@ def test_slots_out_of_range_are_refused(path, slot):
         {"record": lying(gate=(0, 2**62, 544))},
         {"record": lying(up=(3 * 576 - 511, 1088, 1120))},
         {"record": lying(up=(576, 1088, 3 * 576 - 31))},
-        {"record": lying(up=(576, 1088))},
+        {"record": lying(up=())},
         {"record": lying(up=(576, 1088, 1.0))},
         {"record": lying(up=(576, 1088, 2**64))},
     ],
@@ -600,7 +618,7 @@ def test_bad_expert_calls_are_refused(path, change):
 @any_path
 @pytest.mark.parametrize("words, down", [(3 * 576 - 1, (1152, 1664, 1696)), (3 * 576, (1153, 1664, 1697)), (576, ())])
 def test_a_down_matrix_beyond_its_record_is_refused(path, words, down):
-    record = types.SimpleNamespace(down=types.SimpleNamespace(words=down))
+    record = types.SimpleNamespace(down=claimed(down))
     blob, slots = np.zeros((2, words), np.uint32), np.zeros((1, 2), np.int32)
     with pytest.raises(REFUSED):
         native.expert_down_combine(
@@ -629,10 +647,14 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.conv_silu(np.zeros((3, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F), read_only((1, 32))),
         lambda: native.attend(np.zeros((1, 3, 16), F), *np.zeros((2, 2, 4, 16), F), 1, 1.0),
         lambda: native.attend(np.zeros((1, 2, 16), F), *np.zeros((2, 0, 4, 16), F), 1, 1.0),
-        lambda: native.linear(np.zeros((1, 24), F), np.zeros((4, 24), F)),
-        lambda: native.linear(np.zeros((1, 32), F), np.zeros((4, 32), F), np.zeros((4, 1), np.uint16)),
-        lambda: native.linear(np.zeros((1, 64), F), np.zeros((4, 12), np.uint32), *np.zeros((2, 4, 1), np.uint16)),
-        lambda: native.dequantize(np.zeros((4, 8), np.uint32), *np.zeros((2, 4, 1), np.uint16), np.zeros((4, 128), F)),
+        lambda: native.linear(np.zeros((1, 24), F), None, np.zeros((4, 24), F)),
+        lambda: native.linear(np.zeros((1, 32), F), EXPERTS, np.zeros((4, 32), F), np.zeros((4, 1), np.uint16)),
+        lambda: native.linear(
+            np.zeros((1, 64), F), EXPERTS, np.zeros((4, 12), np.uint32), *np.zeros((2, 4, 1), np.uint16)
+        ),
+        lambda: native.dequantize(
+            EXPERTS, np.zeros((4, 8), np.uint32), *np.zeros((2, 4, 1), np.uint16), np.zeros((4, 128), F)
+        ),
         lambda: native.combine(x, np.array([[2]], np.int32), np.ones((1, 1), F), x[:1]),
         lambda: native.combine(x, np.array([[-1]], np.int32), np.ones((1, 1), F), x[:1]),
         lambda: native.combine(x, np.array([[0]], np.int32), np.ones((1, 2), F), x[:1]),

@@ -671,6 +671,18 @@ def test_options_without_effect_and_files_that_lack_are_said(tmp_path, capsys):
     assert "no effect" not in err and "warning" not in err
 
 
+def test_a_form_that_experts_do_not_get_is_said(tmp_path, capsys):
+    quantised = goldens.write_variant(tmp_path / "mlx4", "qwen3_moe", "mlx4")
+    arguments = ["--hf-path", str(quantised), "--mlx-path", str(tmp_path / "out"), "--expert-bits", "3"]
+    assert main(arguments) == 0
+    err = capsys.readouterr().err
+    assert "--expert-bits had no effect" in err and "--requantize changes them (lossy)" in err
+    arguments[3] = str(tmp_path / "again")
+    assert main([*arguments, "--requantize"]) == 0
+    err = capsys.readouterr().err
+    assert "no effect" not in err and "were quantised again (lossy)" in err
+
+
 def test_a_log_has_a_line_for_each_file(tmp_path, capsys):
     assert main(["--hf-path", str(write_tiny(tmp_path / "source")), "--mlx-path", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().err.splitlines()

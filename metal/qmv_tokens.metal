@@ -1,9 +1,10 @@
 // y[T, O] = x[T, I] times dequantised w, transposed, for 2 to 8 tokens; every weight is unpacked once for all tokens.
-// x X; w[O, I / 8] u32; scales and biases[O, I / 64] S.
+// x X; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, SPLIT simdgroups share its
 // columns; a simdgroup holds 32 / L rows at a time and R in turn.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, TEAMS = SG / SPLIT;
+  constexpr uint WORDS = CHUNK * BITS / 32, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[SG * ROWS * T];
   const uint lane = thread_index_in_simdgroup % L;
   const uint team = simdgroup_index_in_threadgroup / SPLIT;
@@ -19,21 +20,22 @@
   for (int i = 0; i < R * T; i++) {
     acc[i] = 0;
   }
-  for (uint chunk = member * L + lane; chunk < I / 32; chunk += SPLIT * L) {
-    uint4 code[R];
-    float scale[R], bias[R];
-    q4_load<R, I>(w, scales, biases, row, chunk, code, scale, bias);
+  for (uint chunk = member * L + lane; chunk < I / CHUNK; chunk += SPLIT * L) {
+    uint code[R * WORDS];
+    float scale[R * GROUPS], bias[R * GROUPS];
+    codes_load<R, BITS, GROUP, CHUNK, I>(w, scales, biases, row, chunk, code, scale, bias);
     MLX_MTL_PRAGMA_UNROLL
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < CHUNK / 8; i++) {
       float weight[R * 8];
       MLX_MTL_PRAGMA_UNROLL
       for (int r = 0; r < R; r++) {
-        q4_weights(q4_word(code[r], i), scale[r], bias[r], weight + 8 * r);
+        codes_weights<BITS, GROUP, CHUNK>(
+            code + r * WORDS, i, scale + r * GROUPS, bias + r * GROUPS, weight + 8 * r);
       }
       MLX_MTL_PRAGMA_UNROLL
       for (int t = 0; t < T; t++) {
         float v[8];
-        q4_x8(x + t * I + 32 * chunk + 8 * i, v);
+        codes_x8(x + t * I + CHUNK * chunk + 8 * i, v);
         MLX_MTL_PRAGMA_UNROLL
         for (int r = 0; r < R; r++) {
           MLX_MTL_PRAGMA_UNROLL

@@ -1,8 +1,9 @@
-// y[1, O] = x[1, I] times dequantised w, transposed. x X; w[O, I / 8] u32; scales and biases[O, I / 64] S.
+// y[1, O] = x[1, I] times dequantised w, transposed. x X; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, SPLIT simdgroups share its
 // columns; a simdgroup holds 32 / L rows at a time and R in turn.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, TEAMS = SG / SPLIT;
+  constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[SG * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
   const uint team = simdgroup_index_in_threadgroup / SPLIT;
@@ -16,12 +17,12 @@
     row[r] = metal::min(first + r * ABREAST, uint(O - 1));
     acc[r] = 0;
   }
-  Q4_UNROLL(AHEAD)
-  for (uint chunk = member * L + lane; chunk < I / 32; chunk += SPLIT * L) {
-    uint4 code[R];
-    float scale[R], bias[R];
-    q4_load<R, I>(w, scales, biases, row, chunk, code, scale, bias);
-    q4_dot<R>(code, scale, bias, x + 32 * chunk, acc);
+  CODES_UNROLL(AHEAD)
+  for (uint chunk = member * L + lane; chunk < I / CHUNK; chunk += SPLIT * L) {
+    uint code[R * (CHUNK * BITS / 32)];
+    float scale[R * GROUPS], bias[R * GROUPS];
+    codes_load<R, BITS, GROUP, CHUNK, I>(w, scales, biases, row, chunk, code, scale, bias);
+    codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
   }
   for (int r = 0; r < R; r++) {
     const float total = lane_sum<L>(acc[r]);

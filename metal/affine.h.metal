@@ -1,0 +1,193 @@
+// Codes of 2, 3, 5, 6 or 8 bits: weight = scale * code + bias.
+//
+// affine4.h.metal says how two codes become floats in one word of two bfloat16 over 128, without conversions. The same
+// is done here with codes i and i + HALF of a block of 2 HALF codes: so many that HALF of them fill SPAN halfwords.
+// Halfwords k and k + SPAN of a block make one word, in which both codes lie at the same place. A bfloat16 has 7 bits of
+// mantissa, so it holds PLACES codes: one shift serves them all. Each is masked where it lies, which multiplies it by
+// 2^(BITS * place), and each place has its own sum. A code that crosses into the next halfword takes a shift for either
+// part. 8 bits do not fit: such a code becomes a float over 256 by itself.
+
+// Half the codes of a block.
+template <int BITS>
+constexpr int codes_half() {
+  return BITS == 2 || BITS == 6 ? 8 : 16;
+}
+
+// Codes that one shift serves.
+template <int BITS>
+constexpr int codes_places() {
+  return BITS < 7 ? 7 / BITS : 1;
+}
+
+// At which of them code i lies.
+template <int BITS>
+inline int codes_place(int i) {
+  const int at = i * BITS % 16;
+  return at + BITS <= 16 ? at / BITS % codes_places<BITS>() : 0;
+}
+
+// Codes i and i + HALF over 128; `lanes` are the joined halfwords of a block.
+template <int BITS>
+inline uint codes_pair(const thread uint* lanes, int i) {
+  const uint mask = ((1u << BITS) - 1) * 0x00010001u;
+  const int k = i * BITS / 16, at = i * BITS % 16, place = codes_place<BITS>(i);
+  if (at + BITS <= 16) {
+    return CODES_PAIR(lanes[k] >> (at - place * BITS), mask << (place * BITS));
+  }
+  const int left = 16 - at;
+  const uint low = ((1u << left) - 1) * 0x00010001u;
+  return ((lanes[k] >> at) & low) | CODES_PAIR(lanes[k + 1] << left, mask & ~low);
+}
+
+// Halfwords k and k + SPAN of a block of SPAN words.
+template <int SPAN>
+inline void codes_lanes(const thread uint* words, thread uint* lanes) {
+  MLX_MTL_PRAGMA_UNROLL
+  for (int k = 0; k < SPAN; k++) {
+    const uint low = words[k / 2], high = words[(k + SPAN) / 2];
+    const uint first = k % 2 ? low >> 16 : low & 0xFFFFu;
+    lanes[k] = first | ((k + SPAN) % 2 ? high & 0xFFFF0000u : high << 16);
+  }
+}
+
+// acc[r] += columns that share a scale, times x. `code` holds STRIDE words of each row.
+template <int R, int BITS, int COLUMNS, int STRIDE, typename X>
+inline void codes_dot_unit(
+    const thread uint* code,
+    const thread float* scale,
+    const thread float* bias,
+    int groups,
+    const device X* x,
+    thread float* acc) {
+  constexpr int HALF = codes_half<BITS>(), SPAN = HALF * BITS / 16, PLACES = codes_places<BITS>();
+  float low[R * PLACES], high[R * PLACES], x_low[PLACES], x_high[PLACES];
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < R * PLACES; i++) {
+    low[i] = 0;
+    high[i] = 0;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < PLACES; i++) {
+    x_low[i] = 0;
+    x_high[i] = 0;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int block = 0; block < COLUMNS / (2 * HALF); block++) {
+    uint lanes[R * SPAN];
+    MLX_MTL_PRAGMA_UNROLL
+    for (int r = 0; r < R; r++) {
+      codes_lanes<SPAN>(code + r * STRIDE + block * SPAN, lanes + r * SPAN);
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (int from = 0; from < HALF; from += 8) {
+      float a[8], b[8];
+      codes_x8(x + 2 * HALF * block + from, a);
+      codes_x8(x + 2 * HALF * block + from + HALF, b);
+      MLX_MTL_PRAGMA_UNROLL
+      for (int j = 0; j < 8; j++) {
+        const int place = codes_place<BITS>(from + j);
+        x_low[place] += a[j];
+        x_high[place] += b[j];
+        a[j] = metal::fma(-1.52587890625e-05f, b[j], a[j]);
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (int r = 0; r < R; r++) {
+        MLX_MTL_PRAGMA_UNROLL
+        for (int j = 0; j < 8; j++) {
+          const uint pair = codes_pair<BITS>(lanes + r * SPAN, from + j);
+          const int sum = r * PLACES + codes_place<BITS>(from + j);
+          low[sum] = metal::fma(as_type<float>(pair << 16), a[j], low[sum]);
+          high[sum] = metal::fma(as_type<float>(pair), b[j], high[sum]);
+        }
+      }
+    }
+  }
+  float x_sum = 0, constants[PLACES];
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < PLACES; i++) {
+    x_sum += x_low[i] + x_high[i];
+    constants[i] = metal::fma(128.0f, x_low[i], 128.259765625f * x_high[i]);
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    float dot = low[r * PLACES] + high[r * PLACES] - constants[0];
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 1; i < PLACES; i++) {
+      const int sum = r * PLACES + i;
+      dot = metal::fma(1.0f / float(1 << (BITS * i)), low[sum] + high[sum] - constants[i], dot);
+    }
+    acc[r] = metal::fma(scale[r * groups], dot, metal::fma(bias[r * groups], x_sum, acc[r]));
+  }
+}
+
+// The same for bytes.
+template <int R, int COLUMNS, typename X>
+inline void codes_dot_bytes(
+    const thread uint* code,
+    const thread float* scale,
+    const thread float* bias,
+    const device X* x,
+    thread float* acc) {
+  float dot[R], x_sum = 0;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    dot[r] = 0;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < COLUMNS / 8; i++) {
+    float v[8];
+    codes_x8(x + 8 * i, v);
+    x_sum += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    MLX_MTL_PRAGMA_UNROLL
+    for (int r = 0; r < R; r++) {
+      MLX_MTL_PRAGMA_UNROLL
+      for (int j = 0; j < 8; j++) {
+        const uint word = code[r * (COLUMNS / 4) + 2 * i + j / 4];
+        const int at = 8 * (j % 4);
+        const uint moved = at < 15 ? word << (15 - at) : word >> (at - 15);
+        dot[r] = metal::fma(as_type<float>(CODES_OVER(moved, 0x007F8000u, 0x43800000u)), v[j], dot[r]);
+      }
+    }
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    acc[r] = metal::fma(scale[r], dot[r] - 256.0f * x_sum, metal::fma(bias[r], x_sum, acc[r]));
+  }
+}
+
+// acc[r] += one chunk of row r times the chunk of x that starts at `x`.
+template <int R, int BITS, int GROUP, int CHUNK, typename X>
+inline void codes_dot(
+    const thread uint* code,
+    const thread float* scale,
+    const thread float* bias,
+    const device X* x,
+    thread float* acc) {
+  constexpr int COLUMNS = CHUNK < GROUP ? CHUNK : GROUP, GROUPS = CHUNK / COLUMNS, WORDS = CHUNK * BITS / 32;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int g = 0; g < GROUPS; g++) {
+    if (BITS == 8) {
+      codes_dot_bytes<R, COLUMNS>(code, scale, bias, x, acc);
+    } else {
+      codes_dot_unit<R, BITS, COLUMNS, WORDS>(
+          code + g * (WORDS / GROUPS), scale + g, bias + g, GROUPS, x + g * COLUMNS, acc);
+    }
+  }
+}
+
+// The weights of columns [8 i, 8 i + 8) of a chunk.
+template <int BITS, int GROUP, int CHUNK>
+inline void codes_weights(
+    const thread uint* code, int i, const thread float* scale, const thread float* bias, thread float* w) {
+  const int g = 8 * i / GROUP;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int j = 0; j < 8; j++) {
+    const int k = (8 * i + j) * BITS / 32, at = (8 * i + j) * BITS % 32;
+    uint bits = code[k] >> at;
+    if (at + BITS > 32) {
+      bits |= code[k + 1] << (32 - at);
+    }
+    const float value = as_type<float>(CODES_OVER(bits, (1u << BITS) - 1, 0x4B000000u)) - 8388608.0f;
+    w[j] = metal::fma(scale[g], value, bias[g]);
+  }
+}

@@ -1,0 +1,127 @@
+// Matrices of codes, whatever their form. A row is one stream of codes of BITS bits, the first in the lowest bits, and
+// fills whole words; groups of GROUP columns share a scale and, but in mxfp4, a bias. A lane reads a row in chunks of
+// CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
+//
+// A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them.
+
+#ifndef CODES_OVER
+#define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))
+#endif
+#define CODES_PAIR(word, mask) CODES_OVER(word, mask, 0x43004300u)
+#ifndef CODES_UNROLL  // chunks that a loop handles at once; left to the compiler where it has not been measured
+#define CODES_UNROLL(count)
+#endif
+
+// Words from one slot's record to another can pass 4 GiB.
+inline size_t codes_record(uint slot, uint words) {
+  return size_t(slot) * words;
+}
+
+// Eight consecutive x as float. A row of x starts at a multiple of 16 bytes.
+inline void codes_x8(const device float* x, thread float* v) {
+  const float4 a = *(const device float4*)x;
+  const float4 b = *(const device float4*)(x + 4);
+  v[0] = a.x;
+  v[1] = a.y;
+  v[2] = a.z;
+  v[3] = a.w;
+  v[4] = b.x;
+  v[5] = b.y;
+  v[6] = b.z;
+  v[7] = b.w;
+}
+
+inline void codes_bf16_pair(uint pair, thread float* v) {
+  v[0] = as_type<float>(pair << 16);
+  v[1] = as_type<float>(pair & 0xFFFF0000u);
+}
+
+inline void codes_x8(const device bfloat16_t* x, thread float* v) {
+  const uint4 q = *(const device uint4*)x;
+  codes_bf16_pair(q.x, v);
+  codes_bf16_pair(q.y, v + 2);
+  codes_bf16_pair(q.z, v + 4);
+  codes_bf16_pair(q.w, v + 6);
+}
+
+inline void codes_f16_pair(uint pair, thread float* v) {
+  const half2 h = as_type<half2>(pair);
+  v[0] = float(h.x);
+  v[1] = float(h.y);
+}
+
+inline void codes_x8(const device float16_t* x, thread float* v) {
+  const uint4 q = *(const device uint4*)x;
+  codes_f16_pair(q.x, v);
+  codes_f16_pair(q.y, v + 2);
+  codes_f16_pair(q.z, v + 4);
+  codes_f16_pair(q.w, v + 6);
+}
+
+// A group's scale or bias as float.
+template <typename S>
+inline float codes_scale(S scale) {
+  return float(scale);
+}
+
+// E8M0: 2^(scale - 127), in the bits of a float.
+template <>
+inline float codes_scale<uint8_t>(uint8_t scale) {
+  return as_type<float>(scale == 0 ? 0x00400000u : uint(scale) << 23);
+}
+
+// The words of a chunk, in loads as wide as their count allows: a row starts at a multiple of a chunk.
+template <int WORDS>
+inline void codes_words(const device uint32_t* from, thread uint* code) {
+  if (WORDS % 4 == 0) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < WORDS; i += 4) {
+      const uint4 four = *(const device uint4*)(from + i);
+      code[i] = four.x;
+      code[i + 1] = four.y;
+      code[i + 2] = four.z;
+      code[i + 3] = four.w;
+    }
+  } else if (WORDS % 2 == 0) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < WORDS; i += 2) {
+      const uint2 two = *(const device uint2*)(from + i);
+      code[i] = two.x;
+      code[i + 1] = two.y;
+    }
+  } else {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < WORDS; i++) {
+      code[i] = from[i];
+    }
+  }
+}
+
+// One chunk of R rows; `row` holds their numbers, a row has COLS columns. A chunk lies in one group, or holds several.
+template <int R, int BITS, int GROUP, int CHUNK, int COLS, typename S>
+inline void codes_load(
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    const thread uint* row,
+    uint chunk,
+    thread uint* code,
+    thread float* scale,
+    thread float* bias) {
+  constexpr int WORDS = CHUNK * BITS / 32, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    codes_words<WORDS>(w + (row[r] * (COLS / CHUNK) + chunk) * WORDS, code + r * WORDS);
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int g = 0; g < GROUPS; g++) {
+      const uint group = row[r] * (COLS / GROUP) + (chunk * CHUNK) / GROUP + g;
+      scale[r * GROUPS + g] = codes_scale(scales[group]);
+      if (sizeof(S) > 1) {
+        bias[r * GROUPS + g] = codes_scale(biases[group]);
+      }
+    }
+  }
+}

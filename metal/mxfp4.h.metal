@@ -1,0 +1,54 @@
+// E2M1 codes (OCP Microscaling 1.0): weight = scale * code, without a bias. A code is a sign, two bits of exponent and
+// one of mantissa: laid over those of a half it is 2^-14 of its value, small ones included.
+
+// Codes j and j + 4 of a word.
+inline half2 codes_halves(uint word, int j) {
+  const uint moved = word << (12 - 4 * j);
+  return as_type<half2>((moved & 0x80008000u) | ((moved >> 3) & 0x0E000E00u));
+}
+
+// acc[r] += one chunk of row r times the chunk of x that starts at `x`.
+template <int R, int BITS, int GROUP, int CHUNK, typename X>
+inline void codes_dot(
+    const thread uint* code,
+    const thread float* scale,
+    const thread float* bias,
+    const device X* x,
+    thread float* acc) {
+  float low[R], high[R];
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    low[r] = 0;
+    high[r] = 0;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < 4; i++) {
+    float v[8];
+    codes_x8(x + 8 * i, v);
+    MLX_MTL_PRAGMA_UNROLL
+    for (int r = 0; r < R; r++) {
+      MLX_MTL_PRAGMA_UNROLL
+      for (int j = 0; j < 4; j++) {
+        const half2 pair = codes_halves(code[4 * r + i], j);
+        low[r] = metal::fma(float(pair.x), v[j], low[r]);
+        high[r] = metal::fma(float(pair.y), v[4 + j], high[r]);
+      }
+    }
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    acc[r] = metal::fma(scale[r], (low[r] + high[r]) * 16384.0f, acc[r]);
+  }
+}
+
+// The weights of columns [8 i, 8 i + 8) of a chunk.
+template <int BITS, int GROUP, int CHUNK>
+inline void codes_weights(
+    const thread uint* code, int i, const thread float* scale, const thread float* bias, thread float* w) {
+  MLX_MTL_PRAGMA_UNROLL
+  for (int j = 0; j < 4; j++) {
+    const half2 pair = codes_halves(code[i], j);
+    w[j] = float(pair.x) * 16384.0f * scale[0];
+    w[4 + j] = float(pair.y) * 16384.0f * scale[0];
+  }
+}

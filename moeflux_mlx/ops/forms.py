@@ -1,0 +1,95 @@
+"""How stored matrices are read: what a kernel's text is compiled for, and MLX's own operations with the same matrices.
+
+A `Form` is a `Quant` with the dtype of its scales. Kernels take a row in chunks, each a few words of codes: a lane
+holds one at a time, so lanes side by side read side by side.
+"""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import mlx.core as mx
+
+from ..formats.record import Projection
+from ..quant import Quant
+
+MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
+# Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
+CHUNKS = {2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
+DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is stored, as far as kernels are compiled for it."""
+
+    quant: Quant
+    scales: mx.Dtype
+
+    @cached_property
+    def header(self) -> str:
+        """The text that unpacks its codes: `metal/{header}.h.metal`."""
+        if self.quant.mode != "affine":
+            return self.quant.mode
+        return "affine4" if self.quant.bits == 4 else "affine"
+
+    @cached_property
+    def chunk(self) -> int:
+        """Columns of a chunk."""
+        return CHUNKS[self.quant.bits]
+
+    @cached_property
+    def template(self) -> dict[str, Any]:
+        """The constants of the text."""
+        quant = self.quant
+        return {"S": self.scales, "BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
+
+    def chunks(self, columns: int) -> int:
+        """Of a row."""
+        return columns // self.chunk
+
+    def ahead(self, pieces: int) -> int:
+        """Chunks that hold about as many bytes as `pieces` of 16."""
+        return max(1, round(pieces * 128 / (self.quant.bits * self.chunk)))
+
+
+def is_read(quant: Quant, columns: int) -> bool:
+    """Whether the GPU kernels and the native ones read matrices that are stored so, with rows of so many columns."""
+    return quant.mode in ("affine", "mxfp4") and columns % MULTIPLE == 0 and columns % quant.group_size == 0
+
+
+@cache
+def form_of(projection: Projection) -> Form:
+    """Of a matrix in a record."""
+    return Form(projection.quant, DTYPES[projection.fields[1].dtype])
+
+
+# ---- MLX's own operations
+
+
+def settings(quant: Quant) -> dict[str, Any]:
+    """What MLX's operations want to know of the form."""
+    return {"group_size": quant.group_size, "bits": quant.bits, "mode": quant.mode}
+
+
+def unpacked(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+    """The weights in the dtype of the scales, or in bfloat16 where scales are no floats, which holds them exactly."""
+    return mx.dequantize(codes, scales, biases, **settings(quant))
+
+
+def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+    """The weights in float32, whatever the dtype of the scales."""
+    return unpacked(quant, codes, _wide(scales), _wide(biases)).astype(mx.float32)
+
+
+def matmul_float32(
+    x: mx.array, quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None
+) -> mx.array:
+    """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
+    x, scales, biases = x.astype(mx.float32), _wide(scales), _wide(biases)
+    return mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
+
+
+def _wide(part: Any) -> Any:
+    """Scales or biases in float32, if they are floats."""
+    return part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32)

@@ -1,0 +1,125 @@
+"""Models whose matrices are stored in any form: logits against float64, and the same bits wherever experts are."""
+
+import geometries
+import goldens
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from geometries import MXFP4, recipe, uniform
+from test_model import TOLERANCE, run
+from test_streaming import streamed
+from tiny_models import on_cpu
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.experts import waves
+from moeflux_mlx.quant import Quant
+
+FORMS = {
+    "2 bits": uniform(Quant(2, 64)),
+    "3 bits": uniform(Quant(3, 64)),
+    "5 bits": uniform(Quant(5, 64)),
+    "6 bits, groups of 32": uniform(Quant(6, 32)),
+    "8 bits": uniform(Quant(8, 64)),
+    "4 bits, groups of 32, float16": uniform(Quant(4, 32), mx.float16),
+    "4 bits, float32": uniform(Quant(4, 64), mx.float32),
+    "mxfp4": uniform(MXFP4),
+    "mixed 3 and 6": recipe(Quant(3, 64), Quant(6, 64)),
+    "mxfp4 and 5": recipe(MXFP4, Quant(5, 64)),
+}
+CASES = [("qwen3_moe", name) for name in FORMS]
+CASES += [(family, name) for family in ("qwen3_5_moe", "deepseek_v3") for name in ("3 bits", "mxfp4", "mixed 3 and 6")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The packed model of a case, and its logits in float64."""
+    kept = {}
+
+    def make(family, name):
+        if (family, name) not in kept:
+            folder = tmp_path_factory.mktemp("geometry")
+            with on_cpu():
+                weights = geometries.write(folder / "source", family, FORMS[name], prefix="language_model.")
+                report = convert(folder / "source", folder / "out", verify=True)
+            assert not report.lossy and not report.quantized and not report.made_experts
+            tokens = goldens.golden(family)[0]
+            kept[family, name] = folder / "out", tokens, oracle.forward(goldens.config(family), weights, tokens)
+        return kept[family, name]
+
+    return make
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_logits_match_float64_and_every_source_gives_the_same_bits(made, family, name, monkeypatch):
+    path, tokens, wanted = made(family, name)
+    tokens = mx.array(tokens).reshape(1, -1)
+    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
+    mapped, read = load_model(path, dtype=mx.float32, expert_io="mmap"), streamed(path, least_slots=16, cache_bytes=1)
+    for chunk in (tokens.shape[1], 1):
+        got = run(mapped, tokens, chunk)
+        assert np.abs(got - wanted).max() < TOLERANCE
+        assert np.array_equal(run(read, tokens, chunk), got)
+    mapped.experts.close()
+    read.experts.close()
+
+
+def test_a_wrong_scale_shows(made, tmp_path):
+    """The comparison with float64 can fail: one exponent of mxfp4, in one expert."""
+    path, tokens, wanted = made("qwen3_moe", "mxfp4")
+    model = load_model(path, dtype=mx.float32, expert_io="mmap")
+    projection = model.experts.layout.records[1].down
+    blob = np.array(model.experts._layers[1])
+    blob.view(np.uint8)[:, projection.fields[1].offset : projection.fields[1].offset + 8] += 1
+    model.experts._layers[1] = mx.array(blob) if isinstance(model.experts._layers[1], mx.array) else blob
+    assert np.abs(run(model, mx.array(tokens).reshape(1, -1), 40) - wanted).max() > 10 * TOLERANCE
+    model.experts.close()
+
+
+# ---- resident matrices
+
+
+def broken(made, tmp_path, change):
+    """The packed mxfp4 model with resident tensors as `change` leaves them."""
+    path = made("qwen3_moe", "mxfp4")[0]
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in path.iterdir():
+        (copy / file.name).symlink_to(file)
+    tensors = mx.load(str(path / "resident.safetensors"))
+    change(tensors)
+    (copy / "resident.safetensors").unlink()
+    mx.save_safetensors(str(copy / "resident.safetensors"), tensors)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        (
+            "lm_head.scales",
+            lambda t: t.astype(mx.float32),
+            "lm_head.scales is .*; scales of mode mxfp4 are uint8",
+        ),
+        ("lm_head.scales", lambda t: t[:, :-1], r"lm_head.weight has 4 bits, group_size 42, mode mxfp4 by its shapes"),
+        ("lm_head.scales", lambda t: t[:-1], r"lm_head.scales has shape \[255, 4\]; the model needs \[256, 4\]"),
+        ("lm_head.scales", lambda t: mx.array(1, mx.uint8), "lm_head.weight has 4 bits, group_size 128"),
+        ("lm_head.weight", lambda t: t[:, :-1], "lm_head.weight has 3 bits, group_size 32, mode mxfp4 by its shapes"),
+        ("lm_head.biases", lambda t: mx.zeros((256, 4)), "1 tensors do not belong to this model.*lm_head.biases"),
+    ],
+)
+def test_resident_tensors_that_do_not_fit_their_form(made, tmp_path, name, make, words):
+    def change(tensors):
+        tensors[name] = make(tensors.get(name))
+
+    with pytest.raises(ModelFileError, match=words):
+        load_model(broken(made, tmp_path, change))
+
+
+def test_scales_of_mode_mxfp4_stay_as_they_are(made):
+    model = load_model(made("qwen3_moe", "mxfp4")[0], dtype=mx.bfloat16)
+    assert model.lm_head.scales.dtype == mx.uint8 and model.lm_head.quant == MXFP4
+    assert "biases" not in model.lm_head
+    model.experts.close()

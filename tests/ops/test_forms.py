@@ -1,0 +1,282 @@
+"""Every form of stored matrices through every operation: Metal's text, MLX's operations and the native kernels against
+float64. The whole grid for Metal's text runs with `--full`."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import msl
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.ops import backend, experts, forms, launch, linear, native
+from moeflux_mlx.ops.dequantize import dequantized_records
+from moeflux_mlx.ops.experts import Records
+from moeflux_mlx.ops.tiles import TILES
+from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP Microscaling 1.0, table 5
+MXFP4 = Quant(4, 32, "mxfp4")
+GRID = [
+    (Quant(bits, group), kind) for bits in AFFINE_BITS for group in AFFINE_GROUPS for kind in ("BF16", "F16", "F32")
+]
+GRID.append((MXFP4, "U8"))
+FEW = [GRID[9 * i + (4 * i) % 9] for i in range(6)] + [GRID[-1]]  # every width, every group, every kind of scales
+H, I, SLOTS = 256, 128, 4
+
+
+def named(case):
+    quant, kind = case
+    return f"{quant.mode}-{quant.bits}-{quant.group_size}-{kind}"
+
+
+def grid(cases, **more):
+    return pytest.mark.parametrize("quant, kind", cases, ids=map(named, cases), **more)
+
+
+@pytest.fixture
+def host():
+    with msl.launching():
+        yield
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    monkeypatch.setattr(backend, "name", lambda: "ops")
+
+
+class Stored:
+    """A random matrix: its parts as numpy arrays, bfloat16 as uint16, and its values in float64."""
+
+    def __init__(self, rng, rows, columns, quant, kind):
+        words, shape = quant.words(columns), (rows, quant.groups(columns))
+        codes = rng.integers(0, 1 << 32, (rows, words), np.uint32)
+        stream = np.unpackbits(codes.view(np.uint8), axis=1, bitorder="little").reshape(rows, columns, quant.bits)
+        values = (stream.astype(np.int64) << np.arange(quant.bits)).sum(-1)
+        size = rng.uniform(0.5, 1.5, shape) / (0.29 * 2**quant.bits * columns**0.5)
+        if kind == "U8":
+            scales = rng.integers(122, 125, shape).astype(np.uint8)
+            self.parts, wide = [codes, scales], [2.0 ** (scales.astype(np.float64) - 127), 0 * size]
+            values = E2M1[values]
+        else:
+            stored = [narrow(part, kind) for part in (size, -(2**quant.bits - 1) / 2 * size)]
+            self.parts, wide = [codes, *(part for part, _ in stored)], [value for _, value in stored]
+        s, b = (np.repeat(part, quant.group_size, axis=1) for part in wide)
+        self.values, self.largest = s * values + b, np.abs(s) * np.abs(values) + np.abs(b)
+
+    def arrays(self, kind):
+        """For MLX."""
+        found = [mx.array(part) for part in self.parts]
+        return [found[0], *(part.view(mx.bfloat16) if kind == "BF16" else part for part in found[1:])]
+
+
+def narrow(values, kind):
+    """Values in the dtype of a field, and as float64 reads them."""
+    if kind == "BF16":
+        bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    kept = values.astype(np.float16 if kind == "F16" else np.float32)
+    return kept, kept.astype(np.float64)
+
+
+class Experts:
+    """Packed records, the slots of two tokens and what their experts make of them."""
+
+    def __init__(self, quants, kind, tokens=2, seed=0):
+        rng = np.random.default_rng(seed)
+        shapes, junk = ((I, H), (I, H), (H, I)), 64
+        size = Record.make(H, I, quants, None, kind).size
+        self.record = Record.make(H, I, quants, size + junk, kind)
+        self.matrices = [
+            [Stored(rng, *shape, q, kind) for shape, q in zip(shapes, quants, strict=True)] for _ in range(SLOTS)
+        ]
+        rest = np.full(junk // 4, 0xFFFFFFFF, np.uint32)
+        self.blob = np.stack(
+            [
+                np.concatenate([*(p.reshape(-1).view(np.uint32) for m in e for p in m.parts), rest])
+                for e in self.matrices
+            ]
+        )
+        self.slots = rng.integers(0, SLOTS, (tokens, 3)).astype(np.int32)
+        self.x, self.mid = rng.standard_normal((2, tokens, H), dtype=np.float32)
+        self.weights = rng.random((tokens, 3), dtype=np.float32)
+
+    def results(self, kind):
+        """act and out, with arrays of this `kind`."""
+        records, slots = Records(kind(self.blob), self.record), kind(self.slots)
+        act = experts.expert_gate_up(kind(self.x), slots, records)
+        return np.array(act), np.array(
+            experts.expert_down_combine(act, slots, records, kind(self.weights), kind(self.mid))
+        )
+
+    def wanted(self, act):
+        acts, outs = np.zeros(act.shape), self.mid.astype(np.float64)
+        for t, k in np.ndindex(self.slots.shape):
+            gate, up, down = (matrix.values for matrix in self.matrices[self.slots[t, k]])
+            g = gate @ self.x[t]
+            acts[t, k] = g / (1 + np.exp(-g)) * (up @ self.x[t])
+            outs[t] += self.weights[t, k] * (down @ act[t, k].astype(np.float64))
+        return acts, outs
+
+    def error(self, kind=mx.array):
+        got = self.results(kind)
+        return max(map(error, got, self.wanted(got[0])))
+
+
+def error(got, want):
+    """The largest, of the largest value of its row; not a number counts as infinite."""
+    found = (np.abs(got - want).max(-1) / np.abs(want).max(-1)).max()
+    return np.inf if np.isnan(found) else found
+
+
+def product_error(quant, kind, tokens, multiply, rows=24):
+    rng = np.random.default_rng([quant.bits, tokens])
+    matrix, x = Stored(rng, rows, H, quant, kind), rng.standard_normal((tokens, H), dtype=np.float32)
+    return error(np.array(multiply(mx.array(x), quant, *matrix.arrays(kind))), x @ matrix.values.T)
+
+
+def check(quant, kind, limit):
+    made = Experts((quant,) * 3, kind)
+    assert made.error() < limit
+    for tokens in (1, 3):
+        assert product_error(quant, kind, tokens, linear.qmv) < limit
+    check_dequantized(made)
+
+
+def check_dequantized(made):
+    where = [2, 0]
+    got = dequantized_records(Records(mx.array(made.blob), made.record), mx.array(where, mx.uint32), mx.float32)
+    for i, slot in enumerate(where):
+        gate, up, down = made.matrices[slot]
+        for found, matrix in ((got[0][i, :I], gate), (got[0][i, I:], up), (got[1][i], down)):
+            assert (np.abs(np.array(found) - matrix.values) <= 1.2e-7 * matrix.largest).all()
+
+
+LIMIT = 4e-5  # float32, in which codes of two bits lie beside a constant of 128
+
+
+@grid(FEW)
+def test_text_reads_every_width(host, quant, kind):
+    check(quant, kind, LIMIT)
+
+
+@pytest.mark.full
+@grid(GRID)
+def test_text_reads_every_form(host, quant, kind):
+    check(quant, kind, LIMIT)
+
+
+@pytest.mark.full
+@grid(FEW)
+def test_text_reads_every_width_with_tiles_of_cuda(host, monkeypatch, quant, kind):
+    monkeypatch.setitem(TILES, "metal", TILES["cuda"])
+    for plan in (linear._plan, experts._plan_gate_up, experts._plan_down):
+        plan.cache_clear()
+    check(quant, kind, LIMIT)
+    for plan in (linear._plan, experts._plan_gate_up, experts._plan_down):
+        plan.cache_clear()
+
+
+def test_down_may_have_another_width(host):
+    made = Experts((Quant(3, 64), Quant(3, 64), Quant(6, 32)), "BF16")
+    assert made.error() < LIMIT
+    check_dequantized(made)
+
+
+@grid(GRID)
+def test_twins_read_every_form(ops, quant, kind):
+    check(quant, kind, 2e-6)
+
+
+FAULTS = {
+    "a code that crosses": (Quant(3, 64), "affine.h.metal", "lanes[k + 1] << left", "lanes[k + 1] >> left"),
+    "the second place": (Quant(2, 64), "affine.h.metal", "float(1 << (BITS * i))", "float(1 << i)"),
+    "halfwords of a block": (Quant(5, 64), "affine.h.metal", "words[(k + SPAN) / 2]", "words[k / 2]"),
+    "the second group of a chunk": (Quant(3, 32), "codes.h.metal", "/ GROUP + g", "/ GROUP"),
+    "bytes": (Quant(8, 64), "affine.h.metal", "256.0f * x_sum", "255.0f * x_sum"),
+    "the sign": (MXFP4, "mxfp4.h.metal", "0x80008000u", "0x80000000u"),
+    "a scale's exponent": (MXFP4, "codes.h.metal", "uint(scale) << 23", "uint(scale) << 22"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(host, monkeypatch, name):
+    quant, file, old, new = FAULTS[name]
+    text = launch._text
+    assert old in text(file)
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    kind = "BF16" if quant.has_biases else "U8"
+    assert product_error(quant, kind, 1, linear.qmv) > 10 * LIMIT
+
+
+# ---- the native kernels
+
+
+@pytest.fixture(params=native.instruction_paths() if native.available() else [])
+def path(request):
+    native._kernels()._force(request.param)
+    yield request.param
+    native._kernels()._force(native.instruction_paths()[0])
+    native.set_threads(native.cores())
+
+
+@grid(GRID)
+def test_native_kernels_read_every_form(path, quant, kind):
+    made = Experts((quant,) * 3, kind, tokens=5)
+    assert made.error(np.array) < 2e-6
+    rng = np.random.default_rng(3)
+    for rows, columns in ((7, 128), (21, 640)):
+        matrix = Stored(rng, rows, columns, quant, kind)
+        found = native.dequantize(quant, *matrix.parts)
+        assert (np.abs(found - matrix.values) <= 2.4e-7 * matrix.largest).all()
+        for tokens in (1, 2, 3, 4, 9):
+            x = rng.standard_normal((tokens, columns), dtype=np.float32)
+            got = native.linear(x, quant, *matrix.parts)
+            bound = 2e-6 * np.abs(x).astype(np.float64) @ matrix.largest.T
+            assert (np.abs(got - x @ matrix.values.T) <= bound).all()
+
+
+@grid([case for case in FEW if case[0] != Quant(4, 64)])
+def test_native_bits_depend_on_nothing_beside_a_row(path, quant, kind):
+    made = Experts((quant,) * 3, kind, tokens=5)
+    native.set_threads(1)
+    want = made.results(np.array)
+    for threads in (2, 3):
+        native.set_threads(threads)
+        assert all(map(np.array_equal, made.results(np.array), want))
+    order = np.random.default_rng(1).permutation(SLOTS)
+    made.blob, made.slots = made.blob[np.argsort(order)], order[made.slots].astype(np.int32)
+    assert all(map(np.array_equal, made.results(np.array), want))
+    matrix, x = Stored(np.random.default_rng(2), 33, H, quant, kind), np.repeat(made.x[:1], 9, axis=0)
+    rows = native.linear(x, quant, *matrix.parts)
+    assert all(np.array_equal(native.linear(x[:n], quant, *matrix.parts), rows[:n]) for n in range(1, 9))
+
+
+# ---- resident matrices, and what is not read
+
+
+@pytest.mark.parametrize("quant, kind", [(Quant(3, 32), "BF16"), (Quant(6, 128), "F32"), (MXFP4, "U8")])
+def test_resident_matrices(quant, kind):
+    """Products either way, rows by id, and the matrices of heads, on MLX's side and natively."""
+    rng = np.random.default_rng(6)
+    matrix, x = Stored(rng, 64, H, quant, kind), rng.standard_normal((3, H), dtype=np.float32)
+    stored = linear.Part(quant, *matrix.arrays(kind))
+    wide = linear.Part(
+        quant,
+        *(part.astype(mx.float32) if kind == "BF16" and i else part for i, part in enumerate(matrix.arrays(kind))),
+    )
+    ids, left = np.array([[5, 0, 63]]), rng.standard_normal((3, 64), dtype=np.float32)
+    assert error(linear.linear(x, stored), x @ matrix.values.T) < 2e-6
+    assert error(np.array(linear.linear(mx.array(x), wide)), x @ matrix.values.T) < 2e-6
+    assert error(np.array(linear.multiply(mx.array(left), wide, transpose=False)), left @ matrix.values) < 2e-6
+    assert error(linear.embed(ids, stored)[0], matrix.values[ids[0]]) < 2e-7
+    assert error(np.array(linear.embed(mx.array(ids), wide).astype(mx.float32))[0], matrix.values[ids[0]]) < 2e-7
+    heads = np.stack([head.copy() for head in linear.by_head(stored, 4, slice(8, None))])
+    assert error(heads, matrix.values.reshape(4, 16, H)[:, 8:]) < 2e-7
+    part = linear.part_of_heads(wide, 4, slice(8, None))
+    assert error(np.array(linear.dequantized(part).astype(mx.float32)), heads) < 2e-7
+
+
+def test_a_form_of_no_kernel_is_known_as_such():
+    assert not forms.is_read(Quant(4, 16, "nvfp4"), 256) and not forms.is_read(Quant(8, 32, "mxfp8"), 256)
+    assert not forms.is_read(Quant(4, 128), 192) and forms.is_read(Quant(3, 64), 192)
