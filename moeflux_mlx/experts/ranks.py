@@ -122,8 +122,7 @@ class RankedExperts:
 
         try:
             self._stop_if_wanted()
-            self.lookahead.requested(routing, ids)
-            rows = self._own_rows(routing.layer, ids, weights, x, mine, watched)
+            rows = self._own_rows(routing, ids, weights, x, mine, watched)
             self._stop_if_wanted()
         except BaseException as error:  # the others wait for this process's rows and must hear of it
             failure, rows = error, np.zeros((len(mine), x.shape[1]), np.float32)
@@ -138,19 +137,21 @@ class RankedExperts:
             raise error
 
     def _own_rows(
-        self, layer: int, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
+        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
     ) -> np.ndarray:
         """What this process's experts make of the pairs `mine`, [len(mine), H]."""
-        if not len(mine):
-            return np.zeros((0, x.shape[1]), np.float32)
-        tokens, own = mine // ids.shape[1], ids.reshape(-1)[mine]
-        if len(x) > MAX_TOKENS:
+        layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
+        if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
             found = multiplied(
                 self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned
             )
             return _float32(found.outputs())
-        with self.source.request(layer, own) as lease:
+        with self.source.request(layer, own) as lease:  # before what may be wanted next is read
+            if len(x) <= MAX_TOKENS:
+                self.lookahead.requested(routing, ids)
+            if not len(mine):
+                return np.zeros((0, x.shape[1]), np.float32)
             lease.wait()
             records, slots = lease.records()
             rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
