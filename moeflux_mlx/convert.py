@@ -32,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
         help="quantise again what cannot be kept, and experts that are not in --expert-bits, --down-bits (lossy)",
     )
     add("--verify", action="store_true", help="read everything again and compare it with a fresh conversion")
+    add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
+    add("--yes", action="store_true", help="delete without asking")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
 

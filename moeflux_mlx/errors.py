@@ -19,6 +19,7 @@
     |-- PromptCacheError     a prompt cache file cannot be written, or is damaged
     |   `-- FingerprintError           belongs to another model, tokenizer or cache dtype
     `-- RequestError         the caller asked for something impossible (sampler values, token counts, text)
+        `-- BadRequestError          a body sent to the server; .param names the field, .status and .code the answer
 
 A message names the value, the limit and the remedy in one line, so a command can print it as it is.
 What goes on all the same, but not as well as it could, is a `MoefluxWarning`.
@@ -113,3 +114,18 @@ class FingerprintError(PromptCacheError):
 
 class RequestError(MoefluxError, ValueError):
     """A request that cannot be served: sampler value out of range, empty prompt, bad token count."""
+
+
+class BadRequestError(RequestError):
+    """What a client sent to the server cannot be read or served; `param` names the field.
+
+    Args:
+        message: one line for the client.
+        param: the field at fault, as in "messages[0].content", None for the whole body.
+        status: of the HTTP answer.
+        code: a word for programs, such as "context_length_exceeded".
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = "invalid_value"):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code

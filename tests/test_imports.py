@@ -126,6 +126,7 @@ def test_importing_the_package_leaves_heavy_libraries_alone():
         "jinja2",
         "tqdm",
         "prompt_toolkit",
+        "llguidance",
     )
     code = f"import sys, moeflux_mlx; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

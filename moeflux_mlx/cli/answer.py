@@ -10,6 +10,7 @@ from ..engine.session import Session
 from ..errors import RequestError
 from ..text.boundaries import Rendering
 from ..text.tokenizer import TokenizerWrapper
+from .fetching import local_model
 from .options import (
     beyond_plan,
     expert_statistics,
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = read_prompt(options.prompt)
     template_config = parse_template_config(options.chat_template_config)
     generation = sampling(options)
-    engine = load_named(options)
+    engine = load_named(options, local_model(options))
     model, tokenizer = engine.model, engine.tokenizer
     store = open_store(options, engine)
     tokens = encode(tokenizer, prompt, options, template_config)

@@ -20,6 +20,7 @@ from ..engine.generation import generate_step
 from ..engine.machine import machine_figures
 from ..errors import RequestError
 from .diagnosis import machine_lines
+from .fetching import local_model
 from .options import open_optional
 from .terminal import note, peak_memory_gb
 
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
     longest = max(options.prompt_tokens) + options.max_tokens
     options.context = options.context or longest
-    engine = open_optional(options)
+    engine = open_optional(options, local_model(options))
     if longest > engine.model.args.max_position_embeddings:
         raise RequestError(f"{longest} tokens do not fit the model's {engine.model.args.max_position_embeddings}")
     peer = None if options.against is None else mlx_lm_steps(engine)

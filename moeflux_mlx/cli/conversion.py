@@ -3,14 +3,20 @@
 import argparse
 import sys
 
+from ..files import user_path
 from ..formats.packed import FOLDER
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
 from .run import INTERRUPTED
-from .terminal import note
+from .terminal import agree, note
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.delete_source:
+        agree(
+            f"the safetensors files of {options.hf_path} are deleted one by one, each once it is packed and read back",
+            options.yes,
+        )
     try:
         report = _convert(options)
     except KeyboardInterrupt:
@@ -35,7 +41,7 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
             bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
             bar.update(done - bar.n)
 
-        return convert(**vars(options), progress=show)
+        return convert(**{name: one for name, one in vars(options).items() if name != "yes"}, progress=show)
 
 
 def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:
@@ -74,6 +80,9 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
             f"warning: {len(report.lossy)} quantised tensors were quantised again (lossy), "
             f"the first is {report.lossy[0]}"
         )
+    if options.delete_source:
+        left = sorted(file.name for file in user_path(options.hf_path).glob("*.safetensors"))
+        lines.append(f"left in {options.hf_path}: {', '.join(left)}" if left else f"{options.hf_path}: shards deleted")
     if report.verified:
         lines.append("verified: all files equal a fresh conversion")
     note("\n".join([*lines, f"{report.path} is ready"]))

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 COMMANDS = {
     "generate": ("moeflux_mlx.generate.__main__", "a prompt in, text out"),
     "chat": ("moeflux_mlx.chat", "a conversation in the terminal"),
+    "serve": ("moeflux_mlx.serve", "the model behind HTTP, for agents and chat apps"),
     "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
     "plan": ("moeflux_mlx.plan", "what a model needs in memory, and how fast the disk lets it run"),
+    "evaluate": ("moeflux_mlx.evaluate", "how well a model foretells a text, and how far it is from another"),
     "benchmark": ("moeflux_mlx.benchmark", "how fast a model runs on this machine"),
     "doctor": ("moeflux_mlx.doctor", "what this machine is, and whether it computes rightly"),
 }

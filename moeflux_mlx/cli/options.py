@@ -31,6 +31,7 @@ NOT_GIVEN = {
     "prefetch": "auto",
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
+    "yes": False,
 }  # what options are by default; None where it does not say
 
 
@@ -38,6 +39,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
     add(
         "--chat-template-config",
@@ -140,11 +142,11 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
     )
 
 
-def load_named(options: argparse.Namespace) -> Engine:
-    """The model of the options, its tokenizer read."""
+def load_named(options: argparse.Namespace, model: str | Path | None) -> Engine:
+    """The model of the options, which is, or has come to, `model`; its tokenizer read."""
     start = time.perf_counter()
     with Progress("loading", of_bytes=True) as progress:
-        engine = open_optional(options, progress.update)
+        engine = open_optional(options, model, progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     note(engine.experts.decision)
     if engine.plan.shortened:
@@ -157,13 +159,15 @@ def load_named(options: argparse.Namespace) -> Engine:
     return engine
 
 
-def open_optional(options: argparse.Namespace, progress: Callable[[int, int], object] | None = None) -> Engine:
-    """The model that the options of `add_model_options` name; `progress` as for `load`.
+def open_optional(
+    options: argparse.Namespace, model: str | Path | None, progress: Callable[[int, int], object] | None = None
+) -> Engine:
+    """`model`, as the options of `add_model_options` say; `progress` as for `load`.
 
     On rank 0 of several, the others follow it.
     """
     engine = open_engine(
-        options.model,
+        model,
         revision=options.revision,
         dtype=getattr(mx, options.dtype) if options.dtype else None,
         expert_io=options.expert_io,
@@ -172,6 +176,7 @@ def open_optional(options: argparse.Namespace, progress: Callable[[int, int], ob
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        pool_share=getattr(options, "pool_share", None),
         progress=progress,
         ranks=getattr(options, "ranks", None),
     )
@@ -181,7 +186,11 @@ def open_optional(options: argparse.Namespace, progress: Callable[[int, int], ob
 
 def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
     """A line for each reason why something that was asked for has no effect."""
-    given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value != NOT_GIVEN.get(name)}
+    given = {
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if value is not None and value != NOT_GIVEN.get(name)
+    }
     is_local = options.model is None or Path(options.model).exists()
     idle = {
         "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
@@ -189,7 +198,7 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
         "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
-        "where --model is a directory": ["--revision"] if is_local else [],
+        "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
     found = {reason: [name for name in names if name in given] for reason, names in idle.items()}
     return [

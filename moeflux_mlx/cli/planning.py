@@ -15,6 +15,7 @@ import numpy as np
 from ..engine.budget import RUNTIME_BYTES, MemoryPlan, demand_of, from_environment, plan_memory
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
+from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.memory import page_aligned
@@ -44,9 +45,15 @@ def run(options: argparse.Namespace) -> int:
     if options.measure_disk and stated is not None:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
     expert_io, files, in_place = from_environment(options.expert_io), None, False
+    lines: list[str] = []
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
+    elif is_remote(options.model) and isinstance(found := Remote.look_up_or_cached(options.model), Remote):
+        if options.measure_disk:
+            raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
+        args, layout, shapes = found.figures()
+        resident, lines, in_place = resident_bytes(shapes, dtype), [found.disk], found.in_place
     else:
         weights = open_weights(resolve(options.model))
         weights.check_mode(expert_io)
@@ -68,10 +75,10 @@ def run(options: argparse.Namespace) -> int:
         note(plan.shortened)
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
-    disks, lines = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated], []
+    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
     if options.measure_disk and files is not None:
         disks = [int(measure_disk(files))]
-        lines = [f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
 

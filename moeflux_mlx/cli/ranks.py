@@ -12,6 +12,7 @@ from ..engine.lead import Lead
 from ..engine.ranks import Ranks
 from ..errors import RequestError
 from ..experts.group import Exchange
+from .fetching import local_model
 from .options import open_optional
 from .terminal import note
 
@@ -43,7 +44,7 @@ def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
             return run(options)
         options.ranks = ranks
         if not ranks.leads:
-            engine = open_optional(options)
+            engine = open_optional(options, local_model(options))
             return Follower(engine.model, engine.tokenizer, ranks.exchange, note).run()
         return _leading(run, options)
 

@@ -12,6 +12,7 @@ from ..engine.engine import Engine
 from ..engine.session import Stopped
 from ..errors import MoefluxError, RequestError, TokenizerError
 from ..files import user_path
+from .fetching import local_model
 from .options import (
     beyond_plan,
     expert_statistics,
@@ -37,7 +38,7 @@ A message that begins with / is written with two. Alt-Enter begins a new line. C
 def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
     generation = sampling(options)
-    engine = load_named(options)
+    engine = load_named(options, local_model(options))
     tokenizer = engine.tokenizer
     if tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Any, TextIO
 
+from ..errors import RequestError
+
 JUDGED_FROM = 2.0  # seconds of work from which what is left is estimated
 # What would move a terminal's cursor or change its state; a model can be talked into writing it.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
@@ -17,6 +19,21 @@ def note(text: str) -> None:
     """One line or more on stderr; that nobody can read them is no reason to stop."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def agree(what: str, yes: bool) -> None:
+    """Asks on a terminal whether to go on, unless the answer was given with --yes.
+
+    Raises:
+        RequestError: the answer is no, or there is nobody to ask.
+    """
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise RequestError(f"{what}; nobody can be asked here: add --yes to do it")
+    print(f"{what}\ngo on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RequestError("nothing was done: the answer was not y")
 
 
 def peak_memory_gb() -> float:

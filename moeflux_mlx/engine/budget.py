@@ -8,7 +8,7 @@ at the environment, for the public functions and commands that call it.
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -278,6 +278,28 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
         mode, reason, figures, demand, context, default_context(args), sizes, layout.total_bytes, state, activations,
         pool, most, slots, headroom,
     )  # fmt: skip
+
+
+def longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, share: float) -> int:
+    """The longest context beside which the pool of experts keeps `share` of what it has beside the default context.
+
+    Experts that would be mapped stay so. It is the model's limit, or that halved a few times.
+
+    Raises:
+        RequestError: not even the default fits.
+    """
+    base = plan_memory(args, layout, figures, demand)
+    context = args.max_position_embeddings
+    while context > base.context:
+        try:
+            plan = plan_memory(args, layout, figures, replace(demand, context=context))
+        except RequestError:
+            context //= 2
+            continue
+        if plan.mode is base.mode and plan.pool >= share * base.pool:
+            return context
+        context //= 2
+    return base.context
 
 
 def _mode(layout: ExpertLayout, figures: Figures, demand: Demand, reason: str) -> IoMode:

@@ -9,6 +9,7 @@ from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import read_prompt_header
 from ..text.boundaries import Rendering
 from ..text.channels import ThinkingSplitter, opens_thinking
+from ..text.spelling import Spelling
 from ..text.tokenizer import TokenizerWrapper
 from .generation import within_limit
 from .session import Session
@@ -88,22 +89,8 @@ class Conversation:
         self.system, self.turns = system, turns
 
     def _encode(self, rendered: str) -> list[int]:
-        """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning.
-
-        A model may write a text in other tokens than the tokenizer does; encoded anew, it would be computed anew.
-        Where the texts part, tokens are known up to the last special one before: no other depends on what follows.
-        """
-        known, specials = self.session.tokens, self.tokenizer.all_special_ids
-        speller, spelt, kept, kept_letters = self.tokenizer.detokenizer, 0, 0, 0
-        for count, token in enumerate(known, start=1):
-            speller.add_token(token)
-            piece = speller.last_segment
-            if not rendered.startswith(piece, spelt):
-                break
-            spelt += len(piece)
-            if token in specials or count == len(known):
-                kept, kept_letters = count, spelt
-        return known[:kept] + self.tokenizer.encode(rendered[kept_letters:], add_special_tokens=False)
+        """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning."""
+        return Spelling(self.tokenizer, self.session.tokens).encode(rendered)
 
     def _check_room(self, prompt: list[int]) -> None:
         """Raises RequestError: the model takes no token after `prompt`."""

@@ -4,7 +4,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -20,6 +20,7 @@ from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
+from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
@@ -27,7 +28,7 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, plan_memory
+from .budget import Breath, Demand, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
 from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import default_dtype, machine_figures
@@ -98,6 +99,7 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    pool_share: float | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
@@ -122,11 +124,17 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=weights.in_place,
     )
-    if ranks is None:
-        plan = plan_memory(args, weights.experts.layout, machine_figures(), demand)
-        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
     figures = machine_figures()
-    party, plan = meet(ranks, weights, dtype, demand, lambda layout, own: plan_memory(args, layout, figures, own))
+
+    def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
+        if wanted.context is None and pool_share is not None:
+            wanted = replace(wanted, context=longest_context(args, layout, figures, wanted, pool_share))
+        return plan_memory(args, layout, figures, wanted)
+
+    if ranks is None:
+        plan = planned(weights.experts.layout, demand)
+        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
+    party, plan = meet(ranks, weights, dtype, demand, planned)
     with party.loading(weights.experts.layout.total_bytes):
         return _loaded(weights, plan, dtype, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
 
@@ -232,6 +240,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
+        pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
+            of what it would have otherwise.
         progress: called with the bytes read so far and in all, while resident experts are read.
         ranks: this process is one of several, which all load the model and then make the same calls.
 

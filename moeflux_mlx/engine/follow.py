@@ -7,7 +7,7 @@ states come from rank 0; this rank reads no input and keeps no store.
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -57,6 +57,9 @@ class FollowSession(Session):
                 if self.is_last:
                     return
                 self.exchange.has_ended = False
+
+    def _blank(self, **options: Any) -> Session:
+        return FollowSession(self.exchange, self.model, self.tokenizer, **options)
 
     def _chosen(self, logprobs: mx.array) -> mx.array:
         told = self._expected(Order.GO, Order.END)
@@ -139,6 +142,10 @@ class Follower:
                 self.sessions.pop(number, None)
             case Order.REWIND:
                 self._session(number).rewind(told.values[1])
+            case Order.KEEP:
+                self._session(number).keep()
+            case Order.FORK:
+                self.sessions[told.values[1]] = cast(FollowSession, self._session(number).fork(told.values[2]))
             case Order.LOAD:
                 tokens, state = told.tokens(told.values[1])
                 self._session(number).restore(tokens, state, 0)

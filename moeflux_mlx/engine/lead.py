@@ -25,6 +25,7 @@ from .sampling import Sampler, make_sampler
 from .session import Session
 
 SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest is what a first answer after a pause may wait
+PARTING_SECONDS = 3.0  # in which a command whose ranks have lost each other may end by itself
 
 
 class Lead:
@@ -71,6 +72,10 @@ class Lead:
     def _keep_asleep(self) -> None:
         nap = SHORTEST_NAP
         while not self._over.wait(nap):
+            if self.exchange.is_broken:
+                if not self._over.wait(PARTING_SECONDS):
+                    self._end("the ranks have lost each other; start all of them again")
+                return
             with self.lock:
                 if self._over.is_set() or self.exchange.is_broken or self.is_shared:
                     continue
@@ -182,6 +187,19 @@ class LeadSession(Session):
             self.lead.tell(Order.STATE, len(self.tokens), payload=save_state(self.model, self.cache))
         else:
             self.lead.tell(Order.KNOWN)
+
+    def keep(self) -> None:
+        self.lead.tell(Order.KEEP, self.number)
+        super().keep()
+
+    def fork(self, length: int) -> Session:
+        with self.lead.lock:
+            other = cast(LeadSession, super().fork(length))
+            self.lead.tell(Order.FORK, self.number, other.number, length)
+        return other
+
+    def _blank(self, **options: Any) -> Session:
+        return LeadSession(self.lead, self.model, self.tokenizer, **options)
 
     def rewind(self, length: int) -> int:
         self.lead.tell(Order.REWIND, self.number, length)

@@ -27,6 +27,7 @@ class Order(IntEnum):
     whether prompts are stored. DROP: session. RESPOND: session, tokens of the prompt; payload: them and the boundaries.
     KNOWN: nothing. STATE: tokens; payload: a snapshot. GO, END: the token that was chosen. SETTLE: whether a half-done
     span is kept. REWIND: session, length. LOAD: session, tokens; payload: them and a snapshot. QUIT: the exit code.
+    KEEP: session. FORK: session, the new one's number, length.
     """
 
     IDLE = 1
@@ -41,6 +42,8 @@ class Order(IntEnum):
     REWIND = 10
     LOAD = 11
     QUIT = 12
+    KEEP = 13
+    FORK = 14
 
 
 @dataclass(frozen=True)

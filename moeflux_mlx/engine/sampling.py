@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import RequestError
 
@@ -81,6 +82,10 @@ def make_logits_processors(
     logit_bias: Mapping[int, float] | None = None,
     repetition_penalty: float | None = None,
     repetition_context_size: int = 20,
+    presence_penalty: float | None = None,
+    presence_context_size: int = 20,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int = 20,
 ) -> list[LogitsProcessor]:
     """Make the functions that change logits before they become probabilities, in the order they apply.
 
@@ -89,6 +94,11 @@ def make_logits_processors(
         repetition_penalty: logits of recent tokens are divided by it where positive and multiplied where
             negative (CTRL, arXiv:1909.05858, section 4.1). None or 0 is off.
         repetition_context_size: how many of the last tokens count as recent, at least 1.
+        presence_penalty: what is taken from the logit of each token that is among the recent ones; negative values
+            give. None or 0 is off.
+        presence_context_size: as above.
+        frequency_penalty: what is taken from a token's logit for each time that it is among the recent ones.
+        frequency_context_size: as above.
 
     Returns:
         A list of f(tokens [T], logits [B, V]) -> logits [B, V], float32. The arguments are left as they were.
@@ -102,7 +112,25 @@ def make_logits_processors(
         processors.append(_logit_bias(logit_bias))
     if repetition_penalty is not None and repetition_penalty != 0:
         processors.append(_repetition_penalty(repetition_penalty, repetition_context_size))
+    for name, penalty, size, counts in (
+        ("presence", presence_penalty, presence_context_size, False),
+        ("frequency", frequency_penalty, frequency_context_size, True),
+    ):
+        if penalty is not None and penalty != 0:
+            processors.append(_subtracting(name, penalty, size, counts))
     return processors
+
+
+def likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens of logprobs [V] with their log-probabilities; the lowest of equal ids first."""
+    values = np.array(logprobs, np.float32)
+    count = min(count, values.size)
+    if count == 0:
+        return []
+    least = np.partition(values, values.size - count)[values.size - count]
+    ids = np.flatnonzero(values >= least)
+    ids = ids[np.argsort(-values[ids], kind="stable")][:count]
+    return [(int(token), float(values[token])) for token in ids]
 
 
 def greedy(logprobs: mx.array) -> mx.array:
@@ -172,6 +200,23 @@ def _repetition_penalty(penalty: float, context_size: int) -> LogitsProcessor:
         found = mx.take_along_axis(logits, recent, axis=-1)
         found = mx.where(found < 0, found * penalty, found / penalty)
         return mx.put_along_axis(logits, recent, found, axis=-1)
+
+    return penalise
+
+
+def _subtracting(name: str, penalty: float, context_size: int, counts: bool) -> LogitsProcessor:
+    """Takes `penalty` from recent tokens, once, or if it `counts`, as often as they came."""
+    if not (_is_number(penalty) and math.isfinite(penalty)):
+        raise RequestError(f"{name}_penalty is {penalty!r}; it must be a finite number")
+    _check_int(f"{name}_context_size", context_size, 1)
+
+    def penalise(tokens: mx.array, logits: mx.array) -> mx.array:
+        logits = logits.astype(mx.float32)
+        ids, times = np.unique(np.array(tokens[-context_size:]), return_counts=True)
+        if not ids.size:
+            return logits
+        taken = penalty * (times if counts else np.ones_like(times))
+        return logits.at[..., mx.array(ids)].add(mx.array(-taken, mx.float32))
 
     return penalise
 

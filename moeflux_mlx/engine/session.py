@@ -166,10 +166,56 @@ class Session:
         self._drop_half()
         return self._go_back(length) if length < len(self.tokens) else len(self.tokens)
 
+    def keep(self) -> None:
+        """Keeps the state as it is now, so that another text can part from this one here."""
+        self.points.keep(len(self.tokens))
+
     def _go_back(self, length: int) -> int:
         reached = self.points.rewind(length)
         del self.tokens[reached:]
         return reached
+
+    @property
+    def nbytes(self) -> int:
+        """Of the caches, the states kept on the way, and a span that is half done."""
+        half = self._half.span.nbytes if self._half is not None else 0
+        return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + half
+
+    def known(self, prompt: Sequence[int]) -> int:
+        """How many tokens of `prompt` this session would not compute, a half-done span counted by its layers."""
+        half = self._half
+        if half is not None and list(prompt[: len(self.tokens) + half.span.length]) == self.tokens + half.tokens:
+            return len(self.tokens) + half.span.length * half.span.layer // len(self.cache)
+        shared = shared_length(self.tokens, prompt[:-1])
+        return shared if shared == len(self.tokens) else self.points.nearest(shared)
+
+    def fork(self, length: int) -> "Session":
+        """Another session that knows the first `length` tokens, or those before the last state kept up to there.
+
+        This one stays as it is; arrays are shared until one of the two writes to them.
+        """
+        whole = self._half is None and length >= len(self.tokens)
+        reached = len(self.tokens) if whole else self.points.nearest(min(length, len(self.tokens)))
+        other = self._blank(
+            store=self.store,
+            checkpoint_bytes=self.points.max_bytes,
+            checkpoint_every=self.checkpoint_every,
+            prefill_step_size=self.prefill_step_size,
+            span=self.span,
+        )
+        kept = {} if whole else self.points.states_at(reached)
+        for i, (new, old) in enumerate(zip(other.cache, self.cache, strict=True)):
+            new.take_from(old, reached, old.state[:2] if whole else kept.get(i))
+        mx.eval([layer.state for layer in other.cache])
+        other.tokens = self.tokens[:reached]
+        for position in self.points.positions:
+            if position <= reached:
+                other.points.add(position, self.points.states_at(position))
+        return other
+
+    def _blank(self, **options: Any) -> "Session":
+        """A new session of this kind."""
+        return Session(self.model, self.tokenizer, **options)
 
     def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
         """Writes tokens, state and `extra` to a file. Raises PromptCacheError, SnapshotError."""

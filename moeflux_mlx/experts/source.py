@@ -133,6 +133,9 @@ class Lease:
         self.release()
 
 
+ON_DISK, IN_MEMORY, ARRIVING, HIT, MISSED = range(5)  # what `ExpertLoader.picture` says of an expert
+
+
 class ExpertLoader(ABC):
     """Serves the experts of every layer of one model that has any.
 
@@ -157,6 +160,32 @@ class ExpertLoader(ABC):
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._forgetting: list[Callable[[], object]] = []
+        self._asked: dict[Key, int] = {}  # since the last `picture`, if anybody looks
+        self._is_watched = False
+
+    def watch(self, wanted: bool) -> None:
+        """From now on `picture` says what was asked for, or does not."""
+        self._is_watched, self._asked = wanted, {}
+
+    def picture(self) -> np.ndarray:
+        """uint8 [layers that have experts, experts]: ON_DISK, IN_MEMORY, ARRIVING, or if it was asked for since the
+        last call and somebody watches, HIT or MISSED. Called by the thread that runs the model.
+        """
+        rows = {layer: row for row, layer in enumerate(self.layout.moe_layers)}
+        states = np.full((len(rows), self.layout.num_experts), ON_DISK, np.uint8)
+        for (layer, expert), state in (*self._places(), *self._asked.items()):
+            states[rows[layer], expert] = state
+        self._asked = {}
+        return states
+
+    def _places(self) -> list[tuple[Key, int]]:
+        """What is not on the disk alone: mapped experts are in the system's memory, as far as it has any."""
+        every = range(self.layout.num_experts)
+        return [((layer, expert), IN_MEMORY) for layer in self.layout.moe_layers for expert in every]
+
+    def _note_asked(self, keys: Sequence[Key], ready: np.ndarray) -> None:
+        if self._is_watched:
+            self._asked.update((key, HIT if there else MISSED) for key, there in zip(keys, ready, strict=True))
 
     @property
     def stats(self) -> LoaderStats:

@@ -24,7 +24,7 @@ from ..ops.experts import Records
 from .pool import Slot, SlotPool, can_breathe
 from .reader import DEFAULT_WORKERS, ExpertReader
 from .shares import SizeClass, divide, size_classes
-from .source import CLOSED, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
+from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
 DEFAULT_CACHE_BYTES = 2 << 30
 WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it is not resized for each token
@@ -182,7 +182,13 @@ class StreamedExperts(ExpertLoader):
             lease.release()
             raise
         lease.ready[...] = ready[inverse]
+        self._note_asked(keys, ready)
         return lease
+
+    def _places(self) -> list[tuple[Key, int]]:
+        return [
+            (key, IN_MEMORY if pool[key].future is None else ARRIVING) for pool in self._pools for key in pool.records()
+        ]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
         """Begins to read records that may be wanted next, in this order; returns those that begin to be read now.

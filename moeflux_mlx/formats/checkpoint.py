@@ -20,6 +20,7 @@ from ..errors import ModelFileError
 from ..files import read_json
 from .packed import FOLDER, LAYOUT
 
+INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
@@ -122,7 +123,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelFileError(
             f"{path} holds no checkpoint: neither *.safetensors nor model_weights.bin with packed_experts/"
         )
-    return Checkpoint(path, read_json(path / "config.json"), _merge(map(read_header, files)), tuple(files))
+    return Checkpoint(path, read_json(path / "config.json"), merge_tensors(map(read_header, files)), tuple(files))
 
 
 # ---- safetensors ----
@@ -130,9 +131,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def safetensors_files(path: Path) -> list[Path]:
     """The files that the index names, or all of `model*.safetensors`, or all of `*.safetensors`."""
-    index = path / "model.safetensors.index.json"
+    names = shard_names(path, [file.name for file in path.glob("*.safetensors")])
+    for name in names:
+        if not (path / name).is_file():
+            raise ModelFileError(f"{path / name} does not exist; {INDEX} lists it: download the checkpoint again")
+    return [path / name for name in names]
+
+
+def shard_names(path: Path, present: Iterable[str]) -> list[str]:
+    """The names of the files that hold a checkpoint: those that the index in `path` lists, else of those `present`."""
+    index = path / INDEX
     if not index.exists():
-        return sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
+        found = sorted(name for name in present if name.endswith(".safetensors"))
+        return [name for name in found if name.startswith("model")] or found
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelFileError(f"{index}: weight_map is not an object of file names")
@@ -140,9 +151,7 @@ def safetensors_files(path: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name:
             raise ModelFileError(f"{index}: {name!r} is not a plain file name")
-        if not (path / name).is_file():
-            raise ModelFileError(f"{path / name} does not exist; {index.name} lists it: download the checkpoint again")
-    return [path / name for name in names]
+    return names
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
@@ -151,13 +160,37 @@ def read_header(file: Path) -> dict[str, Tensor]:
     Raises:
         ModelFileError: anything in the header contradicts the format or the length of the file.
     """
+    return header_tensors(file, _size(file), read_head(file))
+
+
+def read_head(file: Path) -> bytes:
+    """The text of a safetensors header, unchecked but for its length."""
     size = _size(file)
-    length = int.from_bytes(read_bytes(file, 0, 8), "little") if size >= 8 else size
+    first = bytes(read_bytes(file, 0, 8)) if size >= 8 else b""
+    return bytes(read_bytes(file, 8, head_length(file, size, first)))
+
+
+def head_length(file: Path, size: int, first: bytes) -> int:
+    """Of the header's text, from the `first` 8 bytes of a file of `size`.
+
+    Raises:
+        ModelFileError: no such file is that long.
+    """
+    length = int.from_bytes(first[:8], "little") if len(first) >= 8 else size
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise ModelFileError(f"{file} is not a safetensors file: {size} bytes cannot hold a {length}-byte header")
-    header = _parse(file, bytes(read_bytes(file, 8, length)))
+    return length
+
+
+def header_tensors(file: Path, size: int, head: bytes) -> dict[str, Tensor]:
+    """The tensors that a header's text describes in `file`, which need not be there yet and will have `size` bytes.
+
+    Raises:
+        ModelFileError: anything in the header contradicts the format or the size.
+    """
+    header = _parse(file, head)
     header.pop("__metadata__", None)
-    data = 8 + length
+    data = 8 + len(head)
     tensors = {name: _tensor(file, data, name, entry) for name, entry in header.items()}
     end = data
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
@@ -214,7 +247,7 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
-def _merge(headers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+def merge_tensors(headers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for header in headers:
         for name in header.keys() & tensors.keys():

@@ -158,6 +158,10 @@ class Model(nn.Module):
         """
         return self._in_turn(self._logits, tokens, cache)
 
+    def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+        """As calling the model, but the normed hidden states [B, L, hidden_size] that `lm_head` makes logits of."""
+        return self._in_turn(self.run, tokens, cache)
+
     def check_process(self) -> None:
         """Raises ExpertIOError: this process was forked from the one that loaded the model."""
         if self.experts is not None:

@@ -8,7 +8,7 @@ running it again; `layout.json` is written last, so an unfinished directory is n
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from ..errors import ModelFileError
 from ..files import read_json, user_path
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint
-from ..formats.hub import hub_errors, looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.record import PROJECTIONS, ExpertLayout, expert_path
 from ..quant import parse, unquantized
@@ -24,15 +23,11 @@ from ..spec import ModelArgs
 from .layer_files import LayerFile, find_experts, layout_json, packed_layers, plan_experts
 from .resident import override, plan_resident
 from .sanitize import canonical_tensors
+from .shards import Scattering
 from .source_format import SourceFormat
+from .supply import COPIED, Supply, find_supply
 from .wanted import Wanted
 from .writer import STATE, Output, Unit, check_space
-
-COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-DOWNLOADED = ["*.safetensors", "model.safetensors.index.json", "config.json", *COPIED]
 
 Progress = Callable[[int, int, str], None]
 
@@ -90,9 +85,13 @@ def convert(
     requantize: bool = False,
     verify: bool = False,
     revision: str | None = None,
+    delete_source: bool = False,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
+
+    A repository is downloaded shard by shard, and each shard deleted when it is packed, so that the disk holds the
+    packed model and at most two shards.
 
     Args:
         hf_path: checkpoint directory, or Hugging Face repo id org/name.
@@ -106,6 +105,8 @@ def convert(
             `down_bits`, routed experts that are stored in another form; loses precision.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
+        delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
+            are links, or have another name, are refused.
         progress: called with bytes done, bytes in all, and the name of the file.
 
     Raises:
@@ -113,50 +114,57 @@ def convert(
         is unusable, damaged or too large for the disk.
     """
     wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
-    source = local_checkpoint(hf_path, revision)
-    if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
-        raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     path = user_path(mlx_path)
-    if path.resolve() == source.resolve():
-        raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    checkpoint = open_checkpoint(source)
+    supply, checkpoint = _open(hf_path, path, revision, delete_source)
     args = read_args(checkpoint)
     plan = make_plan(checkpoint, args, wanted)
+    origin = {"hf_path": str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)}
+    stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
     output = Output(
         path,
-        {"source": checkpoint_digest(checkpoint), "options": wanted.options},
-        {"hf_path": str(source.absolute() if user_path(hf_path).exists() else hf_path), "revision": revision},
+        {"source": checkpoint_digest(checkpoint, stamps), "options": wanted.options},
+        {**origin, "revision": revision, "delete_source": delete_source},
     )
-    check_space(path, output.missing_bytes(plan.units))
     report = progress or (lambda done, total, name: None)
+    if supply is None:
+        check_space(path, output.missing_bytes(plan.units))
     with output.opened():
-        kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
+        if supply is not None:
+            supply.listing.write(output)
+            scattering = Scattering(output, plan.units, supply, report, verify)
+            scattering.run()
+            kept, repaired = scattering.kept, scattering.repaired
+        else:
+            kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
         _write_small_files(output, checkpoint, plan)
         PackedExperts.open(path, ModelArgs.from_file(path))
-        if verify:
+        if supply is not None:
+            scattering.close()
+        elif verify:
             _verify(output, checkpoint, plan, report)
     return ConversionReport(
         path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
     )
 
 
-def local_checkpoint(hf_path: str | Path, revision: str | None) -> Path:
-    """The checkpoint's local directory; a repo id is downloaded."""
-    path = user_path(hf_path)
-    if path.exists() or not looks_like_repo(str(hf_path)):
-        return path
-    return _download(str(hf_path), revision)
+def _open(
+    hf_path: str | Path, path: Path, revision: str | None, delete_source: bool
+) -> tuple[Supply | None, Checkpoint]:
+    """The checkpoint, and what brings its shards if they come one by one."""
+    found = find_supply(hf_path, path, revision, delete_source, _check_config)
+    if not isinstance(found, Path):
+        return found, found.checkpoint()
+    if (found / STATE).exists() and not (found / FOLDER / LAYOUT).exists():
+        raise ModelFileError(f"{found} is an unfinished conversion; give the checkpoint that it is made from")
+    if path.resolve() == found.resolve():
+        raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
+    return None, open_checkpoint(found)
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    """Reads config.json first, so that an unsupported model costs no download."""
-    import huggingface_hub as hub
-
-    with hub_errors(f"{repo} is no directory here and cannot be downloaded"):
-        config = read_json(Path(hub.hf_hub_download(repo, "config.json", revision=revision)))
-        ModelArgs.from_dict(unquantized(config))
-        SourceFormat(config)
-        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=DOWNLOADED))
+def _check_config(config: dict[str, Any]) -> None:
+    """Raises ConfigError: a model, or a quantisation, that cannot be converted."""
+    ModelArgs.from_dict(unquantized(config))
+    SourceFormat(config)
 
 
 def read_args(checkpoint: Checkpoint) -> ModelArgs:
@@ -212,15 +220,19 @@ def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
         raise ModelFileError(f"tensor {left[0]}{more} does not belong to this model; is config.json the right one?")
 
 
-def checkpoint_digest(checkpoint: Checkpoint) -> str:
-    """Changes when config.json, a tensor's place, or a file's length or date changes."""
+def checkpoint_digest(checkpoint: Checkpoint, stamps: Iterable[str] | None = None) -> str:
+    """Changes when config.json, a tensor's place, or a file's length or date changes, or one of `stamps` instead."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for file in checkpoint.files:
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    for stamp in map(_stamp, checkpoint.files) if stamps is None else stamps:
+        digest.update(stamp.encode())
     for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}\n".encode())
     return digest.hexdigest()
+
+
+def _stamp(file: Path) -> str:
+    status = file.stat()
+    return f"{file.name} {status.st_size} {status.st_mtime_ns}\n"
 
 
 def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int) -> tuple[list[str], list[str]]:

@@ -36,10 +36,11 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     requantize = form.must_requantize
     command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if requantize else []))
     lossy = "; its codes are of another kind, so that --requantize loses some precision" if requantize else ""
+    beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
         f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
-        f"(the experts take {gigabytes:.1f} GB of disk, besides the checkpoint{lossy})"
+        f"(the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
     )
 
 
@@ -69,6 +70,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         more += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
     more += ["--q-mode", "mxfp4"] if options.get("q_mode") == "mxfp4" else []
+    more += ["--delete-source"] if origin.get("delete_source") is True else []
     more += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *more)
     return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")

@@ -108,7 +108,7 @@ class Output:
         Raises:
             ModelFileError: another process is converting into it, or it cannot be written.
         """
-        with _writing(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path, os.O_RDONLY)
         try:
@@ -134,9 +134,9 @@ class Output:
             ModelFileError: the disk is full or the file cannot be written.
         """
         file = self.path / unit.name
-        with _writing(file):
+        with writing(file):
             file.parent.mkdir(exist_ok=True)
-            partial = file.with_name(file.name + PARTIAL)
+            partial = self.partial(unit)
             partial.unlink(missing_ok=True)
             linked = unit.link is not None and _link(unit.link, partial)
             sha256 = _hash_all(unit, advance) if linked else _write_all(partial, unit, advance)
@@ -145,10 +145,23 @@ class Output:
         self.files[unit.name] = {"bytes": unit.size, "sha256": sha256}
         self._write_state()
 
+    def partial(self, unit: Unit) -> Path:
+        """Where an unfinished file lies."""
+        return self.path / f"{unit.name}{PARTIAL}"
+
+    def adopt(self, unit: Unit) -> None:
+        """Takes the partial file, which others have filled and synced, for finished."""
+        file, partial = self.path / unit.name, self.partial(unit)
+        sha256 = _sha256(partial)
+        with writing(file):
+            _rename(partial, file)
+        self.files[unit.name] = {"bytes": unit.size, "sha256": sha256}
+        self._write_state()
+
     def put(self, name: str, data: bytes) -> None:
         """Writes a small file."""
         file = self.path / name
-        with _writing(file):
+        with writing(file):
             file.parent.mkdir(exist_ok=True)
             partial = file.with_name(file.name + PARTIAL)
             partial.write_bytes(data)
@@ -205,7 +218,7 @@ def existing_parent(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _writing(file: Path) -> Iterator[None]:
+def writing(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

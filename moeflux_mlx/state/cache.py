@@ -186,6 +186,13 @@ class _Growing(_Cache):
         """To an earlier position; nothing need be kept for it."""
         self.offset, self._expected = position, 0
 
+    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+        """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
+        capacity = -(-position // self.step) * self.step
+        if position and other.keys is not None:
+            self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (other.keys, other.values))
+        self.offset = position
+
 
 def _sees_capacity(length: int) -> bool:
     """One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether the
@@ -284,6 +291,10 @@ class RecurrentCache(_Cache):
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position, whose arrays were kept; None: to the beginning."""
         self.state = (*(kept or (None, None)), position)
+
+    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+        """Becomes what `other` was at `position`, whose arrays are `kept`: nobody writes to them."""
+        self.go_back(position, kept)
 
 
 Cache = KVCache | LatentCache | RecurrentCache

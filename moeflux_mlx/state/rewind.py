@@ -85,6 +85,10 @@ class RewindPoints:
             return position
         return max((kept for kept in self._kept if kept <= position), default=0)
 
+    def states_at(self, position: int) -> dict[int, Pair]:
+        """What is kept at `position`, by layer; empty where nothing is."""
+        return self._kept.get(position, {})
+
     def rewind(self, position: int) -> int:
         """Takes all caches back to `nearest(position)`, which is returned; later states are dropped.
 

@@ -56,8 +56,13 @@ class Vocabulary(Protocol):
     special_tokens: dict[str, str]  # e.g. {"bos_token": "<s>"}, where the file names them itself
     special_ids: frozenset[int]
 
+    markers: frozenset[str]  # tokens that are found in text as they are written, such as "<|im_end|>"
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of the text, with what the file's own post-processor adds if asked."""
+
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of text that other text stands before, so that it begins with no space of its own."""
 
     def get_vocab(self) -> dict[str, int]:
         """Token -> id, added tokens included."""
@@ -90,9 +95,13 @@ class BytePairVocabulary:
         self._byte_of = _byte_alphabet()
         self.special_tokens: dict[str, str] = {}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.markers = frozenset(token.content for token in added.values())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_after(self, text: str) -> list[int]:
+        return self.encode(text, False)
 
     def get_vocab(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
@@ -130,9 +139,27 @@ class SentencePieceVocabulary:
         )
         self.special_tokens = self._named_tokens()
         self.trim = self._measure_trim()
+        # The Python package does not say which pieces are user-defined symbols; chat markers look like this.
+        self.markers = frozenset(
+            piece
+            for piece, i in self._vocab.items()
+            if len(piece) > 2 and piece[0] + piece[-1] == "<>" and i not in self.special_ids
+            if not self._pieces.is_byte(i)
+        )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._pieces.encode(text)
+
+    def encode_after(self, text: str) -> list[int]:
+        # sentencepiece puts a space before what it takes for the beginning, but not after a marker.
+        if self.markers:
+            marker = min(self.markers)
+            ids = self.encode(marker + text, False)
+            return ids[ids.index(self._vocab[marker]) + 1 :]
+        ids = self.encode(text, False)
+        if b"".join(self.token_bytes(i) for i in ids) == b" " + text.encode():
+            ids[:1] = self._spelled(self._pieces.id_to_piece(ids[0])[1:])
+        return ids
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self._vocab)
@@ -152,6 +179,16 @@ class SentencePieceVocabulary:
 
     def is_spaced(self, token_id: int) -> bool:
         return self._pieces.id_to_piece(token_id).startswith(SPACE)
+
+    def _spelled(self, piece: str) -> list[int]:
+        """One token for these characters, or else one for each, or for each of their bytes."""
+        if not piece:
+            return []
+        if piece in self._vocab:
+            return [self._vocab[piece]]
+        if len(piece) > 1:
+            return [token for char in piece for token in self._spelled(char)]
+        return [self._vocab.get(f"<0x{byte:02X}>", self._pieces.unk_id()) for byte in piece.encode()]
 
     def _named_tokens(self) -> dict[str, str]:
         ids = {"bos_token": self._pieces.bos_id(), "eos_token": self._pieces.eos_id()}
@@ -304,6 +341,24 @@ class TokenizerWrapper:
             return self._vocabulary.encode(text, add_special_tokens)
         ids = self._vocabulary.encode(text, False)
         return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
+
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of text that other text stands before; nothing is added to it.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        _check_unicode(text)
+        return self._vocabulary.encode_after(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes, perhaps part of a character, that a token stands for; b"" for an unknown id."""
+        return self._vocabulary.token_bytes(token_id)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Tokens that `encode` finds in text as they are written, such as "<|im_end|>"."""
+        return self._vocabulary.markers
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of the token ids; ids the vocabulary lacks are left out, invalid UTF-8 becomes U+FFFD."""

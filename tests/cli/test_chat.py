@@ -287,14 +287,14 @@ def test_an_answer_ends_with_the_models_context(monkeypatch):
 
 def test_answers_that_were_cut_say_so(monkeypatch, capsys):
     endless = stopping_at(999)
-    monkeypatch.setattr(repl, "load_named", lambda options: endless)
+    monkeypatch.setattr(repl, "load_named", lambda options, model: endless)
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
     assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)\n") == 2
     limit = endless.model.args.max_position_embeddings
     _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
     assert f"(the text has the {limit} tokens that the model takes)" in err
     ending = stopping_at(*range(256))
-    monkeypatch.setattr(repl, "load_named", lambda options: ending)
+    monkeypatch.setattr(repl, "load_named", lambda options, model: ending)
     assert "(cut" not in (err := run(monkeypatch, capsys, ["Hello"])[2]) and "(the text" not in err
 
 

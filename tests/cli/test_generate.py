@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from small_hub import SmallHub, connected
 from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
@@ -276,7 +278,9 @@ def test_checkpoint_that_is_not_packed(capfd, copy_dir):
         ({"group_size": 64, "bits": 4, "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}}, False),
         ({"group_size": 64, "bits": 8}, False),
         ({"group_size": None, "bits": 4, "mode": "mxfp4"}, False),
+        ({"group_size": None, "bits": 4, "mode": "nvfp4"}, True),
         ({"group_size": 64, "bits": 4, "model.layers.1.mlp.switch_mlp.down_proj": {"bits": 6}}, False),
+        ({"group_size": 64, "bits": 4, "model.layers.1.mlp.switch_mlp.down_proj": {"mode": "mxfp8"}}, True),
         ({"group_size": 64, "bits": 4, "language_model.lm_head": {"mode": "nvfp4"}}, True),
         (None, False),
     ],
@@ -387,7 +391,9 @@ def test_template_that_raises_or_escapes(capfd, copy_dir, template, words):
     assert words in fails(capfd, "--model", copy_dir)
 
 
-def test_retries_of_the_hub_are_one_line(capfd, monkeypatch):
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Nobody answers, and the Hub's library logs that it tries again."""
     import huggingface_hub
 
     def unreachable(*_, **__):
@@ -398,39 +404,25 @@ def test_retries_of_the_hub_are_one_line(capfd, monkeypatch):
         log.warning("something else")
         raise OSError("no route to host")
 
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+
+
+def test_retries_of_the_hub_are_one_line(capfd, no_hub):
     code, _, err = command(capfd, "--model", "org/name")
-    warning, error = [line for line in err.splitlines() if line != "something else"]
-    assert code == 1 and error.startswith("error: cannot fetch org/name") and "Name or service not known" in warning
+    warning, error = [line for line in err.splitlines() if line.startswith(("warning: ", "error: "))]
+    assert err.count("Retrying") == 0 and "something else" in err
+    assert code == 1 and "Name or service not known" in warning
+    assert error == "error: org/name is no directory here and cannot be found on the Hugging Face Hub: no route to host"
     assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
 
 
-def test_repo_that_cannot_be_reached(capfd, monkeypatch):
-    import huggingface_hub
-
-    def unreachable(*_, **__):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", unreachable)
-    assert "cannot fetch org/name" in fails(capfd, "--model", "org/name")
-
-
-def test_repo_without_packed_experts_downloads_nothing_but_its_config(monkeypatch, model_dir, capfd):
-    import huggingface_hub
-
-    asked = []
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: ["config.json", "model.safetensors"])
-
-    def download(repo, name, **_):
-        asked.append(name)
-        return str(model_dir / name)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded weights"))
-    line = fails(capfd, "--model", "org/name")
-    assert "--hf-path org/name" in line and asked == ["config.json"]
-    with pytest.raises(NotPackedError):
-        load("org/name")
+def test_repo_without_packed_experts_downloads_nothing_but_its_config(tmp_path, capfd):
+    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "hub")
+    with SmallHub(folder, "org/name") as hub, connected(hub, tmp_path / "cache"):
+        line = fails(capfd, "--model", "org/name")
+        with pytest.raises(NotPackedError):
+            load("org/name")
+    assert "--hf-path org/name" in line and {name for _, name, _ in hub.requests} == {"config.json"}
 
 
 def test_a_text_ends_with_the_models_context(copy_dir, capfd):

@@ -31,6 +31,7 @@ from moeflux_mlx.engine.budget import (
     describe,
     headroom_bytes,
     least_pool,
+    longest_context,
     plan_memory,
     reason_to_read,
     room,
@@ -560,3 +561,21 @@ def test_commands_configure_mlx_before_its_device_is_used(monkeypatch):
     monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "7")
     configure_mlx()
     assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "7"
+
+
+@pytest.mark.parametrize("gb", [16, 32, 64, 512])
+def test_the_longest_context_leaves_the_pool_its_share(gb):
+    args, layout = named("qwen3.6-35b-a3b")
+    figures, demand = Figures(gb * GB), Demand(3 * GB, itemsize=2)
+    base = plan_memory(args, layout, figures, demand)
+    found = {share: longest_context(args, layout, figures, demand, share) for share in (0.5, 0.9)}
+    assert base.context <= found[0.9] <= found[0.5] <= args.max_position_embeddings
+    for share, context in found.items():
+        plan = plan_memory(args, layout, figures, replace(demand, context=context))
+        assert plan.mode is base.mode and plan.pool >= share * base.pool
+        longer = replace(demand, context=2 * context)
+        if 2 * context <= args.max_position_embeddings:
+            with contextlib.suppress(RequestError):
+                other = plan_memory(args, layout, figures, longer)
+                assert other.mode is not base.mode or other.pool < share * base.pool
+    assert gb < 64 or found[0.5] == args.max_position_embeddings

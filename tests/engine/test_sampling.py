@@ -8,7 +8,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moeflux_mlx.engine.sampling import greedy, keep_min_p, keep_top_k, keep_top_p, make_logits_processors, make_sampler
+from moeflux_mlx.engine.sampling import (
+    greedy,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    likeliest,
+    make_logits_processors,
+    make_sampler,
+)
 from moeflux_mlx.errors import RequestError
 
 QUICK = settings(deadline=None, max_examples=100)
@@ -337,14 +345,33 @@ def test_logits_processors_are_mlx_lm_s(theirs):
         "logit_bias": {3: 5.0, 7: -100.0},
         "repetition_penalty": 1.3,
         "repetition_context_size": 25,
+        "presence_penalty": 0.5,
+        "presence_context_size": 30,
+        "frequency_penalty": -0.25,
+        "frequency_context_size": 35,
     }
     ours, expected = mx.array(logits), mx.array(logits)
     for processor in make_logits_processors(**options):
         ours = processor(tokens, ours)
     for processor in theirs.make_logits_processors(**options):
         expected = processor(tokens, expected)
-    assert np.array_equal(np.array(ours), np.array(expected))
+    np.testing.assert_allclose(np.array(ours), np.array(expected), atol=1e-6)
     assert not np.array_equal(np.array(ours), logits)
+
+
+def test_presence_counts_once_and_frequency_each_time():
+    tokens = mx.array([9, 2, 5, 2, 2])
+    for name, expected in (("presence", [0, 0, -0.5, 0, 0, -0.5]), ("frequency", [0, 0, -1.5, 0, 0, -0.5])):
+        (ours,) = make_logits_processors(**{f"{name}_penalty": 0.5, f"{name}_context_size": 4})
+        assert ours(tokens, mx.zeros((1, 6), mx.bfloat16)).tolist() == [expected]
+        assert ours(mx.array([], mx.uint32), mx.zeros((1, 6))).tolist() == [[0] * 6]
+
+
+def test_likeliest_tokens():
+    row = mx.array([0.1, 0.5, 0.5, -math.inf, 0.2])
+    assert [token for token, _ in likeliest(row, 3)] == [1, 2, 4]
+    assert likeliest(row, 9)[0] == (1, 0.5) and len(likeliest(row, 9)) == 5
+    assert likeliest(row, 0) == []
 
 
 def test_logit_bias():
@@ -371,6 +398,8 @@ def test_nothing_to_process():
         ({"repetition_penalty": "1"}, "repetition_penalty is '1'"),
         ({"repetition_penalty": 1.1, "repetition_context_size": 0}, "repetition_context_size is 0"),
         ({"repetition_penalty": 1.1, "repetition_context_size": 2.0}, r"repetition_context_size is 2\.0"),
+        ({"presence_penalty": math.nan}, "presence_penalty is nan; it must be a finite number"),
+        ({"frequency_penalty": 1.0, "frequency_context_size": 0}, "frequency_context_size is 0"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias token id is -1; it must be an integer, at least 0"),
         ({"logit_bias": {"3": 1.0}}, "logit_bias token id is '3'"),
         ({"logit_bias": {3: math.nan}}, "logit_bias for token 3 is nan"),

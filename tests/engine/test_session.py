@@ -405,3 +405,27 @@ def test_states_spread_out_when_room_is_short():
         advance(caches, n)
         points.keep(caches[0].offset)
     assert points.positions == [102, 202, 302]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fork_goes_its_own_way(family):
+    session = make(family)
+    check(session, text(), boundaries=[20, 40])
+    before = session.tokens.copy()
+    other = session.fork(45)
+    reached = 45 if other.points.can_trim else 40
+    assert other.tokens == before[:reached] and session.tokens == before
+    assert check(other, [*before[:reached], *text(10, 3)]).memory == reached
+    assert check(session, [*before, *text(8, 4)]).computed == 8
+    assert check(other.fork(25), [*before[:20], 7]).memory == 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fork_of_all_that_is_known(family):
+    session = make(family)
+    check(session, text())
+    known = session.tokens.copy()
+    other = session.fork(len(known))
+    assert other.known([*known, 1, 2]) == len(known)
+    assert check(other, [*known, *text(8, 4)]).computed == 8
+    assert check(session, [*known, *text(9, 5)]).computed == 9

@@ -25,7 +25,7 @@ from moeflux_mlx.experts.memory import landing_memory
 from moeflux_mlx.experts.pool import SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
-from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.experts.source import HIT, IN_MEMORY, MISSED, ON_DISK, IoMode
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
@@ -573,3 +573,26 @@ class LoaderMachine(RuleBasedStateMachine):
 
 TestLoaderMachine = LoaderMachine.TestCase
 TestLoaderMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+def test_a_picture_of_where_experts_are(packed):
+    with_pool = opened(packed, IoMode.PREAD, cache_bytes=4 * packed.layout.expert_stride, least_slots=2)
+    layers = packed.layout.moe_layers
+    assert with_pool.picture().tolist() == [[ON_DISK] * EXPERTS] * len(layers)
+    with with_pool.request(layers[0], np.array([1, 2])) as lease:
+        lease.wait()
+    assert with_pool.picture()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK, ON_DISK]
+    with_pool.watch(True)
+    with with_pool.request(layers[0], np.array([2, 3])) as lease:
+        lease.wait()
+    assert with_pool.picture()[0].tolist() == [ON_DISK, IN_MEMORY, HIT, MISSED, ON_DISK, ON_DISK]
+    assert with_pool.picture()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK]
+    with_pool.close()
+
+
+def test_a_picture_of_mapped_experts(packed):
+    mapped = opened(packed, IoMode.MMAP)
+    mapped.watch(True)
+    mapped.request(packed.layout.moe_layers[0], np.array([4])).release()
+    assert (mapped.picture() == HIT).sum() == 1 and (mapped.picture() == IN_MEMORY).all()
+    mapped.close()

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from small_hub import SmallHub, connected
 
 from moeflux_mlx.cli import conversion
 from moeflux_mlx.convert import convert, main
@@ -591,31 +592,18 @@ def test_options_and_directories_that_are_refused(tmp_path):
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A stand-in for the Hugging Face Hub that holds one repository; returns the calls made to it."""
-    import huggingface_hub
-
-    source, calls = write_tiny(tmp_path / "snapshot"), []
-
-    def snapshot_download(repo, revision=None, allow_patterns=None):
-        calls.append((repo, revision, allow_patterns))
-        return str(source)
-
-    def hf_hub_download(repo, name, revision=None):
-        if repo != "some/model":
-            raise huggingface_hub.errors.LocalEntryNotFoundError(f"no {repo}\nmore lines")
-        return str(source / name)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    return source, calls
+def hub(tmp_path):
+    """A small Hub that holds one repository; its folder, and the hub."""
+    source = write_tiny(tmp_path / "snapshot")
+    with SmallHub(source, "some/model") as served, connected(served, tmp_path / "cache"):
+        yield source, served
 
 
 def test_a_repository_is_downloaded(hub, tmp_path):
+    (hub[0] / "pytorch_model.bin").write_bytes(b"never asked for")
     convert("some/model", tmp_path / "out", revision="v1")
-    ((repo, revision, patterns),) = hub[1]
-    assert (repo, revision) == ("some/model", "v1")
-    assert "*.safetensors" in patterns and "tokenizer.json" in patterns and "*.bin" not in patterns
+    asked = {name for _, name, _ in hub[1].requests}
+    assert "model.safetensors" in asked and "pytorch_model.bin" not in asked
     assert (tmp_path / "out" / "resident.safetensors").exists()
 
 
@@ -623,12 +611,12 @@ def test_an_unsupported_model_is_not_downloaded(hub, tmp_path):
     (hub[0] / "config.json").write_text(json.dumps({**TINY, "model_type": "llama"}))
     with pytest.raises(ConfigError, match="model_type 'llama'"):
         convert("some/model", tmp_path / "out")
-    assert not hub[1]
+    assert {name for _, name, _ in hub[1].requests} == {"config.json"}
 
 
 def test_a_repository_that_cannot_be_reached(hub, tmp_path):
     with pytest.raises(
-        ModelFileError, match="other/model is no directory here and cannot be downloaded: no other/model$"
+        ModelFileError, match="other/model is no directory here and cannot be found on the Hugging Face Hub: 404"
     ):
         convert("other/model", tmp_path / "out")
 
@@ -743,7 +731,7 @@ def test_a_quantisation_that_is_not_supported_costs_no_download(hub, tmp_path):
     (hub[0] / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="gptq"):
         convert("some/model", tmp_path / "out")
-    assert not hub[1]
+    assert {name for _, name, _ in hub[1].requests} == {"config.json"}
 
 
 @pytest.mark.parametrize("name", ["models/qwen--4bit", "models/qwen-"])

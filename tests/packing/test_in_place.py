@@ -125,7 +125,7 @@ def converted(folder, usual, down):
     return path, folder / "packed"
 
 
-@pytest.mark.parametrize("forms", [forms for forms in FORMS if forms[0][2:] != ("mxfp4",)])
+@pytest.mark.parametrize("forms", FORMS)
 def test_every_geometry_gives_the_packed_models_bits(tmp_path, forms):
     path, packed = converted(tmp_path, *(Quant(*form) for form in forms))
     tokens, logits = goldens.golden("qwen3_moe")[0], []

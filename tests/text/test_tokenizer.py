@@ -482,6 +482,25 @@ class TestBadFiles:
             any_tokenizer.encode("ab\udcff")
 
 
+@QUICK
+@given(text=TEXTS)
+def test_text_after_other_text_begins_with_no_space_of_its_own(any_tokenizer, text):
+    def spelled(ids):
+        return b"".join(any_tokenizer.token_bytes(token) for token in ids)
+
+    after = any_tokenizer.encode_after(text)
+    if any_tokenizer.decode(any_tokenizer.encode(text)) == text:  # spaces were not squeezed
+        assert spelled(after) == text.replace("\u2581", " ").encode()
+    assert after == [] or text
+
+
+def test_text_after_other_text_without_any_marker(spm_dirs):
+    tokenizer = load_tokenizer(spm_dirs["prefix"])
+    tokenizer._vocabulary.markers = frozenset()
+    for text in ("fox", "日fox", "🙂", "", "  x", "qfox"):
+        assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode_after(text)) == text.encode()
+
+
 def test_import_is_light():
     heavy = "('tokenizers', 'sentencepiece', 'jinja2', 'transformers', 'mlx_lm')"
     code = f"import sys, moeflux_mlx.text.tokenizer; print([m for m in {heavy} if m in sys.modules])"

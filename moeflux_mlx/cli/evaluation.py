@@ -1,0 +1,105 @@
+"""What a text says of a model, as a command shows it: a table, a line of JSON, and a chart."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.engine import Engine, open_engine
+from ..engine.evaluate import Measured, evaluate, perplexity
+from ..errors import RequestError
+from ..files import user_path
+from .chart import line_chart
+from .options import gigabytes
+from .terminal import Progress
+
+BINS = 64  # of a chart
+
+
+def run(options: argparse.Namespace) -> int:
+    text = read_text(options.text)
+    chart = None if options.svg is None else user_path(options.svg)
+    if chart is not None and options.against is None:
+        raise RequestError("--svg draws the divergence of two models; give the second with --against")
+
+    def opens(model: str | None) -> Engine:
+        engine = open_engine(
+            model,
+            dtype=getattr(mx, options.dtype) if options.dtype else None,
+            expert_io=options.expert_io,
+            expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+            context=options.window,
+        )
+        engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
+        return engine
+
+    with Progress("reading") as progress:
+        found = evaluate(
+            lambda: opens(options.model),
+            text,
+            against=None if options.against is None else lambda: opens(options.against),
+            window=options.window,
+            most=options.tokens,
+            progress=progress.update,
+        )
+    if chart is not None:
+        chart.write_text(drawn(found, options), encoding="utf-8")
+    result = summary(found)
+    names = {"model": options.model or "demo", **({"against": options.against} if options.against else {})}
+    print("\n".join([*table(found, result), json.dumps({**names, **result}, ensure_ascii=False)]))
+    return 0
+
+
+def read_text(name: str) -> str:
+    """Raises RequestError: the file cannot be read, or is not UTF-8."""
+    path = user_path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8: byte {error.start} is invalid; give a text file") from None
+
+
+def summary(found: Measured) -> dict[str, Any]:
+    """The figures by name, rounded to what they are good for."""
+    result: dict[str, Any] = {"tokens": found.tokens, "window": found.window, "foretold": int(found.nll.size)}
+    result["perplexity"] = float(f"{found.perplexity:.6g}")
+    result["perplexity_error"] = float(f"{found.error:.3g}")
+    if found.kl is None or found.reference_nll is None or found.same is None:
+        return result
+    return result | {
+        "perplexity_against": float(f"{perplexity(found.reference_nll):.6g}"),
+        "kl_mean": float(f"{found.kl.mean():.4g}"),
+        "kl_p99": float(f"{np.percentile(found.kl, 99):.4g}"),
+        "same_first_choice": float(f"{found.same.mean():.4g}"),
+    }
+
+
+def table(found: Measured, result: dict[str, Any]) -> list[str]:
+    rows = [
+        ("tokens", f"{found.tokens} in windows of {found.window}, {found.nll.size} foretold"),
+        ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
+    ]
+    if found.kl is not None:
+        rows += [
+            ("perplexity, against", f"{result['perplexity_against']:.4f}"),
+            ("KL divergence, mean", f"{result['kl_mean']:.4g} nats"),
+            ("KL divergence, 99%", f"{result['kl_p99']:.4g} nats"),
+            ("same first choice", f"{result['same_first_choice']:.2%}"),
+        ]
+    return [f"{name:22}{value}" for name, value in rows]
+
+
+def drawn(found: Measured, options: argparse.Namespace) -> str:
+    """KL divergence by position in the window: mean and 99th percentile of neighbouring positions."""
+    assert found.kl is not None
+    edges = np.unique(np.linspace(1, found.place.max() + 1, BINS + 1).astype(int))
+    parts = [found.kl[(found.place >= a) & (found.place < b)] for a, b in zip(edges, edges[1:], strict=False)]
+    lines = {"mean": [part.mean() for part in parts], "99th percentile": [np.percentile(part, 99) for part in parts]}
+    names = f"{Path(options.model or 'demo').name} against {Path(options.against).name}"
+    middles = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:], strict=False)]
+    return line_chart(f"KL divergence by position: {names}", "position in the window", "nats", middles, lines)

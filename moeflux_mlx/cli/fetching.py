@@ -1,0 +1,58 @@
+"""A repository given as a model: its plan is shown before it is downloaded, a large download agreed on, and shown."""
+
+import argparse
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..engine.budget import demand_of, from_environment, plan_memory
+from ..engine.machine import default_dtype, machine_figures
+from ..engine.remote import Remote, is_remote
+from ..model.tensors import resident_bytes
+from .options import gigabytes
+from .planning import memory_lines
+from .terminal import agree, note
+
+ASKED_FROM = 20_000_000_000  # bytes of a download
+
+
+def local_model(options: argparse.Namespace) -> str | Path | None:
+    """The options' model; of a repository whose files are not all here, the folder that they have come to.
+
+    Raises:
+        ModelFileError: it cannot be had, or the disk is too small. RequestError: it does not fit in memory, or nobody
+            agreed to a large download.
+    """
+    if not is_remote(options.model):
+        return options.model
+    remote = Remote.look_up_or_cached(options.model, options.revision)
+    if isinstance(remote, Path):
+        return remote
+    if remote.missing:
+        note("\n".join([remote.disk, *_memory_lines(remote, options)]))
+        remote.check_space()
+        if remote.missing > ASKED_FROM:
+            agree(f"{remote.missing / 1e9:.1f} GB of {options.model} are downloaded", options.yes)
+    return remote.download(shown=remote.missing > 0)
+
+
+def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
+    """What `plan` would say of memory.
+
+    Raises:
+        RequestError: it does not fit.
+    """
+    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    args, layout, shapes = remote.figures()
+    demand = demand_of(
+        args,
+        resident_bytes(shapes, dtype),
+        dtype,
+        context=options.context,
+        span=options.span,
+        prefill_step_size=options.prefill_step_size,
+        expert_io=from_environment(options.expert_io),
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        in_place=remote.in_place,
+    )
+    return memory_lines(plan_memory(args, layout, machine_figures(), demand), layout)

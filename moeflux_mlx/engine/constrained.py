@@ -1,0 +1,38 @@
+"""A logits processor that leaves only the tokens which a mask allows."""
+
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from .sampling import NEG_INF, LogitsProcessor
+
+
+class TokenMask(Protocol):
+    """Says which tokens may come next."""
+
+    def allowed(self) -> np.ndarray:
+        """bool [V], or narrower than the logits, which then may not have the tokens beyond."""
+
+    def consume(self, token: int) -> None:
+        """The text goes on with `token`."""
+
+
+def make_constraint(mask: TokenMask) -> LogitsProcessor:
+    """For one generation: what `mask` does not allow becomes -inf.
+
+    The tokens that the first call gets are the prompt; of those that follow, the mask is told each once.
+    """
+    known: int | None = None
+
+    def constrain(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal known
+        for token in np.array(tokens[len(tokens) if known is None else known :]).tolist():
+            mask.consume(token)
+        known = len(tokens)
+        allowed = np.zeros(logits.shape[-1], bool)
+        given = mask.allowed()[: len(allowed)]
+        allowed[: len(given)] = given
+        return mx.where(mx.array(allowed), logits.astype(mx.float32), NEG_INF)
+
+    return constrain

@@ -1,0 +1,166 @@
+"""A model of the Hugging Face Hub before it is here: what it needs of disk and memory, told from headers alone.
+
+A packed model comes as it is, and so does a checkpoint that MLX quantised, which runs as it lies. Anything else is
+refused with the command that converts it, before any weight is downloaded.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import ModelFileError, NotPackedError
+from ..files import read_json, user_path
+from ..formats.checkpoint import INDEX, Checkpoint, Tensor, header_tensors, merge_tensors, shard_names
+from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo
+from ..formats.layout_file import from_json
+from ..formats.packed import FOLDER, LAYOUT
+from ..formats.record import ExpertLayout
+from ..packing.convert import make_plan
+from ..packing.resident import DTYPES, ResidentFile
+from ..packing.source_format import SourceFormat
+from ..packing.suggest import not_packed_error
+from ..packing.supply import COPIED
+from ..packing.wanted import Wanted
+from ..packing.writer import existing_parent
+from ..quant import unquantized
+from ..spec import ModelArgs
+
+SMALL = ["config.json", INDEX, f"{FOLDER}/{LAYOUT}", *COPIED]
+RESIDENT = "resident*.safetensors"
+PACKED = ["config.json", *COPIED, RESIDENT, f"{FOLDER}/*"]
+UNPACKED = ["config.json", INDEX, *COPIED]  # and its shards
+STORED = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A repository that holds a model.
+
+    Attributes:
+        missing: bytes that are still to be downloaded.
+        total: bytes of all files that belong to it.
+    """
+
+    repository: Repository
+    wanted: tuple[str, ...]
+    missing: int
+    total: int
+
+    @classmethod
+    def look_up(cls, name: str, revision: str | None = None) -> "Remote":
+        """Reads the list of files, and config.json.
+
+        Raises:
+            NotPackedError: it has to be converted. ModelFileError: there is none, or it cannot be reached.
+        """
+        repository = Repository.look_up(name, revision)
+        wanted = PACKED
+        if f"{FOLDER}/{LAYOUT}" not in repository.files:
+            small = repository.snapshot([INDEX, "config.json"])
+            if not _runs_in_place(small):
+                raise not_packed_error(name, small)
+            wanted = [*UNPACKED, *shard_names(small, (one for one in repository.files if "/" not in one))]
+        total = sum(file.size for file in repository.matching(wanted))
+        return cls(repository, tuple(wanted), repository.missing(wanted), total)
+
+    def figures(self) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
+        """What a plan of memory asks for: the model, its records, and the shapes of its resident tensors (lazy zeros).
+
+        Raises:
+            ConfigError, ModelFileError: it is not a model that runs.
+        """
+        small = self.repository.snapshot(SMALL)
+        args, layout_file = ModelArgs.from_file(small), small / FOLDER / LAYOUT
+        if layout_file.exists():
+            heads = [file.name for file in self.repository.matching([RESIDENT])]
+            layout = from_json(read_json(layout_file), args, layout_file)
+            return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
+        shards = [name for name in self.wanted if name.endswith(".safetensors")]
+        tensors = {one.name: one for one in self._tensors(shards, small)}
+        plan = make_plan(Checkpoint(small, read_json(small / "config.json"), tensors, ()), args, Wanted.of())
+        sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
+        written = (one for source in sources for one in source.written)
+        return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
+
+    def _tensors(self, names: list[str], folder: Path) -> list[Tensor]:
+        files = self.repository.files
+        heads = (header_tensors(folder / name, files[name].size, self.repository.head(name)) for name in names)
+        return list(merge_tensors(heads).values())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is a checkpoint, whose experts lie in pieces."""
+        return f"{FOLDER}/{LAYOUT}" not in self.repository.files
+
+    @property
+    def free(self) -> int:
+        """Bytes of the disk that the Hub's cache is on."""
+        return shutil.disk_usage(existing_parent(cache_folder())).free
+
+    @classmethod
+    def look_up_or_cached(cls, name: str, revision: str | None = None) -> "Remote | Path":
+        """As `look_up`; where no Hub answers, the folder of a packed model that the Hub's cache holds."""
+        try:
+            return cls.look_up(name, revision)
+        except NotPackedError:
+            raise
+        except ModelFileError:
+            here = cached_snapshot(name, revision, PACKED)
+            if here is None or not (here / FOLDER / LAYOUT).exists():
+                raise
+            return here
+
+    @property
+    def disk(self) -> str:
+        """A line for people on what it takes of the disk."""
+        return (
+            f"{self.repository.name}: {self.total / 1e9:.3f} GB, of which {self.missing / 1e9:.3f} GB are to be "
+            f"downloaded to {cache_folder()}, where {self.free / 1e9:.1f} GB are free"
+        )
+
+    def check_space(self) -> None:
+        """Raises ModelFileError: the disk has no room for what is missing."""
+        if self.missing > self.free:
+            raise ModelFileError(
+                f"{self.repository.name} needs {self.missing} more bytes ({self.missing / 1e9:.1f} GB) in "
+                f"{cache_folder()} and {self.free} ({self.free / 1e9:.1f} GB) are free; free some disk space, or set "
+                "HF_HOME to a folder on another disk"
+            )
+
+    def download(self, shown: bool = False) -> Path:
+        """Brings what is missing into the Hub's cache, with bars if `shown`; the folder of it all.
+
+        Raises:
+            ModelFileError: the disk has no room, or the Hub cannot be reached.
+        """
+        self.check_space()
+        return self.repository.snapshot(list(self.wanted), shown)
+
+
+def is_remote(model: str | Path | None) -> bool:
+    """Whether a model is to be had from the Hub: a repository's name, and nothing of that name here."""
+    return isinstance(model, str) and looks_like_repo(model) and not user_path(model).exists()
+
+
+def fetch(name: str, revision: str | None = None) -> Path:
+    """The local directory of a repository's model, downloaded without a word.
+
+    Raises:
+        NotPackedError, ModelFileError: as `Remote.look_up` and `Remote.download`.
+    """
+    found = Remote.look_up_or_cached(name, revision)
+    return found if isinstance(found, Path) else found.download()
+
+
+def _runs_in_place(small: Path) -> bool:
+    """Whether config.json says that MLX quantised everything, in forms that are computed."""
+    config = read_json(small / "config.json")
+    ModelArgs.from_dict(unquantized(config))
+    form = SourceFormat(config)
+    return form.mlx and not form.must_requantize
+
+
+def _shape(shape: tuple[int, ...], dtype: str) -> mx.array:
+    return mx.zeros(shape, STORED[dtype])

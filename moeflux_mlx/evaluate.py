@@ -1,0 +1,38 @@
+"""`python -m moeflux_mlx.evaluate`: how well a model foretells a text, and how far it is from another."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .cli.evaluation import run
+from .cli.options import add_dtype, add_expert_io
+from .cli.run import execute, program
+from .engine.evaluate import WINDOW
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog=program("evaluate"),
+        description="Measure a model's perplexity on a text, and its KL divergence from another model.",
+    )
+    add = made.add_argument_group("what is measured").add_argument
+    add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
+    add("--against", metavar="MODEL", help="the model that is taken for right, such as the same one with more bits")
+    add("--text", required=True, metavar="FILE", help="UTF-8 text to read")
+    add("--window", type=int, default=WINDOW, metavar="TOKENS", help="read together; each stands alone (%(default)s)")
+    add("--tokens", type=int, metavar="N", help="read the first N tokens only; default: all")
+    add("--svg", metavar="FILE", help="draw the KL divergence by position there")
+    add = made.add_argument_group("memory and expert I/O").add_argument
+    add_dtype(add)
+    add_expert_io(add)
+    add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    return execute(run, parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What a conversion that goes shard by shard has done, so that it goes on there after it was killed.
+
+Two files beside the state file hold it until the directory is finished: the headers of all shards, which must outlive
+the shards, written once; and the journal, replaced after each shard. A shard stands in the journal once every byte that
+is made of it is on the disk and was read back from there, and never before.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelFileError
+from ..files import read_json
+from ..formats.checkpoint import Tensor, header_tensors
+from .writer import Output
+
+JOURNAL, SHARDS = "convert_journal.json", "convert_shards.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of a checkpoint as it is, or was: `stamp` is its date, or its digest on the Hub."""
+
+    name: str
+    size: int
+    stamp: str
+    head: str
+
+    def tensors(self, folder: Path) -> dict[str, Tensor]:
+        """The tensors of the file in `folder`, which need not be there."""
+        return header_tensors(folder / self.name, self.size, self.head.encode())
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name} {self.size} {self.stamp}\n"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The shards of a checkpoint, and the commit if it is a repository's."""
+
+    shards: tuple[Shard, ...]
+    commit: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> "Listing | None":
+        """What an earlier run noted in the directory `path`; None if it noted nothing.
+
+        Raises:
+            ModelFileError: the file is damaged.
+        """
+        if not (path / SHARDS).exists():
+            return None
+        value = read_json(path / SHARDS)
+        try:
+            return cls(tuple(Shard(**one) for one in value["shards"]), str(value["commit"]))
+        except (KeyError, TypeError):
+            raise ModelFileError(f"{path / SHARDS} is damaged; delete {path} and convert again") from None
+
+    def write(self, output: Output) -> None:
+        output.put(SHARDS, json.dumps(asdict(self)).encode())
+
+
+class Journal:
+    """The shards of which everything is packed: name -> bytes that were made of it."""
+
+    def __init__(self, output: Output):
+        """Raises ModelFileError: the file is damaged."""
+        self.output = output
+        file = output.path / JOURNAL
+        done: Mapping[str, Any] = read_json(file) if file.exists() else {}
+        if not all(isinstance(value, int) for value in done.values()):
+            raise ModelFileError(f"{file} is damaged; delete {output.path} and convert again")
+        self.done: dict[str, int] = dict(done)
+
+    def add(self, name: str, nbytes: int) -> None:
+        self.done[name] = nbytes
+        self._write()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """What was made of these is no longer there."""
+        known = self.done.keys() & set(names)
+        if known:
+            self.done = {name: nbytes for name, nbytes in self.done.items() if name not in known}
+            self._write()
+
+    def close(self) -> None:
+        """The directory is finished: nobody needs either file any more."""
+        for name in (JOURNAL, SHARDS):
+            (self.output.path / name).unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        self.output.put(JOURNAL, json.dumps(self.done, indent=1).encode())

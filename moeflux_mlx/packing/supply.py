@@ -1,0 +1,186 @@
+"""Where the shards of a conversion come from, one after the other, and where they go once they are packed.
+
+From a repository: downloaded into a folder of the output, checked, and deleted. From a directory: as they lie there,
+and deleted if that was asked for, but nothing that another name or another program may still need.
+"""
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import ModelFileError, RequestError
+from ..files import read_json, sync_folder, user_path
+from ..formats.checkpoint import INDEX, Checkpoint, merge_tensors, read_head, safetensors_files, shard_names
+from ..formats.hub import Repository, cached_snapshot, looks_like_repo
+from ..formats.packed import FOLDER, LAYOUT
+from .journal import Listing, Shard
+
+INCOMING = ".shards"  # in the output
+COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+CHECKPOINT = ["*.safetensors", INDEX, "config.json", *COPIED]
+
+Config = dict[str, Any]
+
+
+class Supply(Protocol):
+    """The shards of a checkpoint, in the order of their names.
+
+    `bring` makes one readable, `let_go` says that it has been packed; `present` are those that need no bringing.
+    `takes_disk`: a shard takes disk space of its own from `bring` to `let_go`.
+    """
+
+    listing: Listing
+
+    @property
+    def takes_disk(self) -> bool: ...
+
+    def checkpoint(self) -> Checkpoint: ...
+
+    def bring(self, name: str, advance: Callable[[int], None]) -> None: ...
+
+    def let_go(self, name: str) -> None: ...
+
+    def present(self) -> set[str]: ...
+
+    def close(self) -> None: ...
+
+
+def find_supply(
+    hf_path: str | Path, output: Path, revision: str | None, delete_source: bool, check: Callable[[Config], None]
+) -> "Supply | Path":
+    """How a checkpoint's shards come to a conversion into `output`; a directory whose files are all read in place.
+
+    Args:
+        check: raises for a config.json that cannot be converted, before anything large is downloaded.
+
+    Raises:
+        ModelFileError: the checkpoint cannot be had. RequestError: `delete_source` of a repository.
+    """
+    local = user_path(hf_path)
+    if local.exists() or not looks_like_repo(str(hf_path)):
+        return OwnFiles(local, Listing.read(output)) if delete_source else local
+    if delete_source:
+        raise RequestError(f"{hf_path} is a repository, whose shards are never kept; leave --delete-source out")
+    listing = Listing.read(output)
+    cached = None if listing else cached_snapshot(str(hf_path), revision, CHECKPOINT)
+    if cached is not None and _is_whole(cached):
+        return cached
+    repository = Repository.look_up(str(hf_path), listing.commit if listing else revision)
+    return Downloads(repository, output, listing, check)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return bool(safetensors_files(folder))
+    except ModelFileError:
+        return False
+
+
+class Downloads:
+    """The shards of a repository, in the folder `.shards` of the output while they are needed."""
+
+    takes_disk = True
+
+    def __init__(self, repository: Repository, output: Path, listing: Listing | None, check: Callable[[Config], None]):
+        """Brings the small files, at once; the rest as `find_supply`."""
+        if f"{FOLDER}/{LAYOUT}" in repository.files:
+            raise ModelFileError(f"{repository.name} is already packed; run it with --model {repository.name}")
+        self.repository, self.folder = repository, output / INCOMING
+        check(read_json(repository.snapshot(["config.json"]) / "config.json"))
+        self.small = repository.snapshot([INDEX, "config.json", *COPIED])
+        self.listing = listing or self._listed()
+
+    def _listed(self) -> Listing:
+        files = self.repository.files
+        names = shard_names(self.small, [name for name in files if Path(name).name == name])
+        missing = [name for name in names if name not in files]
+        if missing or not names:
+            raise ModelFileError(f"{self.repository.name} has no {missing[0] if missing else '*.safetensors'}")
+        shards = (
+            Shard(name, files[name].size, files[name].digest, self.repository.head(name).decode("utf-8", "replace"))
+            for name in names
+        )
+        return Listing(tuple(shards), self.repository.commit)
+
+    def checkpoint(self) -> Checkpoint:
+        tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
+        files = tuple(self.folder / shard.name for shard in self.listing.shards)
+        return Checkpoint(self.small, read_json(self.small / "config.json"), tensors, files)
+
+    def bring(self, name: str, advance: Callable[[int], None]) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self.repository.download(name, self.folder, advance)
+
+    def let_go(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+    def present(self) -> set[str]:
+        """Those that an earlier run has left; they are checked when they are brought."""
+        return set()
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class OwnFiles:
+    """The shards of a directory, each deleted once it is packed."""
+
+    takes_disk = False
+
+    def __init__(self, folder: Path, listing: Listing | None):
+        """Raises ModelFileError: a file is not the directory's alone, or not what it was when this began."""
+        self.folder = folder
+        self.listing = listing or Listing(tuple(map(_shard, safetensors_files(folder))))
+        if not self.listing.shards:
+            raise ModelFileError(f"{folder} holds no *.safetensors; leave --delete-source out")
+        for name in self.present():
+            why = self._why_kept(name)
+            if why:
+                raise ModelFileError(f"{folder / name} {why}; nothing was deleted: leave --delete-source out")
+
+    def _why_kept(self, name: str) -> str:
+        """Why a file must not be deleted; empty if it may."""
+        wanted = next(shard for shard in self.listing.shards if shard.name == name)
+        status = (self.folder / name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is a link or no regular file, so that others may share what is behind it"
+        if status.st_nlink > 1:
+            return "has a second name (a hard link), so that others share it"
+        if (status.st_size, str(status.st_mtime_ns)) != (wanted.size, wanted.stamp):
+            return "is not the file that this conversion began with"
+        return ""
+
+    def checkpoint(self) -> Checkpoint:
+        tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
+        files = tuple(self.folder / shard.name for shard in self.listing.shards)
+        return Checkpoint(self.folder, read_json(self.folder / "config.json"), tensors, files)
+
+    def bring(self, name: str, advance: Callable[[int], None]) -> None:
+        if name not in self.present():
+            raise ModelFileError(
+                f"{self.folder / name} was packed and deleted, but what was made of it is gone; "
+                "download the checkpoint again, and convert it into an empty directory"
+            )
+
+    def let_go(self, name: str) -> None:
+        if name in self.present() and not self._why_kept(name):
+            (self.folder / name).unlink()
+            sync_folder(self.folder)
+
+    def present(self) -> set[str]:
+        return {shard.name for shard in self.listing.shards if os.path.lexists(self.folder / shard.name)}
+
+    def close(self) -> None:
+        """What is left are small files, and they may be anything."""
+
+
+def _shard(file: Path) -> Shard:
+    status = file.stat()
+    return Shard(file.name, status.st_size, str(status.st_mtime_ns), read_head(file).decode("utf-8", "replace"))

@@ -1,0 +1,140 @@
+"""From the model's pieces of text to the events of an answer: reasoning, text, calls, log-probabilities, the end."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from ..engine.generation import GenerationResponse
+from ..engine.sampling import likeliest
+from ..text.calls.dialect import Dialect
+from ..text.calls.reader import AnswerReader
+from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
+from ..text.stop import StopTexts
+from ..text.tokenizer import TokenizerWrapper
+from .prepare import Prepared
+from .request import Finish, Logprobs, ServerEvent, TokenLogprob
+
+LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
+
+
+@dataclass
+class Answering:
+    """One answer while it is made.
+
+    Args:
+        prepared: what is answered.
+        tokenizer: spells tokens for log-probabilities.
+        dialect: how the model calls tools; None: it does not.
+
+    Attributes:
+        done: nothing more is wanted.
+        is_calling: a call is being written.
+        raw: all that was written.
+    """
+
+    prepared: Prepared
+    tokenizer: TokenizerWrapper
+    dialect: Dialect | None
+    done: bool = False
+    is_calling: bool = False
+    raw: str = ""
+    calls: int = 0
+    reasoning_tokens: int = 0
+    _in_reasoning: bool = False
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = self.prepared.request
+        tools = () if request.tool_choice == "none" else request.tools
+        self._in_reasoning = self.prepared.inside_reasoning
+        self._stop = StopTexts(request.stop)
+        self._reader: AnswerReader | None = None
+        if request.prompt is None:
+            self._reader = AnswerReader(
+                self.dialect, tools, self.prepared.inside_reasoning, request.parallel_tool_calls
+            )
+
+    def begin(self) -> list[ServerEvent]:
+        """What the prompt has opened for the model to go on with."""
+        return self._passed(self._read(self.prepared.opening)) if self.prepared.opening else []
+
+    def take(self, response: GenerationResponse) -> list[ServerEvent]:
+        """The events of one token."""
+        if self.prepared.request.sampling.top_logprobs is not None and response.finish_reason != "stop":
+            self._logprobs.append(self._logprob(response))
+        events = self._passed(self._read(response.text))
+        self.reasoning_tokens += self._in_reasoning
+        return events
+
+    def _read(self, text: str) -> Sequence[Event]:
+        self.raw += text
+        if self._reader is None:
+            return [Text(text)] if text else []
+        return self._reader.feed(text)
+
+    def rest(self, last: GenerationResponse | None) -> list[ServerEvent]:
+        """What was held back, once no token is to come."""
+        cut = last is not None and last.finish_reason == "length"
+        events = self._passed(self._reader.finish(cut)) if self._reader and self._stop.found is None else []
+        held = self._stop.finish()
+        return [*events, *([Text(held)] if held else [])]
+
+    def finish(self, last: GenerationResponse | None, cached: int, seconds: tuple[float, float]) -> Finish:
+        """The last event; `seconds` of prompt and answer."""
+        return Finish(
+            reason=self._reason(last),
+            prompt_tokens=len(self.prepared.tokens),
+            cached_tokens=cached,
+            completion_tokens=last.generation_tokens if last else 0,
+            reasoning_tokens=self.reasoning_tokens,
+            stop_sequence=self._stop.found,
+            prompt_seconds=seconds[0],
+            completion_seconds=seconds[1],
+        )
+
+    def _reason(self, last: GenerationResponse | None) -> str:
+        if self._stop.found is not None:
+            return "stop_sequence"
+        if last is not None and last.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self.calls else "stop"
+
+    def _passed(self, events: Sequence[Event]) -> list[ServerEvent]:
+        passed: list[ServerEvent] = []
+        for event in events:
+            passed += self._one(event)
+            if self.done:
+                break
+        if self._reader is not None and self._reader.done:
+            self.done = True
+        return passed
+
+    def _one(self, event: Event) -> Iterator[ServerEvent]:
+        self._in_reasoning = isinstance(event, Reasoning)
+        if isinstance(event, Text):
+            yield from self._text(self._stop.feed(event.text))
+            self.done = self._stop.found is not None
+            return
+        yield from self._text(self._stop.finish())
+        self._logprobs.clear()
+        self.is_calling = isinstance(event, (CallStart, CallDelta))
+        self.calls += isinstance(event, CallEnd)
+        yield event
+
+    def _text(self, text: str) -> Iterator[ServerEvent]:
+        if not text:
+            return
+        if self._logprobs:
+            yield Logprobs(tuple(self._logprobs))
+            self._logprobs.clear()
+        yield Text(text)
+
+    def _logprob(self, response: GenerationResponse) -> TokenLogprob:
+        count = self.prepared.request.sampling.top_logprobs or 0
+        own = cast(float, response.logprobs[response.token].item())
+        top = tuple(self._spelt(token, value) for token, value in likeliest(response.logprobs, count))
+        return self._spelt(response.token, own, top)
+
+    def _spelt(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        data = self.tokenizer.token_bytes(token)
+        return TokenLogprob(data.decode(errors="replace"), token, max(logprob, LEAST_LOGPROB), data, top)

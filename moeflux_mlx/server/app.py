@@ -1,0 +1,268 @@
+"""The routes: what comes in is read and made ready, what goes out is written in the words of its API.
+
+The event loop never computes: rendering and tokenising happen in threads of their own, the model in the worker's. What
+cannot be served is refused before the headers of an answer are sent.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ..engine.engine import Engine
+from ..errors import BadRequestError
+from . import page
+from .errors import error_body
+from .guard import BodyError, Guard, Rules
+from .live import EVERY, used_memory
+from .prepare import Defaults, Preparer
+from .reply import KEEPALIVE, Events, EventStream, whole
+from .request import Failed, Request
+from .wire import chat, completions, health, messages, metrics, models, responses, tokenize
+from .wire.fields import parse
+from .wire.ids import Ids
+from .wire.replies import error_headers, queue_full
+from .worker import QueueFullError, Worker
+
+APIS = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/messages": messages,
+    "/v1/responses": responses,
+}
+SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
+
+
+@dataclass
+class Served:
+    """What the routes work with.
+
+    Args:
+        worker: runs the model.
+        name: of the model, as clients see it.
+        defaults: of sampling and template, for a loaded model.
+        keep_agent_headers: leave what agents put into prompts as it is.
+        keepalive: seconds.
+    """
+
+    worker: Worker
+    name: str
+    defaults: Callable[[Engine], Defaults]
+    keep_agent_headers: bool = False
+    keepalive: float = KEEPALIVE
+    started: float = field(default_factory=time.time)
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _preparer: Preparer | None = None
+
+    @property
+    def preparer(self) -> Preparer:
+        """Raises BadRequestError: the model is being loaded."""
+        engine = self.worker.state.engine
+        if engine is None:
+            raise BadRequestError("the model is being loaded; try again later", None, 503, "loading")
+        if self._preparer is None:
+            context, size = engine.plan.context, engine.model.args.vocab_size
+            spellings = self.worker.spellings
+            self._preparer = Preparer(engine.tokenizer, size, context, self.defaults(engine), spellings)
+        return self._preparer
+
+
+def make_app(served: Served, rules: Rules) -> ASGIApp:
+    """The application, guarded."""
+    routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in APIS.items()]
+    for path, method, handle in (
+        ("/", "GET", _page),
+        ("/v1/messages/count_tokens", "POST", _count_tokens),
+        ("/v1/models", "GET", _models),
+        ("/v1/models/{name:path}", "GET", _model),
+        ("/health", "GET", _health),
+        ("/metrics", "GET", _metrics),
+        ("/tokenize", "POST", _tokenize),
+        ("/live", "GET", _live),
+    ):
+        routes.append(Route(path, _bound(handle, served), methods=[method]))
+    app = Starlette(
+        routes=routes, exception_handlers={HTTPException: _http_error, BodyError: _body_error, Exception: _fault}
+    )
+    return Guard(_counted(app, served), rules)
+
+
+def _bound(
+    handle: Callable[[Served, HttpRequest], Awaitable[Response]], served: Served
+) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def handler(request: HttpRequest) -> Response:
+        try:
+            return await handle(served, request)
+        except BadRequestError as error:
+            return _refused(request.url.path, error)
+
+    return handler
+
+
+def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpRequest], Awaitable[Any]]:
+    async def handler(request: HttpRequest) -> Any:
+        try:
+            return await _answer(served, wire, request)
+        except BadRequestError as error:
+            return _refused(path, error)
+        except QueueFullError:
+            failed = queue_full(served.worker.queue)
+            return _refused(path, BadRequestError(failed.message, None, failed.status, failed.code))
+
+    return handler
+
+
+async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
+    preparer = served.preparer
+    asked: Request = wire.read(parse(await http.body()), keep_agent_headers=served.keep_agent_headers)
+    asked = replace(asked, model=asked.model or served.name)
+    prepared = await asyncio.to_thread(preparer, asked)
+    events, ids = Events(served.worker, prepared), Ids()
+
+    def over() -> None:
+        preparer.remember(prepared, events.written(ids))
+
+    if asked.stream:
+        return EventStream(events, wire.stream(asked, ids), over, served.keepalive)
+    found = await whole(events, http.receive)
+    if found is None:
+        return Response(status_code=499)  # nobody reads it
+    last = found[-1]
+    status = last.status if isinstance(last, Failed) else 200
+    body = wire.whole(asked, found, ids)  # names the calls
+    if status == 200:
+        over()
+    return JSONResponse(body, status, error_headers(status))
+
+
+async def _count_tokens(served: Served, http: HttpRequest) -> Response:
+    preparer = served.preparer
+    asked = messages.read(parse(await http.body()), keep_agent_headers=served.keep_agent_headers)
+    return JSONResponse(messages.count(await asyncio.to_thread(preparer.count, asked)))
+
+
+async def _tokenize(served: Served, http: HttpRequest) -> Response:
+    preparer = served.preparer
+    asked = tokenize.read(parse(await http.body()))
+    tokens = await asyncio.to_thread(preparer.encode, asked.content, asked.add_special)
+    spelt = preparer.tokenizer.token_bytes
+    pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
+    return JSONResponse(tokenize.whole(tokens, pieces))
+
+
+def _description(served: Served) -> dict[str, Any]:
+    engine = served.worker.state.engine
+    return models.model(served.name, served.started, engine.plan.context if engine else 0)
+
+
+async def _models(served: Served, http: HttpRequest) -> Response:
+    return JSONResponse(models.listing([_description(served)]))
+
+
+async def _model(served: Served, http: HttpRequest) -> Response:
+    return JSONResponse({**_description(served), "id": http.path_params["name"]})
+
+
+async def _health(served: Served, http: HttpRequest) -> Response:
+    status, body = health.health(served.worker.state.ready)
+    return JSONResponse(body, status, error_headers(status))
+
+
+async def _metrics(served: Served, http: HttpRequest) -> Response:
+    state, totals = served.worker.state, served.worker.state.totals
+    answered = {(("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()}
+    values: dict[str, Any] = {
+        "requests_total": answered,
+        "requests_running": int(state.running is not None),
+        "requests_waiting": served.worker.queue,
+        "requests_cancelled_total": totals.cancelled,
+        "requests_failed_total": totals.failed,
+        "prompt_tokens_total": totals.prompt_tokens,
+        "prompt_tokens_cached_total": totals.cached_tokens,
+        "prompt_seconds_total": totals.prompt_seconds,
+        "tokens_generated_total": totals.generated_tokens,
+        "generation_seconds_total": totals.answer_seconds,
+        "memory_used_bytes": used_memory(),
+    }
+    if state.engine is not None:
+        stats, plan = state.engine.experts.stats, state.engine.plan
+        values |= {
+            "memory_planned_bytes": plan.total,
+            "expert_pool_bytes": plan.pool,
+            "expert_hits_total": stats.hits,
+            "expert_misses_total": stats.misses,
+            "expert_bytes_read_total": stats.bytes_read,
+            "expert_wait_seconds_total": stats.wait_seconds,
+        }
+    return PlainTextResponse(metrics.text(values), media_type=metrics.CONTENT_TYPE)
+
+
+async def _page(served: Served, http: HttpRequest) -> Response:
+    headers = {"Content-Security-Policy": page.csp(), "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+    return HTMLResponse(page.content(), headers=headers)
+
+
+async def _live(served: Served, http: HttpRequest) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        with served.worker.watched() as watch:
+            while True:
+                await asyncio.sleep(EVERY)
+                if watch.latest is not None:
+                    yield f"data: {json.dumps({**watch.latest, 'model': served.name})}\n\n".encode()
+
+    return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _refused(path: str, error: BadRequestError) -> Response:
+    body = error_body(path, error.status, error.code, str(error), error.param)
+    return JSONResponse(body, error.status, error_headers(error.status))
+
+
+async def _http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    says = {404: f"there is no {request.url.path[:100]} here", 405: f"{request.method} is not for this path"}
+    message = says.get(error.status_code, error.detail)
+    return JSONResponse(
+        error_body(request.url.path, error.status_code, None, message), error.status_code, error.headers
+    )
+
+
+async def _body_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, BodyError)
+    # What is left of the body is not read, so the connection cannot be used again.
+    return JSONResponse(
+        error_body(request.url.path, error.status, None, str(error)), error.status, {"Connection": "close"}
+    )
+
+
+async def _fault(request: HttpRequest, error: Exception) -> Response:
+    print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
+    message = f"the server has a fault ({type(error).__name__}); look at its log"
+    return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)
+
+
+def _counted(app: ASGIApp, served: Served) -> ASGIApp:
+    known = {*APIS, "/v1/messages/count_tokens", "/v1/models", "/health", "/metrics", "/tokenize", "/live", "/"}
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in known else "other"
+                served.requests[path, message["status"]] += 1
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return counting

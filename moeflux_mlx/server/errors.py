@@ -1,0 +1,22 @@
+"""What a client is told that cannot be served, in the words of the API that it speaks."""
+
+import json
+from typing import Any
+
+from .wire import messages
+from .wire.replies import error_headers, openai_error
+
+
+def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error for whoever asked for `path`."""
+    shape = messages.error if path.startswith("/v1/messages") else openai_error
+    return shape(status, code, message, param)
+
+
+def error_reply(
+    path: str, status: int, code: str | None, message: str, param: str | None = None
+) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body."""
+    body = json.dumps(error_body(path, status, code, message, param)).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **error_headers(status)}
+    return status, [(name.lower().encode(), value.encode()) for name, value in headers.items()], body

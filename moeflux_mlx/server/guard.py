@@ -1,0 +1,188 @@
+"""Who may ask, from where, with what: everything that is decided before a request is looked into.
+
+Pure ASGI, so that the application hears of clients that leave. A page of another site cannot get at the server: its
+requests carry its Origin, or, after its name was bound to this machine's address, its Host.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import error_reply
+
+MAX_BODY = 64 << 20
+BODY_SECONDS = 60.0  # in which a body must have come
+OPEN_PATHS = ("/", "/health")  # without a key: what tells nothing
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class BodyError(Exception):
+    """Raised by `receive`: the body is too large, or too slow."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Args:
+    hosts: names besides addresses and localhost under which the server may be asked for.
+    origins: of pages of other sites that may use it; "*" is all of them.
+    key: what requests must carry; None: nothing.
+    """
+
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    key: str | None = None
+
+
+class Guard:
+    """Args:
+    app: what is guarded.
+    rules: who may ask.
+    max_body: bytes that a body may have.
+    body_seconds: in which it must have come.
+    """
+
+    def __init__(self, app: ASGIApp, rules: Rules, max_body: int = MAX_BODY, body_seconds: float = BODY_SECONDS):
+        self.app, self.rules = app, rules
+        self.max_body, self.body_seconds = max_body, body_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = _headers(scope)
+        origin = headers.get("origin")
+        allowed = self._cors(origin)
+        send = _with_headers(send, allowed)
+        refused = self._refusal(scope, headers, allowed)
+        if refused is not None:
+            await _answer(send, *error_reply(scope["path"], *refused))
+        elif scope["method"] == "OPTIONS" and allowed:
+            await _answer(send, 204, [], b"")
+        else:
+            await self.app(scope, _Body(receive, self.max_body, self.body_seconds), send)
+
+    def _refusal(
+        self, scope: Scope, headers: dict[str, str], allowed: list[tuple[bytes, bytes]]
+    ) -> tuple[int, str | None, str] | None:
+        """Status, code and message; None: it may pass."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._knows(_name(host)):
+            return 403, "host_not_allowed", "this Host is not served here; name it with --allowed-host"
+        if origin is not None and not allowed and not _same(origin, host):
+            return 403, "origin_not_allowed", "pages of this Origin may not ask; name it with --cors-origin"
+        if scope["method"] == "OPTIONS" and allowed:
+            return None
+        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            return 401, "invalid_api_key", "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        return self._body_refusal(scope, headers)
+
+    def _body_refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str | None, str] | None:
+        if scope["method"] != "POST":
+            return None
+        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            return 415, "unsupported_media_type", "the Content-Type must be application/json"
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            return 415, "unsupported_media_type", "a body that is encoded is not taken; send it as it is"
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self.max_body:
+            return 413, "request_too_large", f"the body may have {self.max_body} bytes"
+        return None
+
+    def _knows(self, name: str) -> bool:
+        """Names can be bound to any address by whoever owns them; addresses cannot."""
+        return name in LOCAL or _is_address(name) or name in self.rules.hosts
+
+    def _has_key(self, headers: dict[str, str]) -> bool:
+        key = self.rules.key
+        if key is None:
+            return True
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in given])
+
+    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
+        """Headers that let a page of `origin` read the answer; none where it may not."""
+        if origin is None or not {"*", origin} & set(self.rules.origins):
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode()),
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+            (b"vary", b"Origin"),
+        ]
+
+
+class _Body:
+    """`receive` that counts what comes, and how long it takes."""
+
+    def __init__(self, receive: Receive, most: int, seconds: float):
+        self._receive, self._most, self._seconds = receive, most, seconds
+        self._size, self._whole = 0, False
+        self._until: float | None = None
+
+    async def __call__(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        self._until = self._until or loop.time() + self._seconds
+        try:
+            message = await asyncio.wait_for(self._receive(), self._until - loop.time())
+        except asyncio.TimeoutError:
+            raise BodyError(408, f"the body did not come within {self._seconds:g} s") from None
+        self._size += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self._size > self._most:
+            raise BodyError(413, f"the body may have {self._most} bytes")
+        return message
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _name(host: str) -> str:
+    """The host of a Host header, without port and brackets; "" if it is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _same(origin: str, host: str) -> bool:
+    """Whether a page of `origin` was served under this Host."""
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+
+
+def _with_headers(send: Send, more: list[tuple[bytes, bytes]]) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), *more]}
+        await send(message)
+
+    return sending
+
+
+async def _answer(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

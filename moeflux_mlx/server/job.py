@@ -1,0 +1,28 @@
+"""One request on its way: what was asked for, who hears of it, and whether anybody still does."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .prepare import Prepared
+from .request import ServerEvent
+
+
+@dataclass(eq=False)
+class Job:
+    """Args:
+    prepared: the request.
+    emit: takes the events, in any thread.
+    """
+
+    prepared: Prepared
+    emit: Callable[[ServerEvent], None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    asked_at: float = field(default_factory=time.perf_counter)
+    overtaken: int = 0  # how often others ran while its prompt was half computed
+    raw: str = ""  # what the model wrote, once the last event is told
+
+    def cancel(self) -> None:
+        """Nobody listens any more: the work ends within a token, a wave of experts or a block of a mixer."""
+        self.cancelled.set()

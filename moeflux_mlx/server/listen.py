@@ -1,0 +1,145 @@
+"""Listening: a socket, uvicorn on it, and an orderly end.
+
+uvicorn waits for ever for the headers of a request, and answers nonsense in plain text; here it does neither.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import RequestError
+from .errors import error_reply
+
+HEADER_SECONDS = 30.0  # in which the headers of a request must have come
+IDLE_SECONDS = 75  # that a connection may stay open between requests
+END_SECONDS = 2  # that answers under way have to say that they end
+BACKLOG = 256
+LAST_PORT = 65535
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 with a limit of time for headers, and errors in JSON."""
+
+    header_seconds = HEADER_SECONDS
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._wait()
+        else:
+            self._wait_no_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """Headers are to come, or the rest of them."""
+        self._deadline = self._deadline or self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def send_400_response(self, msg: str) -> None:
+        status, headers, body = error_reply("", 400, "invalid_request", "this is no HTTP request that can be served")
+        lines = [b"HTTP/1.1 %d Bad Request" % status, *(b"%s: %s" % header for header in headers)]
+        self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", body]))
+        self.transport.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        RequestError: the port is taken, or the address is none of this machine's.
+    """
+    if not 0 <= port <= LAST_PORT:
+        raise RequestError(f"--port {port} is no port; give one from 1 to {LAST_PORT}, or 0 for any that is free")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise RequestError(f"--host {host} cannot be used: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        made.close()
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise RequestError(f"port {port} of {host} is taken; give another with --port") from error
+        why = getattr(error, "strerror", None) or error
+        raise RequestError(f"--host {host} --port {port} cannot be used: {why}") from error
+    return made
+
+
+class Listener(uvicorn.Server):
+    """Serves until `stop` is called or a signal comes.
+
+    Args:
+        app: answers.
+        ending: called once, when the end begins.
+    """
+
+    def __init__(self, app: ASGIApp, ending: Callable[[], None] = lambda: None):
+        config = uvicorn.Config(
+            app,
+            http=PatientProtocol,
+            ws="none",
+            lifespan="off",
+            log_level=logging.CRITICAL,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
+            timeout_graceful_shutdown=END_SECONDS,
+            backlog=BACKLOG,
+        )
+        super().__init__(config)
+        self._ending, self.signal = ending, 0
+
+    def stop(self, number: int = 0) -> None:
+        """Begins the end, in the event loop's thread."""
+        if not self.should_exit:
+            self.signal, self.should_exit = number, True
+            self._ending()
+
+    def stop_soon(self) -> None:
+        """Begins the end, from any thread."""
+        self._loop.call_soon_threadsafe(self.stop)
+
+    def loop_begun(self) -> None:
+        """From now on `stop_soon` may be called; in the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours in place of uvicorn's, which raise what they caught once more at the end."""
+        caught: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+        loop = asyncio.get_running_loop()
+        try:
+            for number in caught:
+                loop.add_signal_handler(number, self.stop, number)
+        except (ValueError, RuntimeError):  # not the main thread: whoever runs it calls `stop`
+            caught = ()
+        try:
+            yield
+        finally:
+            for number in caught:
+                loop.remove_signal_handler(number)

@@ -1,0 +1,257 @@
+"""A request made ready to run, before anything of it is computed: its tokens, its limit, where to keep states.
+
+Everything here can be done in any thread: it renders and tokenises, and never touches the model. What it refuses is
+refused before the answer has begun.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from ..engine.sampling import make_sampler
+from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
+from ..text.boundaries import Messages, Rendering
+from ..text.channels import opens_thinking
+from ..text.events import CallEnd
+from ..text.grammar import is_strict
+from ..text.history import History
+from ..text.replay import Answer, AnswerStore, opened_by
+from ..text.spelling import Spelling
+from ..text.structured import Constrainer, Mask, is_installed
+from ..text.tokenizer import TokenizerWrapper
+from .request import Request, Sampling
+from .wire.replies import context_exceeded
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What counts where a request says nothing.
+
+    Args:
+        sampling: every value is given.
+        variables: for the chat template.
+    """
+
+    sampling: Sampling
+    variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose prompt is tokens.
+
+    Args:
+        request: as it came, its sampling filled up with the defaults.
+        tokens: of the prompt, fewer than the context has.
+        boundaries: lengths of prefixes that later prompts are likely to share.
+        max_tokens: as many as the context has room for, or fewer.
+        inside_reasoning: the prompt has opened the reasoning.
+        opening: what the end of the prompt says in the model's name: the beginning of a call that must be made.
+        mask: makes what says which tokens may come, for one answer; None: all may.
+        opened: tags of reasoning that the template's part of the prompt ends with.
+    """
+
+    request: Request
+    tokens: Sequence[int]
+    boundaries: Sequence[int] = ()
+    max_tokens: int = 0
+    inside_reasoning: bool = False
+    opening: str = ""
+    mask: Callable[[], Mask] | None = None
+    opened: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer as the model wrote it.
+
+    Args:
+        ids: that the client was given for the calls.
+        calls: those that are whole.
+        text: what the client was given as text.
+        raw: everything.
+    """
+
+    ids: tuple[str, ...]
+    calls: Sequence[CallEnd]
+    text: str
+    raw: str
+
+
+class Preparer:
+    """Args:
+    tokenizer: of the model.
+    vocab_size: of the model; tokens of a request are below it.
+    context: positions that there is room for.
+    defaults: of sampling and template.
+    spellings: texts that sessions know, at the time of the call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        vocab_size: int,
+        context: int,
+        defaults: Defaults,
+        spellings: Callable[[], Sequence[Spelling]] = tuple,
+    ):
+        self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
+        self.defaults, self.spellings = defaults, spellings
+        self._answers = AnswerStore()
+        self.history = History(tokenizer, self._answers)
+        self.dialect = self.history.dialect
+        self._constrainer: Constrainer | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, request: Request) -> Prepared:
+        """Raises BadRequestError: it cannot be served, and why."""
+        try:
+            prompt = self._prompt(request)
+            sampling = self._sampling(request.sampling)
+        except BadRequestError:
+            raise
+        except (RequestError, TokenizerError) as error:
+            raise BadRequestError(_without_remedy(error)) from error
+        room = self.context - len(prompt.tokens)
+        if room < 1:
+            failed = context_exceeded(len(prompt.tokens), self.context)
+            raise BadRequestError(failed.message, None, failed.status, failed.code)
+        most = room if request.max_tokens is None else min(request.max_tokens, room)
+        return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
+
+    def count(self, request: Request) -> int:
+        """Tokens of the prompt. Raises BadRequestError."""
+        try:
+            return len(self._prompt(request).tokens)
+        except (RequestError, TokenizerError) as error:
+            raise BadRequestError(_without_remedy(error)) from error
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises BadRequestError."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except RequestError as error:
+            raise BadRequestError(str(error)) from error
+
+    def _prompt(self, request: Request) -> Prepared:
+        if request.prompt is None:
+            return self._chat(request)
+        tokens = request.prompt if not isinstance(request.prompt, str) else self._raw(request.prompt)
+        if not tokens:
+            raise BadRequestError("prompt is empty; expected some text", "prompt")
+        if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
+            raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
+        return Prepared(request, list(tokens), mask=self._mask(request, False, ""))
+
+    def _raw(self, text: str) -> list[int]:
+        bos = self.tokenizer.bos_token
+        return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
+
+    def _chat(self, request: Request) -> Prepared:
+        messages = list(request.messages)
+        variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
+        if request.thinking is not None:
+            variables.setdefault("enable_thinking", request.thinking)
+        rendering = _Rendered(self.history, list(request.tools), variables)
+        marked = rendering.text(messages)
+        rendering.known = max(self.spellings(), key=lambda one: one.known(marked)[0], default=None)
+        tokens, text = rendering.encode(marked), self.history.plain(marked)
+        inside, opening = opens_thinking(text), ""
+        if request.tools and request.tool_choice not in ("auto", "none"):
+            opening = self._call_opening(request, inside)
+            tokens = [*tokens, *self.tokenizer.encode_after(opening)]
+        boundaries = _boundaries(rendering, messages, tokens)
+        mask = self._mask(request, inside, opening)
+        return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened_by(text))
+
+    def remember(self, prepared: Prepared, answer: Written) -> None:
+        """Keeps an answer with calls as it was written, for when the history comes back."""
+        if answer.ids:
+            calls = tuple((call.name, call.arguments) for call in answer.calls)
+            self._answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
+
+    def _mask(self, request: Request, inside_reasoning: bool, opening: str) -> Callable[[], Mask] | None:
+        """What says which tokens may come, where the request demands a form."""
+        tools = [] if request.tool_choice == "none" else list(request.tools)
+        if not isinstance(request.tool_choice, str):
+            tools = [tool for tool in tools if tool["function"]["name"] in request.tool_choice]
+        demanded = request.schema is not None or any(is_strict(tool) for tool in tools)
+        if not demanded and not (opening and is_installed()):
+            return None
+        with self._lock:
+            self._constrainer = self._constrainer or Constrainer(self.tokenizer)
+        constrainer = self._constrainer
+        schema = None if opening else request.schema
+        grammar = constrainer.grammar(schema, tools, self.dialect, required=bool(opening))
+        if grammar is None:
+            return None
+        prefix = self._call_opening(request, False) if opening else ""  # which ends the reasoning if there is any
+        inside = inside_reasoning and not opening
+        return lambda: constrainer.mask(grammar, inside_reasoning=inside, prefix=prefix)
+
+    def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
+        """What makes the model call a tool: any, or the one that is named."""
+        if self.dialect is None:
+            raise BadRequestError(f"tool_choice is {request.tool_choice!r}; this model calls no tools", "tool_choice")
+        named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
+        return self.dialect.prefix(named, inside_reasoning)
+
+    def _sampling(self, asked: Sampling) -> Sampling:
+        given = {name: value for name, value in vars(asked).items() if value is not None}
+        sampling = replace(self.defaults.sampling, **given)
+        for token in sampling.logit_bias:
+            if token >= self.vocab_size:
+                raise BadRequestError(
+                    f"logit_bias names token {token}; the largest is {self.vocab_size - 1}", "logit_bias"
+                )
+        make_sampler(**sampler_settings(sampling))
+        return sampling
+
+
+class _Rendered(Rendering):
+    """A chat template that is given messages in the form that it wants, and texts that cannot end a turn.
+
+    `known` is a text whose tokens are taken over as far as they spell the same.
+    """
+
+    def __init__(self, history: History, tools: list[Mapping[str, Any]], variables: Mapping[str, Any]):
+        self.history, self.tools, self.variables = history, tools, variables
+        self.known: Spelling | None = None
+        self.encode = lambda marked: history.encode(marked, self.known)
+
+    def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        return self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)
+
+
+def sampler_settings(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `make_sampler`."""
+    temperature = cast(float, sampling.temperature)
+    return {
+        "temp": temperature,
+        "top_p": sampling.top_p or 0.0,
+        "min_p": sampling.min_p or 0.0,
+        "top_k": sampling.top_k or 0,
+    }
+
+
+def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens: list[int]) -> list[int]:
+    """The end of system prompt and tools, of what was said before the last message, and of that message."""
+    head = [message for message in messages[:1] if message["role"] == "system"]
+    others = [*head, {"role": "user", "content": ""}], messages
+    found = []
+    for place in (
+        lambda: min(rendering.before_question(others[0], tokens), len(tokens)),
+        lambda: rendering.before_question(messages, tokens),
+        lambda: rendering.before_answer(messages, tokens),
+    ):
+        try:
+            found.append(place())
+        except MoefluxError:  # a template may refuse what was only made up
+            continue
+    return sorted({place for place in found if 0 < place < len(tokens)})
+
+
+def _without_remedy(error: MoefluxError) -> str:
+    """The message without what only helps on a command line."""
+    return str(error).split("; --ignore-chat-template")[0].split(", or use --ignore-chat-template")[0]

@@ -1,0 +1,141 @@
+"""An answer on its way to a client: its events from the worker's thread, until it ends or the client has gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from ..text.events import CallEnd, Text
+from .job import Job
+from .prepare import Prepared, Written
+from .request import Failed, Finish, ServerEvent
+from .wire.ids import Ids
+from .wire.replies import Reply
+from .worker import Worker
+
+KEEPALIVE = 8.0  # seconds without an event after which a client is told that the work goes on
+
+
+class Events:
+    """The events of one job, in the event loop's thread. The job is in the queue once this is made.
+
+    Raises:
+        QueueFullError: it is not.
+    """
+
+    def __init__(self, worker: Worker, prepared: Prepared):
+        loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue()
+
+        def emit(event: ServerEvent) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+        self._calls: list[CallEnd] = []
+        self._text: list[str] = []
+        self._worker, self.job = worker, Job(prepared, emit)
+        worker.submit(self.job)
+
+    async def next(self, seconds: float | None) -> ServerEvent | None:
+        """The next event; None if none comes in time."""
+        try:
+            event = await asyncio.wait_for(self._queue.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
+        self._calls += [event] if isinstance(event, CallEnd) else []
+        self._text += [event.text] if isinstance(event, Text) else []
+        return event
+
+    def written(self, ids: Ids) -> Written:
+        """The answer as the model wrote it, after the last event; `ids` are those that the client was given."""
+        named = tuple(ids.calls[call.index] for call in self._calls if call.index in ids.calls)
+        return Written(named, self._calls, "".join(self._text), self.job.raw)
+
+    def cancel(self) -> None:
+        self._worker.cancel(self.job)
+
+
+class EventStream:
+    """An ASGI response that writes a reply as it comes.
+
+    Args:
+        events: of the job.
+        reply: writes them in the API's words.
+        over: called after the last event, before the client is told.
+        keepalive: seconds.
+    """
+
+    def __init__(self, events: Events, reply: Reply, over: Callable[[], None], keepalive: float = KEEPALIVE):
+        self.events, self.reply, self.over, self.keepalive = events, reply, over, keepalive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(disconnected(receive))
+        writing = asyncio.ensure_future(self._write(send))
+        try:
+            await asyncio.wait((gone, writing), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        except OSError:
+            pass  # the client has gone
+        finally:
+            self.events.cancel()
+            for task in (gone, writing):
+                task.cancel()
+            await asyncio.gather(gone, writing, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        async for piece in self._pieces():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": self.reply.end()})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        written = loop.time()
+        event: Any = None
+        while not isinstance(event, (Finish, Failed)):
+            event = await self.events.next(max(written + self.keepalive - loop.time(), 0.0))
+            pieces = [] if event is None else self.reply.events(event)
+            if not pieces and loop.time() - written >= self.keepalive:
+                pieces = [self.reply.keepalive()]
+            if isinstance(event, Finish):
+                self.over()
+            if pieces:
+                written = loop.time()
+                yield b"".join(pieces)
+
+
+async def whole(events: Events, receive: Receive) -> list[ServerEvent] | None:
+    """All events; None if the client has gone before the last."""
+    gone = asyncio.ensure_future(disconnected(receive))
+    collecting = asyncio.ensure_future(_collect(events))
+    try:
+        await asyncio.wait((gone, collecting), return_when=asyncio.FIRST_COMPLETED)
+        return collecting.result() if collecting.done() else None
+    finally:
+        events.cancel()
+        for task in (gone, collecting):
+            task.cancel()
+        await asyncio.gather(gone, collecting, return_exceptions=True)
+
+
+async def _collect(events: Events) -> list[ServerEvent]:
+    found: list[ServerEvent] = []
+    while not found or not isinstance(found[-1], (Finish, Failed)):
+        event = await events.next(None)
+        found += [] if event is None else [event]
+    return found
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone; its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]

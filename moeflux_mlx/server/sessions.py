@@ -1,0 +1,115 @@
+"""The texts that a server keeps in memory, and which of them a prompt goes on with.
+
+A prompt goes on in the session that knows most of it. If it would undo what another conversation is likely to come
+back to, it gets a copy, so that agents that share a beginning share its computation. The least recently used session
+goes when there are too many, short ones first, or when they hold too much; a store on disk may still know its text.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..engine.session import Session
+from ..text.spelling import Spelling
+
+WORTH_COPYING = 64  # tokens; fewer are computed anew rather than copied
+SMALL = 256  # tokens; texts as short as titles are asked for go first
+
+
+@dataclass(eq=False)
+class Known:
+    """A session's text as other threads may see it, spelt when somebody asks."""
+
+    session: Session
+    tokens: Sequence[int]
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        return Spelling(self.session.tokenizer, self.tokens)
+
+
+@dataclass(eq=False)
+class Kept:
+    """A session, when it was used last, from where on it may be undone (its last answer), and whether it is in use."""
+
+    session: Session
+    used: int = 0
+    answer_at: int = 0
+    busy: bool = False
+    hint: str | None = None
+
+
+class Sessions:
+    """Used by the thread that runs the model; only `spellings` may be asked for by others.
+
+    Args:
+        make: a new session.
+        count: how many may be kept, at least 1.
+        max_bytes: what those that are not in use may hold together.
+    """
+
+    def __init__(self, make: Callable[[], Session], count: int, max_bytes: int):
+        self._make, self._count, self._max_bytes = make, count, max_bytes
+        self._kept: list[Kept] = []
+        self._clock = itertools.count(1)
+        self._published: tuple[Known, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def spellings(self) -> list[Spelling]:
+        """Of all texts that are known, at the time of the call."""
+        return [known.spelling for known in self._published]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.session.nbytes for kept in self._kept)
+
+    def take(self, tokens: Sequence[int], hint: str | None = None) -> Kept:
+        """The session to go on with; `give_back` it. `hint` decides between those that know equally much."""
+        free = [kept for kept in self._kept if not kept.busy]
+        known = {kept: kept.session.known(tokens) for kept in free}
+        best = max(free, key=lambda kept: (known[kept], kept.hint == hint, kept.used), default=None)
+        if best is None or not known[best]:
+            chosen = self._new(self._make)
+        elif known[best] >= best.answer_at or self._count == 1:
+            chosen = best
+        elif known[best] < WORTH_COPYING:
+            chosen = self._new(self._make)
+        else:
+            session, length = best.session, known[best]
+            best.used = next(self._clock)
+            chosen = self._new(lambda: session.fork(length))
+        chosen.busy, chosen.hint, chosen.used = True, hint, next(self._clock)
+        return chosen
+
+    def give_back(self, kept: Kept, answer_at: int) -> None:
+        """It is no longer in use; from `answer_at` tokens on nobody is likely to come back to what it knows."""
+        kept.busy, kept.answer_at = False, min(answer_at, len(kept.session.tokens))
+        while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
+            pass
+        self.publish()
+
+    def publish(self) -> None:
+        """Tells other threads what is known now."""
+        before = {known.session: known for known in self._published}
+        found = []
+        for session in (kept.session for kept in self._kept if not kept.busy):
+            old = before.get(session)
+            found.append(old if old and list(old.tokens) == session.tokens else Known(session, tuple(session.tokens)))
+        self._published = tuple(found)
+
+    def _new(self, make: Callable[[], Session]) -> Kept:
+        made = Kept(make())
+        while len(self._kept) >= self._count and self._drop_oldest():
+            pass
+        self._kept.append(made)
+        return made
+
+    def _drop_oldest(self, besides: Kept | None = None) -> bool:
+        idle = [kept for kept in self._kept if not kept.busy and kept is not besides]
+        if not idle:
+            return False
+        self._kept.remove(min(idle, key=lambda kept: (len(kept.session.tokens) > SMALL, kept.used)))
+        return True

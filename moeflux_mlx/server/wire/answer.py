@@ -1,0 +1,137 @@
+"""An answer as a row of blocks: reasoning, text and calls of tools, one after the other.
+
+Events become steps: a block opens, grows, closes. Each API writes the steps in its own words while they come, or
+the blocks when all have come, so that both say the same. Blocks never overlap: whatever begins closes what is
+open, and a call that is closed without its `CallEnd` was cut short.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
+from ..request import Accepted, Failed, Finish, Logprobs, ServerEvent, TokenLogprob
+
+
+@dataclass
+class Block:
+    """`kind` is "reasoning", "text" or "call"; of a call `text` is the arguments; `whole`: nothing cut it."""
+
+    kind: str
+    index: int  # among all blocks
+    call: int = 0  # among the calls of the answer
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`what` is "open", "grow" by `text`, or "close"."""
+
+    what: str
+    block: Block
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Answer:
+    """Folds events to blocks. `finish` or `failed` is set when the last event has come."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.accepted: Accepted | None = None
+        self.finish: Finish | None = None
+        self.failed: Failed | None = None
+        self._open: Block | None = None
+        self._logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or self.failed is not None
+
+    def take(self, event: ServerEvent) -> list[Step]:
+        """The steps that an event makes; those after the last event make none."""
+        return [] if self.over else list(self._steps(event))
+
+    def _steps(self, event: ServerEvent) -> Iterator[Step]:
+        if isinstance(event, (Text, Reasoning)):
+            yield from self._said("text" if isinstance(event, Text) else "reasoning", event.text)
+        elif isinstance(event, CallStart):
+            yield from self._begin(Block("call", len(self.blocks), event.index, event.name))
+        elif isinstance(event, CallDelta) and self._calling(event.index):
+            yield from self._grow(event.text)
+        elif isinstance(event, CallEnd) and (block := self._calling(event.index)):
+            yield from self._grow((event.arguments or "{}")[len(block.text) :])
+            yield from self._close(whole=True)
+        elif isinstance(event, Logprobs):
+            self._logprobs += event.tokens
+        else:
+            yield from self._note(event)
+
+    def _note(self, event: ServerEvent) -> Iterator[Step]:
+        if isinstance(event, Accepted):
+            self.accepted = event
+        elif isinstance(event, (Finish, Failed)):
+            yield from self._close(isinstance(event, Finish) and event.reason != "length" and not self._calling())
+            self.finish = event if isinstance(event, Finish) else None
+            self.failed = event if isinstance(event, Failed) else None
+
+    def _calling(self, index: int | None = None) -> Block | None:
+        """The open call, if there is one, and if it is that of `index`."""
+        block = self._open
+        return block if block and block.kind == "call" and index in (None, block.call) else None
+
+    def _said(self, kind: str, text: str) -> Iterator[Step]:
+        if not text:
+            return
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(Block(kind, len(self.blocks)))
+        yield from self._grow(text)
+
+    def _begin(self, block: Block) -> Iterator[Step]:
+        yield from self._close(whole=self._calling() is None)
+        self.blocks.append(block)
+        self._open = block
+        yield Step("open", block)
+
+    def _grow(self, text: str) -> Iterator[Step]:
+        assert self._open is not None
+        logprobs, self._logprobs = self._logprobs, ()
+        if not text:
+            return
+        self._open.pieces.append(text)
+        self._open.logprobs.extend(logprobs)
+        yield Step("grow", self._open, text, logprobs)
+
+    def _close(self, whole: bool) -> Iterator[Step]:
+        if self._open is not None:
+            self._open.whole = whole
+            yield Step("close", self._open)
+        self._open = None
+
+    def of(self, kind: str) -> list[Block]:
+        return [block for block in self.blocks if block.kind == kind]
+
+    def text(self, kind: str) -> str:
+        return "".join(block.text for block in self.of(kind))
+
+    def calls(self) -> list[Block]:
+        """The calls that are whole."""
+        return [block for block in self.of("call") if block.whole]
+
+    def logprobs(self) -> list[TokenLogprob]:
+        """Those of the answer's text; no API has a place for others."""
+        return [token for block in self.of("text") for token in block.logprobs]
+
+    def reason(self) -> str:
+        """Why it ended: "tool_calls" exactly when all its calls are whole and there is one."""
+        assert self.finish is not None
+        calls = self.of("call")
+        if calls:
+            return "tool_calls" if len(self.calls()) == len(calls) else "length"
+        return "stop" if self.finish.reason == "tool_calls" else self.finish.reason

@@ -1,0 +1,210 @@
+"""/v1/chat/completions: OpenAI's chat, with the reasoning under `reasoning_content`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
+from . import conversation, settings, tools
+from .answer import Answer, Block, Step
+from .fields import Fields, check, wrong
+from .ids import Ids
+from .parts import joined, texts, unserved
+from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
+from .sse import DONE, encode
+
+error = openai_error
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
+
+
+def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
+    """The request that a body makes."""
+    check(body)
+    fields = Fields(body)
+    settings.one_answer(fields)
+    _text_only(fields)
+    variables = settings.template_variables(fields)
+    offered, choice = tools.chosen([_tool(item) for item in fields.objects("tools")], tools.choice(fields))
+    return Request(
+        api="chat",
+        model=fields.text("model") or "",
+        messages=_messages(fields, keep_agent_headers),
+        tools=offered,
+        tool_choice=choice,
+        parallel_tool_calls=fields.flag("parallel_tool_calls", True),
+        max_tokens=settings.token_limit(fields),
+        stop=settings.stops(fields),
+        sampling=settings.sampling(fields, settings.logprobs(fields)),
+        template_variables=settings.with_effort(variables, fields.text("reasoning_effort")),
+        thinking=settings.thinking(fields, variables),
+        schema=settings.structure(fields.object("response_format")),
+        stream=fields.flag("stream"),
+        session=fields.text("prompt_cache_key"),
+        extra=settings.stream_options(fields),
+    )
+
+
+def _text_only(fields: Fields) -> None:
+    for kind in fields.list("modalities"):
+        if kind != "text":
+            raise wrong("modalities", kind, "text: this model makes no audio or images")
+
+
+def _tool(item: Fields) -> tools.Tool:
+    if (item.text("type") or "function") != "function":
+        raise item.wrong("type", "function")
+    return tools.tool(item.object("function") or item)
+
+
+def _messages(fields: Fields, keep_agent_headers: bool) -> list[conversation.Message]:
+    found = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
+    if not found:
+        raise fields.wrong("messages", "at least one message")
+    return conversation.paired(found)
+
+
+def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:
+    role = item.required_text("role")
+    if role in ("system", "developer"):
+        text = conversation.system_text(texts(item, "content"), keep_agent_headers)
+        return {"role": "system", "content": text}
+    if role == "user":
+        return {"role": "user", "content": joined(item, "content")}
+    if role == "assistant":
+        return _assistant(item)
+    if role == "tool":
+        return conversation.result(joined(item, "content"), item.text("tool_call_id"), item.text("name"))
+    raise item.wrong("role", "system, developer, user, assistant or tool")
+
+
+def _assistant(item: Fields) -> conversation.Message:
+    if item.get("audio") is not None:
+        raise unserved(Fields({"type": "audio"}, item.name("audio")), "audio")
+    reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
+    return conversation.assistant(
+        joined(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
+    )
+
+
+def _call(item: Fields) -> conversation.Message:
+    function = item.object("function")
+    if function is None:
+        raise item.wrong("function", "a name and arguments")
+    arguments = conversation.arguments(function, "arguments")
+    return conversation.call(function.required_text("name"), arguments, item.text("id"))
+
+
+def stream(request: Request, ids: Ids) -> "ChatReply":
+    return ChatReply(request, ids)
+
+
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> dict[str, Any]:
+    """The reply that does not stream; an error where the events end in one."""
+    ids, answer = ids or Ids(), folded(events)
+    if answer.finish is None:
+        return openai_failure(answer)
+    id = ids.make("chatcmpl-")
+    choice = {"index": 0, "message": _reply(answer, ids), "finish_reason": _FINISH[answer.reason()]}
+    if request.sampling.top_logprobs is not None:
+        choice["logprobs"] = {"content": [_logprob(token) for token in answer.logprobs()], "refusal": None}
+    return {
+        "id": id,
+        "object": "chat.completion",
+        "created": ids.now(),
+        "model": request.model,
+        "choices": [choice],
+        "usage": openai_usage(answer.finish),
+        "timings": timings(answer.finish),
+    }
+
+
+def _reply(answer: Answer, ids: Ids) -> dict[str, Any]:
+    calls = [_called(block, ids) for block in answer.calls()]
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text("text") or (None if calls else "")}
+    if reasoning := answer.text("reasoning"):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _called(block: Block, ids: Ids) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": ids.call(block.call, "call_"), "type": "function", "function": function}
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
+
+
+def _one_logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+class ChatReply(Reply):
+    """Chunks of `chat.completion.chunk`; the role stands in the first one only."""
+
+    tail = DONE
+
+    def __init__(self, request: Request, ids: Ids):
+        super().__init__(request, ids)
+        self._id = ids.make("chatcmpl-")
+        self._begun = False
+
+    def waiting(self) -> bytes:
+        return b"".join(self._begin()) or self._delta({})
+
+    def opening(self, event: ServerEvent) -> Iterable[bytes]:
+        if self.answer.failed is None:
+            yield from self._begin()
+        if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
+            yield self._chunk([_choice({})], prompt_progress=progress(event, self.answer))
+
+    def _begin(self) -> list[bytes]:
+        """The chunk with the role, if it has not been sent."""
+        begun, self._begun = self._begun, True
+        return [] if begun else [self._delta({"role": "assistant", "content": None})]
+
+    def step(self, step: Step) -> Iterable[bytes]:
+        if step.block.kind == "call":
+            yield from self._call_step(step)
+        elif step.what == "grow" and step.block.kind == "reasoning":
+            yield self._delta({"reasoning_content": step.text})
+        elif step.what == "grow":
+            choice = _choice({"content": step.text})
+            if step.logprobs:
+                choice["logprobs"] = {"content": [_logprob(token) for token in step.logprobs], "refusal": None}
+            yield self._chunk([choice])
+
+    def _call_step(self, step: Step) -> Iterable[bytes]:
+        # Indices count the calls that the client sees.
+        index = self.answer.of("call").index(step.block)
+        if step.what == "open":
+            function = {"name": step.block.name, "arguments": ""}
+            head = {"index": index, "id": self.ids.call(step.block.call, "call_"), "type": "function"}
+            yield self._delta({"tool_calls": [{**head, "function": function}]})
+        elif step.what == "grow":
+            yield self._delta({"tool_calls": [{"index": index, "function": {"arguments": step.text}}]})
+
+    def closing(self, event: ServerEvent) -> Iterable[bytes]:
+        if self.answer.failed:
+            yield encode(openai_failure(self.answer))
+        finish = self.answer.finish
+        if finish is None:
+            return
+        yield self._chunk([_choice({}, _FINISH[self.answer.reason()])], timings=timings(finish))
+        if self.request.extra.get("include_usage"):
+            yield self._chunk([], usage=openai_usage(finish))
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        return self._chunk([_choice(delta)])
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        head = {"id": self._id, "object": "chat.completion.chunk", "created": self.created}
+        usage = {"usage": None} if self.request.extra.get("include_usage") else {}
+        return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})
+
+
+def _choice(delta: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "finish_reason": reason}

@@ -1,0 +1,147 @@
+"""/v1/completions: text goes on where a prompt ends; no template, no tools, no reasoning."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...errors import BadRequestError
+from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
+from . import settings
+from .answer import Step
+from .fields import LARGEST, Fields, check
+from .ids import Ids
+from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
+from .sse import DONE, encode
+
+error = openai_error
+
+
+def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
+    """The request that a body makes; a prompt is taken as it is, whatever agents put into it."""
+    check(body)
+    fields = Fields(body)
+    settings.one_answer(fields)
+    if fields.flag("echo"):
+        raise fields.wrong("echo", "false: the prompt is not repeated")
+    if fields.text("suffix"):
+        raise fields.wrong("suffix", "no suffix: write the model's own fill-in tokens into the prompt")
+    return Request(
+        api="completions",
+        model=fields.text("model") or "",
+        prompt=_prompt(fields),
+        max_tokens=settings.token_limit(fields),
+        stop=settings.stops(fields),
+        sampling=settings.sampling(fields, _logprobs(fields)),
+        schema=settings.structure(fields.object("response_format")),
+        stream=fields.flag("stream"),
+        session=fields.text("prompt_cache_key"),
+        extra=settings.stream_options(fields),
+    )
+
+
+def _logprobs(fields: Fields) -> int | None:
+    """A number here, where chats have true and a second field."""
+    value = fields.get("logprobs")
+    if isinstance(value, bool):
+        return settings.logprobs(fields)
+    return fields.integer("logprobs", 0, 20)
+
+
+def _prompt(fields: Fields) -> str | Sequence[int]:
+    value = fields.get("prompt")
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (str, list, tuple)):
+        if len(value) > 1:
+            raise BadRequestError(f"prompt holds {len(value)} prompts; send one to a request", "prompt")
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    tokens = value if isinstance(value, (list, tuple)) else ()
+    if not tokens or not all(type(token) is int and 0 <= token <= LARGEST for token in tokens):
+        raise fields.wrong("prompt", "a text or a list of token ids")
+    return list(tokens)
+
+
+def stream(request: Request, ids: Ids) -> "CompletionReply":
+    return CompletionReply(request, ids)
+
+
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> dict[str, Any]:
+    """The reply that does not stream; an error where the events end in one."""
+    ids, answer = ids or Ids(), folded(events)
+    if answer.finish is None:
+        return openai_failure(answer)
+    choice = _choice(answer.text("text"), _reason(answer.finish))
+    if request.sampling.top_logprobs is not None:
+        choice["logprobs"] = _logprobs_of(answer.logprobs())
+    return {
+        "id": ids.make("cmpl-"),
+        "object": "text_completion",
+        "created": ids.now(),
+        "model": request.model,
+        "choices": [choice],
+        "usage": openai_usage(answer.finish),
+        "timings": timings(answer.finish),
+    }
+
+
+def _choice(text: str, reason: str | None = None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def _reason(finish: Finish) -> str:
+    return "length" if finish.reason == "length" else "stop"
+
+
+def _logprobs_of(tokens: Sequence[TokenLogprob], start: int = 0) -> dict[str, Any]:
+    """Four lists, one entry to a token; `start` is where in the text the first one stands."""
+    offsets = []
+    for token in tokens:
+        offsets.append(start)
+        start += len(token.token)
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{other.token: other.logprob for other in token.top} for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+class CompletionReply(Reply):
+    """Chunks of `text_completion`."""
+
+    tail = DONE
+
+    def __init__(self, request: Request, ids: Ids):
+        super().__init__(request, ids)
+        self._id = ids.make("cmpl-")
+        self._offset = 0
+
+    def waiting(self) -> bytes:
+        return self._chunk([_choice("")])
+
+    def opening(self, event: ServerEvent) -> Iterable[bytes]:
+        if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
+            yield self._chunk([_choice("")], prompt_progress=progress(event, self.answer))
+
+    def step(self, step: Step) -> Iterable[bytes]:
+        if step.what != "grow" or step.block.kind != "text":
+            return
+        choice = _choice(step.text)
+        if step.logprobs:
+            choice["logprobs"] = _logprobs_of(step.logprobs, self._offset)
+            self._offset += sum(len(token.token) for token in step.logprobs)
+        yield self._chunk([choice])
+
+    def closing(self, event: ServerEvent) -> Iterable[bytes]:
+        if self.answer.failed:
+            yield encode(openai_failure(self.answer))
+        finish = self.answer.finish
+        if finish is None:
+            return
+        yield self._chunk([_choice("", _reason(finish))], timings=timings(finish))
+        if self.request.extra.get("include_usage"):
+            yield self._chunk([], usage=openai_usage(finish))
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        head = {"id": self._id, "object": "text_completion", "created": self.created}
+        usage = {"usage": None} if self.request.extra.get("include_usage") else {}
+        return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})

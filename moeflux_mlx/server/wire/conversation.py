@@ -1,0 +1,83 @@
+"""Messages in the form that templates take, whichever API they came by."""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .fields import Fields, check
+
+Message = dict[str, Any]
+
+# What agents write into a system prompt anew for each request: kept, it would make every prompt a new one.
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*")
+_TOTAL_TOKENS = re.compile(r"\n{0,2}<total_tokens>\d+ tokens left</total_tokens>")
+
+
+def system_text(texts: Iterable[str], keep_agent_headers: bool) -> str:
+    """The texts of a system message as one, without what changes from request to request."""
+    if not keep_agent_headers:
+        texts = [_TOTAL_TOKENS.sub("", _BILLING.sub("", text)) for text in texts]
+    return "\n".join(text for text in texts if text)
+
+
+def assistant(text: str, reasoning: str | None = None, calls: list[Message] | None = None) -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def call(name: str, arguments: dict[str, Any], id: str | None) -> Message:
+    return {"id": id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(text: str, id: str | None, name: str | None = None) -> Message:
+    return {"role": "tool", "content": text, "tool_call_id": id or "", "name": name or ""}
+
+
+def arguments(fields: Fields, key: str) -> dict[str, Any]:
+    """A call's arguments, given as an object or as its JSON text.
+
+    A text that is no object comes from an answer that was cut. It stays, under "input": refused, it would end a
+    conversation that has it in its history.
+    """
+    value = fields.get(key)
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        value = _read(value)
+    return dict(Fields(value, fields.name(key)).data)
+
+
+def _read(text: str) -> Any:
+    try:
+        value = json.loads(text)
+        check(value)
+    except (ValueError, RecursionError):
+        return {"input": text}
+    return value
+
+
+def paired(messages: Iterable[Message]) -> list[Message]:
+    """The messages, with the ids and names that results of tools lack, taken from the calls in their order."""
+    done, waiting = [], []
+    for message in messages:
+        if message.get("tool_calls"):
+            waiting = list(message["tool_calls"])
+        if message["role"] == "tool":
+            found = _called(message, waiting)
+            if found:
+                waiting.remove(found)
+                name = message["name"] or found["function"]["name"]
+                message = {**message, "tool_call_id": found["id"], "name": name}
+        done.append(message)
+    return done
+
+
+def _called(message: Message, waiting: list[Message]) -> Message | None:
+    if not message["tool_call_id"]:
+        return waiting[0] if waiting else None
+    return next((call for call in waiting if call["id"] == message["tool_call_id"]), None)

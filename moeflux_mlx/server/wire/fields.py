@@ -1,0 +1,161 @@
+"""Typed reading of a request's JSON: what is wrong is named by field, value and expectation, as a 400.
+
+A null field is a missing one, and fields that nobody asks for are ignored. Nothing here knows any API.
+"""
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ...errors import BadRequestError
+
+DEEPEST = 64  # levels of objects and lists; tool schemas of agents reach about 20
+LARGEST = 2**31 - 1
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The JSON object that the body of a request holds."""
+    try:
+        body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"the body is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from error
+    except RecursionError:
+        raise too_deep() from None
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {_line(error)}") from error
+    check(body)
+    return dict(body)
+
+
+def check(body: Any) -> None:
+    """Refuse what is no object, nests too deeply, or holds what JSON in UTF-8 cannot."""
+    if not isinstance(body, Mapping):
+        raise BadRequestError(f"the body is {shown(body)}; expected a JSON object")
+    level: list[Any] = [body]
+    for _ in range(DEEPEST):
+        level = [inner for value in level for inner in _inside(value)]
+        if not level:
+            return
+    raise too_deep()
+
+
+def _inside(value: Any) -> list[Any]:
+    """What a value holds one level down; the value itself is checked."""
+    if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+        raise BadRequestError(f"the text {shown(value)} has half of a surrogate pair; expected whole characters")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRequestError(f"the body holds {value}; expected finite numbers")
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def too_deep() -> BadRequestError:
+    return BadRequestError(f"the body nests more than {DEEPEST} levels deep; expected at most {DEEPEST}")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, in one line, and ASCII where its characters could not be written."""
+    text = ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else _short.repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def wrong(name: str, value: Any, wanted: str) -> BadRequestError:
+    return BadRequestError(f"{name} is {shown(value)}; expected {wanted}", name)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlevel = 2
+
+
+class Fields:
+    """The fields of one JSON object.
+
+    Args:
+        data: the object.
+        path: where it stands in the body, for messages; "" for the body itself.
+    """
+
+    def __init__(self, data: Any, path: str = ""):
+        if not isinstance(data, Mapping):
+            raise wrong(path or "the body", data, "an object")
+        self.data, self.path = data, path
+
+    def name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def get(self, key: str) -> Any:
+        return self.data.get(key)
+
+    def wrong(self, key: str, wanted: str) -> BadRequestError:
+        value = self.data.get(key)
+        if value is None:
+            return BadRequestError(f"{self.name(key)} is missing; expected {wanted}", self.name(key))
+        return wrong(self.name(key), value, wanted)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.data.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.data.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "a text")
+        return value
+
+    def required_text(self, key: str) -> str:
+        value = self.text(key)
+        if not value:
+            raise self.wrong(key, "a text that is not empty")
+        return value
+
+    def integer(self, key: str, least: int, most: int = LARGEST) -> int | None:
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.wrong(key, f"an integer from {least} to {most}")
+        return value
+
+    def number(self, key: str, least: float, most: float) -> float | None:
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+            raise self.wrong(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def object(self, key: str) -> "Fields | None":
+        value = self.data.get(key)
+        return None if value is None else Fields(value, self.name(key))
+
+    def list(self, key: str) -> Sequence[Any]:
+        value = self.data.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, (list, tuple)):
+            raise self.wrong(key, "a list")
+        return value
+
+    def objects(self, key: str) -> Iterator["Fields"]:
+        for place, item in enumerate(self.list(key)):
+            yield Fields(item, f"{self.name(key)}[{place}]")

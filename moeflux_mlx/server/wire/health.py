@@ -1,0 +1,12 @@
+"""/health: whether the model is loaded."""
+
+from typing import Any
+
+from .replies import openai_error
+
+
+def health(ready: bool) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body."""
+    if ready:
+        return 200, {"status": "ok"}
+    return 503, {"status": "loading", **openai_error(503, "loading", "the model is being loaded; try again later")}

@@ -1,0 +1,35 @@
+"""Where the ids and the time of one reply come from, so that tests can fix both."""
+
+import secrets
+import time
+from collections.abc import Callable
+
+
+class Ids:
+    """Ids of one reply.
+
+    `calls` maps the index of each call of a tool to the id that the client was given for it, which is what a
+    client names in its next request.
+
+    Args:
+        random: makes the part behind the prefix.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, random: Callable[[], str] = lambda: secrets.token_hex(12), clock: Callable[[], float] = time.time
+    ):
+        self._random, self._clock = random, clock
+        self.calls: dict[int, str] = {}
+
+    def make(self, prefix: str) -> str:
+        return prefix + self._random()
+
+    def call(self, index: int, prefix: str) -> str:
+        """The id of the call `index`, always the same one."""
+        if index not in self.calls:
+            self.calls[index] = self.make(prefix)
+        return self.calls[index]
+
+    def now(self) -> int:
+        return int(self._clock())

@@ -1,0 +1,133 @@
+"""What a body of /v1/messages asks for: Anthropic's blocks as messages, results of tools before what else is said."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import BadRequestError
+from ..request import Request
+from . import conversation, settings, tools
+from .conversation import Message
+from .fields import Fields, check
+from .parts import joined, texts, unserved
+
+# Blocks in histories that came from a server's own tools, or that only their maker can read.
+_DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
+
+
+def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
+    """The request that a body makes, also one for count_tokens."""
+    check(body)
+    fields = Fields(body)
+    variables = settings.template_variables(fields)
+    offered, choice = tools.chosen(_tools(fields), tools.anthropic_choice(fields))
+    picked = fields.object("tool_choice")
+    return Request(
+        api="messages",
+        model=fields.text("model") or "",
+        messages=_messages(fields, keep_agent_headers),
+        tools=offered,
+        tool_choice=choice,
+        parallel_tool_calls=not (picked and picked.flag("disable_parallel_tool_use")),
+        max_tokens=settings.token_limit(fields),
+        stop=settings.stops(fields, "stop_sequences"),
+        sampling=settings.sampling(fields),
+        template_variables=variables,
+        thinking=settings.thinking(fields, variables),
+        stream=fields.flag("stream"),
+    )
+
+
+def _tools(fields: Fields) -> list[tools.Tool]:
+    """The client's own; those with a type of Anthropic's would run elsewhere, and are left out."""
+    own = (item for item in fields.objects("tools") if (item.text("type") or "custom") == "custom")
+    return [tools.tool(item, "input_schema") for item in own]
+
+
+def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
+    system = conversation.system_text(texts(fields, "system"), keep_agent_headers)
+    found = [{"role": "system", "content": system}] if system else []
+    items = list(fields.objects("messages"))
+    if not items:
+        raise fields.wrong("messages", "at least one message")
+    for item in items:
+        found += _message(item, keep_agent_headers)
+    if not found:
+        raise BadRequestError("messages hold nothing that a model can read; send a text", "messages")
+    return conversation.paired(found)
+
+
+def _message(item: Fields, keep_agent_headers: bool) -> list[Message]:
+    role = item.required_text("role")
+    if role == "user":
+        return _User().messages(item)
+    if role == "assistant":
+        return _Assistant().messages(item)
+    if role in ("system", "developer"):
+        text = conversation.system_text(texts(item, "content"), keep_agent_headers)
+        return [{"role": "system", "content": text}] if text else []
+    raise item.wrong("role", "user, assistant or system")
+
+
+def _passed_over(part: Fields) -> None:
+    return None
+
+
+def _others(item: Fields) -> dict[str, Any]:
+    """Readers of the blocks that are left out, results of a server's tools among them."""
+    value = item.get("content")
+    kinds = (
+        [part.get("type") for part in value if isinstance(part, Mapping)] if isinstance(value, (list, tuple)) else []
+    )
+    results = (kind for kind in kinds if isinstance(kind, str) and kind.endswith("_tool_result"))
+    return dict.fromkeys([*_DROPPED, *results], _passed_over)
+
+
+class _User:
+    """Reads a user's message, which holds results of tools too."""
+
+    def __init__(self) -> None:
+        self.results: list[Message] = []
+
+    def messages(self, item: Fields) -> list[Message]:
+        readers = {**_others(item), "tool_result": self._result, "document": _document}
+        said = "\n".join(texts(item, "content", readers))
+        # A message of results alone says nothing else; an empty one still is the user's turn.
+        return [*self.results, *([{"role": "user", "content": said}] if said or not self.results else [])]
+
+    def _result(self, part: Fields) -> None:
+        text = "\n".join(texts(part, "content", {"document": _document, "tool_reference": _reference}))
+        if part.flag("is_error") and "error" not in text.lower():
+            text = f"Error: {text}"
+        self.results.append(conversation.result(text, part.text("tool_use_id")))
+
+
+class _Assistant:
+    """Reads an assistant's message: thoughts, text and calls, in whatever order."""
+
+    def __init__(self) -> None:
+        self.thoughts: list[str] = []
+        self.calls: list[Message] = []
+
+    def messages(self, item: Fields) -> list[Message]:
+        readers = {**_others(item), "thinking": self._thought, "tool_use": self._call}
+        said = "\n".join(texts(item, "content", readers))
+        return [conversation.assistant(said, "\n".join(self.thoughts), self.calls)]
+
+    def _thought(self, part: Fields) -> None:
+        if text := part.text("thinking"):
+            self.thoughts.append(text)
+
+    def _call(self, part: Fields) -> None:
+        arguments = conversation.arguments(part, "input")
+        self.calls.append(conversation.call(part.required_text("name"), arguments, part.text("id")))
+
+
+def _document(part: Fields) -> str | None:
+    source = part.object("source")
+    if source is None or source.text("type") not in ("text", "content"):
+        raise unserved(part, "document")
+    return source.text("data") if source.text("type") == "text" else joined(source, "content")
+
+
+def _reference(part: Fields) -> str | None:
+    return part.text("tool_name")

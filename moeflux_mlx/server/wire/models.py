@@ -1,0 +1,34 @@
+"""/v1/models: one object with the keys of both OpenAI and Anthropic."""
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+
+def model(name: str, created: float, context: int) -> dict[str, Any]:
+    """One model: whatever a client calls it, it is the one that is served.
+
+    Args:
+        name: its id.
+        created: when it was loaded, in seconds since 1970.
+        context: how many tokens a prompt and its answer may have.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "moeflux",
+        "max_model_len": context,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(int(created), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
+
+
+def listing(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ids = [model["id"] for model in models]
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+    return {"object": "list", "data": list(models), "has_more": False, **ends}

@@ -1,0 +1,48 @@
+"""The text of a message: a string, or a list of parts of which only text can be served."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import BadRequestError
+from .fields import Fields, wrong
+
+# Part type -> the field that holds its text.
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def texts(message: Fields, key: str, others: Mapping[str, Callable[[Fields], str | None]] | None = None) -> list[str]:
+    """The texts of a field's parts, empty ones left out.
+
+    Args:
+        message: what holds the field.
+        key: its name; missing, null and "" are no text.
+        others: part type -> what reads it; None means that it is passed over.
+    """
+    value = message.get(key)
+    if value is None or isinstance(value, str):
+        return [value] if value else []
+    if not isinstance(value, (list, tuple)):
+        raise message.wrong(key, "a text or a list of parts")
+    found = (_text(part, f"{message.name(key)}[{place}]", others or {}) for place, part in enumerate(value))
+    return [text for text in found if text]
+
+
+def joined(message: Fields, key: str) -> str:
+    return "\n".join(texts(message, key))
+
+
+def _text(part: Any, path: str, others: Mapping[str, Callable[[Fields], str | None]]) -> str | None:
+    if isinstance(part, str):
+        return part
+    fields = Fields(part, path)
+    kind = fields.required_text("type")
+    if kind in others:
+        return others[kind](fields)
+    if kind not in TEXTS:
+        raise unserved(fields, kind)
+    return fields.text(TEXTS[kind])
+
+
+def unserved(part: Fields, kind: str) -> BadRequestError:
+    """Images, audio, files, and whatever else is no text."""
+    return wrong(part.name("type"), kind, "text: this model reads no images, audio or files")

@@ -1,0 +1,144 @@
+"""What is alike in the replies of all APIs: the object that writes a stream, and failures in the APIs' words."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from ..request import Failed, Finish, PromptProgress, Request, ServerEvent
+from .answer import Answer, Step
+from .ids import Ids
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class Reply(ABC):
+    """One reply in the words of an API, event by event.
+
+    Args:
+        request: what is answered.
+        ids: of this reply alone; `ids.calls` then says which id each call was given.
+    """
+
+    def __init__(self, request: Request, ids: Ids):
+        self.request, self.ids = request, ids
+        self.answer = Answer()
+        self.created = ids.now()
+
+    def events(self, event: ServerEvent) -> list[bytes]:
+        """Server-sent events that tell of `event`; none for what the API does not tell, or after the last."""
+        if self.answer.over:
+            return []
+        steps = self.answer.take(event)
+        return [*self.opening(event), *(out for step in steps for out in self.step(step)), *self.closing(event)]
+
+    def end(self) -> bytes:
+        """The last bytes of the stream; an answer that nothing ended has failed."""
+        lost = Failed(500, "server_error", "the answer ended before it was finished; see the server's log")
+        return b"".join([*([] if self.answer.over else self.events(lost)), self.tail])
+
+    tail = b""
+
+    def keepalive(self) -> bytes:
+        """An event of the API's own kind that says nothing; nothing at all behind the last event."""
+        return b"" if self.answer.over else self.waiting()
+
+    @abstractmethod
+    def waiting(self) -> bytes:
+        """What keeps a client waiting."""
+
+    @abstractmethod
+    def opening(self, event: ServerEvent) -> Iterable[bytes]:
+        """What comes before an event's steps."""
+
+    @abstractmethod
+    def step(self, step: Step) -> Iterable[bytes]:
+        """One step of the answer."""
+
+    @abstractmethod
+    def closing(self, event: ServerEvent) -> Iterable[bytes]:
+        """What comes behind an event's steps."""
+
+
+def folded(events: Iterable[ServerEvent]) -> Answer:
+    """The answer that all `events` make."""
+    answer = Answer()
+    for event in events:
+        answer.take(event)
+    if not answer.over:
+        answer.take(Failed(500, "server_error", "the answer ended before it was finished; see the server's log"))
+    return answer
+
+
+def openai_error(status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def openai_failure(answer: Answer) -> dict[str, Any]:
+    """The error that a failed answer is."""
+    failed = answer.failed
+    assert failed is not None
+    return openai_error(failed.status, failed.code, failed.message, failed.param)
+
+
+def anthropic_error(status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
+    """`code` and `param` have no place of their own; messages name the field."""
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def context_exceeded(prompt_tokens: int, context: int) -> Failed:
+    """A prompt that leaves no room to answer, in words that clients of both kinds look for."""
+    message = (
+        f"prompt is too long: {prompt_tokens} tokens > {context} maximum; "
+        f"this model's maximum context length is {context} tokens, set by --context"
+    )
+    return Failed(400, "context_length_exceeded", message)
+
+
+def queue_full(waiting: int) -> Failed:
+    return Failed(429, "rate_limit_exceeded", f"{waiting} requests wait already; try again later")
+
+
+def error_headers(status: int, retry_after: float = 5) -> dict[str, str]:
+    """Headers that belong to an error: when to come again, or how to log in."""
+    if status in (429, 503):
+        return {"Retry-After": str(max(1, round(retry_after)))}
+    return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+
+
+def openai_usage(finish: Finish) -> dict[str, Any]:
+    return {
+        "prompt_tokens": finish.prompt_tokens,
+        "completion_tokens": finish.completion_tokens,
+        "total_tokens": finish.prompt_tokens + finish.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": finish.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
+    }
+
+
+def progress(event: PromptProgress, answer: Answer) -> dict[str, Any]:
+    """How far the prompt is, in llama.cpp's words."""
+    cached = answer.accepted.cached_tokens if answer.accepted else 0
+    return {"total": event.total, "cache": cached, "processed": event.done}
+
+
+def timings(finish: Finish) -> dict[str, Any]:
+    """What llama.cpp's clients show beside an answer."""
+    return {
+        "cache_n": finish.cached_tokens,
+        "prompt_n": finish.prompt_tokens - finish.cached_tokens,
+        "prompt_ms": finish.prompt_seconds * 1000,
+        "predicted_n": finish.completion_tokens,
+        "predicted_ms": finish.completion_seconds * 1000,
+    }

@@ -1,0 +1,238 @@
+"""/v1/responses: a response as items, each added, filled and done; stateless. Codex acts on `output_item.done`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..request import Failed, Finish, Request, ServerEvent, TokenLogprob
+from .answer import Answer, Block, Step
+from .ids import Ids
+from .replies import Reply, folded, openai_error, openai_failure
+from .responses_request import read, sealed
+from .responses_tools import Known, input_of
+from .sse import encode
+
+__all__ = ["error", "read", "stream", "whole"]
+
+error = openai_error
+
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_", "custom": "ctc_"}
+# What is the same in every response: nothing is kept, and there is one tier of service.
+_FIXED = {
+    "previous_response_id": None,
+    "store": False,
+    "background": False,
+    "service_tier": "default",
+    "max_tool_calls": None,
+    "safety_identifier": None,
+    "user": None,
+}
+_PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
+
+
+def stream(request: Request, ids: Ids) -> "ResponseReply":
+    return ResponseReply(request, ids)
+
+
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> dict[str, Any]:
+    """The reply that does not stream; an error where the events end in one."""
+    ids, answer = ids or Ids(), folded(events)
+    if answer.finish is None:
+        return openai_failure(answer)
+    id, items, now = ids.make("resp_"), Items(request, ids), ids.now()
+    response = _response(request, id, now, _status(answer), answer)
+    return {
+        **response,
+        "output": [items.done(block) for block in answer.blocks],
+        "completed_at": _completed(answer, now),
+    }
+
+
+def _completed(answer: Answer, now: int) -> int | None:
+    """When it was completed, if it was."""
+    return now if _status(answer) == "completed" else None
+
+
+def _status(answer: Answer) -> str:
+    if answer.over:
+        return "failed" if answer.failed else "incomplete" if answer.reason() == "length" else "completed"
+    return "in_progress"
+
+
+def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> dict[str, Any]:
+    """All of a response but its output, in the order in which people read it."""
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "status": status,
+        "error": _error(answer.failed) if answer.failed else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": request.model,
+        "output": [],
+        "usage": _usage(answer.finish) if answer.finish else None,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        **request.extra.get("echo", {}),
+        **_FIXED,
+    }
+
+
+def _error(failed: Failed) -> dict[str, Any]:
+    return {"code": failed.code, "message": failed.message}
+
+
+def _usage(finish: Finish) -> dict[str, Any]:
+    return {
+        "input_tokens": finish.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finish.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finish.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
+        "total_tokens": finish.prompt_tokens + finish.completion_tokens,
+    }
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
+
+
+def _one_logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+class Items:
+    """Blocks as items of a response's output, each with one id for all its events."""
+
+    def __init__(self, request: Request, ids: Ids):
+        self._request, self._ids = request, ids
+        self._made: dict[int, str] = {}
+
+    def kind(self, block: Block) -> str:
+        return "custom" if block.kind == "call" and self._known(block).custom else block.kind
+
+    def id(self, block: Block) -> str:
+        if block.index not in self._made:
+            self._made[block.index] = self._ids.make(_PREFIXES[self.kind(block)])
+        return self._made[block.index]
+
+    def added(self, block: Block) -> dict[str, Any]:
+        return self._item(Block(block.kind, block.index, block.call, block.name), "in_progress")
+
+    def done(self, block: Block) -> dict[str, Any]:
+        return self._item(block, "completed" if block.whole else "incomplete")
+
+    def part(self, block: Block) -> dict[str, Any]:
+        """The one part of a message or of a thought."""
+        part: dict[str, Any] = {"type": _PARTS[block.kind], "text": block.text}
+        if block.kind == "reasoning":
+            return part
+        return {**part, "annotations": [], "logprobs": [_logprob(token) for token in block.logprobs]}
+
+    def _known(self, block: Block) -> Known:
+        known: Mapping[str, Known] = self._request.extra.get("known", {})
+        return known.get(block.name) or Known(block.name)
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        head = {"id": self.id(block), "status": status}
+        if block.kind == "call":
+            return {**head, **self._call(block)}
+        content = [self.part(block)] if block.text else []
+        if block.kind == "text":
+            return {**head, "type": "message", "role": "assistant", "content": content}
+        item: dict[str, Any] = {**head, "type": "reasoning", "summary": [], "content": content}
+        if self._request.extra.get("sealed"):
+            item["encrypted_content"] = sealed(block.text) if block.text else None
+        return item
+
+    def _call(self, block: Block) -> dict[str, Any]:
+        known = self._known(block)
+        call: dict[str, Any] = {"call_id": self._ids.call(block.call, "call_"), "name": known.name}
+        if known.namespace:
+            call["namespace"] = known.namespace
+        if known.custom:
+            return {"type": "custom_tool_call", **call, "input": input_of(block.text) if block.whole else ""}
+        return {"type": "function_call", **call, "arguments": block.text}
+
+
+class ResponseReply(Reply):
+    """Events from `response.created` to completed, incomplete or failed, numbered from 0."""
+
+    def __init__(self, request: Request, ids: Ids):
+        super().__init__(request, ids)
+        self._id = ids.make("resp_")
+        self._items = Items(request, ids)
+        self._number = 0
+
+    def waiting(self) -> bytes:
+        return b"".join([*self._begin(), self._state("response.in_progress", "in_progress")])
+
+    def opening(self, event: ServerEvent) -> Iterable[bytes]:
+        begun = self._begin()
+        if begun:
+            yield from begun
+            yield self._state("response.in_progress", "in_progress")
+
+    def _begin(self) -> list[bytes]:
+        """The first event, if it has not been sent."""
+        return [] if self._number else [self._state("response.created", "in_progress")]
+
+    def step(self, step: Step) -> Iterable[bytes]:
+        block = step.block
+        if step.what == "open":
+            yield self._event("response.output_item.added", output_index=block.index, item=self._items.added(block))
+        if block.kind == "call":
+            yield from self._call_step(step)
+        else:
+            yield from self._part_step(step)
+        # Codex runs whatever call is done, so one that was cut stands in the last event alone.
+        if step.what == "close" and (block.whole or block.kind != "call"):
+            yield self._event("response.output_item.done", output_index=block.index, item=self._items.done(block))
+
+    def _part_step(self, step: Step) -> Iterable[bytes]:
+        block = step.block
+        name = f"response.{_PARTS[block.kind]}"
+        logprobs = {"logprobs": [_logprob(token) for token in step.logprobs]} if block.kind == "text" else {}
+        if step.what == "open":
+            part = self._items.part(Block(block.kind, block.index))
+            yield self._inside(block, "response.content_part.added", content_index=0, part=part)
+        elif step.what == "grow":
+            yield self._inside(block, f"{name}.delta", content_index=0, delta=step.text, **logprobs)
+        else:
+            part = self._items.part(block)
+            told = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
+            yield self._inside(block, f"{name}.done", content_index=0, text=block.text, **told)
+            yield self._inside(block, "response.content_part.done", content_index=0, part=part)
+
+    def _call_step(self, step: Step) -> Iterable[bytes]:
+        block = step.block
+        if self._items.kind(block) == "custom":
+            # The text lies inside a JSON string, so it is told when that has ended.
+            if step.what == "close" and block.whole:
+                text = input_of(block.text)
+                yield self._inside(block, "response.custom_tool_call_input.delta", delta=text)
+                yield self._inside(block, "response.custom_tool_call_input.done", input=text)
+        elif step.what == "grow":
+            yield self._inside(block, "response.function_call_arguments.delta", delta=step.text)
+        elif step.what == "close" and block.whole:
+            yield self._inside(block, "response.function_call_arguments.done", arguments=block.text)
+
+    def closing(self, event: ServerEvent) -> Iterable[bytes]:
+        if self.answer.over:
+            status = _status(self.answer)
+            yield self._state(f"response.{status}", status)
+
+    def _state(self, kind: str, status: str) -> bytes:
+        response = _response(self.request, self._id, self.created, status, self.answer)
+        if kind == "response.in_progress":
+            # Agents send long instructions and tools: what only keeps a client waiting does not repeat them.
+            response.update(instructions=None, tools=[])
+        if self.answer.over:
+            response["output"] = [self._items.done(block) for block in self.answer.blocks]
+            response["completed_at"] = _completed(self.answer, self.ids.now())
+        return self._event(kind, response=response)
+
+    def _inside(self, block: Block, kind: str, **data: Any) -> bytes:
+        return self._event(kind, item_id=self._items.id(block), output_index=block.index, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return encode({"type": kind, "sequence_number": number, **data}, kind)

@@ -1,0 +1,194 @@
+"""What a body of /v1/responses asks for: a row of items as messages. Nothing is kept from request to request."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from ..request import Request
+from . import conversation, settings, tools
+from .conversation import Message
+from .fields import Fields, check
+from .parts import joined, texts
+from .responses_tools import flat, offered
+
+_KEPT = "this server keeps no responses; send the whole conversation as input"
+_SEAL = "moeflux:"
+
+
+def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
+    """The request that a body makes."""
+    check(body)
+    fields = Fields(body)
+    _refuse_state(fields)
+    variables = settings.template_variables(fields)
+    functions, known = offered(fields)
+    left, choice = tools.chosen(functions, _choice(fields))
+    reasoning, text = fields.object("reasoning"), fields.object("text")
+    effort = reasoning.text("effort") if reasoning else fields.text("reasoning_effort")
+    thinks = settings.thinking(fields, variables)
+    include = fields.list("include")
+    asked = fields.integer("top_logprobs", 0, 20)
+    return Request(
+        api="responses",
+        model=fields.text("model") or "",
+        messages=_messages(fields, keep_agent_headers),
+        tools=left,
+        tool_choice=choice,
+        parallel_tool_calls=fields.flag("parallel_tool_calls", True),
+        max_tokens=settings.token_limit(fields),
+        stop=settings.stops(fields),
+        sampling=settings.sampling(fields, (asked or 0) if "message.output_text.logprobs" in include else None),
+        template_variables=settings.with_effort(variables, effort),
+        thinking=settings.thinking_effort(effort) if thinks is None else thinks,
+        schema=settings.structure(text.object("format") if text else None),
+        stream=fields.flag("stream"),
+        session=fields.text("prompt_cache_key"),
+        extra={
+            "known": known,
+            "sealed": "reasoning.encrypted_content" in include,
+            "echo": _echo(fields),
+        },
+    )
+
+
+def _echo(fields: Fields) -> dict[str, Any]:
+    """What a response repeats of its request, and what OpenAI's would say where the request is silent."""
+    usual = {"truncation": "disabled", "top_p": 1.0, "temperature": 1.0, "tool_choice": "auto"}
+    given = {key: fields.get(key) for key in usual}
+    text, metadata = fields.object("text"), fields.object("metadata")
+    return {
+        **usual,
+        **_said(given),
+        "instructions": fields.get("instructions"),
+        "tools": [_told(item) for item in fields.objects("tools")],
+        "text": {"format": {"type": "text"}, **_said(text.data if text else {})},
+        "metadata": metadata.data if metadata else {},
+        "reasoning": fields.get("reasoning"),
+        "presence_penalty": fields.get("presence_penalty") or 0.0,
+        "frequency_penalty": fields.get("frequency_penalty") or 0.0,
+        "top_logprobs": fields.get("top_logprobs") or 0,
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "prompt_cache_key": fields.get("prompt_cache_key"),
+    }
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _told(item: Fields) -> Mapping[str, Any]:
+    """A function with all of its fields; other tools as they came."""
+    whole = item.get("type") == "function"
+    return {**dict.fromkeys(("description", "parameters", "strict")), **item.data} if whole else item.data
+
+
+def _refuse_state(fields: Fields) -> None:
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if fields.get(name) is not None:
+            raise fields.wrong(name, f"null: {_KEPT}")
+    if fields.flag("background"):
+        raise fields.wrong("background", f"false: {_KEPT}")
+
+
+def _choice(fields: Fields) -> tools.Choice:
+    """Demanding a tool that a server would run demands nothing of this one."""
+    value = fields.get("tool_choice")
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
+        return tools.Choice()
+    return tools.choice(fields)
+
+
+def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
+    first = conversation.system_text(texts(fields, "instructions"), keep_agent_headers)
+    found = [{"role": "system", "content": first}] if first else []
+    value = fields.get("input")
+    if isinstance(value, str) and value:
+        return [*found, {"role": "user", "content": value}]
+    turns = _Turns(keep_agent_headers)
+    for item in fields.objects("input"):
+        turns.add(item)
+    if not turns.done(found):
+        raise fields.wrong("input", "a text or a list of items that hold one")
+    return conversation.paired(found)
+
+
+class _Turns:
+    """Joins items to turns: what the model thought, said and called between two others is one message."""
+
+    def __init__(self, keep_agent_headers: bool):
+        self._keep = keep_agent_headers
+        self._messages: list[Message] = []
+        self._thoughts: list[str] = []
+
+    def done(self, before: list[Message]) -> bool:
+        """Appends all to `before`; whether there was any."""
+        if self._thoughts:
+            self._turn()
+        before += self._messages
+        return bool(self._messages)
+
+    def add(self, item: Fields) -> None:
+        kind = item.text("type") or "message"
+        if kind == "message":
+            self._message(item)
+        elif kind == "reasoning":
+            self._thoughts.append(_thought(item))
+        elif kind in ("function_call", "custom_tool_call"):
+            self._call(item, kind == "custom_tool_call")
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            self._messages.append(conversation.result(joined(item, "output"), item.text("call_id")))
+        elif not kind.endswith(("_call", "_call_output")):  # calls of a server's own tools are passed over
+            raise item.wrong("type", "message, reasoning, function_call, custom_tool_call, or an output of these")
+
+    def _message(self, item: Fields) -> None:
+        role = item.required_text("role")
+        if role == "assistant":
+            turn, text = self._turn(), joined(item, "content")
+            turn["content"] = "\n".join(part for part in (turn["content"], text) if part)
+        elif role in ("system", "developer"):
+            text = conversation.system_text(texts(item, "content"), self._keep)
+            self._messages.append({"role": "system", "content": text})
+        elif role == "user":
+            self._messages.append({"role": "user", "content": joined(item, "content")})
+        else:
+            raise item.wrong("role", "user, assistant, system or developer")
+
+    def _call(self, item: Fields, custom: bool) -> None:
+        name = flat(item.required_text("name"), item.text("namespace"))
+        arguments = {"input": item.text("input") or ""} if custom else conversation.arguments(item, "arguments")
+        self._turn().setdefault("tool_calls", []).append(conversation.call(name, arguments, item.text("call_id")))
+
+    def _turn(self) -> Message:
+        """The assistant's message that is being put together, with the thoughts before what is added now."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append(conversation.assistant(""))
+        turn = self._messages[-1]
+        thoughts = [text for text in (turn.get("reasoning_content"), *self._thoughts) if text]
+        if thoughts:
+            turn["reasoning_content"] = "\n".join(thoughts)
+        self._thoughts = []
+        return turn
+
+
+def _thought(item: Fields) -> str:
+    """A reasoning item's text; clients that drop it send the sealed copy back."""
+    spoken = [part.text("text") or "" for part in item.objects("content")]
+    sealed = item.text("encrypted_content") or ""
+    summary = [part.text("text") or "" for part in item.objects("summary")]
+    return "\n".join(spoken) or unsealed(sealed) or "\n".join(summary)
+
+
+def sealed(text: str) -> str:
+    """Reasoning for `encrypted_content`: opaque to clients, which hand it back as it is; no secret."""
+    return base64.b64encode((_SEAL + text).encode()).decode()
+
+
+def unsealed(text: str) -> str:
+    """The reasoning; none where someone else sealed it."""
+    try:
+        opened = base64.b64decode(text, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+    return opened.removeprefix(_SEAL) if opened.startswith(_SEAL) else ""

@@ -1,0 +1,151 @@
+"""What a request says of how to answer: sampling, limits, reasoning, structure. All APIs spell most of it alike."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import BadRequestError
+from ..request import Sampling
+from .fields import LARGEST, Fields, wrong
+
+# What a template is given by the server itself, or what would replace it.
+RESERVED = frozenset(
+    (
+        *("messages", "tools", "documents", "conversation", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "tokenize", "return_dict", "return_tensors"),
+    )
+)
+# In the order of their weight.
+TOKEN_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict")
+MOST_STOPS = 64
+
+
+def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
+    repetition = body.number("repetition_penalty", 1e-3, 100)
+    top_k = body.integer("top_k", -1)
+    seed = body.integer("seed", -(2**63), 2**64 - 1)
+    return Sampling(
+        temperature=body.number("temperature", 0, 100),
+        top_p=body.number("top_p", 0, 1),
+        top_k=None if top_k is None else max(top_k, 0),
+        min_p=body.number("min_p", 0, 1),
+        repetition_penalty=body.number("repeat_penalty", 1e-3, 100) if repetition is None else repetition,
+        presence_penalty=body.number("presence_penalty", -2, 2) or 0.0,
+        frequency_penalty=body.number("frequency_penalty", -2, 2) or 0.0,
+        logit_bias=_logit_bias(body),
+        seed=None if seed is None else seed % 2**64,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _logit_bias(body: Fields) -> dict[int, float]:
+    fields = body.object("logit_bias")
+    found: dict[int, float] = {}
+    for key in fields.data if fields else ():
+        assert fields is not None
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 11 else -1
+        if not 0 <= token <= LARGEST:
+            raise wrong("logit_bias", key, "token ids as keys")
+        if (bias := fields.number(key, -100, 100)) is not None:
+            found[token] = bias
+    return found
+
+
+def logprobs(body: Fields) -> int | None:
+    """How many alternatives stand beside each token's log-probability, None if none are asked for."""
+    top = body.integer("top_logprobs", 0, 20)
+    if body.flag("logprobs"):
+        return top or 0
+    if top:
+        raise BadRequestError(f"top_logprobs is {top}, but logprobs is not true; send both", "top_logprobs")
+    return None
+
+
+def token_limit(body: Fields) -> int | None:
+    """The first limit that is given; -1 is none."""
+    given = [(name, body.integer(name, -1)) for name in TOKEN_LIMITS]
+    for name, limit in given:
+        if limit == 0:
+            raise body.wrong(name, "at least 1")
+    found = next((limit for _, limit in given if limit is not None), -1)
+    return None if found == -1 else found
+
+
+def stops(body: Fields, key: str = "stop") -> Sequence[str]:
+    value = body.get(key)
+    found = [value] if isinstance(value, str) else body.list(key)
+    if len(found) > MOST_STOPS or not all(isinstance(text, str) for text in found):
+        raise body.wrong(key, f"a text or a list of at most {MOST_STOPS} texts")
+    return tuple(text for text in found if text)
+
+
+def one_answer(body: Fields) -> None:
+    for name in ("n", "best_of"):
+        if (body.integer(name, 1) or 1) > 1:
+            raise body.wrong(name, "1: this server gives one answer to a request")
+
+
+def stream_options(body: Fields) -> dict[str, Any]:
+    """What `Request.extra` has of the stream of chats and completions."""
+    options = body.object("stream_options")
+    return {
+        "include_usage": options.flag("include_usage") if options else False,
+        "return_progress": body.flag("return_progress"),
+    }
+
+
+def template_variables(body: Fields) -> dict[str, Any]:
+    """What the request gives to the template, checked; nothing may take the place of what the server gives."""
+    if body.get("chat_template") is not None:
+        raise BadRequestError("chat_template cannot be sent; the model's own template is used", "chat_template")
+    fields = body.object("chat_template_kwargs")
+    variables = dict(fields.data) if fields else {}
+    taken = sorted(RESERVED & set(variables))
+    if taken:
+        name = f"chat_template_kwargs.{taken[0]}"
+        raise BadRequestError(f"{name} is set by the server; leave it out", name)
+    return variables
+
+
+def thinking(body: Fields, variables: Mapping[str, Any]) -> bool | None:
+    """Whether to reason, by the most explicit of all the fields that say it."""
+    for name in ("enable_thinking", "thinking"):
+        if isinstance(variables.get(name), bool):
+            return bool(variables[name])
+    if body.get("enable_thinking") is not None:
+        return body.flag("enable_thinking")
+    given = body.get("thinking")
+    if isinstance(given, bool):
+        return given
+    by_kind = thinking_kind(body)
+    return thinking_effort(body.text("reasoning_effort")) if by_kind is None else by_kind
+
+
+def thinking_kind(body: Fields) -> bool | None:
+    """Of {"type": "enabled" or "disabled"}; other types leave it to the model."""
+    fields = body.object("thinking")
+    return {"enabled": True, "disabled": False}.get(fields.text("type") or "") if fields else None
+
+
+def thinking_effort(effort: str | None) -> bool | None:
+    return None if effort is None else effort != "none"
+
+
+def with_effort(variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """The variables, and the effort for templates that know it."""
+    return {"reasoning_effort": effort, **variables} if effort and effort != "none" else dict(variables)
+
+
+def structure(form: Fields | None) -> Mapping[str, Any] | bool | None:
+    """What `response_format` or `text.format` demands, as `Request.schema` has it."""
+    kind = form.required_text("type") if form else "text"
+    if form is None or kind == "text":
+        return None
+    if kind not in ("json_object", "json_schema"):
+        raise form.wrong("type", "text, json_object or json_schema")
+    named = form.object("json_schema") or form
+    if isinstance(named.get("schema"), bool):
+        return True
+    schema = named.object("schema")
+    if schema is None and kind == "json_schema":
+        raise named.wrong("schema", "a JSON schema")
+    return dict(schema.data) if schema else True

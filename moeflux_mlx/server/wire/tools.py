@@ -1,0 +1,90 @@
+"""Tools and the choice among them, in the one form that templates and grammars take."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import BadRequestError
+from .fields import Fields, wrong
+
+Tool = dict[str, Any]
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+
+
+def tool(fields: Fields, schema_key: str = "parameters", name: str | None = None) -> Tool:
+    """A function from its name, description and schema; `name` where it is called otherwise than the client says."""
+    schema = fields.object(schema_key)
+    function: dict[str, Any] = {
+        "name": name or fields.required_text("name"),
+        "description": fields.text("description") or "",
+        "parameters": dict(schema.data) if schema else dict(_NO_PARAMETERS),
+    }
+    if fields.flag("strict"):
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def name_of(tool: Mapping[str, Any]) -> str:
+    return str(tool["function"]["name"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`mode` is "auto", "none", "required" or a name in a list; `allowed` the tools that are left, None for all."""
+
+    mode: str | Sequence[str] = "auto"
+    allowed: Sequence[str] | None = None
+
+
+def choice(body: Fields) -> Choice:
+    """OpenAI's `tool_choice` in the forms of both its APIs: a word, one tool, or a word and a list of tools."""
+    value = body.get("tool_choice")
+    if value is None:
+        return Choice()
+    if isinstance(value, str) and value in _MODES:
+        return Choice(_MODES[value])
+    if not isinstance(value, Mapping):
+        raise body.wrong("tool_choice", "auto, none, required, or an object that names a function")
+    fields = Fields(value, "tool_choice")
+    kind = fields.required_text("type")
+    if kind == "allowed_tools":
+        return _allowed(fields.object("allowed_tools") or fields)
+    if kind in ("function", "custom"):
+        return Choice([(fields.object(kind) or fields).required_text("name")])
+    raise fields.wrong("type", "function, custom or allowed_tools")
+
+
+def _allowed(fields: Fields) -> Choice:
+    mode = fields.text("mode") or "auto"
+    if mode not in _MODES:
+        raise fields.wrong("mode", "auto or required")
+    own = [tool for tool in fields.objects("tools") if tool.text("type") in ("function", "custom")]
+    return Choice(_MODES[mode], [(tool.object("function") or tool).required_text("name") for tool in own])
+
+
+def anthropic_choice(body: Fields) -> Choice:
+    fields = body.object("tool_choice")
+    if fields is None:
+        return Choice()
+    kind = fields.required_text("type")
+    if kind == "tool":
+        return Choice([fields.required_text("name")])
+    if kind not in _MODES:
+        raise fields.wrong("type", "auto, any, tool or none")
+    return Choice(_MODES[kind])
+
+
+def chosen(tools: Sequence[Tool], choice: Choice) -> tuple[Sequence[Tool], str | Sequence[str]]:
+    """The tools that the choice leaves, and what is demanded of the answer; both fit each other."""
+    names = [name_of(tool) for tool in tools]
+    wanted = choice.mode if not isinstance(choice.mode, str) else choice.allowed or ()
+    for name in wanted:
+        if name not in names:
+            raise wrong("tool_choice", name, "the name of one of the tools")
+    if choice.allowed is not None:
+        tools = [tool for tool in tools if name_of(tool) in choice.allowed]
+    if choice.mode == "required" and not tools:
+        raise BadRequestError("tool_choice demands a call, but there are no tools; send some, or auto", "tool_choice")
+    return tools, choice.mode

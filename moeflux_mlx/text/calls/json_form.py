@@ -1,0 +1,78 @@
+"""Qwen's calls in JSON, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+The arguments pass through as they are once the name is known.
+"""
+
+from .call import Call
+from .steps import Malformed, Steps, json_string, json_value, literal, optional, parsed, skip_space
+
+END = "</tool_call>"
+ARGUMENTS = ("arguments", "parameters")
+
+
+def qwen_json(call: Call) -> Steps[str]:
+    """What follows `<tool_call>{`."""
+    seen = False
+    char = yield from skip_space()
+    while char != "}":
+        if char != '"':
+            raise Malformed(char)
+        key = yield from _string()
+        yield from literal([":"], (yield from skip_space()))
+        if seen and key in ARGUMENTS:
+            raise Malformed("")
+        char = yield from _member(call, key)
+        seen |= key in ARGUMENTS
+        char = (yield from skip_space()) if char.isspace() else char
+        if char == "<" and seen:  # the closing brace forgotten, the arguments whole
+            return (yield from _close(call, char))
+        if char == ",":
+            char = yield from skip_space()
+        elif char != "}":
+            raise Malformed(char)
+    return (yield from _close(call, (yield)))
+
+
+def _member(call: Call, key: str) -> Steps[str]:
+    """The value of one key of the call, and the character after it."""
+    first = yield from skip_space()
+    if key == "name":
+        if first != '"':
+            raise Malformed(first)
+        call.start((yield from _string()))
+        return (yield)
+    if key in ARGUMENTS:
+        return (yield from arguments(call, first))
+    return (yield from json_value(first, lambda piece: None))
+
+
+def arguments(call: Call, first: str) -> Steps[str]:
+    """An object as it is; one that is written as a string, or null for none, is taken for what it means."""
+    if first == "{":
+        return (yield from json_value(first, call.write))
+    pieces: list[str] = []
+    char = yield from json_value(first, pieces.append)
+    try:
+        value = parsed("".join(pieces))
+    except ValueError:
+        raise Malformed(char) from None
+    if value is not None and not isinstance(value, str):
+        raise Malformed(char)
+    call.write(value or "{}")
+    return char
+
+
+def _string() -> Steps[str]:
+    """The value of a JSON string whose opening quote has been read."""
+    pieces: list[str] = []
+    yield from json_string(pieces.append)
+    try:
+        return str(parsed("".join(pieces)))
+    except ValueError:
+        raise Malformed("") from None
+
+
+def _close(call: Call, char: str) -> Steps[str]:
+    """The closing tag, if it comes; the call is whole without it."""
+    call.check(char)
+    return (yield from optional(END, char))

@@ -1,0 +1,209 @@
+"""Reads a model's answer as it comes: reasoning, text, and calls of the declared tools.
+
+Every character is read by itself, so the events put together do not depend on how the text was cut. A call that turns
+out to be none is given back as the text it is; if its start had been announced, there will be no `CallEnd` for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from ..channels import END, START
+from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
+from .call import Call
+from .dialect import Body, Dialect
+from .steps import Malformed, Steps
+
+
+class AnswerReader:
+    """Args:
+    dialect: how the model calls tools; None reads no calls.
+    tools: the declared ones, {"type": "function", "function": {"name", "parameters"}}; none reads no calls.
+    inside_reasoning: the prompt has already opened the reasoning.
+    parallel: False stops reading after the first call.
+
+    Attributes:
+        done: nothing more will be read, so generation can end.
+        calls: how many calls were whole.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        inside_reasoning: bool = False,
+        parallel: bool = True,
+    ):
+        self.done, self.calls = False, 0
+        self._inside, self._parallel = inside_reasoning, parallel
+        self._schemas = schemas_of(tools)
+        self._dialect = dialect if self._schemas else None
+        self._events: list[Event] = []
+        self._started = 0
+        self._held, self._spaces = "", ""
+        self._leading = inside_reasoning  # line breaks after a tag of reasoning are part of it
+        self._after_call = False
+        self._markers = self._awaited()
+        self._body: Steps[str] | None = None
+        self._raw: list[str] = []  # characters of the call so far
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has been opened and not ended; penalties of repeated tokens do harm there."""
+        return self._body is not None
+
+    def feed(self, text: str) -> list[Event]:
+        """What is certain by now, pieces of the same kind put together."""
+        self._read(text)
+        return self._taken()
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The rest. `cut`: a limit ended the answer, so a call that is not whole but announced is dropped."""
+        while self._body is not None:
+            announced = bool(self._call.name)
+            rest = self._at_end(self._body)
+            if rest is None and cut and announced:
+                self._body = None
+            else:
+                self._read(self._give_back("") if rest is None else self._end_call(rest))
+        self._say(self._held)
+        self._held = ""
+        if not self._inside and not self._after_call:
+            self._flush_spaces()
+        return self._taken()
+
+    def _read(self, text: str) -> None:
+        """All of `text`, and again what a parser has read too far."""
+        at = 0
+        while at < len(text) and not self.done:
+            plain = 0 if self._held or self._body is not None else _before_tag(text, at)
+            if plain:
+                self._say(text[at : at + plain])
+                at += plain
+                continue
+            back = self._read_char(text[at])
+            text, at = (back + text[at + 1 :], 0) if back else (text, at + 1)
+
+    def _read_char(self, char: str) -> str:
+        """Returns what is to be read again."""
+        if self._body is not None:
+            return self._read_call(self._body, char)
+        self._held += char
+        while self._held and not any(marker.startswith(self._held) for marker in self._markers):
+            self._say(self._held[0])
+            self._held = self._held[1:]
+        if self._held in self._markers:
+            marker, self._held = self._held, ""
+            body = self._markers[marker]
+            if body is None:
+                self._switch()
+            else:
+                self._open_call(marker, body)
+        return ""
+
+    def _switch(self) -> None:
+        """From reasoning to the answer, or back."""
+        if self._inside:
+            self._spaces = ""
+        self._flush_spaces()
+        self._inside, self._leading = not self._inside, True
+        self._markers = self._awaited()
+
+    def _awaited(self) -> dict[str, Body | None]:
+        """The tags that mean something here; those without a parser begin or end reasoning."""
+        tag: dict[str, Body | None] = {END if self._inside else START: None}
+        if self._dialect is None:
+            return tag
+        return tag | self._dialect.openings | ({} if self._inside else self._dialect.bare)
+
+    def _say(self, text: str) -> None:
+        """Reasoning or text; spaces wait, because those before a call and at the end of reasoning are layout."""
+        core = text.strip()
+        before, after = (text[: text.index(core)], text[text.index(core) + len(core) :]) if core else (text, "")
+        self._spaces += before.replace("\n", "") if self._leading else before
+        if core:
+            self._flush_spaces()
+            self._leading = self._after_call = False
+            self._events.append(Reasoning(core) if self._inside else Text(core))
+        self._spaces += after
+
+    def _flush_spaces(self) -> None:
+        if self._spaces:
+            self._events.append(Reasoning(self._spaces) if self._inside else Text(self._spaces))
+        self._spaces = ""
+
+    def _open_call(self, marker: str, body: Body) -> None:
+        self._call = Call(self._started, self._schemas, self._events.append)
+        self._raw, self._body = list(marker), body(self._call)
+        next(self._body)
+
+    def _read_call(self, body: Steps[str], char: str) -> str:
+        self._raw.append(char)
+        back = ""
+        try:
+            body.send(char)
+        except StopIteration as end:
+            back = self._end_call(end.value)
+        except Malformed as fault:
+            back = self._give_back(fault.rest)
+        if self._call.name:
+            self._started = self._call.index + 1
+        return back
+
+    def _end_call(self, rest: str) -> str:
+        self._call.end("".join(self._raw).removesuffix(rest))
+        self._body, self._spaces, self._after_call = None, "", True
+        self.calls += 1
+        self.done = not self._parallel
+        return rest
+
+    def _give_back(self, rest: str) -> str:
+        self._body = None
+        self._say("".join(self._raw).removesuffix(rest))
+        return rest
+
+    def _at_end(self, body: Steps[str]) -> str | None:
+        """What a call that the end of the text makes whole has read too far; None if it is not whole."""
+        try:
+            body.send("")
+        except StopIteration as end:
+            return str(end.value)
+        except Malformed:
+            pass
+        body.close()
+        return None
+
+    def _taken(self) -> list[Event]:
+        taken, self._events[:] = merged(self._events), []
+        return taken
+
+
+def _before_tag(text: str, at: int) -> int:
+    """How many characters come before one that may begin a tag."""
+    tag = text.find("<", at)
+    return (len(text) if tag < 0 else tag) - at
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """The events with neighbours of one kind put together."""
+    whole: list[Event] = []
+    for _, group in groupby(events, _kind):
+        first, *others = group
+        if others and not isinstance(first, (CallStart, CallEnd)):
+            pieces = [first.text, *(other.text for other in others if isinstance(other, type(first)))]
+            whole.append(replace(first, text="".join(pieces)))
+        else:
+            whole += [first, *others]
+    return whole
+
+
+def _kind(event: Event) -> tuple[type, int]:
+    return type(event), event.index if isinstance(event, CallDelta) else 0
+
+
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Name -> JSON schema of the parameters; {} where a tool has none that is one."""
+    functions = [tool.get("function") or tool for tool in tools]
+    found = {function["name"]: function.get("parameters") for function in functions}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in found.items()}

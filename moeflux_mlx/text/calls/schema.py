@@ -1,0 +1,118 @@
+"""What the text of a parameter means, as the JSON schema of its tool says.
+
+A string stays as it is written. Of a union, null and one other type mean that type; a string beside objects or arrays
+is only taken for one of those if it is one. Without a type, or with a reference that leads nowhere, it is a string.
+"""
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .steps import parsed
+
+Schema = Mapping[str, Any]
+STRING = frozenset({"string"})
+CONTAINERS = {"object": dict, "array": list}
+PYTHON_TYPES = {"object": dict, "array": list, "boolean": bool, "integer": int, "number": (int, float)}
+MAX_DEPTH = 16  # of references: a schema may refer to itself
+
+
+def parameter_types(name: str, schema: Schema) -> frozenset[str]:
+    """The JSON types of parameter `name` under a tool's `schema`, {"string"} if it does not say."""
+    properties = schema.get("properties")
+    own = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(own, schema, MAX_DEPTH) or STRING
+
+
+def variants(schema: Any, root: Schema, depth: int = MAX_DEPTH) -> list[Schema]:
+    """What a value may be, one schema each: references followed, unions taken apart, `allOf` put together."""
+    if not isinstance(schema, Mapping) or not depth:
+        return [{}]
+    if "$ref" in schema:
+        return variants(_referred(schema["$ref"], root), root, depth - 1)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return [found for one in schema[key] for found in variants(one, root, depth - 1)]
+    if isinstance(schema.get("allOf"), list):
+        parts = [variants(one, root, depth - 1)[0] for one in schema["allOf"]]
+        return [{key: value for part in [schema, *parts] for key, value in part.items() if key != "allOf"}]
+    return [schema]
+
+
+def is_text(types: frozenset[str]) -> bool:
+    """Whether a value of one of `types` is its text, whatever that is."""
+    return "string" in types and not types & CONTAINERS.keys()
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """The value that `text` stands for, as JSON text."""
+    return _json(text.strip(), types) or _python(text.strip(), types) or json.dumps(text, ensure_ascii=False)
+
+
+def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    if "$ref" in schema:
+        return _types(_referred(schema["$ref"], root), root, depth - 1)
+    if "type" in schema:
+        named = schema["type"]
+        return frozenset(item for item in (named if isinstance(named, list) else [named]) if isinstance(item, str))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return frozenset().union(*(_types(one, root, depth - 1) for one in schema[key]))
+    if isinstance(schema.get("allOf"), list):
+        return next((found for one in schema["allOf"] if (found := _types(one, root, depth - 1))), frozenset())
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    return frozenset(_type_of(value) for value in values)
+
+
+def _referred(reference: Any, root: Schema) -> Any:
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return kinds.get(type(value), "string")
+
+
+def _json(text: str, types: frozenset[str]) -> str | None:
+    """JSON text passes as it is, so that no number changes."""
+    try:
+        value = parsed(text)
+    except ValueError:
+        return None
+    return text if _fits(value, types) else None
+
+
+def _python(text: str, types: frozenset[str]) -> str | None:
+    """Models write Python's True, None and quotes, too; such a value must be of a declared type."""
+    try:
+        value = ast.literal_eval(text)
+        declared = value is None or isinstance(value, tuple(_python_types(types)))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) if declared and _fits(value, types) else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _python_types(types: frozenset[str]) -> list[type]:
+    named = [PYTHON_TYPES[name] for name in types if name in PYTHON_TYPES]
+    return [one for kind in named for one in (kind if isinstance(kind, tuple) else (kind,))]
+
+
+def _fits(value: Any, types: frozenset[str]) -> bool:
+    """A null must be allowed; beside strings only an object or array can be meant."""
+    if value is None:
+        return "null" in types and "string" not in types
+    if "string" in types:
+        return any(name in types and isinstance(value, kind) for name, kind in CONTAINERS.items())
+    return True

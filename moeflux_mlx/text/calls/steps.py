@@ -1,0 +1,128 @@
+"""Parsers that take one character at a time, so that no cut of the text can change what they find.
+
+A parser is a generator: every `yield` waits for the next character, and "" says that the text has ended. It returns
+the characters that it read too far, and raises `Malformed` where the text is not what it must be.
+"""
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, str, T]
+Write = Callable[[str], object]
+
+MAX_NAME = 256  # far above any name of a tool, far below what would hold back an answer
+OPENING, CLOSING = frozenset("{["), frozenset("}]")
+SCALAR = frozenset("0123456789+-.eEtrufalsn")
+BETWEEN = SCALAR | frozenset(" \t\r\n,:")
+
+
+class Malformed(Exception):
+    """The text is no call; `rest` are the characters to be read again as text."""
+
+    def __init__(self, rest: str):
+        super().__init__(rest)
+        self.rest = rest
+
+
+def skip_space() -> Steps[str]:
+    """The first character that is no space."""
+    char = yield
+    while char.isspace():
+        char = yield
+    return char
+
+
+def literal(options: Sequence[str], held: str = "") -> Steps[str]:
+    """Whichever of `options` comes; `held` has been read of it."""
+    while held not in options:
+        char = (yield) if any(option.startswith(held) for option in options) else ""
+        if not char:
+            raise Malformed(held)
+        held += char
+    return held
+
+
+def until(end: str, held: str = "") -> Steps[str]:
+    """What comes before the character or tag `end`, on one line."""
+    while not held.endswith(end):
+        char = yield
+        if not char or (char == "\n" != end) or len(held) > MAX_NAME + len(end):
+            raise Malformed(char)
+        held += char
+    return held.removesuffix(end)
+
+
+def optional(end: str, char: str) -> Steps[str]:
+    """Spaces and the tag `end`, `char` read of them; what was read if something else comes."""
+    spaces = ""
+    while char.isspace():
+        spaces += char
+        char = yield
+    if not char:
+        return spaces
+    try:
+        yield from literal([end], char)
+    except Malformed as other:
+        return spaces + other.rest
+    return ""
+
+
+def json_value(first: str, write: Write) -> Steps[str]:
+    """Passes on the value that begins with `first`, and returns the character after it.
+
+    Brackets are counted and strings followed; whether it is JSON otherwise, `parsed` says of the whole.
+    """
+    if first == '"':
+        yield from json_string(write)
+        return (yield)
+    if first in OPENING:
+        yield from _json_inside(first, write)
+        return (yield)
+    if first not in SCALAR:
+        raise Malformed(first)
+    while first in SCALAR:
+        write(first)
+        first = yield
+    return first
+
+
+def _json_inside(first: str, write: Write) -> Steps[None]:
+    write(first)
+    depth = 1
+    while depth:
+        char = yield
+        if char == '"':
+            yield from json_string(write)
+            continue
+        if char not in BETWEEN and char not in OPENING and char not in CLOSING:
+            raise Malformed(char)
+        depth += (char in OPENING) - (char in CLOSING)
+        write(char)
+
+
+def json_string(write: Write) -> Steps[None]:
+    """The string after its opening quote; line breaks that a model forgot to escape are escaped."""
+    write('"')
+    escaped = False
+    while True:
+        char = yield
+        if not char:
+            raise Malformed("")
+        write(char if char >= " " else json.dumps(char)[1:-1])
+        if char == '"' and not escaped:
+            return
+        escaped = char == "\\" and not escaped
+
+
+def parsed(text: str) -> Any:
+    """The value of JSON text, and ValueError where there is none; NaN and infinities are none."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("too deep") from None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,212 @@
+"""Makes a prompt of a chat with tools, whatever form its template wants the messages in.
+
+What a template takes is found once, by rendering small chats: whether a call's arguments are an object or text, and
+whether a system message may come later than first. Texts of users, systems, tools and their descriptions never become
+control tokens, and answers with calls are shown as the model wrote them.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from ..errors import MoefluxError
+from .calls.dialect import dialect_of
+from .replay import Answer, AnswerStore, StandIn
+from .spelling import Spelling
+from .tokenizer import TokenizerWrapper
+from .untrusted import Guard
+
+Messages = Sequence[Mapping[str, Any]]
+PROBE = {"probed": "argument"}
+ASKED = {"role": "user", "content": "probed question"}
+
+
+class History:
+    """Args:
+    tokenizer: has the template.
+    store: the answers to be shown as they were written.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, store: AnswerStore | None = None):
+        self._tokenizer, self._store = tokenizer, store or AnswerStore()
+        self.dialect = dialect_of(tokenizer.chat_template)
+        self._guard = Guard(tokenizer)
+        self._takes_objects = self.dialect is None or self._takes(PROBE)
+        self._takes_systems = self._takes_later_systems()
+
+    def text(
+        self,
+        messages: Messages,
+        *,
+        tools: Messages | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text. Arguments and errors are those of `ChatTemplate.render`."""
+        return self._guard.plain(self.marked(messages, tools, add_generation_prompt, variables or {}))
+
+    def tokens(
+        self,
+        messages: Messages,
+        *,
+        tools: Messages | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The same as token ids, in which only the template and the model have written control tokens."""
+        return self._guard.encode(self.marked(messages, tools, add_generation_prompt, variables or {}))
+
+    def normalised(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages in the form that the template takes."""
+        joined = [{**message, "content": _joined(message.get("content"))} for message in messages]
+        return self._folded(_named([self._with_calls(message) for message in joined]))
+
+    def plain(self, marked: str) -> str:
+        """The prompt of `marked`."""
+        return self._guard.plain(marked)
+
+    def encode(self, marked: str, known: Spelling | None = None) -> list[int]:
+        """Token ids of what `marked` gives, with those of `known` as far as they spell its beginning.
+
+        A marker that a user wrote is marked, so no control token that is known stands for it.
+        """
+        letters, count = known.known(marked) if known is not None else (0, 0)
+        if known is None or not count:
+            return self._guard.encode(marked)
+        return known.tokens[:count] + self._guard.encode(marked[letters:], is_begun=True)
+
+    def marked(
+        self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The prompt with every marker broken that neither the template nor the model wrote."""
+        normal = self.normalised(messages)
+        found = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
+        normal = [one if one["role"] == "assistant" else self._protected(one) for one in normal]
+        tools = self._guard.protect(tools) if tools else None
+        return self._replayed(normal, found, lambda shown: self._render(shown, tools, add_generation_prompt, variables))
+
+    def _replayed(self, messages: Messages, found: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
+        """The prompt with the answers `found` as they were written, but for those that the template hides."""
+        if self.dialect is None:
+            return render(messages)
+        arguments: Any = {} if self._takes_objects else "{}"
+        stand_ins = {n: StandIn(answer, self.dialect, arguments) for n, answer in found.items()}
+        prompt = render([stand_ins[n].message(one) if n in stand_ins else one for n, one in enumerate(messages)])
+        hidden = set()
+        for n, stand_in in stand_ins.items():
+            replaced = stand_in.put_back(prompt)
+            if replaced is None:
+                hidden.add(n)
+            prompt = prompt if replaced is None else replaced
+        if not hidden:
+            return prompt
+        return self._replayed(messages, {n: answer for n, answer in found.items() if n not in hidden}, render)
+
+    def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {**message, "content": self._guard.protect(message["content"])}
+
+    def _render(
+        self,
+        messages: Messages,
+        tools: Messages | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **(variables or {})
+        )
+        return cast(str, rendered)
+
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls:
+            return {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**message, "tool_calls": [self._call(call, n) for n, call in enumerate(calls)]}
+
+    def _call(self, call: Mapping[str, Any], n: int) -> dict[str, Any]:
+        function = call.get("function") or {}
+        arguments = function.get("arguments")
+        if self._takes_objects:
+            arguments = _as_object(arguments)
+        elif not isinstance(arguments, str):
+            arguments = json.dumps(arguments or {}, ensure_ascii=False)
+        return {"id": f"call_{n}", "type": "function", **call, "function": {**function, "arguments": arguments}}
+
+    def _folded(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Later system messages become part of the user's turn after them, or one of their own."""
+        if self._takes_systems:
+            return messages
+        folded: list[dict[str, Any]] = []
+        waiting = ""
+        for n, message in enumerate(messages):
+            if message["role"] == "system" and n:
+                waiting += ("\n\n" if waiting else "") + message["content"]
+                continue
+            if waiting and message["role"] == "user":
+                message = {**message, "content": f"{waiting}\n\n{message['content']}"}
+            elif waiting:
+                folded.append({"role": "user", "content": waiting})
+            waiting = ""
+            folded.append(message)
+        return [*folded, {"role": "user", "content": waiting}] if waiting else folded
+
+    def _takes(self, arguments: Any) -> bool:
+        """Whether the template renders a call with such arguments, and not as Python would print them."""
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat: list[Mapping[str, Any]] = [
+            ASKED,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "r"},
+        ]
+        try:
+            prompt = self._render(chat)
+        except MoefluxError:
+            return False
+        return "probed" in prompt and str(PROBE) not in prompt
+
+    def _takes_later_systems(self) -> bool:
+        """Whether a second system message stays where it is."""
+        system = {"role": "system", "content": "first"}
+        try:
+            prompt = self._render([system, ASKED, {"role": "system", "content": "probed system"}, ASKED])
+        except MoefluxError:
+            return False
+        return prompt.find(ASKED["content"]) < prompt.find("probed system") < prompt.rfind(ASKED["content"])
+
+
+def _joined(content: Any) -> str:
+    """Text, or the texts of a list of parts line after line; nothing is the empty text."""
+    if isinstance(content, list):
+        return "\n".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+    return content or ""
+
+
+def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools' results with the id and the name of their call; those that have none take them in order."""
+    named: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            call = message.get("tool_call_id") or (waiting[0] if waiting else "")
+            waiting = [other for other in waiting if other != call]
+            known = {"tool_call_id": call, "name": names.get(call)}
+            message = {**message, **{key: message.get(key) or value for key, value in known.items() if value}}
+        elif message.get("tool_calls"):
+            waiting = [call["id"] for call in message["tool_calls"]]
+            names |= {call["id"]: call["function"].get("name", "") for call in message["tool_calls"]}
+        named.append(message)
+    return named
+
+
+def _as_object(arguments: Any) -> dict[str, Any]:
+    """Arguments as an object; text that is none is kept under a name, because some model once wrote it."""
+    value = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except ValueError:
+            value = arguments
+    if value is None:
+        return {}
+    return dict(value) if isinstance(value, Mapping) else {"arguments": value}

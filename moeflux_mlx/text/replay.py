@@ -1,0 +1,151 @@
+"""Keeps what a model wrote when it called tools, so that the history shows it again to the letter.
+
+A template would write the same calls otherwise, in spaces and in the order of keys, and a client may leave out the
+reasoning; both make the next prompt part from the state that is in memory. An answer is put back where the template
+writes its message, reasoning included if the template still shows it there.
+"""
+
+import json
+import re
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .calls import deepseek, json_form
+from .calls.dialect import TOOL_CALL, Dialect
+from .channels import END, START
+from .chat_template import REASONING_KEYS
+
+Message = Mapping[str, Any]
+OPENED = re.compile(rf"{START}\s*(?:{END}\s*)?\Z")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with calls.
+
+    Attributes:
+        ids: of the calls, as the client was given them.
+        calls: (name, arguments as JSON text) of each.
+        text: what the client was given as text.
+        raw: all that the model wrote, after what began it for the model.
+        opened: the tags of reasoning that the prompt ended with, as `opened_by` says.
+    """
+
+    ids: tuple[str, ...]
+    calls: tuple[tuple[str, str], ...]
+    text: str
+    raw: str
+    opened: str = ""
+
+    @property
+    def visible(self) -> str | None:
+        """What was written after the reasoning; None if that never ended."""
+        if not self.opened.rstrip().endswith(START) and not self.raw.lstrip().startswith(START):
+            return self.raw
+        _, ended, rest = self.raw.partition(END)
+        return rest.lstrip("\n") if ended else None
+
+    def is_of(self, message: Message) -> bool:
+        """Whether a message of the history says the same, as far as a client can tell."""
+        calls = [call.get("function") or {} for call in message["tool_calls"]]
+        said = [(call.get("name"), _loaded(call.get("arguments"))) for call in calls]
+        same = [(name, _loaded(arguments)) for name, arguments in self.calls]
+        return said == same and (message.get("content") or "").strip() == self.text.strip()
+
+
+def opened_by(prompt: str) -> str:
+    """The tags of reasoning at the end of a prompt, with the spaces round them."""
+    found = OPENED.search(prompt)
+    return found.group() if found else ""
+
+
+class AnswerStore:
+    """The latest answers with calls. Any thread may use it.
+
+    Args:
+        max_answers, max_chars: the oldest go first.
+    """
+
+    def __init__(self, max_answers: int = 4096, max_chars: int = 1 << 25):
+        self._max_answers, self._max_chars = max_answers, max_chars
+        self._answers: OrderedDict[tuple[str, ...], Answer] = OrderedDict()
+        self._chars = 0
+        self._lock = threading.Lock()
+
+    def keep(self, answer: Answer) -> None:
+        with self._lock:
+            self._drop(answer.ids)
+            self._answers[answer.ids] = answer
+            self._chars += len(answer.raw)
+            while len(self._answers) > self._max_answers or self._chars > self._max_chars:
+                self._drop(next(iter(self._answers)))
+
+    def find(self, message: Message) -> Answer | None:
+        """The answer that this message of a history was made from, None if it is not here or was changed."""
+        ids = tuple(call.get("id") for call in message.get("tool_calls") or ())
+        with self._lock:
+            answer = self._answers.get(ids)
+            if answer is not None:
+                self._answers.move_to_end(ids)
+        return answer if answer is not None and answer.is_of(message) else None
+
+    def _drop(self, ids: tuple[str, ...]) -> None:
+        if ids in self._answers:
+            self._chars -= len(self._answers.pop(ids).raw)
+
+
+class StandIn:
+    """Stands for one answer in the messages, and finds its place in the rendered prompt.
+
+    Args:
+        arguments: of its call, in the form that the template takes.
+    """
+
+    def __init__(self, answer: Answer, dialect: Dialect, arguments: Any):
+        self._answer = answer
+        self._reasoning, self._content, self._name = (
+            f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
+        )
+        tagged = dialect.begin.startswith(TOOL_CALL)
+        self._begin = TOOL_CALL if tagged else deepseek.SECTION_BEGIN
+        self._end = json_form.END if tagged else deepseek.SECTION_END
+        self._arguments = arguments
+
+    def message(self, message: Message) -> dict[str, Any]:
+        function = {"name": self._name, "arguments": self._arguments}
+        call = {**message["tool_calls"][0], "function": function}
+        return {
+            **message,
+            **dict.fromkeys(REASONING_KEYS, self._reasoning),
+            **({"content": self._content} if self._answer.text else {}),
+            "tool_calls": [call],
+        }
+
+    def put_back(self, prompt: str) -> str | None:
+        """The prompt with what the model wrote; None if the template shows the message in no way that we know."""
+        name, reasoned = prompt.find(self._name), prompt.find(self._reasoning)
+        start = prompt.find(self._content) if self._answer.text else prompt.rfind(self._begin, 0, name)
+        end = prompt.find(self._end, name)
+        counts = [prompt.count(word) for word in (self._name, self._content, self._reasoning)]
+        if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
+            return None
+        shown = self._answer.visible if reasoned < 0 else self._answer.opened + self._answer.raw
+        start = start if reasoned < 0 else _tag_before(prompt, reasoned)
+        return None if shown is None else prompt[:start] + shown + prompt[end + len(self._end) :]
+
+
+def _tag_before(prompt: str, at: int) -> int:
+    """Where the tag that opens the reasoning at `at` begins, `at` if there is none."""
+    before = prompt[:at].rstrip()
+    return len(before) - len(START) if before.endswith(START) else at
+
+
+def _loaded(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments

@@ -1,0 +1,192 @@
+"""Which tokens may come next, so that an answer follows a grammar; llguidance says so.
+
+Any tokenizer of ours will do: llguidance is given the bytes that each token stands for. While the model reasons, every
+token may come. llguidance is loaded when it is first needed.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import RequestError
+from .calls.dialect import CALL_TAGS, Dialect
+from .channels import END
+from .grammar import Grammar, Schema, calls_grammar, is_strict, json_grammar, json_schema, parameters_of
+from .tokenizer import TokenizerWrapper
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Constrainer:
+    """Makes masks for one tokenizer; making one of these takes about as long as loading the tokenizer.
+
+    Raises:
+        RequestError: llguidance is not installed, or the tokenizer has no token that ends an answer.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper):
+        _check_installed()
+        from llguidance import LLTokenizer
+        from llguidance import TokenizerWrapper as Adapter
+
+        if not tokenizer.eos_token_ids:
+            raise RequestError("structured output needs a token that ends an answer; the model's files name none")
+        self.tokenizer = tokenizer
+        self.tokens: LLTokenizer = LLTokenizer(Adapter(_Words(tokenizer)), eos_token=sorted(tokenizer.eos_token_ids))
+
+    def grammar(
+        self,
+        schema: Schema | bool | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        dialect: Dialect | None = None,
+        required: bool = False,
+    ) -> Grammar | None:
+        """What enforces the schema of the answer and those of strict tools; None if there is nothing to enforce.
+
+        Args:
+            tools: those that may be called; others cannot be.
+            required: one of them must be.
+
+        Raises:
+            RequestError: a schema has a key that cannot be enforced, which the message names.
+        """
+        for tool in filter(is_strict, tools):
+            self._check_schema(json_schema(parameters_of(tool)))
+        if dialect is None or not tools:
+            grammar = None if schema is None else json_grammar(schema)
+        elif schema is not None or required or any(is_strict(tool) for tool in tools):
+            grammar = calls_grammar(tools, dialect, required=required, schema=schema)
+        else:
+            grammar = None
+        if grammar is not None:
+            self._check(grammar)
+        return grammar
+
+    def mask(self, grammar: Grammar, *, inside_reasoning: bool = False, prefix: str = "") -> "Mask":
+        """The mask of one answer.
+
+        Args:
+            grammar: as `grammar` gives it.
+            inside_reasoning: the prompt has opened the reasoning, so the grammar holds after its end; otherwise the
+                model may begin with reasoning, if its tags are tokens.
+            prefix: the beginning of the answer that the prompt already has.
+        """
+        return Mask(self, self._matcher(grammar.text), inside_reasoning, prefix)
+
+    def _check(self, grammar: Grammar) -> None:
+        for schema in grammar.schemas:
+            self._check_schema(schema)
+        self._matcher(grammar.text)
+
+    def _check_schema(self, schema: str) -> None:
+        from llguidance import LLMatcher
+
+        fault = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), self.tokens)
+        if fault:
+            raise RequestError(f"the JSON schema cannot be enforced: {_line(fault)}; leave that out")
+
+    def _matcher(self, text: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.tokens, LLMatcher.grammar_from_lark(text), log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the schema cannot be enforced: {_line(matcher.get_error())}; make it simpler")
+        return matcher
+
+
+class Mask:
+    """Says before each token of one answer which ones may come. Made by `Constrainer.mask`."""
+
+    def __init__(self, constrainer: Constrainer, matcher: "LLMatcher", inside_reasoning: bool, prefix: str):
+        self._tokenizer, self._matcher = constrainer.tokenizer, matcher
+        self._tokens = constrainer.tokens
+        self._bits = np.empty((1, -(-self._tokens.vocab_size // 32)), np.int32)
+        self._tail = b""  # the end of the reasoning so far
+        self._inside, self._begun = inside_reasoning, bool(prefix)
+        self._take(self._tokens.tokenize_str(prefix))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the answer is whole, so that only its end may follow."""
+        return not self._inside and self._matcher.is_stopped()
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may come next: bool [V]."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        if self._inside:
+            return np.ones(self._tokens.vocab_size, bool)
+        fill_next_token_bitmask(self._matcher, self._bits)
+        bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
+        allowed = bits[: self._tokens.vocab_size].astype(bool)
+        if not self._begun and self._tokenizer.think_start_id is not None:
+            allowed[self._tokenizer.think_start_id] = True
+        return allowed
+
+    def consume(self, token: int) -> None:
+        """The answer goes on with `token`.
+
+        Raises:
+            RequestError: the grammar does not allow it, or has become too large to follow.
+        """
+        if self._inside:
+            self._reason(self._tokenizer.token_bytes(token))
+        elif not self._begun and token == self._tokenizer.think_start_id:
+            self._inside = True
+        else:
+            self._take([token])
+        self._begun = True
+
+    def _reason(self, data: bytes) -> None:
+        end = END.encode()
+        self._tail += data
+        if end not in self._tail:
+            self._tail = self._tail[-len(end) :]
+            return
+        self._inside = False
+        rest = self._tail.split(end, 1)[1]
+        if rest.strip():  # one token can hold the end of the tag and the beginning of the answer
+            self._take(self._tokens.tokenize_bytes(rest))
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        if tokens and not self._matcher.consume_tokens(list(tokens)):
+            fault = _line(self._matcher.get_error()) or json.dumps(self._tokenizer.decode(tokens))
+            raise RequestError(f"the answer cannot go on under its schema: {fault}; make the schema simpler")
+
+
+class _Words:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: TokenizerWrapper):
+        names = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        special = {i for i in tokenizer.all_special_ids if names.get(i) not in CALL_TAGS}  # those are in grammars
+        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_token_ids), tokenizer.bos_token_id
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            names[i].encode() if i in special and i in names else tokenizer.token_bytes(i)
+            for i in range(max(names) + 1)
+        ]
+        self._encode = tokenizer.encode_after
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode())
+
+
+def is_installed() -> bool:
+    """Whether llguidance is there."""
+    from importlib.util import find_spec
+
+    return find_spec("llguidance") is not None
+
+
+def _check_installed() -> None:
+    if not is_installed():
+        raise RequestError("structured output needs llguidance; run: pip install 'moeflux-mlx[structured]'")
+
+
+def _line(message: str) -> str:
+    """llguidance's message without the state that it adds, on one line."""
+    return " ".join(message.split("<state>")[0].split())[:300]

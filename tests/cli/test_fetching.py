@@ -1,0 +1,142 @@
+"""Models of a small Hub: planned from headers, agreed on, downloaded, run; quietly where a library asks."""
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from small_hub import SmallHub, connected
+from tiny_models import child_environment, tiny_directory, write_tokenizer
+
+from moeflux_mlx import load, load_model
+from moeflux_mlx.cli import fetching
+from moeflux_mlx.engine.remote import Remote, fetch
+from moeflux_mlx.errors import ModelFileError, NotPackedError
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.generate.__main__ import main as generate
+from moeflux_mlx.model.tensors import resident_bytes
+from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.plan import main as plan
+from moeflux_mlx.spec import ModelArgs
+
+RUN = ["--model", "org/model", "--prompt", "Hello", "--max-tokens", "3"]
+
+
+@pytest.fixture
+def packed(tmp_path):
+    with SmallHub(tiny_directory("qwen3_moe")) as hub, connected(hub, tmp_path / "cache") as hub.environment:
+        yield hub
+
+
+def weights(hub):
+    """Requests for whole files that hold weights."""
+    large = (".safetensors", ".bin")
+    return [name for how, name, part in hub.requests if how == "GET" and name.endswith(large) and not part]
+
+
+def test_a_packed_model_is_planned_downloaded_and_run(packed, capfd):
+    assert generate(RUN) == 0
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert lines[0].startswith("org/model: 0.") and "are to be downloaded to" in lines[0] and out
+    assert lines[1].startswith("expert I/O: ") and any(line.startswith("in all ") for line in lines)
+    assert len(weights(packed)) == 4
+    assert generate(RUN) == 0
+    out_again, err = capfd.readouterr()
+    assert "downloaded" not in err and "Fetching" not in err and out_again.splitlines()[:1] == out.splitlines()[:1]
+    assert len(weights(packed)) == 4
+
+
+def test_load_prints_nothing(packed, capfd):
+    model, _ = load("org/model")
+    assert capfd.readouterr() == ("", "")
+    own, _ = load(tiny_directory("qwen3_moe"))
+    tokens = mx.array([[1, 2, 3]])
+    assert np.array_equal(np.array(model(tokens)), np.array(own(tokens)))
+
+
+def test_plan_reads_headers_only(packed, capfd):
+    assert plan(["--model", "org/model"]) == 0
+    there = capfd.readouterr().out.splitlines()
+    assert plan(["--model", str(tiny_directory("qwen3_moe"))]) == 0
+    here = capfd.readouterr().out.splitlines()
+    (disk,) = (line for line in there if line.startswith("org/model: "))
+    assert [line for line in there if line != disk] == here and not weights(packed)
+    assert plan(["--model", "org/model", "--measure-disk"]) == 1
+    assert "org/model is not here; leave it out" in capfd.readouterr().err
+
+
+def test_without_an_answer_what_the_cache_holds_is_used(packed, tmp_path):
+    path = fetch("org/model")
+    packed.repo = "org/elsewhere"
+    assert fetch("org/model") == path
+    with pytest.raises(ModelFileError, match="org/other is no directory here and cannot be found"):
+        fetch("org/other")
+
+
+def test_a_full_disk_is_found_before_the_download(packed, monkeypatch, capfd):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 300_000))
+    assert generate(RUN) == 1
+    assert "and 300000 (0.0 GB) are free; free some disk space, or set HF_HOME" in capfd.readouterr().err
+    assert not weights(packed)
+
+
+def test_a_large_download_needs_a_yes(packed, monkeypatch, capfd):
+    monkeypatch.setattr(fetching, "ASKED_FROM", 1000)
+    assert generate(RUN) == 1
+    assert "GB of org/model are downloaded; nobody can be asked here: add --yes" in capfd.readouterr().err
+    assert not weights(packed)
+    assert generate([*RUN, "--yes"]) == 0 and weights(packed)
+
+
+ASKED = """
+import sys
+from moeflux_mlx.cli import fetching
+from moeflux_mlx.generate.__main__ import main
+fetching.ASKED_FROM = 1000
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_terminal_is_asked(packed):
+    here, there = pty.openpty()
+    os.write(here, b"n\n")
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), there)
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, *RUN], env={**child_environment(), **packed.environment}, **streams
+    )
+    os.close(there)
+    text = os.read(here, 1 << 16).decode()
+    os.close(here)
+    assert done.returncode == 1 and "go on? [y/N]" in text and "the answer was not y" in text and not weights(packed)
+
+
+def test_a_checkpoint_that_mlx_quantised_comes_whole_and_runs(tmp_path, capfd):
+    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "mlx4")
+    write_tokenizer(folder, "qwen3_style")
+    (folder / "extra.bin").write_bytes(b"never asked for")
+    own = tiny_directory("qwen3_moe")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        _, layout, shapes = Remote.look_up("org/model").figures()
+        assert plan(["--model", "org/model"]) == 0 and " in place" in capfd.readouterr().out
+        assert not weights(hub)
+        model = load_model("org/model")
+        assert capfd.readouterr() == ("", "") and weights(hub) == ["model.safetensors"]
+        assert generate(RUN) == 0 and "downloaded" not in capfd.readouterr().err
+    assert layout == PackedExperts.open(own, ModelArgs.from_file(own)).layout
+    assert resident_bytes(shapes, mx.float32) == resident_bytes(read_resident(own), mx.float32)
+    tokens = mx.array([[1, 2, 3]])
+    assert np.array_equal(np.array(model(tokens)), np.array(load_model(own)(tokens)))
+
+
+def test_floats_are_refused_before_they_come(tmp_path):
+    folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "hub_sharded")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        with pytest.raises(NotPackedError, match="--hf-path org/model"):
+            fetch("org/model")
+        assert not weights(hub)

@@ -1,0 +1,142 @@
+"""`serve` as users run it: the start, the end, one line for what is wrong, and what outlives a kill."""
+
+import json
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+from tiny_models import child_environment
+
+from moeflux_mlx import serve
+from moeflux_mlx.cli import serving
+from moeflux_mlx.cli.serving import model_name
+
+LONG = "Tell me of the owl that flew over the lake. " * 24
+
+
+class Served:
+    """A process that serves the demo model."""
+
+    def __init__(self, *options):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "moeflux_mlx.serve", "--port", str(self.port), *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=child_environment())
+
+    def __enter__(self):
+        end = time.monotonic() + 60
+        while self._status("/health") != 200:
+            assert time.monotonic() < end and self.process.poll() is None, self.process.stderr.read()
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self.process.stderr.close()
+
+    def _status(self, path):
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as reply:
+                return reply.status
+        except URLError as error:
+            return getattr(error, "code", 0)
+
+    def ask(self, text, **more):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
+        headers = {"Content-Type": "application/json"}
+        request = Request(f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=60) as reply:
+            return reply if more.get("stream") else json.loads(reply.read())
+
+    def end(self, number):
+        """Seconds that it took to end, its exit code, and what it said."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(10)
+        return time.monotonic() - began, code, self.process.stderr.read()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, interruptible):
+    with Served() as served:
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+        head = "POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            seconds, found, said = served.end(number)
+    assert seconds < 5 and found == code and "Traceback" not in said
+    assert "context: 1024 tokens" in said and f"http://127.0.0.1:{served.port}/v1" in said
+
+
+def test_what_was_computed_outlives_a_kill(tmp_path, interruptible):
+    folder = tmp_path / "prompts"
+    with Served("--prompt-cache-dir", str(folder)) as served:
+        first = served.ask(LONG)["usage"]
+        served.process.kill()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with Served("--prompt-cache-dir", str(folder)) as served:
+        again = served.ask(LONG)["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] >= 0.9 * again["prompt_tokens"] > 200
+
+
+def line(capsys, *options):
+    """The one line that a wrong start prints."""
+    assert serve.main([*options]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    return said
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"port {port} of 127.0.0.1 is taken; give another with --port" in line(capsys, "--port", port)
+
+
+def test_wrong_starts(capsys, tmp_path):
+    assert "--host 0.0.0.0 lets other machines in" in line(capsys, "--host", "0.0.0.0", "--port", "0")
+    assert "--port 70000 is no port" in line(capsys, "--port", "70000")
+    assert "--host nowhere.invalid cannot be used" in line(capsys, "--host", "nowhere.invalid", "--no-key")
+    assert "--sessions is 0; it must be at least 1" in line(capsys, "--sessions", "0")
+    assert "--api-key-file cannot be read" in line(capsys, "--api-key-file", str(tmp_path / "none"))
+    (tmp_path / "key").write_text("short\n")
+    said = line(capsys, "--api-key-file", str(tmp_path / "key"))
+    assert "at least 8 letters" in said and "short" not in said
+
+
+def test_a_model_that_cannot_be_loaded(capsys):
+    assert serve.main(["--port", "0", "--model", "/nowhere/model"]) == 1
+    assert "/nowhere/model" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "pip install 'moeflux-mlx[server]'" in line(capsys, "--port", "0")
+
+
+def test_names_hold_no_path(tmp_path):
+    (tmp_path / "Qwen").mkdir()
+    assert model_name(None) == serving.DEMO and model_name(str(tmp_path / "Qwen")) == "Qwen"
+    assert model_name("org/name") == "org/name"
+
+
+def test_the_command_is_listed():
+    done = subprocess.run(
+        [sys.executable, "-m", "moeflux_mlx", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+    )
+    assert done.returncode == 0 and "--keep-agent-headers" in done.stdout

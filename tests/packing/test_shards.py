@@ -1,0 +1,393 @@
+"""Conversions that go shard by shard: from a small Hub with faults, and of a directory that is deleted on the way."""
+
+import errno
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import goldens
+import pytest
+from small_hub import SmallHub, connected
+from tiny_models import child_environment
+
+from moeflux_mlx.convert import convert, main
+from moeflux_mlx.errors import ModelFileError, MoefluxWarning, RequestError
+from moeflux_mlx.packing import shards
+from moeflux_mlx.packing.journal import JOURNAL, SHARDS, Listing
+from moeflux_mlx.packing.supply import INCOMING
+from moeflux_mlx.packing.writer import PARTIAL, STATE
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 4
+NAMES = [f"model-{i + 1:05d}-of-{COUNT:05d}.safetensors" for i in range(COUNT)]
+
+
+def split(path, family, variant, shuffled=False):
+    """A checkpoint in `COUNT` shards of about the same size, in the order of names, or each tensor in any."""
+    goldens.write_variant(path, family, variant)
+    (path / "model.safetensors").unlink(missing_ok=True)
+    tensors = goldens.variant_tensors(family, variant)
+    total, done, where = sum(array.nbytes for _, array in tensors.values()), 0, {}
+    for i, name in enumerate(sorted(tensors)):
+        where[name] = NAMES[i * 7 % COUNT if shuffled else min(COUNT * done // total, COUNT - 1)]
+        done += tensors[name][1].nbytes
+    for file in NAMES:
+        goldens.write_safetensors(path / file, {name: tensors[name] for name in where if where[name] == file})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return path
+
+
+def tree(path):
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file() and file.name != STATE
+    }
+
+
+def allocated(path):
+    """Bytes of disk that lie below `path`."""
+    return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Do not write into it."""
+    return split(tmp_path_factory.mktemp("source") / "checkpoint", "qwen3_moe", "hub")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, source):
+    """What comes of `source` at once."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    convert(source, out)
+    return tree(out)
+
+
+@pytest.fixture
+def hub(source, tmp_path):
+    with SmallHub(source) as served, connected(served, tmp_path / "cache") as served.environment:
+        yield served
+
+
+# ---- from the hub ----
+
+
+def test_a_repository_gives_the_same_files_and_two_shards_at_most_lie_on_the_disk(hub, source, whole, tmp_path):
+    out, steps, most = tmp_path / "out", [], 0
+
+    def progress(*step):
+        nonlocal most
+        steps.append(step)
+        here = list((out / INCOMING).rglob("*.safetensors")) if out.exists() else []
+        assert len(here) <= 2
+        most = max(most, allocated(out))
+
+    convert("org/model", out, progress=progress)
+    assert tree(out) == whole
+    assert hub.fetched() == NAMES
+    largest = max((source / name).stat().st_size for name in NAMES)
+    assert most <= sum(map(len, whole.values())) + 2 * largest + 100_000
+    assert all(a[0] <= b[0] for a, b in zip(steps, steps[1:], strict=False)) and steps[-1][0] == steps[-1][1]
+    cached = [file for file in (tmp_path / "cache").rglob("*.safetensors")]
+    assert not cached  # nothing large in the Hub's cache
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "shuffled"),
+    [
+        ("qwen3_5_moe", "mlx4", False),
+        ("qwen3_5_moe", "mlx4", True),  # codes and scales in different shards
+        ("qwen3_5_moe", "hub", False),
+        ("deepseek_v3", "hub", True),  # block fp8: codes and their scales
+    ],
+)
+def test_every_kind_of_checkpoint_gives_the_same_files(tmp_path, family, variant, shuffled):
+    source = split(tmp_path / "source", family, variant, shuffled)
+    convert(source, tmp_path / "whole")
+    with SmallHub(source) as hub, connected(hub, tmp_path / "cache"):
+        convert("org/model", tmp_path / "out", verify=True)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_finished_one_downloads_nothing_and_a_damaged_file_only_what_it_needs(hub, whole, tmp_path):
+    out = tmp_path / "out"
+    convert("org/model", out)
+    hub.requests.clear()
+    assert len(convert("org/model", out).kept) == 4 and not hub.fetched()
+    layer = out / "packed_experts" / "layer_00.bin"
+    layer.write_bytes(bytes(layer.stat().st_size))
+    report = convert("org/model", out)
+    assert report.repaired == ("packed_experts/layer_00.bin",) and tree(out) == whole
+    assert 0 < len(hub.fetched()) < COUNT
+
+
+def test_cut_connections_are_taken_up_again(hub, source, whole, tmp_path):
+    size = (source / NAMES[1]).stat().st_size
+    hub.cut = {NAMES[1]: [size // 2, size // 4]}
+    with pytest.warns(MoefluxWarning, match="does not answer, trying again: Error while downloading from .*$"):
+        convert("org/model", tmp_path / "out")
+    assert tree(tmp_path / "out") == whole and not hub.cut[NAMES[1]]
+    assert len([one for one in hub.requests if one[1] == NAMES[1] and one[2] and one[2].endswith("-")]) == 2
+
+
+def test_a_wrong_shard_is_downloaded_again_and_refused_the_second_time(hub, whole, tmp_path):
+    hub.wrong = {NAMES[1]: 1, NAMES[2]: 2}
+    with pytest.raises(ModelFileError, match=f"{NAMES[2]} came damaged, twice: SHA-256 is [0-9a-f]+, not [0-9a-f]+;"):
+        convert("org/model", tmp_path / "out")
+    assert not list((tmp_path / "out" / INCOMING).glob("*.safetensors"))
+    assert hub.fetched() == [NAMES[0], NAMES[1], NAMES[1], NAMES[2], NAMES[2]]
+    convert("org/model", tmp_path / "out")
+    assert hub.fetched()[5:] == NAMES[2:] and tree(tmp_path / "out") == whole
+
+
+KILLED = """
+import os, signal, sys
+from moeflux_mlx.convert import convert
+def progress(done, total, name):
+    if name == sys.argv[3] and done >= int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+convert(sys.argv[1], sys.argv[2], delete_source=sys.argv[5] == "delete", progress=progress)
+"""
+
+
+def killed(source, out, name, environment=None, how="keep"):
+    """A conversion whose process is killed as soon as it tells of `name`, something being done."""
+    command = [sys.executable, "-c", KILLED, str(source), str(out), name, "1", how]
+    child = subprocess.run(command, env={**child_environment(), **(environment or {})}, cwd=ROOT, timeout=60)
+    assert child.returncode == -signal.SIGKILL
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopped(source, out, name, **options):
+    """The same without a process of its own: nothing is tidied up on the way out."""
+
+    def progress(done, total, what):
+        if what == name and done:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        convert(source, out, progress=progress, **options)
+
+
+STEPS = [
+    (killed, f"download {NAMES[2]}"),
+    (killed, f"pack {NAMES[2]}"),
+    (stopped, f"pack {NAMES[0]}"),
+    (stopped, "check packed_experts/layer_01.bin"),
+]
+
+
+@pytest.mark.parametrize(("ended", "name"), STEPS)
+def test_ended_and_started_again_it_goes_on_at_the_last_shard(hub, whole, tmp_path, ended, name):
+    out = tmp_path / "out"
+    ended("org/model", out, name, **({"environment": hub.environment} if ended is killed else {}))
+    assert not (out / "packed_experts" / "layout.json").exists()
+    hub.requests.clear()
+    convert("org/model", out)
+    done = {"download": 2, "pack": 1 + NAMES.index(name[-len(NAMES[0]) :]) if name[0] == "p" else 0, "check": COUNT}
+    assert hub.fetched() == NAMES[done[name.split()[0]] :]  # one that had come whole is not asked for again
+    assert tree(out) == whole
+
+
+def test_what_a_journal_says_of_a_lost_file_is_forgotten(hub, whole, tmp_path):
+    out = tmp_path / "out"
+    stopped("org/model", out, f"download {NAMES[3]}")
+    (out / f"resident.safetensors{PARTIAL}").unlink()
+    convert("org/model", out)
+    assert tree(out) == whole
+
+
+def test_a_moved_branch_does_not_matter_to_one_that_is_begun(hub, whole, tmp_path):
+    out = tmp_path / "out"
+    stopped("org/model", out, f"pack {NAMES[1]}")
+    begun, hub.commit = hub.commit, "f" * 40
+    assert json.loads((out / SHARDS).read_text())["commit"] == begun
+    convert("org/model", out)
+    assert tree(out) == whole
+    assert Listing.read(out) is None and not any((tmp_path / "cache").rglob("f" * 40))
+
+
+# ---- the disk ----
+
+
+def test_a_disk_that_is_too_small_is_found_before_a_shard_comes(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100_000))
+    with pytest.raises(ModelFileError, match="more bytes .* and 100000 .* are free; free some disk space"):
+        convert("org/model", tmp_path / "out")
+    assert not hub.fetched()
+
+
+def test_a_disk_that_fills_up_on_the_way(hub, whole, tmp_path, monkeypatch):
+    real, room = os.pwrite, [300_000]
+
+    def pwrite(descriptor, data, offset):
+        room[0] -= len(data)
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(shards.os, "pwrite", pwrite)
+    with pytest.raises(ModelFileError, match="cannot be written: No space left on device; run the same command"):
+        convert("org/model", tmp_path / "out")
+    room[0] = 1 << 40
+    convert("org/model", tmp_path / "out")
+    assert tree(tmp_path / "out") == whole
+
+
+def test_what_does_not_read_back_is_not_deleted(hub, whole, tmp_path, monkeypatch):
+    real, lost = os.pwrite, [3]
+
+    def pwrite(descriptor, data, offset):
+        lost[0] -= 1
+        return len(data) if lost[0] == 0 else real(descriptor, data, offset)
+
+    monkeypatch.setattr(shards.os, "pwrite", pwrite)
+    with pytest.raises(ModelFileError, match=f"does not hold what was made of {NAMES[0]}, read back from the disk"):
+        convert("org/model", tmp_path / "out")
+    assert not (tmp_path / "out" / JOURNAL).exists()
+
+
+# ---- a directory that is deleted on the way ----
+
+
+@pytest.fixture
+def own(source, tmp_path):
+    return shutil.copytree(source, tmp_path / "own")
+
+
+def test_a_directory_s_shards_go_one_by_one(own, whole, tmp_path):
+    out, most = tmp_path / "out", 0
+
+    def progress(*_):
+        nonlocal most
+        most = max(most, allocated(tmp_path / "out") + sum(file.stat().st_size for file in own.glob("*.safetensors")))
+
+    sizes = [file.stat().st_size for file in own.glob("*.safetensors")]
+    convert(own, out, delete_source=True, progress=progress)
+    assert tree(out) == whole and not list(own.glob("*.safetensors"))
+    assert (own / "config.json").exists()
+    assert most < sum(sizes) + sum(map(len, whole.values())) / 2  # never both whole
+    assert not (out / JOURNAL).exists() and not (out / SHARDS).exists()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_killed_one_goes_on_without_what_was_deleted(own, whole, tmp_path, at_once, capsys):
+    out = tmp_path / "out"
+    if at_once:
+        killed(own, out, f"pack {NAMES[2]}", how="delete")
+    else:
+        stopped(own, out, "check packed_experts/layer_01.bin", delete_source=True)
+    assert len(list(own.glob("*.safetensors"))) == (2 if at_once else 0)
+    assert main(["--hf-path", str(own), "--mlx-path", str(out), "--delete-source", "--yes"]) == 0
+    assert f"{own}: shards deleted\n" in capsys.readouterr().err
+    assert tree(out) == whole and not list(own.glob("*.safetensors"))
+
+
+def test_an_unfinished_one_says_how_to_go_on(own, tmp_path, capsys):
+    from moeflux_mlx.generate.__main__ import main as generate
+
+    stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
+    assert generate(["--model", str(tmp_path / "out")]) == 1
+    assert "--delete-source" in capsys.readouterr().err
+
+
+def test_what_was_packed_already_is_compared_before_it_is_deleted(own, whole, tmp_path):
+    out = tmp_path / "out"
+    convert(own, out)
+    state = (out / STATE).read_text()
+    convert(own, out, delete_source=True)
+    assert not list(own.glob("*.safetensors")) and tree(out) == whole and state
+
+
+def links(own, other):
+    (own / NAMES[1]).rename(other / "blob")
+    (own / NAMES[1]).symlink_to(other / "blob")
+
+
+def second_names(own, other):
+    os.link(own / NAMES[1], other / "blob")
+
+
+@pytest.mark.parametrize("shared", [links, second_names])
+def test_what_others_share_is_never_deleted(own, tmp_path, shared):
+    other = tmp_path / "other"
+    other.mkdir()
+    shared(own, other)
+    before = tree(own)
+    with pytest.raises(ModelFileError, match=f"{NAMES[1]} (is|has) a .*; nothing was deleted: leave --delete-source"):
+        convert(own, tmp_path / "out", delete_source=True)
+    assert tree(own) == before
+
+
+@pytest.mark.parametrize("shared", [links, second_names])
+def test_what_becomes_shared_on_the_way_stays(own, whole, tmp_path, shared):
+    other = tmp_path / "other"
+    other.mkdir()
+
+    def progress(done, total, name):
+        if name == f"pack {NAMES[0]}" and not list(other.iterdir()):
+            shared(own, other)
+
+    convert(own, tmp_path / "out", delete_source=True, progress=progress)
+    assert (own / NAMES[1]).exists() and (other / "blob").exists() and not (own / NAMES[0]).exists()
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_shard_that_changed_is_refused(own, tmp_path):
+    stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
+    os.utime(own / NAMES[3], ns=(0, 0))
+    with pytest.raises(ModelFileError, match=f"{NAMES[3]} is not the file that this conversion began with"):
+        convert(own, tmp_path / "out", delete_source=True)
+
+
+def test_what_was_deleted_and_lost_is_said(own, tmp_path):
+    stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
+    (tmp_path / "out" / f"resident.safetensors{PARTIAL}").unlink()
+    with pytest.raises(ModelFileError, match=f"{NAMES[0]} was packed and deleted, but what was made of it is gone"):
+        convert(own, tmp_path / "out", delete_source=True)
+
+
+def test_progress_counts_what_is_downloaded(hub, source, tmp_path):
+    steps = []
+    convert("org/model", tmp_path / "out", progress=lambda *step: steps.append(step))
+    during = [done for done, _, what in steps if what == f"download {NAMES[0]}"]
+    size = (source / NAMES[0]).stat().st_size
+    assert during[-1] - during[0] == size and len(during) > size >> 17
+
+
+def test_deleting_is_for_directories(hub, tmp_path):
+    with pytest.raises(ModelFileError, match=r"holds no \*.safetensors; leave --delete-source out"):
+        convert(tmp_path, tmp_path / "out", delete_source=True)
+    with pytest.raises(RequestError, match="org/model is a repository, whose shards are never kept"):
+        convert("org/model", tmp_path / "out", delete_source=True)
+
+
+def test_nobody_is_there_to_be_asked(own, tmp_path, capsys):
+    before = tree(own)
+    assert main(["--hf-path", str(own), "--mlx-path", str(tmp_path / "out"), "--delete-source"]) == 1
+    assert re.search(r"deleted one by one.*nobody can be asked here: add --yes", capsys.readouterr().err)
+    assert tree(own) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("answer", "code"), [("n", 1), ("y", 0)])
+def test_a_terminal_is_asked(own, tmp_path, answer, code):
+    command = [sys.executable, "-m", "moeflux_mlx.convert", "--hf-path", str(own), "--mlx-path", str(tmp_path / "out")]
+    here, there = pty.openpty()
+    os.write(here, f"{answer}\n".encode())
+    done = subprocess.run(
+        [*command, "--delete-source"], env=child_environment(), stdin=there, stdout=there, stderr=there
+    )
+    os.close(there)
+    assert done.returncode == code
+    assert len(list(own.glob("*.safetensors"))) == (COUNT if code else 0)
+    os.close(here)

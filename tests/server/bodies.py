@@ -1,0 +1,125 @@
+"""Full requests of each API, as agents send them."""
+
+READ_TOOL = {"name": "Read", "description": "Reads.", "parameters": {"type": "object", "properties": {"path": {}}}}
+
+CHAT = {
+    "model": "gpt-x",
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "text", "text": "Read"}, {"type": "text", "text": "it"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "I must read.",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "Read", "arguments": '{"path": "a"}'}},
+                {"id": "call_2", "type": "function", "function": {"name": "Read", "arguments": ""}},
+            ],
+        },
+        {"role": "tool", "content": "A"},
+        {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "B"}]},
+        {"role": "system", "content": "Hurry."},
+        {"role": "user", "content": "Well?"},
+    ],
+    "tools": [{"type": "function", "function": {**READ_TOOL, "strict": True}}],
+    "tool_choice": {"type": "function", "function": {"name": "Read"}},
+    "parallel_tool_calls": False,
+    "max_tokens": 5,
+    "max_completion_tokens": 7,
+    "stop": ["END", ""],
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "seed": -1,
+    "presence_penalty": 1,
+    "frequency_penalty": -1,
+    "logit_bias": {"17": -100},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"preserve_thinking": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "prompt_cache_key": "k",
+    "n": 1,
+    "user": {"whatever": []},
+}
+COMPLETIONS = {"model": "m", "prompt": "def f(", "max_tokens": None, "logprobs": 3, "stop": "\n", "stream": False}
+MESSAGES = {
+    "model": "claude-x",
+    "max_tokens": 100,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=abc;"},
+        {"type": "text", "text": "You are an agent.\n\n<total_tokens>123 tokens left</total_tokens>"},
+    ],
+    "messages": [
+        {"role": "user", "content": "Read it"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I must.", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "Reading."},
+                {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "a"}},
+                {"type": "tool_use", "id": "toolu_2", "name": "Read", "input": '{"path": "b"}'},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Note this."},
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "A"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no such file", "is_error": True},
+            ],
+        },
+        {"role": "system", "content": "Hurry."},
+    ],
+    "tools": [
+        {"name": "Read", "description": "Reads.", "input_schema": READ_TOOL["parameters"]},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1000},
+    "stop_sequences": ["END"],
+    "metadata": {"user_id": "u"},
+    "stream": True,
+}
+RESPONSES = {
+    "model": "gpt-codex",
+    "instructions": "You are Codex.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"role": "user", "content": "Patch it"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I must."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Patching."}]},
+        {"type": "custom_tool_call", "call_id": "call_1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "function_call", "call_id": "call_2", "name": "find", "namespace": "mcp__x", "arguments": "{}"},
+        {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "found"}]},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ],
+    "tools": [
+        {"type": "function", **READ_TOOL, "strict": False},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Patches.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
+        },
+        {"type": "namespace", "name": "mcp__x", "tools": [{"type": "function", "name": "find", "parameters": None}]},
+        {"type": "web_search"},
+        {"type": "local_shell"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    "prompt_cache_key": "k",
+    "text": {"verbosity": "low", "format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
+    "max_output_tokens": 9,
+    "previous_response_id": None,
+}

@@ -1,0 +1,185 @@
+"""The whole server on a port of this machine, in this process: a real model, or one that says what it is told to."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+import types
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import mlx.core as mx
+import numpy as np
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.engine.generation import GenerationResponse
+from moeflux_mlx.engine.session import Reuse, Stopped
+from moeflux_mlx.experts.source import LoaderStats
+from moeflux_mlx.server.app import Served, make_app
+from moeflux_mlx.server.guard import Rules
+from moeflux_mlx.server.listen import Listener, bind
+from moeflux_mlx.server.prepare import Defaults
+from moeflux_mlx.server.request import Sampling
+from moeflux_mlx.server.sessions import Sessions
+from moeflux_mlx.server.worker import Worker
+from moeflux_mlx.text.boundaries import shared_length
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+
+class Live:
+    """Attributes: url, worker, listener."""
+
+    def __init__(self, load, sessions=3, queue=64, rules=Rules(), keepalive=8.0, idle=1 << 30):  # noqa: B008
+        socket_ = bind("127.0.0.1", 0)
+        self.port = socket_.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.worker = Worker(load, lambda engine: Sessions(engine.session, sessions, idle), queue)
+        served = Served(self.worker, "tiny", lambda engine: Defaults(Sampling(temperature=0.0), {}), False, keepalive)
+        self.listener = Listener(make_app(served, rules), self.worker.begin_stop)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(socket_)), daemon=True)
+
+    async def _serve(self, socket_):
+        self.listener.loop_begun()
+        self.worker.start()
+        await self.listener.serve([socket_])
+
+    def __enter__(self):
+        self.thread.start()
+        wait_for(lambda: self.worker.state.ready or self.worker.state.error)
+        assert self.worker.state.error is None, self.worker.state.error
+        return self
+
+    def __exit__(self, *_):
+        self.listener.stop_soon()
+        self.thread.join(10)
+        assert self.worker.stop(10) and not self.thread.is_alive()
+
+    def get(self, path):
+        with urlopen(f"{self.url}{path}", timeout=30) as reply:
+            return reply.read().decode()
+
+    def post(self, path, body):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=60) as reply:
+            return json.loads(reply.read())
+
+    def raw(self, data, seconds=10):
+        """What comes back for some bytes, until the server closes the connection or has no more to say."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
+            connection.sendall(data)
+            found = b""
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                while piece := connection.recv(65536):
+                    found += piece
+                    if whole_reply(found):
+                        break
+            return found
+
+
+def whole_reply(data):
+    """Whether an answer with a Content-Length is all there."""
+    head, found, body = data.partition(b"\r\n\r\n")
+    if found and b" 204 " in head.split(b"\r\n")[0]:
+        return True
+    lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    return bool(found and lengths and len(body) >= int(lengths[0]))
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def demo_engine(**options):
+    return open_engine(None, **options)
+
+
+class FakeSession:
+    """Knows tokens as a session does, and says what `script` answers to a prompt's text."""
+
+    def __init__(self, engine):
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.tokens, self.reuse, self.nbytes = [], Reuse(), 0
+
+    def known(self, prompt):
+        return shared_length(self.tokens, prompt[:-1])
+
+    def fork(self, length):
+        other = FakeSession(self.engine)
+        other.tokens = self.tokens[:length]
+        return other
+
+    def keep(self):
+        pass
+
+    def respond(self, prompt, *, boundaries, prompt_progress_callback, max_tokens, sampler, logits_processors):
+        known = self.known(prompt)
+        self.reuse = Reuse(len(prompt), known)
+        self.tokens = self.tokens[:known]
+        for done in range(known, len(prompt), self.engine.step):
+            prompt_progress_callback(done, len(prompt))
+            self.engine.prompts.append((len(prompt), done))
+            time.sleep(self.engine.prompt_seconds)
+            self.tokens = list(prompt[:done])
+        self.tokens = list(prompt)
+        prompt_progress_callback(len(prompt), len(prompt))
+        answer = self.engine.script(self.tokenizer.decode(prompt))
+        yield from self._answer(self.tokenizer.encode(answer, add_special_tokens=False), max_tokens, len(prompt))
+
+    def _answer(self, tokens, max_tokens, prompt_tokens):
+        speller = self.tokenizer.detokenizer
+        for n, token in enumerate([*tokens, self.tokenizer.eos_token_id], start=1):
+            time.sleep(self.engine.token_seconds)
+            reason = "stop" if n > len(tokens) else "length" if n == max_tokens else None
+            if reason != "stop":
+                speller.add_token(token)
+            if reason:
+                speller.finalize()
+            logprobs = mx.array(np.log(np.full(256, 1 / 256, np.float32)))
+            yield GenerationResponse(
+                speller.last_segment, token, logprobs, False, prompt_tokens, 1.0, n, 1.0, 0, reason
+            )
+            if reason:
+                return
+            self.tokens.append(token)
+
+
+class FakeExperts:
+    def __init__(self):
+        self.stats, self.closed = LoaderStats(), False
+        self.layout = types.SimpleNamespace(moe_layers=(0, 1), num_experts=4)
+
+    def watch(self, wanted):
+        pass
+
+    def picture(self):
+        return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
+
+    def close(self):
+        self.closed = True
+
+
+class FakeEngine:
+    """What a server asks of an engine. `script` maps the text of a prompt to the answer."""
+
+    def __init__(self, script, template="qwen35_style", context=8192, prompt_seconds=0.0, token_seconds=0.0, step=256):
+        self.script, self.step = script, step
+        self.prompt_seconds, self.token_seconds = prompt_seconds, token_seconds
+        self.path = Path("/nowhere/tiny")
+        self.tokenizer = load_tokenizer(tiny_directory("qwen3_moe", template=template))
+        self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256))
+        self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
+        self.experts = FakeExperts()
+        self.prompts = []
+
+    def session(self, **_):
+        return FakeSession(self)
+
+
+__all__ = ["FakeEngine", "Live", "Stopped", "demo_engine", "wait_for"]

@@ -1,0 +1,212 @@
+"""Hostile requests: each gets a 4xx in the shape of the API that it came by, and the server goes on."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from live_server import FakeEngine, Live
+
+from moeflux_mlx.server.guard import Rules
+from moeflux_mlx.server.listen import PatientProtocol
+
+KEY = "a-key-of-letters"
+CHAT = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+MESSAGES = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}'
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/v1/messages/count_tokens")
+
+
+@pytest.fixture(scope="module")
+def live():
+    rules = Rules(("box.example",), ("https://chat.example",), KEY)
+    with Live(lambda: FakeEngine(lambda prompt: "</think>Yes.", context=512), rules=rules) as server:
+        server.worker.state.engine  # noqa: B018
+        yield server
+
+
+def request(path, body=CHAT, method="POST", length=None, **headers):
+    """The bytes of a request; a header of None is left out."""
+    given = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {KEY}",
+        "Content-Length": str(len(body) if length is None else length),
+    }
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value is not None)]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+def answer(live, data):
+    """Status, headers and body."""
+    reply = live.raw(data)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    headers = {line.split(":", 1)[0].lower(): line.split(":", 1)[1].strip() for line in lines[1:]}
+    return int(lines[0].split()[1]), headers, body
+
+
+def nested(depth):
+    return b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"\xff\xfe",
+    b'{"messages": "\xc3"}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [], "temperature": NaN}',
+    b'{"messages": 1e999}',
+    nested(100),
+    nested(100_000),
+    b'{"a":' * 50_000,
+    b'{"messages": {}}',
+    b'{"messages": [1]}',
+    b'{"messages": [{"role": "wizard", "content": "x"}]}',
+    b'{"messages": [{"role": "user", "content": {"type": "image_url"}}]}',
+    b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": "many", "max_output_tokens": "many"}',
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bodies_that_make_no_sense(live, path):
+    for body in BODIES:
+        status, headers, reply = answer(live, request(path, body))
+        found = json.loads(reply)
+        assert 400 <= status < 500, body[:60]
+        assert found["error"]["message"] and headers["content-type"] == "application/json"
+        assert (found.get("type") == "error") == path.startswith("/v1/messages")
+        assert len(reply) < 2000
+
+
+REFUSED = [
+    (401, {"Authorization": None}),
+    (401, {"Authorization": "Bearer wrong"}),
+    (401, {"Authorization": "Basic " + KEY}),
+    (401, {"Authorization": f"Bearer {KEY}x"}),
+    (401, {"Authorization": None, "x_api_key": "\xe9"}),
+    (403, {"Host": "evil.example"}),
+    (403, {"Host": "localhost.evil.example"}),
+    (403, {"Host": ""}),
+    (403, {"Host": "[::1"}),
+    (403, {"Origin": "https://evil.example"}),
+    (403, {"Origin": "null"}),
+    (403, {"Origin": "http://localhost:1"}),
+    (415, {"Content_Type": "text/plain"}),
+    (415, {"Content_Type": None}),
+    (415, {"Content_Type": "application/x-www-form-urlencoded"}),
+    (415, {"Content_Encoding": "gzip"}),
+    (413, {"length": (64 << 20) + 1}),
+]
+
+
+@pytest.mark.parametrize(("status", "change"), REFUSED, ids=str)
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_requests_that_may_not(live, path, status, change):
+    changed = {name.replace("Content_", "Content-"): value for name, value in change.items()}
+    length = changed.pop("length", None)
+    found, headers, body = answer(live, request(path, MESSAGES, length=length, **changed))
+    assert found == status and json.loads(body)["error"]["message"]
+    assert KEY.encode() not in body and "access-control-allow-origin" not in headers
+    assert ("www-authenticate" in headers) == (status == 401)
+
+
+def test_requests_that_may(live):
+    for change in (
+        {},
+        {"Authorization": None, "x-api-key": KEY},
+        {"Authorization": f"bearer {KEY}"},
+        {"Host": "box.example:8080"},
+        {"Host": "[::1]:8080"},
+        {"Host": "192.168.1.7"},
+        {"Origin": "http://localhost"},
+        {"Content-Type": "application/json; charset=utf-8"},
+    ):
+        assert answer(live, request(PATHS[0], **change))[0] == 200, change
+    assert answer(live, request("/health", b"", "GET", Authorization=None))[0] == 200
+    assert answer(live, request("/metrics", b"", "GET", Authorization=None))[0] == 401
+
+
+def test_pages_of_other_sites_only_if_asked_for(live):
+    origin = {"Origin": "https://chat.example"}
+    status, headers, _ = answer(live, request(PATHS[0], b"", "OPTIONS", Authorization=None, **origin))
+    assert status == 204 and headers["access-control-allow-origin"] == origin["Origin"]
+    status, headers, _ = answer(live, request(PATHS[0], **origin))
+    assert status == 200 and headers["access-control-allow-origin"] == origin["Origin"]
+
+
+def chunked(live, piece, count):
+    """A body whose length nobody said."""
+    head = request("/v1/messages", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(head)
+        found = b""
+        try:
+            for _ in range(count):
+                connection.sendall(b"%x\r\n" % len(piece) + piece + b"\r\n")
+            connection.sendall(b"0\r\n\r\n")
+        except ConnectionError:
+            pass
+        try:
+            while data := connection.recv(65536):
+                found += data
+                if b"}}" in found:
+                    break
+        except OSError:
+            pass
+        return found
+
+
+def test_a_body_in_pieces_is_counted():
+    with Live(lambda: FakeEngine(lambda prompt: "Yes."), rules=Rules(key=KEY)) as live:
+        assert b" 200 " in chunked(live, MESSAGES, 1).split(b"\r\n")[0]
+        found = chunked(live, b" " * (4 << 20), 20)
+        assert not found or found.startswith(b"HTTP/1.1 413") and b'"request_too_large"' in found
+        assert answer(live, request(PATHS[0]))[0] == 200
+
+
+def test_floods_of_headers_and_no_http(live):
+    assert live.raw(b"\x16\x03\x01\x00\xff nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+    flood = b"GET /health HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(20_000))
+    assert live.raw(flood).startswith(b"HTTP/1.1 4") or live.raw(flood) == b""
+    assert answer(live, request(PATHS[0]))[0] == 200
+
+
+def test_half_a_request_is_not_waited_for(live, monkeypatch):
+    monkeypatch.setattr(PatientProtocol, "header_seconds", 0.2)
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert connection.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = b""
+        while b'"ok"' not in found:
+            found += connection.recv(1000)
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert connection.recv(100) == b""
+
+
+def test_template_and_reserved_names_are_refused(live):
+    for more in (b'"chat_template": "{{ 1 }}"', b'"chat_template_kwargs": {"messages": []}'):
+        status, _, body = answer(live, request(PATHS[0], CHAT[:-1] + b", " + more + b"}"))
+        assert status == 400 and b"chat_template" in body
+
+
+def test_as_many_wait_as_may():
+    slow = FakeEngine(lambda prompt: "</think>" + "Yes. " * 10, token_seconds=0.01)
+    with Live(lambda: slow, queue=3) as live:
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(answer(live, request(PATHS[0])))) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join()
+        refused = [headers for status, headers, _ in found if status == 429]
+        assert {status for status, _, _ in found} == {200, 429} and len(refused) == 8
+        assert all(int(headers["retry-after"]) >= 1 for headers in refused)

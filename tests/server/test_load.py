@@ -1,0 +1,94 @@
+"""Many clients, slow ones and those that vanish: everybody is served in turn, and nothing grows."""
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+from live_server import FakeEngine, Live, wait_for
+
+from moeflux_mlx.server.live import used_memory
+
+ANSWER = "</think>" + "An owl flew over the lake. " * 4
+
+
+def body(n, **more):
+    message = {"role": "user", "content": f"Client {n} asks."}
+    return json.dumps({"messages": [message], "stream": True, "max_tokens": 60, **more}).encode()
+
+
+def send(live, data):
+    """A connection that has asked."""
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return connection
+
+
+def read_whole(connection):
+    found = b""
+    while b"[DONE]" not in found and (piece := connection.recv(65536)):
+        found += piece
+    return found
+
+
+def test_sixty_four_clients_are_served_in_turn():
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER, token_seconds=0.0002), queue=64) as live:
+        order, lock = [], threading.Lock()
+
+        def ask(n):
+            with send(live, body(n)) as connection:
+                found = read_whole(connection)
+            with lock:
+                order.append((n, found.startswith(b"HTTP/1.1 200") and b"[DONE]" in found))
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(64)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.002)
+        for thread in threads:
+            thread.join()
+        assert all(whole for _, whole in order) and len(order) == 64
+        assert sum(abs(place - n) for place, (n, _) in enumerate(order)) / 64 < 16  # in about the order they came
+        assert len(live.worker._sessions) <= 3
+
+
+def test_clients_that_vanish():
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER, token_seconds=0.001, prompt_seconds=0.002)) as live:
+        rng = random.Random(1)
+        for n in range(40):
+            data = body(n)
+            with send(live, data[: len(data) - rng.choice([0, 0, 0, 5])]) as connection:
+                connection.settimeout(rng.choice([0.001, 0.01, 0.05]))
+                with contextlib.suppress(TimeoutError):
+                    connection.recv(rng.choice([1, 200, 4000]))
+        wait_for(lambda: live.worker.state.running is None and not live.worker.queue, 10)
+        assert live.worker.state.totals.failed == 0
+        with send(live, body(99)) as connection:
+            assert b"[DONE]" in read_whole(connection)
+
+
+def test_a_slow_reader_holds_nobody_up():
+    long = "</think>" + "word " * 600
+    with Live(lambda: FakeEngine(lambda prompt: long if "slow" in prompt else ANSWER, context=100_000)) as live:
+        message = [{"role": "user", "content": "slow"}]
+        with send(live, json.dumps({"messages": message, "stream": True}).encode()) as slow:
+            wait_for(lambda: live.worker.state.totals.generated_tokens > 100)
+            with send(live, body(1)) as quick:
+                assert b"[DONE]" in read_whole(quick)
+            assert read_whole(slow).count(b"data: ") > 2000
+
+
+@pytest.mark.full
+def test_a_thousand_requests_leave_no_trace():
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER), sessions=2) as live:
+        sizes = []
+        for n in range(1000):
+            with send(live, body(n)) as connection:
+                read_whole(connection)
+            if n in (200, 999):
+                sizes.append(used_memory())
+        assert sizes[1] - sizes[0] < 20 << 20

@@ -1,0 +1,480 @@
+"""The page, in a browser, against a server that plays its part: what is sent, what is seen, what must not happen."""
+
+import base64
+import hashlib
+import json
+import re
+import time
+
+import pytest
+from browser import missing, resize, start
+from page_server import PageServer, call, text
+
+from moeflux_mlx.server import page
+
+SLOW = [piece for i in range(400) for piece in ({"content": f"word{i} "}, 0.02)]
+HOSTILE = """<img src=x onerror="document.title='taken'"><script>document.title='taken'</script>
+
+[a](javascript:document.title='taken') ![b](http://127.0.0.1:9/x.png) <http://127.0.0.1:9/ok>
+
+| a | b |
+|---|---|
+| <svg onload="document.title='taken'"> | `<b>` |
+
+```html" onclick="document.title='taken'
+<script>document.title = 'taken'</script>
+```
+> - <iframe srcdoc="<script>parent.document.title='taken'</script>"></iframe>
+"""
+RICH = """## Title
+
+1. first
+2. second with **bold**, *slanted*, ~~gone~~ and `code`
+   - inner
+
+> quoted
+
+| name | size |
+|---|---:|
+| one | 1 |
+
+```python
+def f(x):  # a comment
+    return "text"
+```
+
+See https://example.org/a_b_c, then stop.
+"""
+# What takes a careless pattern time in the square of its length, or a careless parser its whole stack.
+LENGTHY = [
+    *("*a " * 3000, "**a*" * 2000, "_" * 4000, "[" * 4000, "[a](" * 1000, "![" * 3000, "\\" * 4000),
+    *("> " * 4000 + "x", "- " * 4000 + "x", "\n".join(" " * i + "- x" for i in range(300))),
+    *("# a" + " " * 18000 + "x", "~" * 18000 + "`", "```" + " " * 18000 + "`"),
+    *("|" * 9000 + "\n" + "|-" * 9000, "|" + " " * 18000 + "-|x\n|" + " " * 18000 + "-|x"),
+    *("<http://" * 1000, "https://a" * 1000, "```js\n" + "/*" * 5000 + "'" * 5000 + "\n```"),
+    "`" * 9000 + "x",  # a fence that nothing closes: the last
+]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def script(request):
+    """What the server answers, by the last message's text."""
+    last = request["messages"][-1]
+    answers = {
+        "slow": SLOW,
+        "refuse": (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "x"}}),
+        "break": [{"content": "half "}, {"error": {"message": "the disk is gone"}}],
+        "timed": [{"content": "a"}, {"timings": {"predicted_n": 25, "predicted_ms": 2000.0}}],
+        "think": [{"reasoning_content": "Let me see. "}, {"reasoning_content": "Yes."}, {"content": "It is so."}],
+        "hostile": [{"content": HOSTILE[i : i + 7]} for i in range(0, len(HOSTILE), 7)]
+        + [{"reasoning_content": HOSTILE}],
+        "rich": [{"content": RICH[i : i + 5]} for i in range(0, len(RICH), 5)],
+        "tool": call("weather", '{"ci', 'ty":"Paris"}'),
+        "prompt": [{"prompt_progress": {"processed": 1024, "total": 4096, "cache": 0}}, 1.0, {"content": "read"}],
+        "cut": [{"content": "never ends", "finish": "length"}],
+        "lengthy": [{"content": piece + "\n\n"} for piece in LENGTHY] + [{"content": "The end"}],
+        "wide": text("x" * 4000 + " " + "| a |" * 200),
+    }
+    if last["role"] == "tool":
+        return text(f"The tool says {last['content']}")
+    return answers.get(last["content"], text(f"Answer {len(request['messages'])} to {last['content']}"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if missing():
+        pytest.skip(missing())
+    folder = tmp_path_factory.mktemp("downloads")
+    driver = start(folder=folder)
+    driver.folder = folder
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens the page of a new server, whose storage is empty; afterwards, nothing may be in the browser's log."""
+    with PageServer(script) as server:
+        driven = Page(browser, server)
+        resize(browser, 1360, 860)
+        browser.get(server.address)
+        driven.until(lambda: driven.see("#model") != "No model yet")
+        yield driven
+        browser.get("about:blank")
+        unexpected = [entry for entry in browser.get_log("browser") if not driven.foreseen(entry["message"])]
+        assert unexpected == []
+
+
+class Page:
+    """What a person does with the page and sees of it."""
+
+    def __init__(self, browser, server):
+        self.browser, self.server = browser, server
+        self.failures = ()  # parts of messages in the browser's log that the test brings about
+
+    def foreseen(self, message):
+        return any(part in message for part in self.failures)
+
+    def run(self, code, *arguments):
+        return self.browser.execute_script(f"return {code}", *arguments)
+
+    def see(self, selector):
+        """The text of all that match, joined."""
+        return self.run("[...document.querySelectorAll(arguments[0])].map(e => e.textContent).join('|')", selector)
+
+    def count(self, selector):
+        return self.run("document.querySelectorAll(arguments[0]).length", selector)
+
+    def until(self, condition, seconds=20.0):
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < end, self.see("main")[-2000:]
+            time.sleep(0.02)
+        return value
+
+    def press(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        chain = ActionChains(self.browser, duration=0)
+        for key in keys:
+            chain.send_keys(key)
+        chain.perform()
+
+    def chord(self, modifier, key):
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.browser, duration=0).key_down(modifier).send_keys(key).key_up(modifier).perform()
+
+    def click(self, selector):
+        self.browser.find_element("css selector", selector).click()
+
+    def write(self, message):
+        field = self.browser.find_element("id", "prompt")
+        field.clear()
+        field.send_keys(message)
+
+    def send(self, message):
+        """Sends it and waits for the end of the answer."""
+        self.write(message)
+        self.press("\ue007")
+        self.ended()
+
+    def ended(self):
+        self.until(lambda: self.run("document.getElementById('send').ariaLabel === 'Send'"))
+
+
+@pytest.fixture
+def keys():
+    return pytest.importorskip("selenium.webdriver.common.keys").Keys
+
+
+def test_the_policy_names_what_is_in_the_page():
+    source = page.content().decode()
+    for tag in ("script", "style"):
+        (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", source, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}';" in page.csp()
+    assert "unsafe" not in page.csp() and "default-src 'none'" in page.csp()
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_makes_no_markup_of_text():
+    source = page.content().decode()
+    places = re.findall(r"https?://[\w.]+", source)
+    assert set(places) == {"http://www.w3.org"}, "the name space of SVG, which nobody fetches"
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\son\w+=\"", source
+    )
+    assert " style=" not in source and '<link rel="stylesheet' not in source
+
+
+def test_a_message_is_sent_and_its_answer_shown(open_page):
+    open_page.send("Hello")
+    assert open_page.see(".said") == "Hello" and open_page.see(".assistant .md") == "Answer 1 to Hello"
+    (request,) = open_page.server.requests
+    assert request["messages"] == [{"role": "user", "content": "Hello"}]
+    assert request["stream"] is True and request["stream_options"] == {"include_usage": True}
+    assert not {"temperature", "top_p", "max_tokens", "tools", "chat_template_kwargs"} & set(request)
+    open_page.send("More")
+    assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "assistant", "user"]
+    open_page.send("timed")
+    assert "12.5 per second" in open_page.see(".figures") and "32 of 40 prompt tokens reused" in open_page.see(
+        ".figures"
+    )
+    assert "of 4,096 tokens" in open_page.see("#usage")
+
+
+def test_stopping_ends_the_request_and_keeps_what_came(open_page):
+    open_page.write("slow")
+    open_page.press("\ue007")
+    open_page.until(lambda: "word5" in open_page.see(".md"))
+    open_page.click("#send")
+    open_page.ended()
+    assert open_page.server.left.wait(5), "the server still writes to nobody"
+    assert open_page.see(".note") == "Stopped." and "word5" in open_page.see(".md")
+    open_page.send("Next")
+    assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(open_page):
+    open_page.send("First")
+    open_page.write("prompt")
+    open_page.press("\ue007")
+    open_page.until(lambda: open_page.count(".waiting"))
+    open_page.click("#new")
+    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 1
+    open_page.ended()
+    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 0
+    open_page.click(".chat .open")
+    assert open_page.see(".assistant .md") == "Answer 1 to First|read"
+
+
+def test_regenerating_asks_again_without_the_old_answer(open_page):
+    open_page.send("Hello")
+    open_page.click("[aria-label=Regenerate]")
+    open_page.until(lambda: len(open_page.server.requests) == 2)
+    open_page.ended()
+    assert open_page.server.requests[0] == open_page.server.requests[1] and open_page.count(".message") == 2
+
+
+def test_editing_replaces_what_follows_and_can_be_undone(open_page):
+    for message in ("One", "Two"):
+        open_page.send(message)
+    open_page.click("[aria-label=Edit]")
+    open_page.press("!", "\ue007")
+    open_page.until(lambda: len(open_page.server.requests) == 3)
+    open_page.ended()
+    assert open_page.see(".said") == "One!" and len(open_page.server.requests[2]["messages"]) == 1
+    open_page.click(".toast button")
+    assert open_page.see(".said") == "One|Two"
+
+
+def test_history_outlasts_a_reload_and_can_be_deleted(open_page):
+    open_page.send("Remember this")
+    open_page.write("a draft")
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.see(".said") == "Remember this")
+    assert open_page.see(".assistant .md") == "Answer 1 to Remember this"
+    assert open_page.run("document.getElementById('prompt').value") == "a draft"
+    open_page.click("#new")
+    assert open_page.run("document.getElementById('empty').hidden") is False
+    open_page.click(".chat .open")
+    assert open_page.see(".said") == "Remember this"
+    open_page.click(".chat [aria-label^=Delete]")
+    assert open_page.count(".chat") == 0 and open_page.count(".said") == 0
+    open_page.click(".toast button")
+    assert open_page.see(".chat .open") == "Remember this"
+
+
+def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
+    open_page.run("localStorage.setItem('moeflux.key', JSON.stringify('secret'))")
+    open_page.send("Keep me")
+    open_page.click("#export")
+    (file,) = open_page.until(lambda: list(open_page.browser.folder.glob("moeflux-*.json")))
+    said = open_page.until(lambda: file.read_text())
+    assert "Keep me" in said and "secret" not in said
+    open_page.run("localStorage.clear()")
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.count("#list .none"))
+    field = open_page.browser.find_element("id", "file")
+    field.send_keys(str(file))
+    open_page.until(lambda: open_page.see(".chat .open") == "Keep me")
+    broken = file.with_name("broken.json")
+    broken.write_text('{"conversations": 3}')
+    field.send_keys(str(broken))
+    open_page.until(lambda: "is not a file" in open_page.see(".toast"))
+    file.unlink()
+
+
+def test_errors_are_shown_and_can_be_tried_again(open_page):
+    open_page.failures = ("400 (Bad Request)",)
+    open_page.send("refuse")
+    assert open_page.see(".fault p") == "The server says (400): prompt is too long: 9000 tokens > 4096"
+    open_page.send("break")
+    assert open_page.see(".fault p").endswith("|The server says: the disk is gone") and "half" in open_page.see(".md")
+    assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "user"]
+    open_page.run("[...document.querySelectorAll('.fault button')].at(-1).click()")
+    open_page.until(lambda: len(open_page.server.requests) == 3)
+    open_page.ended()
+    open_page.send("cut")
+    assert open_page.see(".note") == "Ended at the limit of tokens."
+
+
+def test_a_server_that_is_gone_is_told(open_page):
+    open_page.failures = ("ERR_",)
+    open_page.run("(window.fetch = () => Promise.reject(new TypeError('Failed to fetch')), 1)")
+    open_page.send("Anyone?")
+    assert "cannot be reached" in open_page.see(".fault p")
+
+
+def test_a_key_is_asked_for_and_given(open_page):
+    open_page.failures = ("401 (Unauthorized)",)
+    open_page.server.key = "s3cret"
+    open_page.send("Hello")
+    assert "this server asks for a key" in open_page.see(".fault p")
+    open_page.click(".fault button")
+    open_page.press("s3cret", "\ue007")
+    open_page.run("[...document.querySelectorAll('.fault button')].at(-1).click()")
+    open_page.until(lambda: open_page.see(".md") == "Answer 1 to Hello")
+
+
+def test_settings_are_sent(open_page):
+    open_page.click("#open-settings")
+    for name, value in {"system": "Be brief.", "temperature": "0.3", "top_p": "0.9", "max_tokens": "50"}.items():
+        open_page.browser.find_element("name", name).send_keys(value)
+    open_page.browser.find_element("name", "tools").send_keys("[{")
+    assert "not a JSON list" in open_page.see("#tools-hint")
+    open_page.browser.find_element("name", "tools").clear()
+    open_page.press("\ue00c")
+    open_page.browser.find_element("id", "thinking").send_keys("Thinking: off")
+    open_page.send("Hello")
+    (request,) = open_page.server.requests
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+    wanted = {"temperature": 0.3, "top_p": 0.9, "max_tokens": 50, "chat_template_kwargs": {"enable_thinking": False}}
+    assert {key: request[key] for key in wanted} == wanted
+
+
+def test_reasoning_is_folded_and_sent_back(open_page):
+    open_page.send("think")
+    assert open_page.run("document.querySelector('.thought').open") is False
+    assert open_page.see(".thought .text") == "Let me see. Yes." and open_page.see(".md") == "It is so."
+    open_page.send("Hello")
+    assert open_page.server.requests[1]["messages"][1]["reasoning_content"] == "Let me see. Yes."
+
+
+def test_tool_calls_are_shown_and_answered(open_page):
+    open_page.run("localStorage.setItem('moeflux.settings', arguments[0])", json.dumps({"tools": json.dumps([TOOL])}))
+    open_page.browser.refresh()
+    open_page.send("tool")
+    assert open_page.see(".call b") == "weather" and json.loads(open_page.see(".args")) == {"city": "Paris"}
+    open_page.click(".answer-call textarea")
+    open_page.press("sun", "\ue007")
+    open_page.until(lambda: "The tool says sun" in open_page.see(".md"))
+    open_page.ended()
+    request = open_page.server.requests[1]
+    assert request["tools"] == [TOOL]
+    assert request["messages"][1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Paris"}'}
+    assert request["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": "sun"}
+
+
+def test_progress_of_the_prompt_is_shown(open_page):
+    open_page.write("prompt")
+    open_page.press("\ue007")
+    open_page.until(lambda: "Reading the prompt, 1,024 of 4,096 tokens" in open_page.see(".waiting"))
+    assert open_page.run("document.querySelector('.waiting progress').position") == 0.25
+    open_page.ended()
+
+
+def test_markdown_becomes_elements(open_page):
+    open_page.send("rich")
+    shown = {"h3": "Title", ".md ol > li": None, ".md strong": "bold", ".md em": "slanted", ".md del": "gone"}
+    shown |= {".md ol ul li": "inner", "blockquote": "quoted", "td": "one|1", ".code .k": "def|return"}
+    shown |= {".code .c": "# a comment", ".code .s": '"text"', ".code header span": "python"}
+    shown |= {".md a": "https://example.org/a_b_c"}
+    assert {selector: open_page.see(selector) for selector, text in shown.items() if text} == {
+        selector: text for selector, text in shown.items() if text
+    }
+    assert open_page.count(".md ol > li") == 2
+    open_page.click(".code header button")
+    open_page.until(lambda: open_page.see(".code header button") == "Copied")
+
+
+def test_markup_from_a_model_stays_text(open_page):
+    open_page.send("hostile")
+    time.sleep(0.1)
+    assert "taken" not in open_page.run("document.title")
+    assert (
+        open_page.count(":is(.md, .thought) :is(img, script, iframe, svg:not(.icon), [onclick], [onload], [onerror])")
+        == 0
+    )
+    assert "<script>document.title='taken'</script>" in open_page.see(".md")
+    addresses = open_page.run("[...document.querySelectorAll('.md a')].map(a => a.getAttribute('href'))")
+    assert addresses and all(address.startswith("http://") for address in addresses)
+
+
+def test_no_text_stops_the_page(open_page):
+    open_page.send("lengthy")
+    assert open_page.see(".md").endswith("The end")
+
+
+def test_the_map_moves_and_the_figures_are_shown(open_page):
+    open_page.until(lambda: open_page.see("#shape") == "6 layers × 16 experts")
+    picture = "document.getElementById('canvas').toDataURL()"
+    before = open_page.run(picture)
+    open_page.until(lambda: open_page.run(picture) != before)
+    assert open_page.see("#first-layer") == "layer 3" and "in memory" in open_page.see("#readout")
+    assert "of 96 in memory" in open_page.run("document.getElementById('canvas').ariaLabel")
+    assert open_page.see("#memory-text") == "6.2 GB of 8.0 GB planned"
+    assert [open_page.see(f".figure:nth-child({i}) dd span") for i in (2, 3, 4)] == ["410", "87.5", "3.25"]
+    open_page.click("#rows summary")
+    open_page.until(lambda: open_page.count("#by-layer tr") == 6)
+
+
+def test_connections_end_with_the_page(open_page):
+    open_page.until(lambda: open_page.server.listeners == 1)
+    open_page.click("#close-engine")
+    open_page.until(lambda: open_page.server.listeners == 0)
+    open_page.click("#open-engine")
+    open_page.until(lambda: open_page.server.listeners == 1)
+    open_page.write("slow")
+    open_page.press("\ue007")
+    open_page.until(lambda: "word3" in open_page.see(".md"))
+    open_page.browser.get("about:blank")
+    assert open_page.server.left.wait(5)
+    open_page.until(lambda: open_page.server.listeners == 0)
+    open_page.browser.get(open_page.server.address)
+    open_page.until(lambda: "word3" in open_page.see(".md") and open_page.see(".note") == "Stopped.")
+
+
+def test_a_phone_has_no_horizontal_scroll(open_page):
+    resize(open_page.browser, 360, 740, 2.0, mobile=True)
+    open_page.browser.refresh()
+    for message in ("rich", "wide", "w" * 300, "hostile"):
+        open_page.send(message)
+    wide = "[document.documentElement, document.getElementById('flow')].map(e => e.scrollWidth - e.clientWidth)"
+    assert open_page.run(wide) == [0, 0]
+    assert open_page.run("document.getElementById('down').hidden"), "the end is in sight"
+    resize(open_page.browser, 360, 420, 2.0, mobile=True)
+    time.sleep(0.1)
+    assert open_page.run("document.getElementById('down').hidden"), "and stays there when a keyboard takes half"
+    for name in ("chats", "engine"):
+        open_page.click(f"#open-{name}")
+        box = open_page.run(
+            "(r => [r.left, r.right])(document.getElementById(arguments[0]).getBoundingClientRect())", name
+        )
+        assert box[0] >= 0 and box[1] <= 360 and open_page.run(wide) == [0, 0]
+        open_page.press("\ue00c")
+        assert open_page.run("document.getElementById(arguments[0]).hidden", name)
+        assert open_page.run("document.activeElement.id") == f"open-{name}", "focus goes back"
+
+
+def test_the_keyboard_is_enough(open_page, keys):
+    first = "document.querySelector('a[href], button, input, textarea, select')"
+    assert open_page.run(f"({first}.focus(), {first}.textContent)") == "Skip to the message field"
+    open_page.press(keys.ENTER)
+    assert open_page.run("document.activeElement.id") == "prompt"
+    open_page.press("one")
+    open_page.chord(keys.SHIFT, keys.ENTER)
+    open_page.press("two", keys.ENTER)
+    open_page.until(lambda: open_page.see(".said") == "one\ntwo")
+    open_page.ended()
+    open_page.press("slow", keys.ENTER)
+    open_page.until(lambda: "word2" in open_page.see(".md"))
+    open_page.press(keys.ESCAPE)
+    open_page.ended()
+    assert open_page.see(".note") == "Stopped."
+    open_page.press(keys.ARROW_UP, "er", keys.ENTER)
+    open_page.until(lambda: open_page.see(".said") == "one\ntwo|slower")
+    open_page.ended()
+    nameless = "!(e.ariaLabel || e.labels?.length || e.textContent.trim())"
+    controls = "[...document.querySelectorAll('button, input, textarea, select, a')]"
+    assert open_page.run(f"{controls}.filter(e => e.offsetParent && {nameless}).map(e => e.outerHTML)") == []
+    assert open_page.count("[tabindex]:not([tabindex='-1'], [tabindex='0'])") == 0, "the order is the document's"
+
+
+def test_colours_follow_the_choice(open_page):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    seen = {}
+    for _ in range(3):
+        open_page.click("#theme")
+        seen[open_page.run("document.getElementById('theme').ariaLabel")] = open_page.run(ground)
+    assert len(seen) == 3 and seen["Colours: light"] != seen["Colours: dark"]

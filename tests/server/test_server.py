@@ -1,0 +1,210 @@
+"""A live server with the demo model, asked by the official clients and by hand."""
+
+import json
+import threading
+from urllib.error import HTTPError
+
+import anthropic
+import openai
+import pytest
+from live_server import Live, demo_engine, wait_for
+
+QUESTION = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
+
+
+@pytest.fixture(scope="module")
+def live():
+    with Live(demo_engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chat(live):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(live):
+    with anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_models(chat, claude):
+    (model,) = chat.models.list().data
+    assert model.id == "tiny" and chat.models.retrieve("anything").id == "anything"
+    assert claude.models.list().data[0].id == "tiny"
+
+
+def test_chat_streams_what_it_says_whole(chat):
+    options = {"model": "m", "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    whole = chat.chat.completions.create(**options)
+    assert whole.model == "m" and whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 24 and whole.usage.prompt_tokens > 10
+    chunks = list(chat.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert said == whole.choices[0].message.content and said
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens and not chunks[-1].choices
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert whole.usage.prompt_tokens_details.cached_tokens < whole.usage.prompt_tokens
+
+
+def test_chat_with_the_stream_helper(chat):
+    with chat.chat.completions.stream(model="m", messages=QUESTION, stop=["girl"]) as stream:
+        kinds = {event.type for event in stream}
+    assert "content.delta" in kinds and stream.get_final_completion().choices[0].message.content
+
+
+def test_a_second_turn_computes_what_is_new(chat):
+    first = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40)
+    more = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And then?"}]
+    usage = chat.chat.completions.create(model="m", messages=more, max_tokens=4).usage
+    assert usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 2
+
+
+def test_the_same_seed_says_the_same(chat):
+    options = {"model": "m", "messages": QUESTION, "max_tokens": 16, "temperature": 1.5}
+    said = [chat.chat.completions.create(**options, seed=seed).choices[0].message.content for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_stop_texts(chat):
+    whole = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40).choices[0].message.content
+    word = whole.split()[5]
+    found = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40, stop=[word]).choices[0]
+    assert found.message.content == whole[: whole.index(word)] and found.finish_reason == "stop"
+
+
+def test_logprobs(chat):
+    found = chat.chat.completions.create(
+        model="m", messages=QUESTION, max_tokens=6, logprobs=True, top_logprobs=3
+    ).choices[0]
+    content = found.logprobs.content
+    assert "".join(token.token for token in content) == found.message.content
+    for token in content:
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
+        assert token.bytes == list(token.token.encode()) and token.logprob == token.top_logprobs[0].logprob
+
+
+def test_bias_and_penalties(chat, live):
+    first = live.post("/tokenize", {"content": "Once"})["tokens"][0]
+    banned = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=4, logit_bias={str(first): -100})
+    assert not banned.choices[0].message.content.startswith("Once")
+    options = {"model": "m", "messages": QUESTION, "max_tokens": 60}
+    plain = chat.chat.completions.create(**options).choices[0].message.content
+    other = chat.chat.completions.create(**options, frequency_penalty=2, presence_penalty=2).choices[0].message.content
+    assert len(set(other.split())) / len(other.split()) > len(set(plain.split())) / len(plain.split())
+
+
+def test_structured_output(chat):
+    schema = {
+        "type": "object",
+        "properties": {"owl": {"type": "boolean"}, "wings": {"enum": [2, 4]}},
+        "required": ["owl", "wings"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    found = chat.chat.completions.create(model="m", messages=QUESTION, response_format=form).choices[0]
+    said = json.loads(found.message.content)
+    assert found.finish_reason == "stop" and type(said["owl"]) is bool and said["wings"] in (2, 4)
+    form["json_schema"]["schema"] = {"type": "object", "unevaluatedProperties": False, "not": {}}
+    with pytest.raises(openai.BadRequestError, match="not|unevaluatedProperties"):
+        chat.chat.completions.create(model="m", messages=QUESTION, response_format=form)
+
+
+def test_completions(chat):
+    options = {"model": "m", "prompt": "Once there was", "max_tokens": 8}
+    whole = chat.completions.create(**options)
+    streamed = "".join(chunk.choices[0].text for chunk in chat.completions.create(**options, stream=True))
+    assert streamed == whole.choices[0].text and whole.id and whole.choices[0].finish_reason == "length"
+
+
+def test_messages(claude):
+    options = {"model": "m", "messages": QUESTION, "max_tokens": 12}
+    whole = claude.messages.create(**options)
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
+    with claude.messages.stream(**options) as stream:
+        said = "".join(stream.text_stream)
+        assert said == whole.content[0].text
+    usage = stream.get_final_message().usage
+    counted = claude.messages.count_tokens(model="m", messages=QUESTION).input_tokens
+    assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == counted
+
+
+def test_responses(chat):
+    options = {"model": "m", "input": QUESTION[0]["content"], "max_output_tokens": 12}
+    whole = chat.responses.create(**options)
+    assert whole.status == "incomplete" and whole.usage.output_tokens == 12
+    with chat.responses.stream(model="m", input=QUESTION[0]["content"]) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert final.output_text.startswith(whole.output_text) and final.status == "completed"
+
+
+def test_what_does_not_fit_says_both_numbers(chat, claude):
+    long = [{"role": "user", "content": "owl " * 2000}]
+    with pytest.raises(openai.BadRequestError, match=r"prompt is too long: \d+ tokens > 1024 maximum") as error:
+        chat.chat.completions.create(model="m", messages=long)
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        claude.messages.create(model="m", messages=long, max_tokens=4)
+
+
+def test_a_limit_beyond_the_context_is_cut(chat):
+    words = [{"role": "user", "content": "owl " * 480}]
+    found = chat.chat.completions.create(model="m", messages=words, max_tokens=100000)
+    assert found.usage.total_tokens <= 1024
+
+
+def test_health_metrics_and_page(live):
+    assert json.loads(live.get("/health")) == {"status": "ok"}
+    text = live.get("/metrics")
+    assert "moeflux_tokens_generated_total" in text and 'path="/health",status="200"' in text
+    assert "moeflux" in live.get("/").lower()
+
+
+def test_tokenize(live):
+    found = live.post("/tokenize", {"content": "Once there was", "with_pieces": True})["tokens"]
+    assert "".join(token["piece"] for token in found) == "Once there was"
+
+
+def test_live_pictures(live, chat):
+    import urllib.request
+
+    reply = urllib.request.urlopen(f"{live.url}/live", timeout=20)
+    thread = threading.Thread(target=lambda: chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=100))
+    thread.start()
+    found = []
+    while len(found) < 3:
+        line = reply.readline().decode()
+        found += [json.loads(line[6:])] if line.startswith("data: ") else []
+    thread.join()
+    reply.close()
+    picture = found[-1]
+    assert picture["experts"] == 16 and picture["layers"] == list(range(8)) and picture["context"] == 1024
+    assert picture["memory"]["used"] > 0 and any(one["tokens_per_second"] > 0 for one in found)
+
+
+def test_a_client_that_leaves_stops_the_work(live):
+    import socket
+
+    body = json.dumps({"model": "m", "messages": QUESTION, "max_tokens": 900}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    before = live.worker.state.totals.cancelled
+    for stream in (b"false", b"true"):
+        sent = body[:-1] + b', "stream": ' + stream + b"}"
+        with socket.create_connection(("127.0.0.1", live.port)) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
+            wait_for(lambda: live.worker.state.running is not None)
+        wait_for(lambda: live.worker.state.running is None, 5)
+    assert live.worker.state.totals.cancelled == before + 2
+
+
+def test_unknown_paths_and_methods(live):
+    for path, status in (("/v1/nothing", 404), ("/v1/messages", 405)):
+        with pytest.raises(HTTPError) as error:
+            live.get(path)
+        body = json.loads(error.value.read())
+        assert error.value.code == status and body["error"]["message"]
+        assert (body.get("type") == "error") == path.startswith("/v1/messages")

@@ -1,0 +1,95 @@
+"""Which session a prompt goes on with, and which ones go."""
+
+import types
+
+import pytest
+from live_server import FakeSession
+
+from moeflux_mlx.server.sessions import Sessions
+
+SHARED = list(range(200))
+
+
+@pytest.fixture
+def sessions():
+    return make(3)
+
+
+def make(count, max_bytes=1 << 30):
+    engine = types.SimpleNamespace(tokenizer=None)
+    return Sessions(lambda: FakeSession(engine), count, max_bytes)
+
+
+def answered(sessions, prompt, answer=(7, 8, 9), hint=None):
+    """A prompt and its answer; the session, and what it knew of the prompt."""
+    kept = sessions.take(prompt, hint)
+    known = kept.session.known(prompt)
+    kept.session.tokens = [*prompt, *answer]
+    sessions.give_back(kept, len(prompt) - 1)
+    return kept.session, known
+
+
+def test_a_conversation_goes_on_in_its_session(sessions):
+    first, _ = answered(sessions, SHARED)
+    second, known = answered(sessions, [*SHARED, 7, 8, 9, 1, 2])
+    assert second is first and known == 203 and len(sessions) == 1
+
+
+def test_an_answer_may_be_made_anew(sessions):
+    first, _ = answered(sessions, SHARED, range(1000, 2000))
+    again, known = answered(sessions, [*SHARED, 5])
+    assert again is first and known == 200
+
+
+def test_agents_that_share_a_beginning_get_copies(sessions):
+    first, _ = answered(sessions, [*SHARED, *range(500, 700)])
+    second, known = answered(sessions, [*SHARED, *range(700, 900)])
+    assert second is not first and known == 200
+    assert first.tokens[200] == 500, "what the first one knew must stay"
+    third, known = answered(sessions, [*SHARED, *range(500, 700), 7, 8, 9, 3])
+    assert third is first and known == 403
+
+
+def test_texts_of_their_own_get_sessions_of_their_own(sessions):
+    found = [answered(sessions, list(range(1000 * n, 1000 * n + 200)))[0] for n in range(3)]
+    assert len({id(session) for session in found}) == 3
+    answered(sessions, list(range(1000, 1200)))  # used again, so not the oldest any more
+    answered(sessions, list(range(9000, 9200)))
+    assert len(sessions) == 3
+    assert answered(sessions, list(range(1000, 1201)))[1] == 200
+    assert answered(sessions, list(range(200)))[1] == 0
+
+
+def test_titles_do_not_push_out_conversations(sessions):
+    long = list(range(400))
+    answered(sessions, long)
+    for n in range(1, 6):
+        answered(sessions, list(range(1000 * n, 1000 * n + 50)))
+    assert answered(sessions, [*long, 7, 8, 9, 1])[1] == 403
+
+
+def test_a_session_in_use_is_nobody_else_s(sessions):
+    busy = sessions.take(SHARED)
+    busy.session.tokens = list(SHARED)
+    other = sessions.take([*SHARED, 1])
+    assert other.session is not busy.session
+    alone = make(1)
+    first, second = alone.take(SHARED), alone.take(SHARED)
+    assert first.session is not second.session
+
+
+def test_idle_sessions_go_when_they_hold_too_much():
+    sessions = make(4, max_bytes=250)
+    for n in range(3):
+        kept = sessions.take(list(range(1000 * n, 1000 * n + 200)))
+        kept.session.tokens, kept.session.nbytes = list(range(1000 * n, 1000 * n + 200)), 100
+        sessions.give_back(kept, 200)
+    assert len(sessions) == 2 and sessions.nbytes == 200
+
+
+def test_a_hint_decides_between_equals(sessions):
+    one, two = sessions.take(SHARED, "a"), sessions.take(SHARED, "b")
+    for kept in (one, two):
+        kept.session.tokens = list(SHARED)
+        sessions.give_back(kept, len(SHARED))
+    assert answered(sessions, [*SHARED, 1], hint="a")[0] is one.session

@@ -1,0 +1,187 @@
+"""Tools over HTTP: a model that says what it is told to, asked by the official clients."""
+
+import json
+import threading
+import time
+
+import anthropic
+import openai
+import pytest
+from live_server import FakeEngine, Live, wait_for
+
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": SCHEMA}}
+HELD = {"name": "weather", "description": "Tells.", "input_schema": SCHEMA}
+QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
+
+
+def script(prompt):
+    """What the model says to a prompt."""
+    if prompt.endswith("<function=weather>\n"):
+        return CALL.split("<function=weather>\n")[1]
+    if "<tool_response>" in prompt:
+        return "</think>It is 18 C."
+    if "oddly" in prompt:
+        return f"I must.</think>{CALL.replace('</parameter>', '</parameter>  ')}"
+    if "twice" in prompt:
+        return f"</think>{CALL}\n{CALL}"
+    if "only think" in prompt:
+        return "Hm. " * 50
+    return f"I must look.</think>I look.\n\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def live():
+    with Live(lambda: FakeEngine(script)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chat(live):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(live):
+    with anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_a_call_and_its_result(chat):
+    first = chat.chat.completions.create(model="m", messages=QUESTION, tools=[TOOL]).choices[0]
+    (call,) = first.message.tool_calls
+    assert first.finish_reason == "tool_calls" and first.message.content == "I look."
+    assert first.message.reasoning_content == "I must look."
+    assert call.function.name == "weather" and json.loads(call.function.arguments) == {"city": "Paris"}
+    more = [*QUESTION, first.message, {"role": "tool", "tool_call_id": call.id, "content": "18 C"}]
+    second = chat.chat.completions.create(model="m", messages=more, tools=[TOOL])
+    assert second.choices[0].message.content == "It is 18 C." and second.choices[0].finish_reason == "stop"
+    assert second.usage.prompt_tokens_details.cached_tokens > 100
+
+
+def test_a_call_comes_back_as_it_was_written(chat):
+    """The template would write it with other spaces, and clients leave the reasoning out."""
+    odd = [{"role": "user", "content": "oddly"}]
+    first = chat.chat.completions.create(model="m", messages=odd, tools=[TOOL])
+    message = first.choices[0].message
+    calls = [call.model_dump() for call in message.tool_calls]
+    said = {"role": "assistant", "content": message.content, "tool_calls": calls}
+    more = [*odd, said, {"role": "tool", "tool_call_id": calls[0]["id"], "content": "18 C"}]
+    cached = chat.chat.completions.create(model="m", messages=more, tools=[TOOL]).usage.prompt_tokens_details
+    assert cached.cached_tokens >= first.usage.total_tokens - 2
+
+
+def test_a_user_cannot_end_a_turn(live):
+    found = live.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "<|im_end|>" * 10}]})
+    plain = live.post("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]})
+    assert found["input_tokens"] - plain["input_tokens"] >= 10 * len("<|im_end|>") - 1
+
+
+def test_calls_stream(chat):
+    with chat.chat.completions.stream(model="m", messages=QUESTION, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+    (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert "tool_calls.function.arguments.delta" in kinds
+
+
+def test_one_call_where_one_is_wanted(chat):
+    twice = [{"role": "user", "content": "twice"}]
+    both = chat.chat.completions.create(model="m", messages=twice, tools=[TOOL])
+    one = chat.chat.completions.create(model="m", messages=twice, tools=[TOOL], parallel_tool_calls=False)
+    assert [len(found.choices[0].message.tool_calls) for found in (both, one)] == [2, 1]
+
+
+def test_a_call_that_is_demanded(chat):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    found = chat.chat.completions.create(model="m", messages=QUESTION, tools=[TOOL], tool_choice=choice).choices[0]
+    assert json.loads(found.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    none = chat.chat.completions.create(model="m", messages=QUESTION, tools=[TOOL], tool_choice="none").choices[0]
+    assert not none.message.tool_calls and none.finish_reason == "stop"
+
+
+def test_a_limit_ends_in_the_thought(chat):
+    thought = [{"role": "user", "content": "only think"}]
+    found = chat.chat.completions.create(model="m", messages=thought, max_tokens=20)
+    assert found.choices[0].finish_reason == "length" and not found.choices[0].message.content
+    assert found.usage.completion_tokens_details.reasoning_tokens >= 18
+
+
+def test_messages_with_tools(claude):
+    with claude.messages.stream(model="m", messages=QUESTION, tools=[HELD], max_tokens=500) as stream:
+        message = stream.get_final_message()
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert message.stop_reason == "tool_use" and message.content[2].input == {"city": "Paris"}
+    result = {"type": "tool_result", "tool_use_id": message.content[2].id, "content": "18 C"}
+    more = [*QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = claude.messages.create(model="m", messages=more, tools=[HELD], max_tokens=500)
+    assert answer.content[-1].text == "It is 18 C."
+
+
+def test_responses_with_tools(chat):
+    tool = {"type": "function", **TOOL["function"], "strict": False}
+    with chat.responses.stream(model="m", input="How is it?", tools=[tool]) as stream:
+        final = stream.get_final_response() if [*stream] else None
+    call = next(item for item in final.output if item.type == "function_call")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 C"}
+    history = [{"role": "user", "content": "How is it?"}, *(item.model_dump() for item in final.output), result]
+    assert chat.responses.create(model="m", input=history, tools=[tool]).output_text == "It is 18 C."
+
+
+def test_stop_texts_end_the_answer_only(claude):
+    found = claude.messages.create(model="m", messages=QUESTION, max_tokens=500, tools=[HELD], stop_sequences=["look"])
+    assert found.stop_reason == "stop_sequence" and found.stop_sequence == "look"
+    assert found.content[0].thinking == "I must look." and found.content[1].text == "I "
+
+
+def slow_engine():
+    return FakeEngine(lambda prompt: "</think>Yes.", prompt_seconds=0.05, context=100_000)
+
+
+def ask(live, text, **more):
+    return live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
+
+
+def test_short_prompts_go_before_a_long_one():
+    with Live(slow_engine) as live:
+        order = []
+        long = threading.Thread(target=lambda: (ask(live, "a" * 12_000), order.append("long")))
+        long.start()
+        wait_for(lambda: live.worker.state.running)
+        shorts = [threading.Thread(target=lambda: (ask(live, "short"), order.append("short"))) for _ in range(2)]
+        for one in shorts:
+            one.start()
+        for one in (long, *shorts):
+            one.join()
+        assert order == ["short", "short", "long"]
+        engine = live.worker.state.engine
+        done = [done for total, done in engine.prompts if total > 10_000]
+        assert len(done) - len(set(done)) <= 4 and done == sorted(done)
+
+
+def test_keepalives_while_a_prompt_is_computed_and_in_the_queue():
+    with Live(slow_engine, keepalive=0.3) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="x") as client:
+        first = threading.Thread(target=lambda: ask(live, "a" * 6_000))
+        first.start()
+        wait_for(lambda: live.worker.state.running)
+        began = time.monotonic()
+        stream = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "b" * 6_000}], stream=True
+        )
+        times = [time.monotonic() for _ in stream]
+        first.join()
+        gaps = [after - before for before, after in zip([began, *times], times, strict=False)]
+        assert max(gaps) < 1.5 and times[-1] - began > 1.5
+
+
+def test_a_prompt_that_was_given_up_is_not_computed_again():
+    with Live(slow_engine) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
+        messages = [{"role": "user", "content": "a" * 6_000}]
+        with pytest.raises(openai.APITimeoutError):
+            client.chat.completions.create(model="m", messages=messages, timeout=0.7)
+        wait_for(lambda: not live.worker.state.running)
+        usage = client.chat.completions.create(model="m", messages=messages).usage
+        assert usage.prompt_tokens_details.cached_tokens > 1000

@@ -1,0 +1,70 @@
+"""Requests that meet in one model: whoever goes first, the answers are those of a server of their own."""
+
+import threading
+from urllib.error import HTTPError
+
+import pytest
+from live_server import Live, demo_engine, wait_for
+
+from moeflux_mlx.server import worker
+
+STORY = "The owl flew over the lake and looked for Mira. "
+LONG = [{"role": "user", "content": STORY * 45}]
+SHORT = [{"role": "user", "content": "Tell me a story."}]
+
+
+def ask(live, messages, **more):
+    reply = live.post("/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0, **more})
+    return reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each answered by a server that has seen nothing else."""
+    with Live(lambda: demo_engine(span=512, prefill_step_size=64), sessions=1) as live:
+        return ask(live, SHORT)[0], ask(live, LONG)[0]
+
+
+def test_a_short_prompt_in_the_middle_of_a_long_one(alone, monkeypatch):
+    monkeypatch.setattr(worker, "SHORT", 60)
+    monkeypatch.setattr(worker, "LONG", 100)
+    with Live(lambda: demo_engine(span=512, prefill_step_size=64)) as live:
+        found = []
+        long = threading.Thread(target=lambda: found.append(("long", ask(live, LONG)[0])))
+        long.start()
+        wait_for(lambda: live.worker.state.running)
+        found.append(("short", ask(live, SHORT)[0]))
+        long.join()
+    assert found == [("short", alone[0]), ("long", alone[1])]
+
+
+def test_agents_share_what_they_have_in_common(alone):
+    """Copies of a session answer as if each were alone, and go on as such."""
+    system = {"role": "system", "content": STORY * 12}
+    tasks = [[system, {"role": "user", "content": f"Tell of {name}."}] for name in ("Mira", "an owl", "the lake")]
+    with Live(demo_engine, sessions=1) as live:
+        wanted = [ask(live, task)[0] for task in tasks]
+    with Live(demo_engine, sessions=4) as live:
+        found = [ask(live, task) for task in tasks]
+        assert [said for said, _ in found] == wanted
+        assert found[0][1] == 0 and all(cached > 100 for _, cached in found[1:])
+        more = [*tasks[0], {"role": "assistant", "content": wanted[0]}, {"role": "user", "content": "And?"}]
+        assert ask(live, more)[1] > found[1][1]
+
+
+def test_a_client_that_comes_back_goes_on(alone):
+    """What a request that was given up has computed is not computed again, and the answer is the same."""
+    with Live(lambda: demo_engine(span=128, prefill_step_size=64)) as live:
+        look = live.worker._look
+
+        def look_and_leave(progress):
+            look(progress)
+            if progress is not None and 300 < progress[0] < progress[1]:
+                live.worker.state.running.cancel()
+
+        live.worker._look = look_and_leave
+        with pytest.raises(HTTPError, match="503"):
+            ask(live, LONG)
+        live.worker._look = look
+        said, cached = ask(live, LONG)
+        assert cached >= 200 and said == alone[1]

@@ -1,0 +1,353 @@
+"""Answers with calls: every dialect, every way in which they go wrong, and any cut of the text."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeflux_mlx.text.calls.dialect import DEEPSEEK_V3, DEEPSEEK_V31, DIALECTS, QWEN_JSON, QWEN_XML, dialect_of
+from moeflux_mlx.text.calls.reader import AnswerReader, merged
+from moeflux_mlx.text.channels import ThinkingSplitter
+from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
+
+TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
+PARAMETERS = {
+    "type": "object",
+    "$defs": {"flag": {"type": ["boolean", "null"]}},
+    "properties": {
+        "city": {"type": "string"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "days": {"type": "integer"},
+        "flag": {"$ref": "#/$defs/flag"},
+        "where": {"type": "object"},
+        "mixed": {"type": ["string", "array"]},
+        "unit": {"enum": ["C", "F"]},
+        "all": {"allOf": [{"description": "x"}, {"type": "number"}]},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+NASTY = [
+    "</tool_call>", "<tool_call>", "<function=get_weather>", "<parameter=city>", "</parameter>", "</parameter>\n",
+    "</think>", "<think>", '"', "\\", "\n", "{", "}", "```", "é", "🦊", "\u2028", "<｜tool▁call▁end｜>", "\t", "<", " ",
+    "<｜tool▁calls▁begin｜>", "x", "null", "3", '\\"', "</", "<tool_c",
+]  # fmt: skip
+
+
+def read(text, dialect, cuts=(), cut=False, **options):
+    """All events of `text` given in pieces, put together."""
+    reader = AnswerReader(dialect, options.pop("tools", TOOLS), **options)
+    edges = [0, *sorted(cuts), len(text)]
+    events = [event for a, b in zip(edges, edges[1:], strict=False) for event in reader.feed(text[a:b])]
+    return merged(events + reader.finish(cut))
+
+
+def text_of(events):
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def calls_of(events):
+    """(name, arguments) of the whole calls, after a look at the order of what belongs to each."""
+    for end in (event for event in events if isinstance(event, CallEnd)):
+        own = [event for event in events if getattr(event, "index", None) == end.index]
+        assert own[0] == CallStart(end.index, end.name) and own[-1] is end
+        assert "".join(event.text for event in own if isinstance(event, CallDelta)) == end.arguments
+    return [(event.name, json.loads(event.arguments)) for event in events if isinstance(event, CallEnd)]
+
+
+def json_call(arguments, name="get_weather"):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
+
+
+def xml_call(arguments, name="get_weather"):
+    parameters = [
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    ]
+    return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
+
+
+def section(body):
+    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+def deepseek_call(arguments, name="get_weather"):
+    return section(f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments, ensure_ascii=False)}\n```")
+
+
+def deepseek31_call(arguments, name="get_weather"):
+    return section(f"{name}<｜tool▁sep｜>{json.dumps(arguments, ensure_ascii=False)}")
+
+
+FORMS = [(QWEN_JSON, json_call), (QWEN_XML, xml_call), (DEEPSEEK_V3, deepseek_call), (DEEPSEEK_V31, deepseek31_call)]
+EVERY_FORM = pytest.mark.parametrize("dialect, write", FORMS, ids=[form[0].name for form in FORMS])
+
+
+@EVERY_FORM
+def test_reasoning_text_and_calls(dialect, write):
+    first, second = write({"city": "Paris", "days": 3}), write({}, "get_time")
+    events = read(f"<think>\nwhy\n</think>\n\nLet me see.\n\n{first}\n{second}", dialect)
+    assert events[:2] == [Reasoning("why"), Text("Let me see.")]
+    assert calls_of(events) == [("get_weather", {"city": "Paris", "days": 3}), ("get_time", {})]
+    assert [event.index for event in events if isinstance(event, CallStart)] == [0, 1]
+    raws = [event.raw for event in events if isinstance(event, CallEnd)]
+    assert raws[0].startswith(first) and raws[1] == second
+
+
+@EVERY_FORM
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_cut_changes_the_events(dialect, write, data):
+    nasty = st.lists(st.sampled_from(NASTY), max_size=6).map("".join)
+    value = data.draw(nasty)
+    text = data.draw(nasty) + write({"city": value, "days": 2}) + data.draw(nasty)
+    text = text[: data.draw(st.integers(0, len(text)) | st.just(len(text)))]
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=10))
+    options = {"inside_reasoning": data.draw(st.booleans()), "cut": data.draw(st.booleans())}
+    whole = read(text, dialect, **options)
+    assert read(text, dialect, cuts, **options) == whole
+    assert read(text, dialect, range(len(text)), **options) == whole
+    calls_of(whole)
+
+
+@EVERY_FORM
+@settings(max_examples=60, deadline=None)
+@given(value=st.lists(st.sampled_from(NASTY) | st.text(max_size=3), max_size=8).map("".join))
+def test_any_string_arrives_as_it_was_written(dialect, write, value):
+    ended = dialect is QWEN_XML and any(
+        value.replace(" ", "").replace("\t", "").replace("\n", "").replace("\u2028", "").find("</parameter>" + tag) >= 0
+        for tag in ("<parameter=", "</tool_call>", "</function>")
+    )
+    surrogates = any("\ud800" <= char <= "\udfff" for char in value)
+    if not ended and not surrogates and "\r" not in value:
+        assert calls_of(read(write({"city": value}), dialect)) == [("get_weather", {"city": value})]
+
+
+@EVERY_FORM
+@settings(max_examples=80, deadline=None)
+@given(text=st.lists(st.sampled_from(NASTY), max_size=12).map("".join))
+def test_without_tools_it_splits_as_the_splitter_does(dialect, write, text):
+    splitter = ThinkingSplitter()
+    pieces = [*splitter.feed(text), *splitter.finish()]
+    events = read(text, dialect, tools=())
+    assert not calls_of(events)
+    for kind, thinking in ((Text, False), (Reasoning, True)):
+        expected = "".join(piece for piece, inside in pieces if inside == thinking)
+        assert "".join("".join(e.text for e in events if isinstance(e, kind)).split()) == "".join(expected.split())
+
+
+@EVERY_FORM
+def test_an_unknown_tool_stays_text(dialect, write):
+    text = "So: " + write({"city": "Oslo"}, "unheard_of")
+    assert read(text, dialect) == [Text(text)]
+    assert read(text, None) == [Text(text)]
+
+
+@EVERY_FORM
+def test_a_call_in_reasoning_counts(dialect, write):
+    events = read("I call it.\n" + write({"city": "Oslo"}), dialect, inside_reasoning=True)
+    assert events[0] == Reasoning("I call it.") and calls_of(events) == [("get_weather", {"city": "Oslo"})]
+
+
+@EVERY_FORM
+def test_a_call_that_the_limit_cuts_is_none(dialect, write):
+    text = write({"city": "Oslo"})
+    for length in range(1, len(text) - 40):
+        events = read(text[:length], dialect, cut=True)
+        announced = any(isinstance(event, CallStart) for event in events)
+        assert not calls_of(events) and text_of(events) == ("" if announced else text[:length])
+
+
+@EVERY_FORM
+def test_a_call_that_breaks_off_comes_back_as_text(dialect, write):
+    text = write({"city": "Oslo"})
+    for length in range(1, len(text) - 40):
+        events = read(text[:length], dialect)
+        assert not calls_of(events) and text_of(events) == text[:length]
+
+
+@EVERY_FORM
+def test_only_one_call_if_they_may_not_be_parallel(dialect, write):
+    reader = AnswerReader(dialect, TOOLS, parallel=False)
+    events = reader.feed(write({"city": "A"}) + "\n" + write({"city": "B"}) + "more")
+    assert reader.done and reader.calls == 1
+    assert calls_of(events + reader.finish()) == [("get_weather", {"city": "A"})]
+
+
+@EVERY_FORM
+def test_a_prompt_can_begin_the_call(dialect, write):
+    text = write({"city": "Oslo"})
+    named = dialect.prefix("get_weather")
+    assert text.startswith(named) and named.startswith(dialect.prefix())
+    reader = AnswerReader(dialect, TOOLS, inside_reasoning=True)
+    events = reader.feed(dialect.prefix("get_weather", inside_reasoning=True)) + reader.feed(text[len(named) :])
+    assert calls_of(events + reader.finish()) == [("get_weather", {"city": "Oslo"})]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "get_weather", "arguments": {"city": "A"',
+        '{"name": "get_weather", "arguments": {"city": A}}',
+        '{"name": "get_weather", "arguments": {"city": NaN}}',
+        '{"name": "get_weather", "arguments": {"city" "A"}}',
+        '{"name": "get_weather", "arguments": ["A"]}',
+        '{"name": "get_weather", "arguments": "A"}',
+        '{"name": 7, "arguments": {}}',
+        '{"arguments": {"city": "A"}}',
+        '{"name": "get_weather", "name": "get_time"}',
+        '{"name": "get_weather", "arguments": {}, "arguments": {}}',
+        '{"name": "get_weather", "arguments": ' + '{"a":' * 20000 + "1" + "}" * 20001,
+        "{{",
+        "{name}",
+        "<function=get_weather><parameter=city>A",
+        "<function=get_weather>city",
+        "<function=get\nweather>",
+        "<functio>",
+        "what is this?",
+        "",
+    ],
+)
+def test_a_malformed_call_comes_back_as_text(body):
+    text = f"a <tool_call>\n{body}</tool_call> b"
+    events = read(text, QWEN_XML)
+    assert not calls_of(events) and text_of(events) == text
+
+
+def test_a_second_call_survives_a_malformed_one():
+    text = '<tool_call>\n<tool_call>\n{"name": "get_time"}\n</tool_call>'
+    events = read(text, QWEN_JSON)
+    assert text_of(events) == "<tool_call>" and calls_of(events) == [("get_time", {})]
+
+
+@pytest.mark.parametrize(
+    "text, arguments",
+    [
+        ('<tool_call>{"name": "get_weather"}</tool_call>', {}),
+        ('<tool_call>{"name": "get_weather", "arguments": null}</tool_call>', {}),
+        ('<tool_call>{"name": "get_weather", "arguments": ""}</tool_call>', {}),
+        ("<tool_call>get_weather</tool_call>", {}),
+        ("<tool_call>\nget_weather\n</tool_call>", {}),
+        ("<tool_call><function=get_weather></function></tool_call>", {}),
+        ('<tool_call>{"arguments": {"city": "A"}, "name": "get_weather"}</tool_call>', {"city": "A"}),
+        ('<tool_call>{"id": 1, "name": "get_weather", "parameters": {"days": [1, {}]}}', {"days": [1, {}]}),
+        ('<tool_call>{"name": "get_weather", "arguments": "{\\"days\\": 1}"}</tool_call>', {"days": 1}),
+        ('<tool_call>{"name": "get_weather", "arguments": {"days": 1}</tool_call>', {"days": 1}),
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb"}}</tool_call>', {"city": "a\nb"}),
+        ("<function=get_weather>\n<parameter=city>\nA\n</parameter>\n</function>\n</tool_call>", {"city": "A"}),
+        ("<tool_call><function=get_weather><parameter=city>A</parameter></tool_call>", {"city": "A"}),
+        ("<tool_call><function=get_weather><parameter=city>A</parameter></function>", {"city": "A"}),
+    ],
+)
+def test_forms_that_are_understood(text, arguments):
+    events = read(text, QWEN_XML)
+    assert calls_of(events) == [("get_weather", arguments)] and text_of(events) == ""
+
+
+def test_forms_of_deepseek_without_arguments():
+    for body in ("function<｜tool▁sep｜>get_time\n```json\n```", "get_time<｜tool▁sep｜>", "get_time<｜tool▁sep｜>{}"):
+        text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>"
+        assert calls_of(read(text, DEEPSEEK_V3)) == [("get_time", {})]
+
+
+def test_a_bare_function_counts_only_where_the_tool_is_declared_and_outside_reasoning():
+    text = "<function=get_time>\n</function>"
+    assert calls_of(read(text, QWEN_XML)) == [("get_time", {})]
+    assert read(text, QWEN_JSON) == [Text(text)]
+    assert read(text, QWEN_XML, inside_reasoning=True) == [Reasoning(text)]
+    other = "Write <function=NAME> first."
+    assert read(other, QWEN_XML) == [Text(other)]
+
+
+def test_what_follows_a_call_is_read():
+    events = read(xml_call({"city": "A"}) + "\n\nDone. " + json_call({}, "get_time") + "\n", QWEN_XML)
+    assert text_of(events) == "\n\nDone." and len(calls_of(events)) == 2
+
+
+@pytest.mark.parametrize(
+    "key, text, value",
+    [
+        ("city", "null", "null"),
+        ("city", "  indented\n", "  indented\n"),
+        ("note", "null", "null"),
+        ("note", "2024", "2024"),
+        ("unit", "3", "3"),
+        ("unknown", "3", "3"),
+        ("days", "3", 3),
+        ("days", " 3 ", 3),
+        ("days", "null", "null"),
+        ("days", "three", "three"),
+        ("days", "NaN", "NaN"),
+        ("days", "'3'", "'3'"),
+        ("flag", "True", True),
+        ("flag", "false", False),
+        ("flag", "None", None),
+        ("flag", "null", None),
+        ("where", "{'a': True}", {"a": True}),
+        ("where", '{"a": [1]}', {"a": [1]}),
+        ("where", "{1, 2}", "{1, 2}"),
+        ("mixed", '["a"]', ["a"]),
+        ("mixed", "2024", "2024"),
+        ("all", "1.50", 1.5),
+    ],
+)
+def test_parameters_have_the_types_of_the_schema(key, text, value):
+    ((_, arguments),) = calls_of(read(xml_call({key: text}), QWEN_XML))
+    assert arguments == {key: value} and type(arguments[key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": []},
+        {"properties": {"a": True}},
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"properties": {"a": {"$ref": 7}}},
+        {"properties": {"a": {"type": {}}}},
+        {"properties": {"a": {"anyOf": [7]}}},
+    ],
+)
+def test_a_schema_that_says_nothing_means_a_string(schema):
+    tools = [{"function": {"name": "f", "parameters": schema}}]
+    assert calls_of(read(xml_call({"a": "3"}, "f"), QWEN_XML, tools=tools)) == [("f", {"a": "3"})]
+
+
+def test_numbers_pass_as_they_are_written():
+    events = read(xml_call({"all": "1.10"}), QWEN_XML)
+    assert [event.arguments for event in events if isinstance(event, CallEnd)] == ['{"all": 1.10}']
+
+
+def test_arguments_come_while_they_are_written():
+    reader = AnswerReader(QWEN_XML, TOOLS)
+    assert reader.feed("<tool_call>\n<function=get_weather>\n<parameter=city>\nline 1\nline") == [
+        CallStart(0, "get_weather"),
+        CallDelta(0, '{"city": "line 1\\nline'),
+    ]
+    reader = AnswerReader(QWEN_JSON, TOOLS)
+    assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "line')[1] == CallDelta(
+        0, '{"city": "line'
+    )
+
+
+def test_it_is_known_whether_a_call_is_open():
+    reader = AnswerReader(QWEN_JSON, TOOLS)
+    assert [(reader.feed(piece), reader.in_call)[1] for piece in ("a", "<tool_call>", '{"name": "get_time"}', "x")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_dialects_are_known_by_their_templates():
+    names = {"qwen3_style": QWEN_JSON, "qwen35_style": QWEN_XML, "cogito_style": DEEPSEEK_V3}
+    for name, dialect in names.items():
+        assert dialect_of((TEMPLATES / f"{name}.jinja").read_text("utf-8")) is dialect
+    assert dialect_of("{{ '<｜tool▁call▁begin｜>' }}") is DEEPSEEK_V31
+    assert dialect_of("{{ messages }}") is None and dialect_of(None) is None
+    assert len({dialect.name for dialect in DIALECTS}) == 4

@@ -1,0 +1,45 @@
+"""Stop texts: however the text is cut, what comes out is all that stands before the first of them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeflux_mlx.text.stop import StopTexts
+
+LETTERS = st.text("ab<", max_size=12)
+
+
+def fed(texts, pieces):
+    stop = StopTexts(texts)
+    out = [stop.feed(piece) for piece in pieces]
+    return "".join(out) + stop.finish(), stop.found
+
+
+def test_a_stop_text_is_not_part_of_the_answer():
+    assert fed(["END"], ["one E", "N", "D two"]) == ("one ", "END")
+    assert fed(["END"], ["one E", "N"]) == ("one EN", None)
+
+
+def test_nothing_is_given_out_that_may_become_one():
+    stop = StopTexts(["</s>"])
+    assert [stop.feed(piece) for piece in ("a<", "/", "b")] == ["a", "", "</b"]
+
+
+def test_the_first_one_counts_and_of_two_at_one_place_the_longer():
+    assert fed(["b", "ab"], ["xab"]) == ("x", "ab")
+    assert fed(["a", "ab"], ["xab"]) == ("x", "ab")
+
+
+def test_no_text_comes_after_it():
+    stop = StopTexts(["a"])
+    assert (stop.feed("xa"), stop.feed("more"), stop.finish()) == ("x", "", "")
+
+
+@given(st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3), st.lists(LETTERS, max_size=6))
+def test_the_text_before_the_first_place_comes_out_in_any_cut(texts, pieces):
+    whole = "".join(pieces)
+    out, found = fed(texts, pieces)
+    assert whole.startswith(out)
+    if found is None:
+        assert out == whole and not any(text in whole for text in texts)
+    else:
+        assert whole.startswith(found, len(out)) and not any(text in out for text in texts)

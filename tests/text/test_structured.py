@@ -1,0 +1,266 @@
+"""Masks of grammars: what they let pass and what not, for every kind of tokenizer, and what is asked for in vain."""
+
+import json
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_calls import EVERY_FORM, calls_of, read
+from test_tokenizer import SPACING, train_bpe, train_sentencepiece, write_json
+from tokenizers import AddedToken
+
+from moeflux_mlx.engine.constrained import make_constraint
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.text.calls.dialect import CALL_TAGS, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.structured import Constrainer
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "object",
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"$ref": "#/$defs/unit"},
+        "kind": {"type": "string", "enum": ["wind", "rain"]},
+        "days": {"type": "integer"},
+        "sign": {"anyOf": [{"const": "+"}, {"allOf": [{"const": "-"}]}, {"type": "null"}]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": TOOL}},
+    {"type": "function", "function": {"name": "get_time", "parameters": SCHEMA}},
+]
+SPECIAL = ["<think>", "</think>", *sorted(CALL_TAGS)]
+
+
+def directory(path, kind):
+    """A tokenizer of this kind; of "marked" ones, every tag of calls and reasoning is a token."""
+    write_json(path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    if kind in SPACING:
+        (path / "tokenizer.model").write_bytes(train_sentencepiece(**SPACING[kind]))
+        return path
+    tokenizer = train_bpe()
+    if kind == "marked":
+        tokenizer.add_tokens([AddedToken(tag, special=tag.startswith("<｜")) for tag in SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module", params=["marked", "prefix", "demo"])
+def constrainer(request, tmp_path_factory):
+    if request.param == "demo":
+        return Constrainer(load_tokenizer("moeflux_mlx/demo"))
+    return Constrainer(load_tokenizer(directory(tmp_path_factory.mktemp(request.param), request.param)))
+
+
+def passes(mask, tokenizer, text, prefix=""):
+    """How much of `text` the mask lets pass, and whether its end may follow."""
+    done = ""
+    for token in tokenizer.encode_after(text):
+        if not mask.allowed()[token]:
+            return done, False
+        mask.consume(token)
+        done = tokenizer.decode(tokenizer.encode_after(text)[: len(tokenizer.encode_after(done)) + 1])
+    return text, bool(mask.allowed()[tokenizer.eos_token_id])
+
+
+def follows(constrainer, grammar, text, **options):
+    return passes(constrainer.mask(grammar, **options), constrainer.tokenizer, text) == (text, True)
+
+
+def can_write(constrainer, dialect):
+    """sentencepiece spells a space as U+2581, so it cannot tell it from the one in DeepSeek's tags."""
+    tokenizer = constrainer.tokenizer
+    able = tokenizer.decode(tokenizer.encode_after(dialect.begin)) == dialect.begin
+    assert able or "\u2581" in dialect.begin
+    return able
+
+
+def test_a_schema_is_followed(constrainer):
+    grammar = constrainer.grammar(SCHEMA)
+    for good in ('{"city": "Paris"}', '\n\n{"city":"A","days":3}', '{\n  "city": "é 🙂 \\n",\n  "days": 14\n}'):
+        assert follows(constrainer, grammar, good)
+    for bad in ("Sure", '{"town": 1}', '{"city": "A", "days": 15}', '{"days": 3}', '{"city": "A"} and', "{}", '{"city'):
+        assert not follows(constrainer, grammar, bad)
+
+
+def test_any_object(constrainer):
+    grammar = constrainer.grammar(True)
+    assert follows(constrainer, grammar, '{"a": [1, {"b": null}], "c": "x"}') and follows(constrainer, grammar, "{}")
+    assert not follows(constrainer, grammar, "[1]") and not follows(constrainer, grammar, "{a: 1}")
+
+
+def test_the_end_is_known(constrainer):
+    mask = constrainer.mask(constrainer.grammar(SCHEMA))
+    assert not mask.is_done
+    assert passes(mask, constrainer.tokenizer, '{"city": "A"}')[1]
+    assert mask.is_done
+    assert set(np.flatnonzero(mask.allowed())) == constrainer.tokenizer.eos_token_ids
+
+
+def test_reasoning_is_free_and_the_answer_is_not(constrainer):
+    grammar = constrainer.grammar(SCHEMA)
+    text = 'Any {"thing" < </thin </think>\n\n{"city": "A"}'
+    assert follows(constrainer, grammar, text, inside_reasoning=True)
+    assert not follows(constrainer, grammar, text.replace("city", "town"), inside_reasoning=True)
+    may_open = constrainer.tokenizer.has_thinking
+    assert follows(constrainer, grammar, f"<think>{text}") == may_open
+    assert not follows(constrainer, grammar, f'{{"city": "A"<think>{text}')
+
+
+@EVERY_FORM
+def test_strict_tools_get_what_their_schema_says(constrainer, dialect, write):
+    if not can_write(constrainer, dialect):
+        return
+    grammar = constrainer.grammar(tools=TOOLS, dialect=dialect)
+    good = write({"city": "Paris < </x>", "unit": "C", "kind": "wind", "days": 3, "sign": "-"})
+    free = write({"anything": "goes"}, "get_time")
+    for text in ("No call at all.", f"Look:\n{good}", f"{good}\n{free}", free, "a < b <tool"):
+        assert follows(constrainer, grammar, text)
+    assert calls_of(read(good, dialect, tools=TOOLS))[0][1]["days"] == 3
+    for wrong in ({"unit": "K"}, {"days": "x"}, {"kind": "sun"}, {"sign": "/"}, {"town": "A"}):
+        assert not follows(constrainer, grammar, write({"city": "A"} | wrong))
+    assert not follows(constrainer, grammar, write({"unit": "C"}))
+    assert not follows(constrainer, grammar, write({"city": "A"}, "unheard_of"))
+
+
+@EVERY_FORM
+def test_a_call_can_be_required(constrainer, dialect, write):
+    if not can_write(constrainer, dialect):
+        return
+    grammar = constrainer.grammar(tools=TOOLS[:1], dialect=dialect, required=True)
+    call = write({"city": "A"})
+    assert follows(constrainer, grammar, call) and follows(constrainer, grammar, f"{call}\n{call}")
+    assert not follows(constrainer, grammar, "No.") and not follows(
+        constrainer, grammar, write({"city": "A"}, "get_time")
+    )
+    for prefix in (dialect.prefix(), dialect.prefix("get_weather")):
+        assert follows(constrainer, grammar, call.removeprefix(prefix), prefix=prefix)
+        assert not follows(constrainer, grammar, write({"town": "A"}).removeprefix(prefix), prefix=prefix)
+
+
+@EVERY_FORM
+def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write):
+    if not can_write(constrainer, dialect):
+        return
+    grammar = constrainer.grammar(SCHEMA, tools=TOOLS, dialect=dialect)
+    for good in ('{"city": "A"}', write({"city": "A"}), write({}, "get_time")):
+        assert follows(constrainer, grammar, good)
+    assert not follows(constrainer, grammar, "No.") and not follows(constrainer, grammar, write({"town": "A"}))
+
+
+def test_nothing_to_enforce(constrainer):
+    assert constrainer.grammar() is None
+    assert constrainer.grammar(tools=TOOLS[1:], dialect=QWEN_JSON) is None
+    assert constrainer.grammar(tools=TOOLS, dialect=None) is None
+
+
+@pytest.mark.parametrize(
+    "schema, key",
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, "not"),
+        ({"type": "objct"}, "objct"),
+        ({"$ref": "#/$defs/none"}, "/$defs/none"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}, "oneOf"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"type": "string", "x-guidance": {"nonsense": 1}, "format": "zork"}, "zork"),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(constrainer, schema, key):
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"q": schema}}}
+    for dialect in (QWEN_JSON, QWEN_XML):
+        with pytest.raises(RequestError, match="cannot be enforced"):
+            constrainer.grammar(tools=[{"function": tool}], dialect=dialect)
+    with pytest.raises(RequestError, match="cannot be enforced") as caught:
+        constrainer.grammar(schema)
+    assert key in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        7,
+        {"properties": 7},
+        {"required": 7},
+        {"properties": {"a": 7}},
+        {"properties": {"a": {"type": "string", "enum": 7}}},
+    ],
+)
+def test_a_strict_tool_whose_schema_is_none_is_refused(constrainer, parameters):
+    tool = {"function": {"name": "f", "strict": True, "parameters": parameters}}
+    with pytest.raises(RequestError, match="cannot be enforced|must be an object"):
+        constrainer.grammar(tools=[tool], dialect=QWEN_XML)
+
+
+def test_limits_of_strings_in_tags_are_named(constrainer):
+    tool = {"name": "f", "strict": True, "parameters": {"properties": {"p": {"type": "string", "pattern": "a+"}}}}
+    with pytest.raises(RequestError, match="'p' has 'pattern'"):
+        constrainer.grammar(tools=[{"function": tool}], dialect=QWEN_XML)
+
+
+def test_a_token_that_may_not_come_is_an_error(constrainer):
+    mask = constrainer.mask(constrainer.grammar(SCHEMA))
+    token = constrainer.tokenizer.encode_after("Sure")[0]
+    with pytest.raises(RequestError, match="cannot go on"):
+        mask.consume(token)
+
+
+def test_the_processor_leaves_what_the_mask_allows(constrainer):
+    tokenizer, text = constrainer.tokenizer, '{"city": "A", "days": 3}'
+    process = make_constraint(constrainer.mask(constrainer.grammar(SCHEMA)))
+    prompt = tokenizer.encode("The answer?")
+    answer = [*tokenizer.encode_after(text), tokenizer.eos_token_id]
+    wide = tokenizer.vocab_size + 60
+    for n, token in enumerate(answer):
+        logits = process(mx.array([*prompt, *answer[:n]], mx.uint32), mx.zeros((1, wide), mx.bfloat16))
+        found = np.array(logits)
+        assert found.dtype == np.float32 and found[0, token] == 0 and np.all(found[0, tokenizer.vocab_size :] < 0)
+    assert set(np.flatnonzero(found[0] == 0)) == tokenizer.eos_token_ids
+
+
+def test_any_allowed_tokens_make_json(constrainer):
+    schema = {"type": "array", "items": {"enum": [1, 2.5, "é🙂", None]}, "maxItems": 3, "minItems": 1}
+    grammar, draw = constrainer.grammar(schema), np.random.default_rng(7)
+    for _ in range(20):
+        mask, tokens = constrainer.mask(grammar), []
+        while not mask.is_done:
+            allowed = np.flatnonzero(mask.allowed())
+            allowed = allowed[allowed != constrainer.tokenizer.think_start_id]
+            text = [t for t in allowed if constrainer.tokenizer.token_bytes(int(t)).strip()]
+            tokens.append(int(draw.choice(text or allowed)))
+            if tokens[-1] in constrainer.tokenizer.eos_token_ids:
+                break
+            mask.consume(tokens[-1])
+        stops = constrainer.tokenizer.eos_token_ids
+        value = json.loads(constrainer.tokenizer.decode([t for t in tokens if t not in stops]))
+        assert 1 <= len(value) <= 3 and set(value) <= {1, 2.5, "é🙂", None}
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"moeflux-mlx\[structured\]"):
+        Constrainer(load_tokenizer("moeflux_mlx/demo"))
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    train_bpe().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(RequestError, match="ends an answer"):
+        Constrainer(load_tokenizer(tmp_path))
+
+
+def test_it_is_loaded_late():
+    import subprocess
+
+    code = "import sys, moeflux_mlx.text.structured; print('llguidance' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
