@@ -8,11 +8,12 @@ import shutil
 import signal
 import socket
 import time
+import urllib.request
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from rank_processes import alone, command, ended, ring, started, together
+from rank_processes import LIMIT, alone, command, ended, ring, started, together
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
@@ -235,3 +236,50 @@ def test_a_record_that_cannot_be_read_is_an_error_on_all(tmp_path, model):
     first, second = ended(ranks, ["And a longer question, for which other experts are read?\n/exit\n"])
     assert first[0] == second[0] == 0, (first, second)
     assert "rank 1 could not compute its experts" in first[2] and "error:" in second[2]
+
+
+def asked(port, prompt, tokens):
+    """The server's completion."""
+    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=LIMIT) as response:
+        text = json.load(response)["choices"][0]["text"]
+    return text.replace("\r", "\n").rstrip("\n")  # as it comes through a pipe
+
+
+def serving(file, model):
+    """A server on two ranks, and its port once it is ready."""
+    options = ("--model", model, "--dtype", "float32", "--port", "0", "--sessions", "2", "--rank-seconds", "20")
+    ranks = [started(file, rank, *command("serve", *options)) for rank in range(2)]
+    for line in ranks[0].stderr:
+        if "serving at" in line:
+            return ranks, int(line.split("127.0.0.1:")[1].split("/")[0])
+    raise AssertionError(ended(ranks))
+
+
+def test_a_server_of_two_ranks(tmp_path, model, interruptible):
+    prompts = [f"{who} can talk to owls, and why would anybody want to?" * 3 for who in ("She", "He", "She who")]
+    expected = []
+    for prompt in prompts:
+        out = alone(
+            "generate", "--dtype", "float32", "-m", "6", "--ignore-chat-template", "--prompt", prompt, "--model", model
+        )
+        expected.append(out[1].rstrip("\n"))
+    ranks, port = serving(ring(tmp_path, 2), model)
+    for i in range(30):
+        assert asked(port, prompts[i % 3], 6) == expected[i % 3]
+    time.sleep(1.5)  # longer than the longest nap
+    assert asked(port, prompts[0], 6) == expected[0]
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = ended(ranks)
+    assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
+
+
+def test_a_server_ends_when_a_rank_is_gone(tmp_path, model):
+    ranks, port = serving(ring(tmp_path, 2), model)
+    assert asked(port, "Hello", 3)
+    ranks[1].kill()
+    first, _ = ended(ranks)
+    assert first[0] == 75 and "rank 1 is gone" in first[2]
