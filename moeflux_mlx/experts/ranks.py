@@ -133,8 +133,8 @@ class RankedExperts:
         return gathered, where.reshape(ids.shape)
 
     def _stop_if_wanted(self) -> None:
-        if error := self.exchange.take_pending():
-            raise error
+        if self.exchange.pending is not None:
+            raise self.exchange.pending
 
     def _own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
@@ -165,7 +165,8 @@ class RankedExperts:
         step = max(PIECE_WORDS // H, 1)
         found = np.empty((int(counts.sum()), H), np.float32)
         starts = np.cumsum(counts) - counts
-        flag = FINE if failure is None else FAILED if isinstance(failure, Exception) else STOPPED
+        is_stop = failure is self.exchange.pending or not isinstance(failure, Exception)
+        flag = FINE if failure is None else STOPPED if is_stop else FAILED
         for start in range(0, max(int(counts.max()), 1), step):
             length = min(step, int(counts.max()) - start)
             piece = np.zeros((length, H), np.float32)
@@ -183,6 +184,7 @@ class RankedExperts:
         """Ends the pass on every rank if one could not go on."""
         self.exchange.has_ended = any(told.flags)
         if failure is not None:
+            self.exchange.pending = None
             raise failure
         failed, stopped = told.first(FAILED), told.first(STOPPED)
         if failed is not None:
