@@ -325,7 +325,7 @@ INLINE vf FN(half)(vu bits) {
 }
 
 /* The float that `bits` of a scale or bias of this kind stand for. */
-INLINE vf FN(decoded)(vu bits, const int kind) {
+INLINE vf FN(decoded)(vu bits, const Kind kind) {
     if (kind == BF16) return (vf)(bits << 16);
     if (kind == F16) return FN(half)(bits);
     if (kind == E8M0) return (vf)(bits << 23 | ((vu)(bits == 0) & 0x00400000u));
@@ -337,27 +337,26 @@ INLINE uint32_t FN(bits_of)(const void *table, ptrdiff_t i, const int kind) {
     return kind == E8M0 ? ((const uint8_t *)table)[i] : ((const uint16_t *)table)[i];
 }
 
-/* Scales or biases of the W blocks whose first is in group g of a table of `count`; `share` blocks have one. */
-INLINE vf FN(of_blocks)(const void *table, ptrdiff_t g, ptrdiff_t count, ptrdiff_t share, const int kind) {
-    vu bits = {0};
-    static const uint32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if (kind == E8M0 && share == 4 && g + 4 <= count) {
-        uint32_t four;
-        memcpy(&four, (const uint8_t *)table + g, 4);
-        return FN(decoded)(((vu){0} + four) >> (*(const vu *)lane >> 2 << 3) & 255u, kind);
-    }
-#if W > 4
+/* `n` scales or biases as floats, then zeros for lanes beyond the row: what they multiply is zero too. */
+INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Kind kind, float *out) {
     typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
-    if (share < W && kind != E8M0 && g + W <= count) {
-        if (kind == F32) bits = *(const vu *)((const uint32_t *)table + g);
-        else bits = __builtin_convertvector(*(const vh *)((const uint16_t *)table + g), vu);
-        vu from = *(const vu *)lane >> (share == 1 ? 0 : share == 2 ? 1 : share == 4 ? 2 : 3);
-        return FN(decoded)(share == 1 ? bits : FN(permute)(bits, (vi)from), kind);
-    }
+    ptrdiff_t i = 0;
+    if (kind == BF16 || kind == F16)
+        for (; i + W <= n; i += W) {
+            vu bits = __builtin_convertvector(*(const vh *)((const uint16_t *)table + first + i), vu);
+            *(vf *)(out + i) = kind == BF16 ? FN(decoded)(bits, BF16) : FN(decoded)(bits, F16);
+        }
+    for (; i < n; i++) out[i] = FN(decoded)((vu){0} + FN(bits_of)(table, first + i, kind), kind)[0];
+    *(vf *)(out + n) = (vf){0};
+}
+
+/* Those of W blocks from values that FN(decode) made; lane i takes the one at from[i]. */
+INLINE vf FN(of_blocks)(const float *values, vi from) {
+#if W > 4
+    return (vf)FN(permute)(*(const vu *)values, from);
+#else
+    return (vf){values[from[0]], values[from[1]], values[from[2]], values[from[3]]};
 #endif
-    if (share >= W) return FN(decoded)((vu){0} + FN(bits_of)(table, g, kind), kind);
-    for (int i = 0; i < W; i++) bits[i] = g + i / share < count ? FN(bits_of)(table, g + i / share, kind) : 0;
-    return FN(decoded)(bits, kind);
 }
 
 /* Code j of each block, times 2^CODE_AT. */
@@ -375,9 +374,13 @@ INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_mx
 /* Rows r..r+R-1 (those below r1) against T activations. */
 INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                            float *const *y, const int R, const int T, const int BITS, const int MX) {
-    enum { MOST = 5 };
-    const int codes = MX ? 8 : BLOCK_CODES(BITS), each = MX ? 1 : BLOCK_WORDS(BITS), kind = m->kind;
-    const ptrdiff_t blocks = m->in / codes, groups = m->in / m->group, share = m->group / codes;
+    enum { MOST = 5, TABLE = 128 }; /* groups whose scales are decoded at once */
+    static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int codes = MX ? 8 : BLOCK_CODES(BITS), each = MX ? 1 : BLOCK_WORDS(BITS), shift = __builtin_ctzl((unsigned long)(m->group / codes));
+    const ptrdiff_t blocks = m->in / codes, groups = m->in / m->group;
+    const vi from_lane = *(const vi *)lane >> shift;
+    float scales[4][TABLE + W], biases[4][TABLE + W];
+    uint32_t tail[MOST * W] = {0};
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->words * 4)), at = 0;
     const uint32_t *soon = FN(soon)(m, ahead, r1), *w[4];
     ptrdiff_t first[4];
@@ -389,12 +392,16 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + 1) * W) {
+        const ptrdiff_t group = b >> shift, local = group % TABLE;
+        if (local == 0 && (b == 0 || (b - 1) >> shift != group))
+            UNROLL for (int i = 0; i < R; i++) {
+                FN(decode)(m->s, first[i] + group, least(TABLE, groups - group), m->kind, scales[i]);
+                if (!MX) FN(decode)(m->b, first[i] + group, least(TABLE, groups - group), m->kind, biases[i]);
+            }
         vu word[4][MOST];
         vf sum[8], scale[4], bias[4];
-        uint32_t tail[MOST * W] = {0};
         UNROLL for (int i = 0; i < R; i++) {
             const uint32_t *from = w[i] + b * each;
-            const ptrdiff_t group = first[i] + b / share;
             for (int n = 0; n < each * W; n += 16) __builtin_prefetch(soon + i * m->words + b * each + n);
             if (blocks - b < W) from = (const uint32_t *)memcpy(tail, from, (size_t)((blocks - b) * each) * 4);
             if (MX) {
@@ -403,8 +410,8 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             } else if (each == 3) FN(deal3)(from, word[i]);
             else if (each == 5) FN(deal5)(from, word[i]);
             else word[i][0] = *(const vu *)from;
-            scale[i] = FN(of_blocks)(m->s, group, m->rows * groups, share, kind);
-            if (!MX) bias[i] = FN(of_blocks)(m->b, group, m->rows * groups, share, kind);
+            scale[i] = FN(of_blocks)(scales[i] + local, from_lane);
+            if (!MX) bias[i] = FN(of_blocks)(biases[i] + local, from_lane);
         }
         UNROLL32 for (int j = 0; j < codes; j++) {
             vf xv[4];
