@@ -1,0 +1,114 @@
+"""What a width costs: the demo model at every width, beside the shipped one, on held-out stories.
+
+No float weights of the demo model are kept. The shipped 4-bit model is taken apart into a float32 checkpoint in a
+temporary directory, which `moeflux convert` makes a model of at each width, and `moeflux evaluate` compares each with
+the shipped model. That flatters 4 bits, and 8, whose steps lie close to those; 5 and 6 bits must round in between.
+`python scripts/demo_widths.py` prints the table of docs/formats.md; `--svg FILE` draws one width's KL by position.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import demo_stories as stories
+import mlx.core as mx
+import numpy as np
+
+from moeflux_mlx.files import directory
+from moeflux_mlx.formats.packed import FOLDER, PackedExperts
+from moeflux_mlx.formats.record import PROJECTIONS, Field
+from moeflux_mlx.quant import unquantized
+from moeflux_mlx.spec import ModelArgs
+
+DEMO = directory("demo")
+WIDTHS = {f"{bits} bits": ["--q-bits", str(bits)] for bits in (2, 3, 4, 5, 6, 8)} | {"mxfp4": ["--q-mode", "mxfp4"]}
+COLUMNS = ("perplexity", "kl_mean", "kl_p99", "same_first_choice")
+NUMPY = {"U32": np.uint32, "BF16": np.uint16}
+
+
+def held_out_text(count: int) -> str:
+    """Whole stories about pairs of name and fact that were never trained on, each with its end."""
+    return "<|endoftext|>".join(sample.story for sample in stories.held_out_samples(count))
+
+
+def resident_floats() -> dict[str, mx.array]:
+    """Every tensor that is not of a routed expert, in float32."""
+    tensors, args, found = mx.load(str(DEMO / "resident.safetensors")), ModelArgs.from_file(DEMO), {}
+    assert isinstance(tensors, dict) and args.quantization is not None
+    for name, tensor in tensors.items():
+        path, _, part = name.rpartition(".")
+        if f"{path}.scales" not in tensors:
+            found[name] = tensor.astype(mx.float32)
+        elif part == "weight":
+            quant = args.quantization.of(path)
+            assert quant is not None
+            groups = (tensors[f"{path}.{of_groups}"].astype(mx.float32) for of_groups in ("scales", "biases"))
+            found[name] = mx.dequantize(tensor, *groups, quant.group_size, quant.bits)
+    return found
+
+
+def expert_floats() -> dict[str, mx.array]:
+    """The routed experts as MLX names them, [E, rows, columns] in float32."""
+    experts, found = PackedExperts.open(DEMO, ModelArgs.from_file(DEMO)), {}
+    for layer, path in experts.paths.items():
+        record = experts.layout.records[layer]
+        rows = np.fromfile(path, np.uint8).reshape(-1, record.stride)
+        for name, projection in zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True):
+            codes, *groups = (_field(rows, field) for field in projection.fields)
+            scales, biases = (part.view(mx.bfloat16).astype(mx.float32) for part in groups)
+            values = mx.dequantize(codes, scales, biases, projection.quant.group_size, projection.quant.bits)
+            found[f"model.layers.{layer}.mlp.switch_mlp.{name}.weight"] = values
+    return found
+
+
+def _field(rows: np.ndarray, field: Field) -> mx.array:
+    part = np.ascontiguousarray(rows[:, field.offset : field.end])
+    return mx.array(part.view(NUMPY[field.dtype]).reshape(len(rows), *field.shape))
+
+
+def write_floats(out: Path) -> None:
+    """The float32 checkpoint."""
+    out.mkdir()
+    for file in DEMO.iterdir():
+        if file.name not in (FOLDER, "config.json", "resident.safetensors"):
+            shutil.copyfile(file, out / file.name)
+    config = unquantized(json.loads((DEMO / "config.json").read_text()))
+    (out / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(out / "model.safetensors"), resident_floats() | expert_floats())
+
+
+def moeflux(*words: object) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "moeflux_mlx", *map(str, words)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare the demo model at every width with the shipped one")
+    parser.add_argument("--stories", type=int, default=40, help="held-out stories to read (%(default)s)")
+    parser.add_argument("--svg", type=Path, help="draw the KL divergence by position at 3 bits there")
+    args = parser.parse_args()
+    print("| stored as | perplexity | KL, mean | KL, 99 % | same first choice | bytes of an expert |")
+    print("|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "stories.txt").write_text(held_out_text(args.stories))
+        write_floats(folder / "floats")
+        for width, options in WIDTHS.items():
+            model = folder / width.replace(" ", "-")
+            moeflux("convert", "--hf-path", folder / "floats", "--mlx-path", model, *options)
+            chart = ["--svg", args.svg] if args.svg and width == "3 bits" else []
+            command = ["evaluate", "--model", model, "--against", DEMO, "--text", folder / "stories.txt"]
+            found = json.loads(moeflux(*command, *chart).splitlines()[-1])
+            size = PackedExperts.open(model, ModelArgs.from_file(model)).layout.record.size
+            print(f"| {width} | {' | '.join(str(found[column]) for column in COLUMNS)} | {size} |", flush=True)
+        print(f"\n{found['tokens']} tokens in windows of {found['window']}; the shipped model: ", end="")
+        print(f"{found['perplexity_against']}")
+
+
+if __name__ == "__main__":
+    main()

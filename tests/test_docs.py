@@ -1,0 +1,130 @@
+"""The texts for people: links lead somewhere, Python compiles, and commands with their options exist."""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moeflux_mlx.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+ENDS = re.compile(r"\|\|?|&&?|;|[0-9]?>>?|<")
+
+
+def prose(text):
+    """The text without what stands in code."""
+    return re.sub(r"`[^`\n]*`", "", BLOCK.sub("", text))
+
+
+def blocks(text, language):
+    return [body for _, found, body in BLOCK.findall(text) if found == language]
+
+
+def anchors(text):
+    """What GitHub calls the headings: lower case, hyphens for spaces, no other signs, numbers for repeated ones."""
+    found, seen = set(), {}
+    for heading in re.findall(r"^#+ +(.*?) *$", BLOCK.sub("", text), re.MULTILINE):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+        count = seen[slug] = seen.get(slug, -1) + 1
+        found.add(f"{slug}-{count}" if count else slug)
+    return found
+
+
+def broken_links(text, folder, own):
+    """Relative links of `text`, which lies in `folder` as the file `own`, that lead nowhere."""
+    wrong = []
+    for link in ("".join(pair) for pair in LINK.findall(prose(text))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = folder / path if path else own
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            wrong.append(link)
+    return wrong
+
+
+def calls(script):
+    """(command, arguments) of every call of one of our commands in lines of a shell."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split = True
+        words, parts = list(lexer), [[]]
+        for word in words:
+            if ENDS.fullmatch(word):
+                parts.append([])
+            else:
+                parts[-1].append(word)
+        for part in parts:
+            while part and re.fullmatch(r"\$|\w+=.*", part[0]):
+                part = part[1:]
+            if part[:1] == ["moeflux"]:
+                yield part[1], part[2:]
+            elif part[:2] == ["python", "-m"] and part[2] == "moeflux_mlx":
+                yield part[3], part[4:]
+            elif part[:2] == ["python", "-m"] and part[2].startswith("moeflux_mlx."):
+                yield part[2].split(".")[1], part[3:]
+
+
+def refusal(command, arguments):
+    """Why the command would not take these arguments; empty if it takes them."""
+    if command not in COMMANDS:
+        return f"no command {command}"
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module(COMMANDS[command][0]).parser().parse_args(arguments)
+    except SystemExit as end:
+        return said.getvalue() if end.code else ""
+    return ""
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_links_lead_somewhere(text):
+    assert broken_links(text.read_text(encoding="utf-8"), text.parent, text) == []
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_python_compiles(text):
+    for i, block in enumerate(blocks(text.read_text(encoding="utf-8"), "python")):
+        compile(block, f"{text.name}, block {i}", "exec")
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_commands_exist(text):
+    for block in blocks(text.read_text(encoding="utf-8"), "bash"):
+        assert [(call, why) for call in calls(block) if (why := refusal(*call))] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_parser(command):
+    assert refusal(command, ["--help"]) == ""
+
+
+def test_a_wrong_link_is_found(tmp_path):
+    own = tmp_path / "own.md"
+    text = (
+        "# One `word`\n## Two\n## Two\n[a](own.md) [b](gone.md) [c](#one-word) [d](own.md#two-1) [e](#three) `[f](x)`"
+    )
+    text += '[![g](one.svg)](own.md) <img alt="h" src="two.svg">'
+    own.write_text(text)
+    assert broken_links(text, tmp_path, own) == ["gone.md", "#three", "one.svg", "two.svg"]
+
+
+def test_a_wrong_call_is_found():
+    script = (
+        "X=1 moeflux generate -p 'a | b' --temp 0.5 | tee out # said\npython -m moeflux_mlx.chat --no-such \\\n  1\n"
+    )
+    found = list(calls(script + "ls && moeflux nothing"))
+    assert found[0] == ("generate", ["-p", "a | b", "--temp", "0.5"])
+    assert refusal(*found[0]) == ""
+    assert "--no-such" in refusal(*found[1])
+    assert refusal(*found[2]) == "no command nothing"
