@@ -6,7 +6,7 @@
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of a head's state, so a simdgroup
 // holds 32 / L rows abreast and R such sets of rows. A threadgroup takes B steps from threadgroup memory while it loads
-// what the next B read: loads of single steps, however early, were waited for together (scripts/results.tsv). A step
+// what the next B read: loads of single steps, however early, were waited for together (results.tsv). A step
 // past the last keeps the state. B and L are powers of two.
   constexpr uint M = DK / 4 / L, ABREAST = 32 / L, ROWS = SG * R * ABREAST, THREADS = 32 * SG;
   constexpr uint PIECES = B * DK / 2, P = (PIECES + THREADS - 1) / THREADS;

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .cli.benchmarking import run
 from .cli.options import add_model_options
+from .cli.ranks import add_rank_options, together
 from .cli.run import execute, program
 
 
@@ -28,12 +29,13 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="the table has medians of so many (%(default)s)")
     add("--against", choices=["mlx-lm"], help="run the same checkpoint by it too, in turns; it must fit in memory")
     add_model_options(made)
+    add_rank_options(made)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+    return execute(together(run), parser().parse_args(argv))
 
 
 if __name__ == "__main__":

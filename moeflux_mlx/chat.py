@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .cli.options import add_model_options, add_prompt_cache_options, add_sampling_options
+from .cli.ranks import add_rank_options, together
 from .cli.repl import run
 from .cli.run import execute, program
 
@@ -21,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="also print the time to load and statistics of every answer")
     add_sampling_options(made)
     add_model_options(made)
+    add_rank_options(made)
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(max_tokens=4096)
     return made
@@ -28,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+    return execute(together(run), parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
         help="positions that the caches hold; default: 8192, or the model's limit, or what there is room for",
     )
     add_prompt_sizes(add)
+    add = made.add_argument_group("several machines (docs/several-machines.md)").add_argument
+    add("--ranks", type=int, metavar="N", help="plan for one of N such machines, and compare them with one")
+    add("--link-us", type=float, default=300.0, metavar="US", help="microseconds of a message (%(default)g)")
+    add("--link-gb-per-s", type=float, default=1.0, metavar="GB", help="what a machine receives (%(default)g)")
     return made
 
 

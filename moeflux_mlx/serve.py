@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .cli.options import add_model_options, add_prompt_cache_options
+from .cli.ranks import add_rank_options, together
 from .cli.run import execute, program
 from .cli.serving import run
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true", help="also print how prompts are cut and the time to load")
     add_sampling_defaults(made)
     add_model_options(made)
+    add_rank_options(made)
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(pool_share=POOL_SHARE, seed=None)
     return made
@@ -62,7 +64,7 @@ def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+    return execute(together(run), parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Promises: `checkpoint_dir` and `write_variant` make the same bytes on every machine. Weights are not stored:
 each tensor is drawn from PCG64 (whose raw stream numpy guarantees) seeded by its name, with exact integer
 and correctly rounded arithmetic only, and `fixtures/models/checksums.json` pins the result. The configs and
-the logits are stored; `scripts/make_goldens.py` made the logits with transformers, float32, eager.
+the logits are stored; `scripts/goldens/make_goldens.py` made the logits with transformers, float32, eager.
 Does not know: the package under test, mlx or torch.
 
 Golden logits are those of the weights after 4-bit quantisation (group 64, from bf16; routers of the Qwen

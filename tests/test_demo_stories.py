@@ -3,19 +3,15 @@
 import functools
 import random
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import demo_eval
+import demo_stories as stories
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeflux_mlx import generate, load
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import demo_eval
-import demo_stories as stories
 
 SEEDS = st.integers(0, 2**32)
 

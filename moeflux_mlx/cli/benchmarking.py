@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     peer = None if options.against is None else mlx_lm_steps(engine)
     lines = machine_lines(machine_figures())
     print("\n".join([*lines, engine.experts.decision]))
-    runners: dict[str, Steps] = {OURS: lambda prompt, count: generate_step(prompt, engine.model, max_tokens=count)}
+    runners: dict[str, Steps] = {OURS: own_steps(engine)}
     if peer is not None:
         runners[options.against] = peer
     found = measured(options, engine, runners)
@@ -73,6 +73,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak")
     print(json.dumps(report(options, engine, lines, memory, found)))
     return 0
+
+
+def own_steps(engine: Engine) -> Steps:
+    """This package's; where other ranks take part, each prompt is a session of all."""
+    if engine.lead is None:
+        return lambda prompt, count: generate_step(prompt, engine.model, max_tokens=count)
+    return lambda prompt, count: engine.session().respond(prompt, max_tokens=count)
 
 
 def mlx_lm_steps(engine: Engine) -> Steps:

@@ -162,8 +162,11 @@ def load_named(options: argparse.Namespace, model: str | Path | None) -> Engine:
 def open_optional(
     options: argparse.Namespace, model: str | Path | None, progress: Callable[[int, int], object] | None = None
 ) -> Engine:
-    """`model`, as the options of `add_model_options` say; `progress` as for `load`."""
-    return open_engine(
+    """`model`, as the options of `add_model_options` say; `progress` as for `load`.
+
+    On rank 0 of several, the others follow it.
+    """
+    engine = open_engine(
         model,
         revision=options.revision,
         dtype=getattr(mx, options.dtype) if options.dtype else None,
@@ -175,7 +178,10 @@ def open_optional(
         prefill_step_size=options.prefill_step_size,
         pool_share=getattr(options, "pool_share", None),
         progress=progress,
+        ranks=getattr(options, "ranks", None),
     )
+    lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
+    return engine if lead is None else lead(engine)
 
 
 def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:

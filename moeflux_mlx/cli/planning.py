@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +27,7 @@ from ..formats.record import ExpertLayout
 from ..model.tensors import resident_bytes, variant_bytes
 from ..spec import ModelArgs
 from .options import gigabytes
+from .rank_planning import machines_of, rank_lines
 from .terminal import note
 
 HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
@@ -79,6 +81,11 @@ def run(options: argparse.Namespace) -> int:
     if options.measure_disk and files is not None:
         disks = [int(measure_disk(files))]
         lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+    if (machines := machines_of(options.ranks, options.link_us, options.link_gb_per_s)) is not None:
+        own = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
+        each = plan_memory(args, own, figures(options.ram_gb), demand)
+        print("\n".join([*memory_lines(each, own), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
+        return 0
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
 

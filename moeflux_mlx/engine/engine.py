@@ -13,12 +13,15 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..experts.mapped import MappedExperts
+from ..experts.ranks import RankedExperts
 from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
+from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
+from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
@@ -26,9 +29,11 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import Breath, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
+from .budget import Breath, Demand, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
+from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import default_dtype, machine_figures
+from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
 from .weights import Weights, open_weights
 from .wired import wire
@@ -42,6 +47,8 @@ R = TypeVar("R")
 class Engine:
     """A loaded model, the source of its experts, the plan of its memory, its tokenizer, and where it came from.
 
+    With `lead`, other ranks take every step of its sessions.
+
     Nothing of it changes after loading.
     """
 
@@ -49,6 +56,7 @@ class Engine:
     model: Model
     experts: ExpertLoader
     plan: MemoryPlan
+    lead: Lead | None = None
 
     @property
     def path(self) -> Path:
@@ -75,8 +83,10 @@ class Engine:
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
-        room = min(CHECKPOINT_BYTES, self.plan.headroom // 4)
-        return Session(self.model, self.tokenizer, **{"checkpoint_bytes": room, **options})
+        given = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
+        if self.lead is not None:
+            return LeadSession(self.lead, self.model, self.tokenizer, **given)
+        return Session(self.model, self.tokenizer, **given)
 
 
 def open_engine(
@@ -92,6 +102,7 @@ def open_engine(
     revision: str | None = None,
     pool_share: float | None = None,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
     claim_process()
@@ -100,6 +111,8 @@ def open_engine(
     path = resolve(path_or_hf_repo, revision)
     weights, mode = open_weights(path), from_environment(expert_io)
     weights.check_mode(mode)
+    if ranks is not None:
+        mode = io_mode(mode, weights)
     args, dtype = weights.args, dtype or default_dtype()
     demand = demand_of(
         args,
@@ -112,13 +125,33 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=weights.in_place,
     )
-    layout, figures = weights.experts.layout, machine_figures()
-    if context is None and pool_share is not None:
-        demand = replace(demand, context=longest_context(args, layout, figures, demand, pool_share))
-    plan = plan_memory(args, layout, figures, demand)
+    figures = machine_figures()
+
+    def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
+        if wanted.context is None and pool_share is not None:
+            wanted = replace(wanted, context=longest_context(args, layout, figures, wanted, pool_share))
+        return plan_memory(args, layout, figures, wanted)
+
+    if ranks is None:
+        plan = planned(weights.experts.layout, demand)
+        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
+    party, plan = meet(ranks, weights, dtype, demand, planned)
+    with party.loading(weights.experts.layout.total_bytes):
+        return _loaded(weights, plan, dtype, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
+
+
+def _loaded(
+    weights: Weights,
+    plan: MemoryPlan,
+    dtype: mx.Dtype,
+    computing: Callable[[ExpertLoader], RoutedExperts | RankedExperts],
+    progress: Progress | None,
+) -> Engine:
+    """The model as planned; `computing` makes of its source who computes routed experts."""
+    args = weights.args
     experts = open_experts(weights.experts, args, plan, progress)
     try:
-        model = Model(args, RoutedExperts(experts, PREFETCH[prefetch]), split_latent(weights.shapes), plan.sizes)
+        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes)
         fill(model, weights.read(), args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
@@ -137,7 +170,8 @@ def open_experts(
             assert isinstance(files, PackedExperts)  # others were refused
             experts = MappedExperts(files, plan.decision)
         elif plan.mode is IoMode.RESIDENT:
-            experts = ResidentExperts(files, plan.decision, progress=progress)
+            check = files.check_scales if isinstance(files, InPlaceExperts) else None
+            experts = ResidentExperts(files, plan.decision, check=check, progress=progress)
         else:
             experts = StreamedExperts(
                 files,
@@ -211,6 +245,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
             of what it would have otherwise.
         progress: called with the bytes read so far and in all, while resident experts are read.
+        ranks: this process is one of several, which all load the model and then make the same calls.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.

@@ -55,7 +55,7 @@ def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | No
     raise RequestError(f"the environment arranges {' and '.join(found)}; choose one with --backend")
 
 
-def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Group | None":
+def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Watched | None":
     """The group that this process belongs to, every gathering watched; None: it is alone.
 
     Args:
@@ -99,7 +99,7 @@ class Watchdog:
     """
 
     def __init__(self, end: "Callable[[str], None] | None" = None):
-        self._end = end or _end_process
+        self._end = end or end_process
         self._changed = threading.Condition()
         self._deadline, self._message = float("inf"), ""
         threading.Thread(target=self._watch, name="ranks-watchdog", daemon=True).start()
@@ -131,7 +131,7 @@ class Watchdog:
             self._end(message)
 
 
-def _end_process(message: str) -> None:
+def end_process(message: str) -> None:
     os.write(2, f"error: {message}\n".encode())
     os._exit(LATE)
 
@@ -155,3 +155,9 @@ class Watched:
         )
         with self._watchdog.within(self.limit, message):
             return self._group.gather(words)
+
+
+def allow(group: Group, seconds: float) -> None:
+    """Lets the next gatherings of a group that is watched wait so long for the others."""
+    if isinstance(group, Watched):
+        group.limit = seconds

@@ -196,9 +196,7 @@ class Session:
         """
         whole = self._half is None and length >= len(self.tokens)
         reached = len(self.tokens) if whole else self.points.nearest(min(length, len(self.tokens)))
-        other = Session(
-            self.model,
-            self.tokenizer,
+        other = self._blank(
             store=self.store,
             checkpoint_bytes=self.points.max_bytes,
             checkpoint_every=self.checkpoint_every,
@@ -214,6 +212,10 @@ class Session:
             if position <= reached:
                 other.points.add(position, self.points.states_at(position))
         return other
+
+    def _blank(self, **options: Any) -> "Session":
+        """A new session of this kind."""
+        return Session(self.model, self.tokenizer, **options)
 
     def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
         """Writes tokens, state and `extra` to a file. Raises PromptCacheError, SnapshotError."""
@@ -296,7 +298,8 @@ class Session:
             self.points.keep(found)
         else:
             self.tokens = before
-            self.rewind(known)
+            if known < len(before):
+                self._go_back(known)
         self.reuse = Reuse(len(prompt), 0 if found else known, found, max(saved - max(found, known), 0))
 
     def _absorbed(self, prompt: list[int], prefill: Prefill, ends: list[int]) -> None:

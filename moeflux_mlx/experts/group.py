@@ -77,10 +77,21 @@ class Exchange:
 
     Attributes:
         count: of messages so far; the same on all ranks.
+        is_broken: whether the ranks have lost each other, so that nothing may be told any more: transports that have
+            failed before wait for ever.
+        has_ended: whether a layer's exchange has told all ranks to leave the model; reset by whoever begins anew.
+        pending: an exception of this process that waits for an exchange, so that all ranks stop in the same place.
     """
 
     def __init__(self, group: Group):
         self.group, self.count = group, 0
+        self.is_broken = self.has_ended = False
+        self.pending: BaseException | None = None
+
+    def take_pending(self) -> BaseException | None:
+        """The exception that waits, which is the caller's to raise."""
+        error, self.pending = self.pending, None
+        return error
 
     def __call__(self, kind: int, words: np.ndarray, agreed: np.ndarray | None = None, flag: int = FINE) -> Told:
         """Tells the others `words` [n] uint32 and hears theirs.
@@ -93,12 +104,18 @@ class Exchange:
         Raises:
             RankError: a process is gone, or out of step.
         """
+        if self.is_broken:
+            raise RankError("the ranks have lost each other; start all of them again")
         self.count += 1
         checksum = 0 if agreed is None else zlib.crc32(np.ascontiguousarray(agreed).tobytes())
         header = np.array([MAGIC, self.count & 0xFFFFFFFF, kind, flag, checksum], np.uint32)
-        found = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
-        for rank, theirs in enumerate(found[:, :HEADER]):
-            self._check(rank, theirs, header)
+        try:
+            found = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
+            for rank, theirs in enumerate(found[:, :HEADER]):
+                self._check(rank, theirs, header)
+        except BaseException:
+            self.is_broken = True
+            raise
         return Told(found[:, HEADER:], tuple(int(flag) for flag in found[:, 3]))
 
     def _check(self, rank: int, theirs: np.ndarray, own: np.ndarray) -> None:

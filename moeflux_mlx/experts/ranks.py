@@ -115,9 +115,15 @@ class RankedExperts:
         owner = self.owners.of(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
+
+        def watched(share: float) -> None:
+            report(share)
+            self._stop_if_wanted()
+
         try:
-            self.lookahead.requested(routing, ids)
-            rows = self._own_rows(routing.layer, ids, weights, x, mine, report)
+            self._stop_if_wanted()
+            rows = self._own_rows(routing, ids, weights, x, mine, watched)
+            self._stop_if_wanted()
         except BaseException as error:  # the others wait for this process's rows and must hear of it
             failure, rows = error, np.zeros((len(mine), x.shape[1]), np.float32)
         gathered = self._gather(routing.layer, ids, counts, rows, failure)
@@ -126,20 +132,26 @@ class RankedExperts:
         where[first] = np.arange(ids.size)
         return gathered, where.reshape(ids.shape)
 
+    def _stop_if_wanted(self) -> None:
+        if self.exchange.pending is not None:
+            raise self.exchange.pending
+
     def _own_rows(
-        self, layer: int, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
+        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
     ) -> np.ndarray:
         """What this process's experts make of the pairs `mine`, [len(mine), H]."""
-        if not len(mine):
-            return np.zeros((0, x.shape[1]), np.float32)
-        tokens, own = mine // ids.shape[1], ids.reshape(-1)[mine]
-        if len(x) > MAX_TOKENS:
+        layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
+        if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
             found = multiplied(
                 self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned
             )
             return _float32(found.outputs())
-        with self.source.request(layer, own) as lease:
+        with self.source.request(layer, own) as lease:  # before what may be wanted next is read
+            if len(x) <= MAX_TOKENS:
+                self.lookahead.requested(routing, ids)
+            if not len(mine):
+                return np.zeros((0, x.shape[1]), np.float32)
             lease.wait()
             records, slots = lease.records()
             rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
@@ -153,7 +165,8 @@ class RankedExperts:
         step = max(PIECE_WORDS // H, 1)
         found = np.empty((int(counts.sum()), H), np.float32)
         starts = np.cumsum(counts) - counts
-        flag = FINE if failure is None else FAILED if isinstance(failure, Exception) else STOPPED
+        is_stop = failure is self.exchange.pending or not isinstance(failure, Exception)
+        flag = FINE if failure is None else STOPPED if is_stop else FAILED
         for start in range(0, max(int(counts.max()), 1), step):
             length = min(step, int(counts.max()) - start)
             piece = np.zeros((length, H), np.float32)
@@ -169,7 +182,9 @@ class RankedExperts:
 
     def _raise(self, told: Told, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
+        self.exchange.has_ended = any(told.flags)
         if failure is not None:
+            self.exchange.pending = None
             raise failure
         failed, stopped = told.first(FAILED), told.first(STOPPED)
         if failed is not None:

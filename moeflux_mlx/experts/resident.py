@@ -21,17 +21,19 @@ from .source import IoMode
 from .whole import WholeExperts
 
 Progress = Callable[[int, int], object]
+Check = Callable[[int, np.ndarray], None]
 
 
 class ResidentExperts(WholeExperts):
     """Args:
         files: where the experts lie; they are closed once all is read.
         decision: why all are kept.
+        check: looks at each layer's records, [experts, words], once they are read.
         progress: called with the bytes read so far, and in all.
         direct, preadv: as for `OpenFiles`.
 
     Raises:
-        ExpertIOError: a file cannot be read, or memory is not taken by Metal.
+        ExpertIOError: a file cannot be read, or memory is not taken by Metal. What `check` raises.
     """
 
     mode = IoMode.RESIDENT
@@ -41,6 +43,7 @@ class ResidentExperts(WholeExperts):
         files: ExpertFiles,
         decision: str = "",
         *,
+        check: Check | None = None,
         progress: Progress | None = None,
         direct: bool = True,
         preadv: Preadv = os.preadv,
@@ -49,6 +52,8 @@ class ResidentExperts(WholeExperts):
         opened = OpenFiles(files.sizes, direct=direct, preadv=preadv)
         try:
             for layer, rows in _read_layers(files, opened, progress or (lambda done, total: None)):
+                if check is not None:
+                    check(layer, rows)
                 self._layers[layer] = _kept(rows)
             self.note = opened.note
         finally:

@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from ..errors import ModelFileError
+from .finite import not_finite
 from .pieces import Piece
 from .record import ExpertLayout
 
@@ -38,3 +42,18 @@ class InPlaceExperts:
     def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
         """What the expert's record is made of, one piece for each of its fields."""
         return tuple([spread.piece(expert) for spread in self._fields[layer]])
+
+    def check_scales(self, layer: int, rows: np.ndarray) -> None:
+        """Looks at all records of a layer, [experts, words]: no conversion has seen them.
+
+        Raises:
+            ModelFileError: a scale or bias is NaN or infinite.
+        """
+        found = not_finite(self.layout.records[layer], rows.view(np.uint8))
+        if found is not None:
+            expert, field = found
+            path = next(piece.path for piece in self.pieces(layer, expert) if piece.place == field.offset)
+            raise ModelFileError(
+                f"{path}: {field.name} of expert {expert} of layer {layer} holds NaN or infinite values; "
+                "download it again"
+            )

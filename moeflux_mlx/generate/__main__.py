@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..cli.answer import run
 from ..cli.options import add_model_options, add_prompt_cache_options, add_sampling_options
+from ..cli.ranks import add_rank_options, together
 from ..cli.run import execute, program
 
 DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."
@@ -30,13 +31,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_sampling_options(made)
     add_model_options(made)
+    add_rank_options(made)
     add_prompt_cache_options(made, with_file=True)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+    return execute(together(run), parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class Tile:
     narrow: int = 0  # lanes are halved, down to 8, while so many threadgroups remain (0: never)
 
 
-# CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/results.tsv.
+# CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
 #   gate_up: 4 rows of each matrix cost occupancy, 1 row repeats the loads of x.
 #   down: 8 lanes, so 16 rows per threadgroup, pay once enough threadgroups remain.
 #   qmv: 16 lanes and columns split over simdgroups. A large matrix fills the GPU by itself, and 8 rows share x better.

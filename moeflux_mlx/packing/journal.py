@@ -36,9 +36,9 @@ class Shard:
     def is_sound(self) -> bool:
         """Whether it can be a shard: a file may say anything, and what is named here may be deleted."""
         texts = self.name, self.stamp, self.head
-        if not all(isinstance(one, str) for one in texts) or type(self.size) is not int:
-            return False
-        return Path(self.name).name == self.name
+        return (
+            all(isinstance(one, str) for one in texts) and type(self.size) is int and Path(self.name).name == self.name
+        )
 
     @property
     def identity(self) -> str:

@@ -16,9 +16,10 @@ import numpy as np
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
+from ..formats.finite import not_finite
 from ..formats.layout_file import from_json, to_json
 from ..formats.packed import FOLDER, LAYOUT, check_length
-from ..formats.record import ITEM_BYTES, PROJECTIONS, ExpertLayout, Quants
+from ..formats.record import PROJECTIONS, ExpertLayout, Quants
 from ..quant import Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
@@ -29,7 +30,6 @@ from .wanted import Wanted
 from .writer import Bytes
 
 SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
-EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000)}  # all bits of it
 
 
 @dataclass(frozen=True)
@@ -241,15 +241,11 @@ class PackedLayerFile:
             yield record + bytes(self.geometry.stride - len(record))
 
     def _check_scales(self, record: bytearray, expert: int) -> None:
-        """A float with all exponent bits set is NaN or infinite."""
-        for field in self.geometry.fields:
-            if field.dtype in EXPONENTS:
-                kind, exponent = EXPONENTS[field.dtype]
-                bits = np.frombuffer(record, kind, field.size // ITEM_BYTES[field.dtype], field.offset)
-                if (bits & exponent == exponent).any():
-                    raise ModelFileError(
-                        f"{self.file}: {field.name} of expert {expert} holds NaN or infinite values; download it again"
-                    )
+        found = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
+        if found is not None:
+            raise ModelFileError(
+                f"{self.file}: {found[1].name} of expert {expert} holds NaN or infinite values; download it again"
+            )
 
 
 def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[PackedLayerFile]:

@@ -133,7 +133,9 @@ def shaped(tensor: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def finite(tensor: Tensor, values: mx.array) -> mx.array:
-    """`values`, once they are known to be numbers; integers pass."""
+    """`values`, once they are known to be numbers; integers pass, but for E8M0's 255."""
+    if values.dtype == mx.uint8 and (values == 255).any().item():
+        raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN scales; download it again")
     if mx.issubdtype(values.dtype, mx.floating) and not mx.isfinite(values).all().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values; download it again")
     return values

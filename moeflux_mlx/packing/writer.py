@@ -77,11 +77,13 @@ class Output:
             return {}
         state = read_json(self.path / STATE)
         files = state.pop("files", None)
-        state.pop("origin", None)
+        origin = state.pop("origin", None)
+        alone = isinstance(origin, dict) and origin.get("delete_source") is True
+        remedy = "; this one may hold all that is left of deleted files" if alone else ", or delete this one"
         for key in self.identity.keys() | state.keys():
             if state.get(key) != self.identity.get(key):
                 raise ModelFileError(
-                    f"{self.path} was begun {BEGUN.get(key, 'otherwise')}; choose another directory, or delete this one"
+                    f"{self.path} was begun {BEGUN.get(key, 'otherwise')}; choose another directory{remedy}"
                 )
         if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
             raise ModelFileError(f"{self.path / STATE} is damaged; delete {self.path} and convert again")

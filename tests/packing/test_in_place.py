@@ -165,6 +165,28 @@ def test_mlx_lm_runs_the_same_directory(tmp_path, family):
     assert np.abs(wanted - found).max() < TOLERANCE and np.array_equal(wanted.argmax(-1), found.argmax(-1))
 
 
+@pytest.mark.parametrize(("forms", "field", "value"), [(FORMS[0], 7, b"\xc0\x7f"), (FORMS[3], 5, b"\xff")])
+def test_a_scale_that_is_no_number(tmp_path, forms, field, value):
+    path = write_model(tmp_path, "qwen3_moe", residues=[7, 12], forms=[Quant(*form) for form in forms])
+    piece = open_in_place(path).experts.pieces(1, 3)[field]
+    assert model_is_read(path) is None
+    with open(piece.path, "r+b") as opened:
+        opened.seek(piece.offset + 2)
+        opened.write(value)
+    name = open_in_place(path).experts.layout.records[1].fields[field].name
+    assert f"{piece.path}: {name} of expert 3 of layer 1 holds NaN or infinite values" in model_is_read(path)
+    with pytest.raises(ModelFileError, match="NaN"):
+        convert(path, tmp_path / "packed")
+
+
+def model_is_read(path):
+    """What is said while all experts are read into memory, if anything."""
+    try:
+        load_model(path, dtype=mx.float32).experts.close()
+    except ModelFileError as error:
+        return str(error)
+
+
 def test_experts_as_floats_must_be_converted(tmp_path):
     path = write_model(tmp_path, "qwen3_moe", count=1)
     tensors = goldens.variant_tensors("qwen3_moe", "mlx4")

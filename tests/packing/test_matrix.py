@@ -137,6 +137,18 @@ def test_microscaling_modes_dequantise(tmp_path, mode):
         find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(MLX))
 
 
+def test_a_scale_of_8_bits_that_is_no_number(tmp_path):
+    weight, scales = mx.quantize(mx.array(normal(4, 128)), 32, 4, "mxfp4")
+    scales[2, 1] = 255
+    mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
+    config = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config))
+    assert len(made.rows(0, 2).codes()) == 2
+    for use in (made.codes, made.values):
+        with pytest.raises(ModelFileError, match=r"tensor m\.scales holds NaN"):
+            use()
+
+
 @pytest.mark.parametrize("part", ["scales", "biases"])
 @pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN, -infinity
 def test_scales_that_are_no_numbers(tmp_path, part, value):

@@ -343,6 +343,12 @@ def test_what_becomes_shared_on_the_way_stays(own, whole, tmp_path, shared):
     assert tree(tmp_path / "out") == whole
 
 
+def test_nobody_is_told_to_delete_all_that_is_left(own, tmp_path):
+    stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
+    with pytest.raises(ModelFileError, match="with other options; choose another directory; this one may hold all"):
+        convert(own, tmp_path / "out", delete_source=True, q_bits=8)
+
+
 def test_a_shard_that_changed_is_refused(own, tmp_path):
     stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
     os.utime(own / NAMES[3], ns=(0, 0))

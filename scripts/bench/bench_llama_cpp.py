@@ -2,8 +2,8 @@
 """Times llama.cpp on the CPU at the shapes of a packed random model, for comparison with bench_cpu.py's figures.
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python gguf
-    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
-    scripts/bench_llama_cpp.py MODEL FILE.gguf
+    python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
+    scripts/bench/bench_llama_cpp.py MODEL FILE.gguf
 
 The first run writes FILE.gguf: the same shapes with random weights of its own, every matrix in Q4_0, which is
 4.5 bits a weight, like the packed model's. A round times prefill and then decode of random tokens, without repacked
@@ -16,7 +16,7 @@ Streaming by page faults, in a version 1 memory control group, as root. Look at 
 
     mkdir /sys/fs/cgroup/memory/llama; echo 2000000000 > /sys/fs/cgroup/memory/llama/memory.limit_in_bytes
     sh -c 'echo $$ > /sys/fs/cgroup/memory/llama/cgroup.procs; exec "$@"' sh \\
-        scripts/bench_llama_cpp.py MODEL FILE.gguf --no-repack --decode-only --cold --tokens 64
+        scripts/bench/bench_llama_cpp.py MODEL FILE.gguf --no-repack --decode-only --cold --tokens 64
 """
 
 import argparse

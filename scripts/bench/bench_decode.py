@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whole-model decode and prefill on a GPU, ours beside mlx-lm's, same shapes, 4-bit random weights, one run.
 
-    scripts/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--skip-mlx-lm]
+    scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--skip-mlx-lm]
 
 Every expert is resident. Weights are drawn on the GPU, so nothing is read from disk. Prints a table and ends with
 one JSON line: tokens per second, milliseconds that Python takes to build one token's graph, milliseconds of the

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Decode and prefill on the CPU beside mlx-lm and beside what memory bandwidth allows.
 
-    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
-    python scripts/bench_cpu.py MODEL
+    python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
+    python scripts/bench/bench_cpu.py MODEL
 
 Every round times, one after the other, a plain read of memory by the kernels' threads, our decode, and mlx-lm's
 (float32 and bfloat16, the same weights and tokens), so that a disturbance hits neighbours alike; ratios are taken

@@ -2,7 +2,7 @@
 
 Needs transformers (no torch). Run it again after changing a template or a case:
 
-    python scripts/make_template_goldens.py
+    python scripts/goldens/make_template_goldens.py
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer, models
 
-FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "templates"
+FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "templates"
 
 
 def make_tokenizer(special_tokens: dict[str, str]) -> Any:

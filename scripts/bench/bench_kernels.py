@@ -1,6 +1,6 @@
 """Check and time the kernels on this machine's GPU (Metal or CUDA), beside MLX's own operations.
 
-    python scripts/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check] [--sections delta dequantize ...]
+    python scripts/bench/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check] [--sections delta dequantize ...]
                                     [--tiles 8x2x4x8 ...]
 
 Checks every operation against float64 numpy at the three target shapes in three dtypes, with fresh random inputs and

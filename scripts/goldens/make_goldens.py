@@ -2,7 +2,7 @@
 
 Needs torch and transformers (not needed by the tests):
 
-    python scripts/make_goldens.py [--checkpoints DIR]
+    python scripts/goldens/make_goldens.py [--checkpoints DIR]
 
 For each family and golden it loads the dequantised weights of `tests/goldens.py`, in the published
 layout and in float32, into the transformers model with eager attention, and stores tokens and logits (and,
@@ -24,7 +24,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import goldens  # noqa: E402
 import oracle  # noqa: E402
 

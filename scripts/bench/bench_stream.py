@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures streaming: the loader against the drive, and generation under a memory limit for each way of reading ahead.
 
-    scripts/bench_stream.py loader [--folder DIR]
-    scripts/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
-    scripts/bench_stream.py pool --model DIR --shares 0.25 0.5
-    scripts/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25]
-    scripts/bench_stream.py load --model DIR
+    scripts/bench/bench_stream.py loader [--folder DIR]
+    scripts/bench/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
+    scripts/bench/bench_stream.py pool --model DIR --shares 0.25 0.5
+    scripts/bench/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25]
+    scripts/bench/bench_stream.py load --model DIR
 
 `loader` reads 7 MB experts (Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
 as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what remembered prompts save: time to the first token and bytes of experts read.
 
-    scripts/bench_prompt_cache.py --model DIR [--tokens 2000] [--expert-io pread --expert-cache-gb 2]
+    scripts/bench/bench_prompt_cache.py --model DIR [--tokens 2000] [--expert-io pread --expert-cache-gb 2]
 
 Every measurement is a new process that loads the model, computes a few tokens to warm up, forgets all experts
 that were read, and then times one prompt of random tokens:

@@ -8,7 +8,7 @@ cannot be had by chance:
 How many heroes are called "she" or "he" as their names ask for is counted beside.
 Two further sets are reported by --all: invented names with facts put together at random, and the held-out
 cases as the beginning of a story without a chat template.
-`python scripts/demo_eval.py [--model DIR]` runs it on moeflux_mlx (the shipped 4-bit model by default).
+`python scripts/demo_model/demo_eval.py [--model DIR]` runs it on moeflux_mlx (the shipped 4-bit model by default).
 """
 
 import argparse

@@ -1,19 +1,13 @@
 """Replays of routing traces: known sequences, and that no policy beats Belady's."""
 
-import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
+import routing_trace as trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_directory
-
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "trace.py"
-spec = importlib.util.spec_from_file_location("routing_trace", SCRIPT)
-trace = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(trace)
 
 
 def best_possible(keys, slots):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes a packed model with a named variant's shapes and random weights, at disk speed, for benchmarks.
 
-    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
-    python scripts/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT --checkpoint OUT-mlx
+    python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
+    python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT --checkpoint OUT-mlx
 
 The second also writes the same weights as mlx-lm would: stacks of all experts in safetensors shards, whose headers are
 not padded, so that tensors begin at odd addresses.

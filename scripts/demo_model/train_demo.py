@@ -1,6 +1,6 @@
 """Trains the demo model: tokenizer, stories, PyTorch on one GPU, then the held-out proof with 4-bit weights.
 
-`python scripts/train_demo.py --out DIR` writes a Hugging Face checkpoint (bfloat16),
+`python scripts/demo_model/train_demo.py --out DIR` writes a Hugging Face checkpoint (bfloat16),
 `train_log.tsv` and `eval.json`. Seeds are fixed; the number of steps follows from the time allowed unless
 --steps gives it. For the last part of the run every weight that the converter quantises is used as its
 4-bit (gates: 8-bit) self, with the gradient passed straight through, so that quantising afterwards costs

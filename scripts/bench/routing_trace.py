@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Records which experts a model uses, invents such traces, and replays them against cache sizes.
 
-    scripts/trace.py record --model DIR trace.npz
-    scripts/trace.py synthesize --reuse 0.35 trace.npz
-    scripts/trace.py replay trace.npz
+    scripts/bench/routing_trace.py record --model DIR trace.npz
+    scripts/bench/routing_trace.py synthesize --reuse 0.35 trace.npz
+    scripts/bench/routing_trace.py replay trace.npz
 
 A trace is an array [tokens, layers, K] of expert ids. The replay prints, for pools of several sizes shared
 by all layers, the hit rate of least-recently-used order and of Belady's (which knows the future and bounds

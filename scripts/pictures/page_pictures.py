@@ -3,7 +3,7 @@
 
 The conversation and the live figures are scripted, so that the pictures show states and not a measurement. Needs
 chromium and chromium-driver, the fonts Inter and JetBrains Mono for the look of the published ones, the extra `test`,
-and Pillow. `python scripts/page_pictures.py [FOLDER]`
+and Pillow. `python scripts/pictures/page_pictures.py [FOLDER]`
 """
 
 import base64
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "server")]
 
 from browser import colours, missing, resize, start  # noqa: E402

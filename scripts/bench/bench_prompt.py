@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures prompts: the time to the first token, resident and streamed, what the drive reads, and memory.
 
-    scripts/bench_prompt.py resident --model DIR --tokens 512 8192 [--against mlx-lm]
-    scripts/bench_prompt.py stream --model DIR --tokens 4096 16384 --share 0.25 [--spans 512 8192]
-    scripts/bench_prompt.py io --model DIR --tokens 8192 --pool-gb 0.5
-    scripts/bench_prompt.py memory --model DIR --limit-gb 2.0 --tokens 32768
-    scripts/bench_prompt.py breathe --model DIR --limits 2.0 1.5 1.0 --choices 512:128 1024:256
+    scripts/bench/bench_prompt.py resident --model DIR --tokens 512 8192 [--against mlx-lm]
+    scripts/bench/bench_prompt.py stream --model DIR --tokens 4096 16384 --share 0.25 [--spans 512 8192]
+    scripts/bench/bench_prompt.py io --model DIR --tokens 8192 --pool-gb 0.5
+    scripts/bench/bench_prompt.py memory --model DIR --limit-gb 2.0 --tokens 32768
+    scripts/bench/bench_prompt.py breathe --model DIR --limits 2.0 1.5 1.0 --choices 512:128 1024:256
 
 `resident` holds every expert in memory; mlx-lm's model of the same shapes, with random weights, takes turns with ours.
 `stream` reads experts into a pool that is empty when a prompt begins. The bound of its time is what the drive, measured

@@ -2,7 +2,7 @@
 
 Parameters have Hugging Face's names and shapes, so `checkpoint()` is a real checkpoint. Written for
 training on one GPU: every expert runs on every token with weight zero where the router did not choose it,
-which keeps two large products instead of many small ones. `python scripts/demo_model.py CHECKPOINT`
+which keeps two large products instead of many small ones. `python scripts/demo_model/demo_model.py CHECKPOINT`
 compares the logits with transformers. Knows nothing of text or of optimisers.
 """
 

@@ -1,0 +1,128 @@
+"""What several machines would make of a model's speed: disks, pools and the link between them, in lines for people.
+
+Arithmetic on a plan, for machines that are alike. Computing is left out on both sides, as it is the same.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..engine.budget import MemoryPlan
+from ..errors import RequestError
+from ..formats.record import ExpertLayout
+from ..spec import ModelArgs
+
+MOST_RANKS = 64
+HIT_POWER = 0.4  # of the share of experts that pools hold: what texts of streamed models have shown
+DRAWS = 4096
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Args:
+    ranks: how many.
+    seconds: of a message from one to the next.
+    rate: bytes that one receives in a second.
+    """
+
+    ranks: int
+    seconds: float
+    rate: float
+
+
+def machines_of(ranks: int | None, link_us: float, link_gb_per_s: float) -> Machines | None:
+    """What the options say; None: there is one machine.
+
+    Raises:
+        RequestError: a value is impossible.
+    """
+    if ranks is None or ranks == 1:
+        return None
+    if not 1 < ranks <= MOST_RANKS:
+        raise RequestError(f"--ranks is {ranks}; it must be from 1 to {MOST_RANKS}")
+    if not 0 < link_us < 1e6 or not 0 < link_gb_per_s < 1e6:
+        raise RequestError(f"--link-us {link_us} and --link-gb-per-s {link_gb_per_s} must be positive and below 1e6")
+    return Machines(ranks, link_us / 1e6, link_gb_per_s * 1e9)
+
+
+def rank_lines(
+    args: ModelArgs,
+    layout: ExpertLayout,
+    alone: MemoryPlan,
+    each: MemoryPlan,
+    machines: Machines,
+    disks: Sequence[int],
+) -> list[str]:
+    """How `machines` compare with one of them.
+
+    Args:
+        layout: of all experts.
+        alone: the plan of one machine.
+        each: of one of several.
+        disks: bytes per second of each machine's.
+    """
+    N, layers = machines.ranks, len(layout.moe_layers)
+    own, span = layout.total_bytes // N, min(alone.sizes.span, alone.context)
+    exchange = _exchange_seconds(args, machines, layers)
+    held = own if each.stays else min(each.pool, own)
+    rows = args.num_experts_per_tok * args.hidden_size * FLOAT_BYTES * layers
+    link = span * rows * (N - 1) / N / machines.rate
+    single = [_token_seconds(args, layout, alone, 1, disk) for disk in disks]
+    several = [_token_seconds(args, layout, each, N, disk) + exchange for disk in disks]
+    reading = 0.0 if alone.stays else float(layout.total_bytes)
+    prompt_single = [reading / disk for disk in disks]
+    prompt_several = [max(0.0 if each.stays else own / disk, link) for disk in disks]
+    return [
+        f"{N} machines: each holds {held / 1e9:.1f} of its {own / 1e9:.1f} GB of experts, all together "
+        f"{min(N * held / layout.total_bytes, 1):.0%}; one alone {_share(alone, layout):.0%}",
+        f"an exchange of rows for each of {layers} layers takes {exchange * 1000:.1f} ms of a token",
+        f"{'without computing, at most':30}" + "".join(f"{f'{disk / 1e9:.3g} GB/s':>12}" for disk in disks),
+        f"{'tokens/s, 1 machine':30}" + "".join(_rate(seconds) for seconds in single),
+        f"{f'tokens/s, {N} machines':30}" + "".join(_rate(seconds) for seconds in several),
+        f"{f'{span} tokens, 1 machine':30}" + "".join(f"{seconds:10.1f} s" for seconds in prompt_single),
+        f"{f'{span} tokens, {N} machines':30}" + "".join(f"{seconds:10.1f} s" for seconds in prompt_several)
+        + f"  (link alone {link:.1f} s)",
+        f"one machine is faster for answers {_where(disks, single, several)}, "
+        f"for prompts {_where(disks, prompt_single, prompt_several)}",
+    ]  # fmt: skip
+
+
+def _exchange_seconds(args: ModelArgs, machines: Machines, layers: int) -> float:
+    """Of a token: in each layer N - 1 messages, each as long as the rows of the rank that has most."""
+    most = _busiest(args.num_experts_per_tok, machines.ranks, 1.0)
+    nbytes = math.ceil(most) * args.hidden_size * FLOAT_BYTES
+    return layers * (machines.ranks - 1) * (machines.seconds + nbytes / machines.rate)
+
+
+def _token_seconds(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, ranks: int, disk: int) -> float:
+    """Of reading what one token's experts miss, by the rank that misses most in each layer."""
+    missing = 1 - _share(plan, layout, ranks) ** HIT_POWER
+    record = sum(one.size for one in layout.records.values())
+    return _busiest(args.num_experts_per_tok, ranks, missing) * record / disk
+
+
+def _share(plan: MemoryPlan, layout: ExpertLayout, ranks: int = 1) -> float:
+    """Of all experts, what is in memory."""
+    return 1.0 if plan.stays else min(ranks * plan.pool / layout.total_bytes, 1.0)
+
+
+def _busiest(experts: int, ranks: int, missing: float) -> float:
+    """Experts that the busiest of the ranks must read, of so many that may each be missing."""
+    random = np.random.default_rng(0)
+    owner = random.integers(0, ranks, (DRAWS, experts))
+    misses = random.random((DRAWS, experts)) < missing
+    counts = [((owner == rank) & misses).sum(axis=1) for rank in range(ranks)]
+    return float(np.max(counts, axis=0).mean())
+
+
+def _where(disks: Sequence[int], single: Sequence[float], several: Sequence[float]) -> str:
+    """The disks with which one machine takes no longer than several."""
+    found = [f"{disk / 1e9:g} GB/s" for disk, a, b in zip(disks, single, several, strict=True) if a <= b]
+    return f"with {', '.join(found)}" if found else "nowhere"
+
+
+def _rate(seconds: float) -> str:
+    return f"{1 / seconds:12.2f}" if seconds else f"{'no limit':>12}"

@@ -1,0 +1,85 @@
+"""Commands that several processes run together: rank 0 does what the command says, the others what rank 0 tells."""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..engine.engine import Engine
+from ..engine.follow import Follower
+from ..engine.joining import BACKENDS, end_process, join
+from ..engine.lead import Lead
+from ..engine.ranks import Ranks
+from ..errors import RequestError
+from ..experts.group import Exchange
+from .fetching import local_model
+from .options import open_optional
+from .terminal import note
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("several machines (docs/several-machines.md)").add_argument
+    add("--backend", choices=BACKENDS, help="what ranks talk over; default: what their MLX_* variables arrange")
+    add(
+        "--rank-share",
+        type=int,
+        metavar="N",
+        help="of the experts, against the other ranks' shares; default: 1 each",
+    )
+    add("--share-routing", action="store_true", help="use rank 0's choice of experts everywhere, for unlike machines")
+    add(
+        "--rank-seconds",
+        type=float,
+        metavar="S",
+        help="that a rank may be later than the others; default: what the model may take to read",
+    )
+
+
+def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """`run` on rank 0, or where this process is alone; the other ranks follow."""
+
+    def call(options: argparse.Namespace) -> int:
+        ranks = joined(options)
+        if ranks is None:
+            return run(options)
+        options.ranks = ranks
+        if not ranks.leads:
+            engine = open_optional(options, local_model(options))
+            return Follower(engine.model, engine.tokenizer, ranks.exchange, note).run()
+        return _leading(run, options)
+
+    return call
+
+
+def joined(options: argparse.Namespace) -> Ranks | None:
+    """The ranks that the environment arranges; None: this process is alone.
+
+    Raises:
+        RequestError: an option or a variable is wrong. RankError: the others do not come.
+    """
+    if options.rank_seconds is not None and not 1 <= options.rank_seconds < 1e6:
+        raise RequestError(f"--rank-seconds is {options.rank_seconds}; it must be from 1 to 1e6")
+    group = join(os.environ, options.backend)
+    if group is None:
+        if options.rank_share is not None:
+            raise RequestError("--rank-share is for one of several ranks; start all with mlx.launch, or set MLX_RANK")
+        return None
+    share = 1 if options.rank_share is None else options.rank_share
+    say = note if group.rank == 0 else lambda text: None
+    return Ranks(Exchange(group), share, options.share_routing, options.rank_seconds, say)
+
+
+def _leading(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    leads: list[Lead] = []
+
+    def lead(engine: Engine) -> Engine:
+        leads.append(Lead(options.ranks.exchange, end_process))
+        return replace(engine, lead=leads[-1])
+
+    options.lead, code = lead, 1
+    try:
+        code = run(options)
+        return code
+    finally:
+        for one in leads:
+            one.quit(code)

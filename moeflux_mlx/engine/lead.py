@@ -1,0 +1,219 @@
+"""Rank 0 of several: the sessions whose every step the other ranks take too.
+
+Only this rank has prompts, stores, samplers and users; what it decides it tells before it acts on it. An error that all
+ranks have heard of leaves sessions that go on; any other leaves ranks in different places, and ends them all.
+"""
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import RankError
+from ..experts.group import Exchange
+from ..model.decoder import Model
+from ..state.fingerprint import Fingerprint
+from ..state.prompt_file import PromptHeader
+from ..state.snapshot import save_state
+from ..text.tokenizer import TokenizerWrapper
+from .generation import GenerationResponse, check_max_tokens, checked_prompt
+from .orders import Order, tell
+from .sampling import Sampler, make_sampler
+from .session import Session
+
+SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest is what a first answer after a pause may wait
+PARTING_SECONDS = 3.0  # in which a command whose ranks have lost each other may end by itself
+
+
+class Lead:
+    """Tells the others what to do, and keeps them asleep while there is nothing.
+
+    Args:
+        exchange: with the others.
+        end: called with a message when a rank is found gone while nothing is under way; it ends the process.
+
+    Attributes:
+        is_shared: whether the others are inside the model, from where only an exchange brings them back.
+    """
+
+    def __init__(self, exchange: Exchange, end: Callable[[str], None]):
+        self.exchange, self.is_shared = exchange, False
+        self.lock = threading.RLock()
+        self.numbers = itertools.count()
+        self._end, self._dropped = end, list[int]()
+        self._told, self._over = time.monotonic(), threading.Event()
+        threading.Thread(target=self._keep_asleep, name="ranks-idle", daemon=True).start()
+
+    def tell(self, order: Order, *values: int, payload: bytes = b"", shares: bool = False) -> None:
+        """Gives an order; one that `shares` the work takes the others into the model."""
+        with self.lock:
+            if order in (Order.NEW, Order.RESPOND):  # between two answers
+                while self._dropped:
+                    tell(self.exchange, Order.DROP, self._dropped.pop())
+            self.is_shared = self.is_shared or shares
+            tell(self.exchange, order, *values, payload=payload)
+            self._told = time.monotonic()
+
+    def forget(self, number: int) -> None:
+        """The session will be dropped at the next order; may be called anywhere."""
+        self._dropped.append(number)
+
+    def quit(self, code: int) -> None:
+        """Lets the others end with this exit code, if they still listen."""
+        self._over.set()
+        with self.lock:
+            if not self.exchange.is_broken and not self.is_shared:
+                tell(self.exchange, Order.QUIT, code)
+                self.exchange.is_broken = True
+
+    def _keep_asleep(self) -> None:
+        nap = SHORTEST_NAP
+        while not self._over.wait(nap):
+            if self.exchange.is_broken:
+                if not self._over.wait(PARTING_SECONDS):
+                    self._end("the ranks have lost each other; start all of them again")
+                return
+            with self.lock:
+                if self._over.is_set() or self.exchange.is_broken or self.is_shared:
+                    continue
+                if time.monotonic() - self._told < nap:
+                    nap = SHORTEST_NAP
+                    continue
+                nap = min(2 * nap, LONGEST_NAP)
+                try:
+                    tell(self.exchange, Order.IDLE, int(nap * 1000))
+                except RankError as error:
+                    self._end(str(error))
+
+
+class LeadSession(Session):
+    """A session of rank 0; every other rank has its twin, by its number."""
+
+    def __init__(self, lead: Lead, model: Model, tokenizer: TokenizerWrapper, **options: Any):
+        super().__init__(model, tokenizer, **options)
+        self.lead, self.number = lead, next(lead.numbers)
+        self._waits = False  # whether the others wait for a token of this session
+        sizes = self.points.max_bytes, self.checkpoint_every, self.span or 0, self.prefill_step_size or 0
+        lead.tell(Order.NEW, self.number, *sizes, self.store is not None)
+        weakref.finalize(self, lead.forget, self.number).atexit = False
+
+    def respond(
+        self,
+        prompt: Sequence[int],
+        *,
+        boundaries: Sequence[int] = (),
+        prompt_progress_callback: Callable[[int, int], Any] | None = None,
+        **generation: Any,
+    ) -> Iterator[GenerationResponse]:
+        """As `Session.respond`. What the callback raises takes effect at the next exchange of a layer."""
+        tokens = cast(list[int], checked_prompt(prompt, self.model).tolist())
+        check_max_tokens(generation.get("max_tokens", 256))
+        generation["sampler"] = self._sampling(generation.get("sampler") or make_sampler())
+        report = self._deferred(prompt_progress_callback)
+        steps = super().respond(tokens, boundaries=boundaries, prompt_progress_callback=report, **generation)
+        payload = b"".join(n.to_bytes(4, "little") for n in [*tokens, *(n for n in boundaries if 0 < n < len(tokens))])
+        self.lead.exchange.pending = None
+        order, values = Order.RESPOND, [self.number, len(tokens)]
+        try:
+            while True:
+                response = self._step(steps, order, *values, payload=payload)
+                order, values, payload = Order.GO, [response.token], b""
+                yield response
+                if response.finish_reason is not None:
+                    return
+                if error := self.lead.exchange.take_pending():
+                    raise error
+        finally:
+            with self.lead.lock:
+                steps.close()  # type: ignore[attr-defined]
+                if self._waits and not self.lead.exchange.is_broken:
+                    self._waits = False
+                    self.lead.tell(Order.END, values[0])
+
+    def _step(self, steps: Any, order: Order, *values: int, payload: bytes = b"") -> GenerationResponse:
+        """The next response, together with the others."""
+        with self.lead.lock:
+            self.lead.exchange.has_ended = False
+            self.lead.tell(order, *values, payload=payload, shares=True)
+            self._waits = False
+            response: GenerationResponse = next(steps)
+            return response
+
+    def _sampling(self, sample: Sampler) -> Sampler:
+        """`sample`; that it is called means that the others wait for what it chooses."""
+
+        def chosen(logprobs: Any) -> Any:
+            self.lead.is_shared, self._waits = False, True
+            if error := self.lead.exchange.take_pending():
+                raise error
+            return sample(logprobs)
+
+        return chosen
+
+    def _deferred(self, callback: Callable[[int, int], Any] | None) -> Callable[[int, int], None]:
+        """The callback; what it raises waits for an exchange, where the others can hear of it."""
+        exchange = self.lead.exchange
+
+        def report(done: int, total: int) -> None:
+            try:
+                if callback is not None:
+                    callback(done, total)
+            except BaseException as error:
+                exchange.pending = error
+
+        return report
+
+    def _agree_again(self, keep_half: bool) -> None:
+        self._waits = False
+        if self.lead.is_shared and not self.lead.exchange.has_ended:
+            self.lead.exchange.is_broken = True  # the others are inside the model and cannot hear
+            return
+        self.lead.is_shared = False
+        if not self.lead.exchange.is_broken:
+            self.lead.tell(Order.SETTLE, keep_half)
+            super()._agree_again(keep_half)
+
+    def _reuse(self, prompt: list[int]) -> None:
+        if self.store is None:
+            super()._reuse(prompt)
+            return
+        self.lead.is_shared = False  # the others wait for what is found
+        super()._reuse(prompt)
+        self.lead.is_shared = True
+        if self.reuse.disk:
+            self.lead.tell(Order.STATE, len(self.tokens), payload=save_state(self.model, self.cache))
+        else:
+            self.lead.tell(Order.KNOWN)
+
+    def keep(self) -> None:
+        self.lead.tell(Order.KEEP, self.number)
+        super().keep()
+
+    def fork(self, length: int) -> Session:
+        with self.lead.lock:
+            other = cast(LeadSession, super().fork(length))
+            self.lead.tell(Order.FORK, self.number, other.number, length)
+        return other
+
+    def _blank(self, **options: Any) -> Session:
+        return LeadSession(self.lead, self.model, self.tokenizer, **options)
+
+    def rewind(self, length: int) -> int:
+        self.lead.tell(Order.REWIND, self.number, length)
+        return super().rewind(length)
+
+    def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
+        self.rewind(len(self.tokens))  # a half-done span is dropped by all
+        super().save(path, fingerprint, extra)
+
+    def load(self, path: Path, fingerprint: Fingerprint) -> PromptHeader:
+        self.rewind(len(self.tokens))
+        with self.lead.lock:
+            header = super().load(path, fingerprint)
+            tokens = b"".join(n.to_bytes(4, "little") for n in self.tokens)
+            state = save_state(self.model, self.cache)
+            self.lead.tell(Order.LOAD, self.number, len(self.tokens), payload=tokens + state)
+        return header

@@ -1,0 +1,134 @@
+"""This process as one of several that run a model: what it plans, loads and waits for as one of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import RankError, RequestError
+from ..experts.group import FAILED, FINE, Exchange
+from ..experts.ranks import Owners, RankedExperts
+from ..experts.source import ExpertLoader
+from ..formats.record import ExpertLayout
+from ..ops import backend
+from .budget import Demand, MemoryPlan
+from .handshake import Settings, agree, digests, greet
+from .joining import allow
+from .weights import Weights
+
+READY = 7  # kind of a message
+OPENING_SECONDS = 600.0  # until all have read the headers of their models, or fetched these
+LEAST_SECONDS = 60.0  # that a rank may be later than the others
+SLOW_DISK = 50e6  # bytes a second; less is taken for a failure
+SLOW_TOKENS = 100.0  # of a span that a layer mixes in a second at least
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes, and how this one takes part.
+
+    Args:
+        exchange: with the others.
+        share: of the experts that are this rank's, against the others' shares.
+        shares_routing: everybody uses rank 0's choice of experts, as it is wherever machines differ.
+        seconds: that a rank may be later than the others; None: as the plan has it.
+        say: called once with what a user should know.
+    """
+
+    exchange: Exchange
+    share: int = 1
+    shares_routing: bool = False
+    seconds: float | None = None
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.exchange.group.rank == 0
+
+
+@dataclass(frozen=True)
+class Party:
+    """What the ranks agreed on before they load a model."""
+
+    ranks: Ranks
+    owners: Owners
+    shares_routing: bool
+
+    def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
+        """Who computes routed experts, in place of `RoutedExperts`."""
+        return RankedExperts(source, self.ranks.exchange, self.owners, prefetch, self.shares_routing)
+
+    @contextmanager
+    def loading(self, nbytes: int) -> Iterator[None]:
+        """Loads a model of so many bytes inside, and then waits for the others.
+
+        Raises:
+            RankError: another rank could not load it.
+        """
+        exchange = self.ranks.exchange
+        limit, flag = exchange.group, FINE
+        before = getattr(limit, "limit", 0.0)
+        allow(exchange.group, before + OPENING_SECONDS + nbytes / SLOW_DISK)
+        try:
+            yield
+        except BaseException:
+            flag = FAILED
+            raise
+        finally:
+            told = exchange(READY, np.zeros(1, np.uint32), flag=flag)
+            allow(exchange.group, before)
+        if (failed := told.first(FAILED)) is not None:
+            raise RankError(f"rank {failed} could not load the model; its own message says why")
+
+
+def io_mode(asked: str, weights: Weights) -> str:
+    """How experts are read by one of several ranks: mapped by a CPU, else into a pool, which may hold all of its own.
+
+    Raises:
+        RequestError: a mode in which this rank would hold the others' experts too.
+    """
+    gpu = backend.has_kernels()
+    if asked == "resident" or (asked == "mmap" and gpu):
+        raise RequestError(f"--expert-io {asked} holds every expert, and a rank only its own; leave it at auto")
+    return "pread" if asked == "auto" and (gpu or weights.in_place) else asked
+
+
+def meet(
+    ranks: Ranks,
+    weights: Weights,
+    dtype: mx.Dtype,
+    demand: Demand,
+    plan: Callable[[ExpertLayout, Demand], MemoryPlan],
+) -> tuple[Party, MemoryPlan]:
+    """Plans memory for this rank's experts alone, with the smallest span of all, and compares what must be alike.
+
+    Raises:
+        RankError: the ranks cannot run one model, or another has no room. RequestError: this one has none.
+    """
+    exchange, rank = ranks.exchange, ranks.exchange.group.rank
+    allow(exchange.group, OPENING_SECONDS)
+    owners = Owners(greet(exchange, ranks.share))
+    layout = weights.experts.layout
+    most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
+    own = replace(layout, num_experts=most)
+    settings = None
+    try:
+        planned = plan(own, demand)
+        settings = Settings(
+            **digests(weights.fingerprint(mx.float32), dtype),
+            context=planned.context,
+            span=planned.sizes.span,
+            block=planned.sizes.block,
+            shares_routing=ranks.shares_routing,
+        )
+    finally:
+        found = agree(exchange, settings)
+    if found.note:
+        ranks.say(found.note)
+    planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))
+    slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + found.span / SLOW_TOKENS
+    allow(exchange.group, LEAST_SECONDS + slow if ranks.seconds is None else ranks.seconds)
+    return Party(ranks, owners, found.shares_routing), planned

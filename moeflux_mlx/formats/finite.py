@@ -1,0 +1,23 @@
+"""Scales and biases of experts that are no numbers: one of them would spoil every answer without a word.
+
+It looks at records in memory and knows nothing of files.
+"""
+
+import numpy as np
+
+from .record import Field, Record
+
+# The type of a value's bits, and those that are all set in NaN and in what is infinite.
+EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "U8": ("<u1", 0xFF)}
+
+
+def not_finite(record: Record, rows: np.ndarray) -> tuple[int, Field] | None:
+    """The first row and field of `rows`, uint8 [n, at least the record's size], that hold NaN or infinity, if any."""
+    for field in record.fields:
+        if field.dtype in EXPONENTS:
+            kind, exponent = EXPONENTS[field.dtype]
+            bits = rows[:, field.offset : field.end].view(kind)
+            spoilt = (bits & exponent == exponent).any(axis=1)
+            if spoilt.any():
+                return int(spoilt.argmax()), field
+    return None

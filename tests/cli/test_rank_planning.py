@@ -1,0 +1,49 @@
+"""What `plan` says of several machines."""
+
+import re
+
+import pytest
+
+from moeflux_mlx import plan
+
+
+def planned(capsys, *arguments):
+    assert plan.main(["--ram-gb", "64", "--disk-gb-per-s", "5", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def figure(text, start):
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    return float(re.search(r"([\d.]+)(?: s)?(?:  \(.*)?$", line)[1])
+
+
+def test_a_model_that_is_read_gains(capsys):
+    out = planned(capsys, "--variant", "qwen3.5-397b-a17b", "--ranks", "2", "--link-gb-per-s", "3")
+    assert figure(out, "tokens/s, 2 machines") > 1.5 * figure(out, "tokens/s, 1 machine")
+    assert figure(out, "8192 tokens, 2 machines") == pytest.approx(figure(out, "8192 tokens, 1 machine") / 2, rel=0.02)
+    assert "one machine is faster for answers nowhere, for prompts nowhere" in out
+
+
+def test_a_model_that_fits_does_not(capsys):
+    out = planned(capsys, "--variant", "qwen3-30b-a3b", "--ranks", "3")
+    assert "one alone 100%" in out and "faster for answers with 5 GB/s, for prompts with 5 GB/s" in out
+
+
+def test_a_slow_link_costs_prompts(capsys):
+    fast, slow = (
+        planned(capsys, "--variant", "qwen3.5-397b-a17b", "--ranks", "2", "--link-gb-per-s", rate)
+        for rate in ("10", "0.1")
+    )
+    assert figure(slow, "8192 tokens, 2 machines") > 5 * figure(fast, "8192 tokens, 2 machines")
+    assert "for prompts with 5 GB/s" in slow
+
+
+@pytest.mark.parametrize("arguments", [("--ranks", "0"), ("--ranks", "65"), ("--ranks", "2", "--link-us", "0")])
+def test_impossible_values(capsys, arguments):
+    assert plan.main(["--variant", "qwen3-30b-a3b", *arguments]) == 1
+    assert "must be" in capsys.readouterr().err
+
+
+def test_one_machine_is_the_plan_as_ever(capsys):
+    given = ("--variant", "qwen3-30b-a3b")
+    assert planned(capsys, *given, "--ranks", "1") == planned(capsys, *given)

@@ -1,0 +1,67 @@
+"""Processes on this machine that are the ranks of a ring, with deadlines and exit codes of their own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+from tiny_models import child_environment
+
+LIMIT = 90  # seconds
+
+
+def ring(folder, ranks):
+    """A host file of so many ranks, at ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(ranks)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    file = folder / f"hosts-{os.urandom(4).hex()}.json"
+    file.write_text(json.dumps([[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]))
+    for one in sockets:
+        one.close()
+    return file
+
+
+def started(file, rank, *arguments, **more):
+    """One rank, `python *arguments`; without a file a process that is alone."""
+    environment = child_environment() | ({} if file is None else {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)})
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **(streams | more))
+
+
+def command(*arguments):
+    """Of the package, as `started` takes it; one thread, for ranks share this machine."""
+    code = (
+        "import sys; from moeflux_mlx.ops import native; native.set_threads(1)\n"
+        "from moeflux_mlx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return ("-c", code, *arguments)
+
+
+def ended(processes, inputs=()):
+    """(exit code, stdout, stderr) of each; none outlives the limit."""
+    given = [*inputs, *([""] * (len(processes) - len(inputs)))]
+    found = []
+    try:
+        for process, text in zip(processes, given, strict=True):
+            out, err = process.communicate(text, timeout=LIMIT)
+            found.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return found
+
+
+def alone(*arguments, text=""):
+    """A command in one process."""
+    return ended([started(None, 0, *command(*arguments))], [text])[0]
+
+
+def together(folder, ranks, *arguments, options=(), text=""):
+    """A command on all ranks at once; `options` are more of each rank."""
+    file = ring(folder, ranks)
+    more = [*options, *([()] * (ranks - len(options)))]
+    return ended([started(file, rank, *command(*arguments, *more[rank])) for rank in range(ranks)], [text])
