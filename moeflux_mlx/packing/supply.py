@@ -136,6 +136,11 @@ class OwnFiles:
 
     def __init__(self, folder: Path, listing: Listing | None):
         """Raises ModelFileError: a file is not the directory's alone, or not what it was when this began."""
+        if folder.is_symlink():
+            raise ModelFileError(
+                f"{folder} is a link to {folder.resolve()}; --delete-source deletes only what lies in the directory that "
+                "it is given: give that one, or leave --delete-source out"
+            )
         self.folder = folder
         self.listing = listing or Listing(tuple(map(_shard, safetensors_files(folder))))
         if not self.listing.shards:

@@ -343,6 +343,15 @@ def test_what_becomes_shared_on_the_way_stays(own, whole, tmp_path, shared):
     assert tree(tmp_path / "out") == whole
 
 
+def test_a_directory_that_is_a_link_is_refused(own, tmp_path):
+    """What is behind it may be others'."""
+    (tmp_path / "link").symlink_to(own, target_is_directory=True)
+    before = sorted(own.iterdir())
+    with pytest.raises(ModelFileError, match="is a link to .* give that one, or leave --delete-source out"):
+        convert(tmp_path / "link", tmp_path / "out", delete_source=True)
+    assert sorted(own.iterdir()) == before
+
+
 def test_nobody_is_told_to_delete_all_that_is_left(own, tmp_path):
     stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
     with pytest.raises(ModelFileError, match="with other options; choose another directory; this one may hold all"):
