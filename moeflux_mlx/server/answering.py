@@ -76,8 +76,7 @@ class Answering:
         """What was held back, once no token is to come."""
         cut = last is not None and last.finish_reason == "length"
         events = self._passed(self._reader.finish(cut)) if self._reader and self._stop.found is None else []
-        held = self._stop.finish()
-        return [*events, *([Text(held)] if held else [])]
+        return [*events, *self._text(self._stop.finish())]
 
     def finish(self, last: GenerationResponse | None, cached: int, seconds: tuple[float, float]) -> Finish:
         """The last event; `seconds` of prompt and answer."""

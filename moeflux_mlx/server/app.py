@@ -1,6 +1,6 @@
 """The routes: what comes in is read and made ready, what goes out is written in the words of its API.
 
-The event loop never computes: rendering and tokenising happen in threads of their own, the model in the worker's. What
+The event loop never computes: reading, rendering and tokenising happen in threads of their own, the model in the worker's. What
 cannot be served is refused before the headers of an answer are sent.
 """
 
@@ -27,7 +27,7 @@ from . import page
 from .errors import error_body
 from .guard import BodyError, Guard, Rules
 from .live import EVERY, used_memory
-from .prepare import Defaults, Preparer
+from .prepare import Defaults, Prepared, Preparer
 from .reply import KEEPALIVE, Events, EventStream, whole
 from .request import Failed, Request
 from .wire import chat, completions, health, messages, metrics, models, responses, tokenize
@@ -125,10 +125,14 @@ def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpReq
 
 
 async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
-    preparer = served.preparer
-    asked: Request = wire.read(parse(await http.body()), keep_agent_headers=served.keep_agent_headers)
-    asked = replace(asked, model=asked.model or served.name)
-    prepared = await asyncio.to_thread(preparer, asked)
+    preparer, body = served.preparer, await http.body()
+
+    def read() -> tuple[Request, Prepared]:
+        asked: Request = wire.read(parse(body), keep_agent_headers=served.keep_agent_headers)
+        asked = replace(asked, model=asked.model or served.name)
+        return asked, preparer(asked)
+
+    asked, prepared = await asyncio.to_thread(read)
     events, ids = Events(served.worker, prepared), Ids()
 
     def over() -> None:
@@ -148,18 +152,24 @@ async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
-    preparer = served.preparer
-    asked = messages.read(parse(await http.body()), keep_agent_headers=served.keep_agent_headers)
-    return JSONResponse(messages.count(await asyncio.to_thread(preparer.count, asked)))
+    preparer, body = served.preparer, await http.body()
+
+    def count() -> int:
+        return preparer.count(messages.read(parse(body), keep_agent_headers=served.keep_agent_headers))
+
+    return JSONResponse(messages.count(await asyncio.to_thread(count)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
-    preparer = served.preparer
-    asked = tokenize.read(parse(await http.body()))
-    tokens = await asyncio.to_thread(preparer.encode, asked.content, asked.add_special)
-    spelt = preparer.tokenizer.token_bytes
-    pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
-    return JSONResponse(tokenize.whole(tokens, pieces))
+    preparer, body = served.preparer, await http.body()
+
+    def reply() -> Response:
+        asked = tokenize.read(parse(body))
+        tokens, spelt = preparer.encode(asked.content, asked.add_special), preparer.tokenizer.token_bytes
+        pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
+        return JSONResponse(tokenize.whole(tokens, pieces))
+
+    return await asyncio.to_thread(reply)
 
 
 def _description(served: Served) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class History:
         normal = self.normalised(messages)
         found = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
         normal = [one if one["role"] == "assistant" else self._protected(one) for one in normal]
-        tools = self._guard.protect(tools) if tools else None
+        tools, variables = self._guard.protect(tools) if tools else None, self._guard.protect(variables)
         return self._replayed(normal, found, lambda shown: self._render(shown, tools, add_generation_prompt, variables))
 
     def _replayed(self, messages: Messages, found: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:

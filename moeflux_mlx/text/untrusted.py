@@ -26,11 +26,11 @@ class Guard:
         self._start = re.compile("(?=" + "|".join(map(re.escape, markers)) + ")") if markers else None
 
     def protect(self, value: Any) -> Any:
-        """A copy of JSON data whose strings have every marker broken; keys stay as they are."""
+        """A copy of JSON data whose strings have every marker broken, keys too: templates write schemas whole."""
         if isinstance(value, str):
             return self._broken(value)
         if isinstance(value, Mapping):
-            return {key: self.protect(item) for key, item in value.items()}
+            return {self.protect(key): self.protect(item) for key, item in value.items()}
         return [self.protect(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def encode(self, prompt: str, is_begun: bool = False) -> list[int]:

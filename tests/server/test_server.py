@@ -86,6 +86,13 @@ def test_logprobs(chat):
         assert token.bytes == list(token.token.encode()) and token.logprob == token.top_logprobs[0].logprob
 
 
+def test_logprobs_of_what_was_held_back_for_a_stop_text(chat):
+    options = {"model": "m", "messages": QUESTION, "max_tokens": 6, "logprobs": True}
+    whole = chat.chat.completions.create(**options).choices[0]
+    held = chat.chat.completions.create(**options, stop=[whole.message.content[-3:] + "x"]).choices[0]
+    assert held.message.content == whole.message.content and held.logprobs == whole.logprobs
+
+
 def test_bias_and_penalties(chat, live):
     first = live.post("/tokenize", {"content": "Once"})["tokens"][0]
     banned = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=4, logit_bias={str(first): -100})

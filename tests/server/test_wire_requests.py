@@ -269,6 +269,7 @@ REFUSED = [
     (chat.read, {"messages": HI, "chat_template": "{{ x }}"}, "chat_template"),
     (chat.read, {"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     (chat.read, {"messages": HI, "chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize"),
+    (chat.read, {"messages": HI, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs.bos_token"),
     (chat.read, {"messages": HI, "temperature": "hot"}, "temperature"),
     (chat.read, {"messages": HI, "temperature": True}, "temperature"),
     (chat.read, {"messages": HI, "top_p": 1.1}, "top_p"),

@@ -310,6 +310,7 @@ def test_parameters_have_the_types_of_the_schema(key, text, value):
         {"properties": {"a": {"$ref": 7}}},
         {"properties": {"a": {"type": {}}}},
         {"properties": {"a": {"anyOf": [7]}}},
+        {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 20}}},  # 20 ** 8 parts
     ],
 )
 def test_a_schema_that_says_nothing_means_a_string(schema):

@@ -222,7 +222,8 @@ def test_no_text_from_outside_becomes_a_control_token(tokenizers, name):
     history, harmless = History(tokenizer), "fox"
     prompts = []
     for text in (attack, harmless):
-        tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": {}}}]
+        parameters = {"properties": {text: {}}}
+        tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": parameters}}]
         chat = [
             {"role": "system", "content": text},
             {"role": "user", "content": text},

@@ -12,6 +12,7 @@ RESERVED = frozenset(
     (
         *("messages", "tools", "documents", "conversation", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "tokenize", "return_dict", "return_tensors"),
+        *("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens"),
     )
 )
 # In the order of their weight.

@@ -6,7 +6,7 @@ is only taken for one of those if it is one. Without a type, or with a reference
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .steps import parsed
@@ -16,28 +16,19 @@ STRING = frozenset({"string"})
 CONTAINERS = {"object": dict, "array": list}
 PYTHON_TYPES = {"object": dict, "array": list, "boolean": bool, "integer": int, "number": (int, float)}
 MAX_DEPTH = 16  # of references: a schema may refer to itself
+MAX_VISITS = 2048  # of parts: unions that refer to themselves would double with every level
 
 
 def parameter_types(name: str, schema: Schema) -> frozenset[str]:
     """The JSON types of parameter `name` under a tool's `schema`, {"string"} if it does not say."""
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(own, schema, MAX_DEPTH) or STRING
+    return _types(own, schema, MAX_DEPTH, iter(range(MAX_VISITS))) or STRING
 
 
-def variants(schema: Any, root: Schema, depth: int = MAX_DEPTH) -> list[Schema]:
+def variants(schema: Any, root: Schema) -> list[Schema]:
     """What a value may be, one schema each: references followed, unions taken apart, `allOf` put together."""
-    if not isinstance(schema, Mapping) or not depth:
-        return [{}]
-    if "$ref" in schema:
-        return variants(_referred(schema["$ref"], root), root, depth - 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return [found for one in schema[key] for found in variants(one, root, depth - 1)]
-    if isinstance(schema.get("allOf"), list):
-        parts = [variants(one, root, depth - 1)[0] for one in schema["allOf"]]
-        return [{key: value for part in [schema, *parts] for key, value in part.items() if key != "allOf"}]
-    return [schema]
+    return _variants(schema, root, MAX_DEPTH, iter(range(MAX_VISITS)))
 
 
 def is_text(types: frozenset[str]) -> bool:
@@ -50,19 +41,34 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return _json(text.strip(), types) or _python(text.strip(), types) or json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
+def _variants(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> list[Schema]:
+    if not isinstance(schema, Mapping) or not depth or next(visits, None) is None:
+        return [{}]
+    if "$ref" in schema:
+        return _variants(_referred(schema["$ref"], root), root, depth - 1, visits)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return [found for one in schema[key] for found in _variants(one, root, depth - 1, visits)]
+    if isinstance(schema.get("allOf"), list):
+        parts = [next(iter(_variants(one, root, depth - 1, visits)), {}) for one in schema["allOf"]]
+        return [{key: value for part in [schema, *parts] for key, value in part.items() if key != "allOf"}]
+    return [schema]
+
+
+def _types(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth or next(visits, None) is None:
         return frozenset()
     if "$ref" in schema:
-        return _types(_referred(schema["$ref"], root), root, depth - 1)
+        return _types(_referred(schema["$ref"], root), root, depth - 1, visits)
     if "type" in schema:
         named = schema["type"]
         return frozenset(item for item in (named if isinstance(named, list) else [named]) if isinstance(item, str))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return frozenset().union(*(_types(one, root, depth - 1) for one in schema[key]))
+            return frozenset().union(*(_types(one, root, depth - 1, visits) for one in schema[key]))
     if isinstance(schema.get("allOf"), list):
-        return next((found for one in schema["allOf"] if (found := _types(one, root, depth - 1))), frozenset())
+        of_parts = (_types(one, root, depth - 1, visits) for one in schema["allOf"])
+        return next((found for found in of_parts if found), frozenset())
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(_type_of(value) for value in values)
 

@@ -1,0 +1,60 @@
+"""The page in a browser against the server itself: the demo model, and a model that calls a tool."""
+
+import json
+
+import pytest
+from live_server import FakeEngine, Live, demo_engine, wait_for
+from test_page import Page, browser  # noqa: F401 (a fixture)
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+
+
+def opened(browser, server, **settings):  # noqa: F811
+    """The page, freshly opened with these settings."""
+    page = Page(browser, server)
+    browser.get_log("browser")  # what is in it is another page's
+    browser.get(server.url)
+    page.run("localStorage.setItem('moeflux.settings', arguments[0])", json.dumps(settings))
+    browser.refresh()
+    page.until(lambda: page.see("#model").startswith("tiny"))
+    return page
+
+
+@pytest.fixture
+def log(browser):  # noqa: F811
+    """Nothing may be in the browser's log: no fault of a script, nothing that the policy refused."""
+    yield
+    browser.get("about:blank")
+    assert browser.get_log("browser") == []
+
+
+def test_a_chat_with_the_demo_model(browser, log):  # noqa: F811
+    with Live(demo_engine) as server:
+        page = opened(browser, server, max_tokens="20")
+        page.send("Tell me a story.")
+        said, tokens = page.see(".assistant .md"), server.worker.state.totals.generated_tokens
+        assert said and tokens
+        page.click("[aria-label=Regenerate]")
+        page.until(lambda: server.worker.state.totals.generated_tokens == 2 * tokens)
+        page.ended()
+        assert page.see(".assistant .md") == said and page.count(".message") == 2
+        browser.get("about:blank")
+
+
+def test_an_answer_is_stopped_and_a_call_shown(browser, log):  # noqa: F811
+    def script(prompt):
+        return "</think>" + ("word " * 2000 if "long" in prompt else CALL)
+
+    with Live(lambda: FakeEngine(script, token_seconds=0.01)) as server:
+        page = opened(browser, server, tools=json.dumps([TOOL]))
+        page.write("long")
+        page.press("\ue007")
+        page.until(lambda: "word word" in page.see(".md"))
+        page.click("#send")
+        page.ended()
+        wait_for(lambda: server.worker.state.totals.cancelled == 1)
+        page.click("#new")
+        page.send("call")
+        assert "weather" in page.see(".assistant") and "Paris" in page.see(".assistant")
+        browser.get("about:blank")
