@@ -138,8 +138,8 @@ class OwnFiles:
         """Raises ModelFileError: a file is not the directory's alone, or not what it was when this began."""
         if folder.is_symlink():
             raise ModelFileError(
-                f"{folder} is a link to {folder.resolve()}; --delete-source deletes only what lies in the directory that "
-                "it is given: give that one, or leave --delete-source out"
+                f"{folder} is a link to {folder.resolve()}; --delete-source deletes only what lies in the directory "
+                "that it is given: give that one, or leave --delete-source out"
             )
         self.folder = folder
         self.listing = listing or Listing(tuple(map(_shard, safetensors_files(folder))))

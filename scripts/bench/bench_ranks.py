@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures one model over several processes of this machine, each with a slowed drive of its own.
 
-    scripts/bench_ranks.py --model DIR --ranks 1 2 3 --share 0.25 --drive-gb-per-s 0.1
-    scripts/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --prompt-tokens 4096
-    scripts/bench_ranks.py --model DIR --ranks 2 --link-gb-per-s 0.5 --prompt-tokens 4096
+    scripts/bench/bench_ranks.py --model DIR --ranks 1 2 3 --share 0.25 --drive-gb-per-s 0.1
+    scripts/bench/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --prompt-tokens 4096
+    scripts/bench/bench_ranks.py --model DIR --ranks 2 --link-gb-per-s 0.5 --prompt-tokens 4096
 
 Every process's pool holds `--share` of all experts, and its reads take no less time than a drive of its own would need:
 the processes share one. The first token and those after it are timed apart; the text is random (`--temp`). Reported

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what serving adds: to a token against the library, and what remembering saves a chat's second turn.
 
-    scripts/bench_server.py --model DIR [--tokens 4000 --rounds 9] [--beside URL]
+    scripts/bench/bench_server.py --model DIR [--tokens 4000 --rounds 9] [--beside URL]
 
 A server is started on the model, and the library opens the same one in this process; they run in turn, never at once,
 and must give the same text. Answers are kept to plain letters, so that every token is a piece of text. Reported:
