@@ -1,7 +1,7 @@
 """The routes: what comes in is read and made ready, what goes out is written in the words of its API.
 
-The event loop never computes: reading, rendering and tokenising happen in threads of their own, the model in the worker's. What
-cannot be served is refused before the headers of an answer are sent.
+The event loop never computes: reading, rendering and tokenising happen in threads of their own, the model in the
+worker's. What cannot be served is refused before the headers of an answer are sent.
 """
 
 import asyncio
