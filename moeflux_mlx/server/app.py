@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -93,9 +94,8 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         ("/live", "GET", _live),
     ):
         routes.append(Route(path, _bound(handle, served), methods=[method]))
-    app = Starlette(
-        routes=routes, exception_handlers={HTTPException: _http_error, BodyError: _body_error, Exception: _fault}
-    )
+    handlers = {HTTPException: _http_error, BodyError: _body_error, ClientDisconnect: _left, Exception: _fault}
+    app = Starlette(routes=routes, exception_handlers=handlers)
     return Guard(_counted(app, served), rules)
 
 
@@ -142,7 +142,7 @@ async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
         return EventStream(events, wire.stream(asked, ids), over, served.keepalive)
     found = await whole(events, http.receive)
     if found is None:
-        return Response(status_code=499)  # nobody reads it
+        return await _left()
     last = found[-1]
     status = last.status if isinstance(last, Failed) else 200
     body = wire.whole(asked, found, ids)  # names the calls
@@ -255,6 +255,11 @@ async def _body_error(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(
         error_body(request.url.path, error.status, None, str(error)), error.status, {"Connection": "close"}
     )
+
+
+async def _left(*_: Any) -> Response:
+    """What stands in the metrics for a client that has gone; nobody reads it."""
+    return Response(status_code=499)
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:

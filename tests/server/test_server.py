@@ -93,6 +93,13 @@ def test_logprobs_of_what_was_held_back_for_a_stop_text(chat):
     assert held.message.content == whole.message.content and held.logprobs == whole.logprobs
 
 
+def test_a_client_that_leaves_within_its_body_is_no_fault(live, capfd):
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: localhost:{live.port}\r\nContent-Type: application/json\r\n"
+    live.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode(), seconds=0.2)
+    wait_for(lambda: 'path="/v1/responses",status="499"' in live.get("/metrics"))
+    assert "a request failed" not in capfd.readouterr().err
+
+
 def test_bias_and_penalties(chat, live):
     first = live.post("/tokenize", {"content": "Once"})["tokens"][0]
     banned = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=4, logit_bias={str(first): -100})
