@@ -2,8 +2,8 @@
 
 No float weights of the demo model are kept. The shipped 4-bit model is taken apart into a float32 checkpoint in a
 temporary directory, which `moeflux convert` makes a model of at each width, and `moeflux evaluate` compares each with
-the shipped model. `python scripts/demo_model/demo_widths.py` prints the table of docs/formats.md; `--svg FILE` draws one
-width's KL by position.
+the shipped model. `python scripts/demo_model/demo_widths.py` prints the table of docs/formats.md; `--svg FILE` draws
+one width's KL by position.
 """
 
 import argparse
