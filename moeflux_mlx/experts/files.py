@@ -23,6 +23,7 @@ from .memory import private_pages
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
 IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
 SCRATCH_BYTES = RUN_BYTES + 2 * BLOCK_BYTES  # a run and the rest of the blocks at its ends
+HUGE_BYTES = 2 << 20  # only memory of a multiple of it begins where a large page does (results.tsv, "in place")
 
 Preadv = Callable[[int, list[memoryview], int], int]
 
@@ -112,7 +113,8 @@ class OpenFiles:
         """Memory of this thread's own, at the border of a page."""
         found: memoryview | None = getattr(self._memory, "scratch", None)
         if found is None:
-            found = self._memory.scratch = memoryview(private_pages(max(SCRATCH_BYTES, GAP_BYTES)))
+            size = -(-max(SCRATCH_BYTES, GAP_BYTES) // HUGE_BYTES) * HUGE_BYTES
+            found = self._memory.scratch = memoryview(private_pages(size))
         return found
 
     def _fill(self, file: int, places: list[memoryview], start: int, needed: int, step: int) -> int:
