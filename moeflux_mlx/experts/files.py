@@ -10,7 +10,7 @@ import fcntl
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,13 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.pieces import GAP_BYTES, RUN_BYTES, Run
 from ..formats.record import BLOCK_BYTES
+from . import batch
 from .memory import private_pages
 
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
 IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
 SCRATCH_BYTES = RUN_BYTES + 2 * BLOCK_BYTES  # a run and the rest of the blocks at its ends
+HUGE_BYTES = 2 << 20  # only memory of a multiple of it begins where a large page does (results.tsv, "in place")
 
 Preadv = Callable[[int, list[memoryview], int], int]
 
@@ -32,7 +34,7 @@ class OpenFiles:
         sizes: bytes of each file.
         direct: bypass the page cache (O_DIRECT, F_NOCACHE), which is right when the caller keeps a cache
             of its own. Refused by some file systems; then `direct` becomes False and `note` says why.
-        preadv: the system call, replaceable in tests.
+        preadv: the system call, replaceable in tests: then all reads are made by it.
 
     Raises:
         ExpertIOError: a file cannot be opened, or has another length.
@@ -43,6 +45,7 @@ class OpenFiles:
         self._sizes, self._preadv = sizes, preadv
         self._opening = threading.Lock()
         self._memory = threading.local()
+        self._may_batch = IN_BLOCKS and preadv is os.preadv and batch.available()
         self._descriptors: list[int] = []
         self._identity: dict[Path, tuple[int, ...]] = {}
         try:
@@ -56,6 +59,11 @@ class OpenFiles:
         """Whether reads go past the page cache."""
         return self._opened[1]
 
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether `read_all` has several reads under way at a time."""
+        return self._may_batch and self.direct
+
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
@@ -64,6 +72,19 @@ class OpenFiles:
         """Bytes that reading `run` takes from the drive."""
         first, last = run.window if self.direct and IN_BLOCKS else (run.start, run.stop)
         return min(last, self._sizes[run.path]) - first
+
+    def read_all(self, runs: Sequence[Run], target: memoryview) -> int:
+        """As `read`, for several runs, at once where that is possible. What fails then is read again with care."""
+        is_simple = len(runs) == 1 and runs[0].is_aligned
+        queue = self._queue() if self.reads_at_once and not is_simple else None
+        if queue is None:
+            return sum([self.read(run, target) for run in runs])
+        came = 0
+        for some in batch.batches_of(runs, SCRATCH_BYTES):
+            found = queue.read(self._opened[0], some, target, self._scratch())
+            for run, got in zip(some, found, strict=True):
+                came += got if got >= run.stop - run.window[0] else self.read(run, target)
+        return came
 
     def read(self, run: Run, target: memoryview) -> int:
         """Brings the pieces of `run` to their places in `target`; returns the bytes that the drive delivered.
@@ -112,7 +133,17 @@ class OpenFiles:
         """Memory of this thread's own, at the border of a page."""
         found: memoryview | None = getattr(self._memory, "scratch", None)
         if found is None:
-            found = self._memory.scratch = memoryview(private_pages(max(SCRATCH_BYTES, GAP_BYTES)))
+            size = -(-max(SCRATCH_BYTES, GAP_BYTES) // HUGE_BYTES) * HUGE_BYTES
+            found = self._memory.scratch = memoryview(private_pages(size))
+        return found
+
+    def _queue(self) -> batch.Queue | None:
+        """This thread's own; None where the system refuses."""
+        if not hasattr(self._memory, "queue"):
+            self._memory.queue = None
+            with contextlib.suppress(OSError):
+                self._memory.queue = batch.Queue()
+        found: batch.Queue | None = self._memory.queue
         return found
 
     def _fill(self, file: int, places: list[memoryview], start: int, needed: int, step: int) -> int:

@@ -19,6 +19,7 @@ from .files import OpenFiles, Preadv
 from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
+BATCH_BYTES = 2 << 20  # the same where a thread has its reads under way together: what its scratch memory holds
 DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
 
@@ -120,7 +121,8 @@ class ExpertReader:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
         """
         check_process(self._process)
-        shares = shares_of(runs_of(self._where.pieces(layer, expert), len(target)))
+        worth = BATCH_BYTES if self._files.reads_at_once else SHARE_BYTES
+        shares = shares_of(runs_of(self._where.pieces(layer, expert), len(target)), worth)
         read = _Read(layer, expert, target, Future(), len(shares))
         with self._wake:
             if self._closed:
@@ -199,20 +201,20 @@ class ExpertReader:
     def _attempt(self, read: _Read, share: list[Run]) -> int | ExpertIOError:
         """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
         try:
-            return sum([self._files.read(run, read.target) for run in share])
+            return self._files.read_all(share, read.target)
         except Exception as error:
             return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
 
 
-def shares_of(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs in groups that are worth a thread: large ones alone, the others together."""
+def shares_of(runs: Sequence[Run], worth: int) -> list[list[Run]]:
+    """The runs in groups of about `worth` bytes, which are worth a thread: large ones alone, the others together."""
     shares: list[list[Run]] = []
-    held = SHARE_BYTES
+    held = worth
     for run in runs:
         size = run.stop - run.start
-        if size >= SHARE_BYTES:
+        if size >= worth:
             shares.insert(0, [run])
-        elif held >= SHARE_BYTES:
+        elif held >= worth:
             shares.append([run])
             held = size
         else:

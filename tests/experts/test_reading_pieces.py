@@ -133,10 +133,10 @@ def test_a_thread_is_woken_for_large_reads_and_for_several_small_ones():
     def runs(*sizes):
         return [Run(Path("x"), 0, size, ()) for size in sizes]
 
-    large, small = reader.SHARE_BYTES, reader.SHARE_BYTES // 3
-    shares = reader.shares_of(runs(large, small, small, large, small, small, large, small, small))
+    large, small = 300, 99
+    shares = reader.shares_of(runs(large, small, small, large, small, small, large, small, small), large)
     assert sorted(len(share) for share in shares) == [1, 1, 1, 2, 4]
-    assert [len(share) for share in reader.shares_of(runs(1, 1, 1))] == [3]
+    assert [len(share) for share in reader.shares_of(runs(1, 1, 1), large)] == [3]
     assert sum(len(share) for share in shares) == 9
 
 
@@ -209,7 +209,7 @@ def test_a_guess_that_is_asked_for_overtakes_with_all_its_pieces(stacks, monkeyp
     wanted = loader.request(1, np.array([1]))
     gate.set()
     assert np.array_equal(blocks(wanted)[0], truth[1][1])
-    parts = [reader.shares_of(runs_of(where.pieces(1, expert), 1 << 30)) for expert in (1, 0)]
+    parts = [reader.shares_of(runs_of(where.pieces(1, expert), 1 << 30), share_bytes) for expert in (1, 0)]
     runs = [run.start for shares in parts for share in shares for run in share]
     busy.wait()
     loader.drain()

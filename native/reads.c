@@ -1,0 +1,164 @@
+/* Reads of one record from several places of files that are open past the page cache, all at once.
+ *
+ * Linux's asynchronous reads go to the drive with one system call and are waited for with another, which costs a
+ * third of the processor time of as many `preadv`, and the drive gets all of them to choose from. What they bring is
+ * moved to its place here, without the interpreter's lock. Arguments are checked before anything is read; a read that
+ * fails or falls short is reported, its pieces are not moved, and whoever called reads it again with care.
+ * The documented face is batch.py.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <linux/aio_abi.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { MAX_READS = 32, RUN_NUMBERS = 6, PIECE_NUMBERS = 3 };
+
+typedef struct {
+    int64_t file, offset, bytes; /* what to ask for: whole blocks */
+    int64_t needed;              /* of these; the rest may lie behind the file's end */
+    int64_t place;               /* in the target; -1: into scratch memory, from where the pieces are moved */
+    int64_t pieces;              /* how many follow */
+} Run;
+
+typedef struct {
+    int64_t from, to, bytes; /* from the run's begin, from the target's begin */
+} Piece;
+
+typedef struct {
+    char *target, *scratch;
+    int64_t target_bytes, scratch_bytes;
+} Memory;
+
+static const char QUEUE[] = "moeflux_mlx.experts._reads.queue";
+
+static void close_queue(PyObject *capsule) {
+    aio_context_t queue = (aio_context_t)(uintptr_t)PyCapsule_GetPointer(capsule, QUEUE);
+    Py_BEGIN_ALLOW_THREADS;
+    syscall(SYS_io_destroy, queue);
+    Py_END_ALLOW_THREADS;
+}
+
+/* queue() -> what one thread's reads go through; OSError where the system has none */
+static PyObject *op_queue(PyObject *self, PyObject *none) {
+    aio_context_t queue = 0;
+    if (syscall(SYS_io_setup, MAX_READS, &queue)) return PyErr_SetFromErrno(PyExc_OSError);
+    return PyCapsule_New((void *)(uintptr_t)queue, QUEUE, close_queue);
+}
+
+static int inside(int64_t start, int64_t bytes, int64_t size) {
+    return start >= 0 && bytes >= 0 && bytes <= size && start <= size - bytes;
+}
+
+/* Where the reads of `numbers` go: their number, or -1 if one of them leaves its memory. */
+static int checked(const int64_t *numbers, int64_t count, const Memory *memory, const Run **runs) {
+    int64_t scratch = 0, at = 0;
+    int found = 0;
+    while (at < count) {
+        const Run *run = (const Run *)(numbers + at);
+        at += RUN_NUMBERS;
+        if (found == MAX_READS || at > count || run->offset < 0 || !inside(0, run->needed, run->bytes)) return -1;
+        if (run->pieces < 0 || run->pieces > (count - at) / PIECE_NUMBERS) return -1;
+        if (run->place >= 0 && !inside(run->place, run->bytes, memory->target_bytes)) return -1;
+        if (run->place < 0 && !inside(scratch, run->bytes, memory->scratch_bytes)) return -1;
+        if (run->place < 0) scratch += run->bytes;
+        const Piece *piece = (const Piece *)(numbers + at);
+        for (int64_t i = 0; i < run->pieces; i++, piece++)
+            if (!inside(piece->from, piece->bytes, run->needed) || !inside(piece->to, piece->bytes, memory->target_bytes))
+                return -1;
+        at += run->pieces * PIECE_NUMBERS;
+        runs[found++] = run;
+    }
+    return found;
+}
+
+/* What came for a run goes to its place, if it is whole. */
+static void move(const Run *run, const char *source, const Memory *memory, int64_t came) {
+    const Piece *piece = (const Piece *)(run + 1);
+    if (run->place >= 0 || came < run->needed) return;
+    for (int64_t i = 0; i < run->pieces; i++)
+        memcpy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);
+}
+
+/* Starts as many of the reads as the system takes, the first `return value` of them. */
+static int submit(aio_context_t queue, struct iocb *reads, int count, int64_t *came) {
+    struct iocb *list[MAX_READS];
+    int sent = 0;
+    for (int i = 0; i < count; i++) list[i] = &reads[i];
+    for (int i = 0; i < count; i++) came[i] = -EAGAIN;
+    while (sent < count) {
+        long more = syscall(SYS_io_submit, queue, (long)(count - sent), list + sent);
+        if (more < 0) came[sent] = -errno;
+        if (more <= 0) break;
+        sent += (int)more;
+    }
+    return sent;
+}
+
+static void fill(aio_context_t queue, const Run **runs, int count, const Memory *memory, int64_t *came) {
+    struct iocb reads[MAX_READS];
+    struct io_event events[MAX_READS];
+    char *scratch = memory->scratch;
+    memset(reads, 0, sizeof reads);
+    for (int i = 0; i < count; i++) {
+        const Run *run = runs[i];
+        char *goal = run->place < 0 ? scratch : memory->target + run->place;
+        scratch += run->place < 0 ? run->bytes : 0;
+        reads[i].aio_data = (uint64_t)i;
+        reads[i].aio_lio_opcode = IOCB_CMD_PREAD;
+        reads[i].aio_fildes = (uint32_t)run->file;
+        reads[i].aio_buf = (uint64_t)(uintptr_t)goal;
+        reads[i].aio_nbytes = (uint64_t)run->bytes;
+        reads[i].aio_offset = run->offset;
+    }
+    int left = submit(queue, reads, count, came);
+    while (left > 0) { /* nothing may still be written when this returns; a signal only interrupts the waiting */
+        long more = syscall(SYS_io_getevents, queue, 1L, (long)left, events, NULL);
+        for (long i = 0; i < more; i++) { /* moved while the drive brings the others */
+            size_t at = events[i].data;
+            came[at] = events[i].res;
+            move(runs[at], (const char *)(uintptr_t)reads[at].aio_buf, memory, came[at]);
+        }
+        left -= more > 0 ? (int)more : 0;
+    }
+}
+
+/* read(queue, target, scratch, numbers) -> list of what each run brought, or minus an errno */
+static PyObject *op_read(PyObject *self, PyObject *args) {
+    PyObject *capsule, *list = NULL;
+    Py_buffer target, scratch, numbers;
+    if (!PyArg_ParseTuple(args, "Ow*w*y*", &capsule, &target, &scratch, &numbers)) return NULL;
+    void *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    Memory memory = {target.buf, scratch.buf, target.len, scratch.len};
+    const Run *runs[MAX_READS];
+    int64_t came[MAX_READS];
+    int count = queue ? checked(numbers.buf, numbers.len / (Py_ssize_t)sizeof(int64_t), &memory, runs) : -1;
+    if (count >= 0) {
+        Py_BEGIN_ALLOW_THREADS;
+        fill((aio_context_t)(uintptr_t)queue, runs, count, &memory, came);
+        Py_END_ALLOW_THREADS;
+        list = PyList_New(count);
+    } else if (queue) {
+        PyErr_SetString(PyExc_ValueError, "a run leaves its memory, or there are too many");
+    }
+    for (int i = 0; list && i < count; i++) PyList_SET_ITEM(list, i, PyLong_FromLongLong(came[i]));
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&scratch);
+    PyBuffer_Release(&numbers);
+    return list;
+}
+
+static PyMethodDef methods[] = {
+    {"queue", op_queue, METH_NOARGS, NULL},
+    {"read", op_read, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_reads", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__reads(void) { return PyModule_Create(&module); }
