@@ -267,7 +267,8 @@ class Model(nn.Module):
 
     def _embedded(self, tokens: mx.array) -> Any:
         """[B, L, hidden_size], on the CPU as a numpy array."""
-        return self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
+        h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
+        return h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 says no dtype of its own
 
     @property
     def layers(self) -> list[Any]:

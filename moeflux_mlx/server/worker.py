@@ -18,6 +18,7 @@ from ..text.calls.dialect import dialect_of
 from ..text.spelling import Spelling
 from .job import Job
 from .live import Watch
+from .prepare import Prepared
 from .request import Failed
 from .running import Running, Totals
 from .sessions import Kept, Sessions
@@ -176,8 +177,15 @@ class Worker:
         finally:
             self.state.running = before
             if kept is not None:
-                prepared = job.prepared
-                self._sessions.give_back(kept, max(prepared.boundaries, default=len(prepared.tokens) - 1))
+                self._put_back(kept, job.prepared)
+
+    def _put_back(self, kept: Kept, prepared: Prepared) -> None:
+        """Lets later requests take a conversation up; one that cannot be kept is lost, the others are served."""
+        assert self._sessions is not None
+        try:
+            self._sessions.give_back(kept, max(prepared.boundaries, default=len(prepared.tokens) - 1))
+        except Exception as error:
+            print(f"error: a conversation was lost: {type(error).__name__}", file=sys.stderr, flush=True)
 
     def _run(self, job: Job, kept: Kept, may_give_way: bool) -> None:
         def look(done: int, total: int) -> None:

@@ -52,6 +52,20 @@ def test_agents_share_what_they_have_in_common(alone):
         assert ask(live, more)[1] > found[1][1]
 
 
+def test_a_conversation_that_cannot_be_kept_ends_nobody_elses(alone, capfd):
+    with Live(demo_engine) as live:
+        sessions = live.worker._sessions
+        right = sessions.give_back
+
+        def fails(*given):
+            sessions.give_back = right
+            raise OSError("no room")
+
+        sessions.give_back = fails
+        assert [ask(live, SHORT)[0] for _ in range(2)] == [alone[0]] * 2
+    assert "a conversation was lost: OSError" in capfd.readouterr().err
+
+
 def test_a_client_that_comes_back_goes_on(alone):
     """What a request that was given up has computed is not computed again, and the answer is the same."""
     with Live(lambda: demo_engine(span=128, prefill_step_size=64)) as live:
