@@ -170,8 +170,8 @@ def open_experts(
             assert isinstance(files, PackedExperts)  # others were refused
             experts = MappedExperts(files, plan.decision)
         elif plan.mode is IoMode.RESIDENT:
-            check = files.check_scales if isinstance(files, InPlaceExperts) else None
-            experts = ResidentExperts(files, plan.decision, check=check, progress=progress)
+            whole = files.check_scales if isinstance(files, InPlaceExperts) else None
+            experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
         else:
             experts = StreamedExperts(
                 files,
@@ -181,6 +181,7 @@ def open_experts(
                 allowance=Breath(args, files.layout, plan) if plan.most > plan.pool else None,
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
+                check=files.check_record if isinstance(files, InPlaceExperts) else None,
             )
     except BaseException:
         release()

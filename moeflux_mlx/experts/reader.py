@@ -8,18 +8,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ..errors import ExpertIOError
+from ..errors import ExpertIOError, ModelFileError
 from ..formats.pieces import ExpertFiles, Run, runs_of
+from ..formats.record import Key
 from ..process import check_process
 from .files import OpenFiles, Preadv
 from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
 BATCH_BYTES = 2 << 20  # the same where a thread has its reads under way together: what its scratch memory holds
+Check = Callable[[int, int, memoryview], None]
 DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
 
@@ -64,6 +66,8 @@ class ExpertReader:
         direct: bypass the page cache, as for `OpenFiles`.
         workers: threads.
         preadv: the system call, replaceable in tests.
+        check: looks at each record (layer, expert, its memory) when it has come for the first time; a ModelFileError
+            of its ends the read.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -76,8 +80,10 @@ class ExpertReader:
         direct: bool = True,
         workers: int = DEFAULT_WORKERS,
         preadv: Preadv = os.preadv,
+        check: Check | None = None,
     ):
         self.layout = files.layout
+        self._check, self._checked = check, set[Key]()
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
         self._queue: tuple[deque[tuple[_Read, list[Run]]], ...] = (deque(), deque())  # wanted now, speculative
         self._wake = threading.Condition()
@@ -186,7 +192,20 @@ class ExpertReader:
                     read.got += outcome
                 is_over = read.count_off()
             if is_over:
+                self._look_at(read)
                 read.settle()
+
+    def _look_at(self, read: _Read) -> None:
+        """Shows a whole record to who wants to see it, once."""
+        key = read.layer, read.expert
+        if self._check is None or read.error is not None or key in self._checked:
+            return
+        try:
+            self._check(*key, read.target)
+        except ModelFileError as error:
+            read.error = ExpertIOError(str(error))
+        else:
+            self._checked.add(key)
 
     def _begin(self) -> None:
         self._active += 1

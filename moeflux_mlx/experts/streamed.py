@@ -22,7 +22,7 @@ from ..formats.pieces import ExpertFiles
 from ..ops import backend
 from ..ops.experts import Records
 from .pool import Slot, SlotPool, can_breathe
-from .reader import DEFAULT_WORKERS, ExpertReader
+from .reader import DEFAULT_WORKERS, Check, ExpertReader
 from .shares import SizeClass, divide, size_classes
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
@@ -42,6 +42,7 @@ class StreamedExperts(ExpertLoader):
         buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
             some of the layers. Layers whose records have other sizes have a pool of their own in any case.
         workers: reading threads.
+        check: looks at each record when it has come for the first time, as for `ExpertReader`.
         copied: whether records are copied into device memory as they arrive; by default on CUDA.
         reader: replaces the default reader (direct I/O), in tests.
 
@@ -65,13 +66,14 @@ class StreamedExperts(ExpertLoader):
         workers: int = DEFAULT_WORKERS,
         copied: bool | None = None,
         reader: ExpertReader | None = None,
+        check: Check | None = None,
     ):
         super().__init__(packed.layout, decision)
         self._busy_before = 0.0
         self._callers: set[int] = set()  # the first two threads that have had a turn
         self._guards: list[mx.array] = []  # given out in this turn
         self._ahead: list[Key] = []  # guesses that are being read, or wait for it
-        self._reader = reader or ExpertReader(packed, workers=workers)
+        self._reader = reader or ExpertReader(packed, workers=workers, check=check)
         self._stop = weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0

@@ -49,9 +49,17 @@ class InPlaceExperts:
         Raises:
             ModelFileError: a scale or bias is NaN or infinite.
         """
-        found = not_finite(self.layout.records[layer], rows.view(np.uint8))
+        self._check(layer, rows.view(np.uint8), 0)
+
+    def check_record(self, layer: int, expert: int, memory: memoryview) -> None:
+        """The same for the record of one expert, in `memory`."""
+        self._check(layer, np.frombuffer(memory, np.uint8)[None], expert)
+
+    def _check(self, layer: int, rows: np.ndarray, first: int) -> None:
+        """`rows` are the records of an expert `first` and those after it."""
+        found = not_finite(self.layout.records[layer], rows)
         if found is not None:
-            expert, field = found
+            expert, field = first + found[0], found[1]
             path = next(piece.path for piece in self.pieces(layer, expert) if piece.place == field.offset)
             raise ModelFileError(
                 f"{path}: {field.name} of expert {expert} of layer {layer} holds NaN or infinite values; "

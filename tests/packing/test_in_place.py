@@ -14,7 +14,7 @@ from tiny_models import on_cpu, tiny_directory
 from moeflux_mlx import load_model, model_fingerprint
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.weights import open_weights
-from moeflux_mlx.errors import ModelFileError, NotPackedError
+from moeflux_mlx.errors import ExpertIOError, ModelFileError, NotPackedError
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.formats.packed import PackedExperts
@@ -177,6 +177,11 @@ def test_a_scale_that_is_no_number(tmp_path, forms, field, value):
     assert f"{piece.path}: {name} of expert 3 of layer 1 holds NaN or infinite values" in model_is_read(path)
     with pytest.raises(ModelFileError, match="NaN"):
         convert(path, tmp_path / "packed")
+    streamed = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
+    streamed.experts.request(1, np.array([2])).wait()
+    with pytest.raises(ExpertIOError, match=f"{name} of expert 3 of layer 1 holds NaN or infinite values"):
+        streamed.experts.request(1, np.array([3])).wait()
+    streamed.experts.close()
 
 
 def model_is_read(path):
