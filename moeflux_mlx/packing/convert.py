@@ -129,22 +129,42 @@ def convert(
     if supply is None:
         check_space(path, output.missing_bytes(plan.units))
     with output.opened():
-        if supply is not None:
-            supply.listing.write(output)
-            scattering = Scattering(output, plan.units, supply, report, verify)
-            scattering.run()
-            kept, repaired = scattering.kept, scattering.repaired
+        if supply is None:
+            kept, repaired = _at_once(output, plan, checkpoint, report, verify)
         else:
-            kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
-        _write_small_files(output, checkpoint, plan)
-        PackedExperts.open(path, ModelArgs.from_file(path))
-        if supply is not None:
-            scattering.close()
-        elif verify:
-            _verify(output, checkpoint, plan, report)
+            kept, repaired = _by_shards(output, plan, checkpoint, report, verify, supply)
     return ConversionReport(
         path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
     )
+
+
+def _at_once(
+    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool
+) -> tuple[list[str], list[str]]:
+    """File after file, of a checkpoint that is all here; returns as `_write`."""
+    found = _write(output, plan, report, plan.total_bytes * (1 + verify))
+    _finish(output, plan, checkpoint)
+    if verify:
+        _verify(output, checkpoint, plan, report)
+    return found
+
+
+def _by_shards(
+    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool, supply: Supply
+) -> tuple[list[str], list[str]]:
+    """Shard after shard, each gone once it is packed and was read back; returns as `_write`."""
+    supply.listing.write(output)
+    scattering = Scattering(output, plan.units, supply, report, verify)
+    scattering.run()
+    _finish(output, plan, checkpoint)
+    scattering.close()
+    return scattering.kept, scattering.repaired
+
+
+def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> None:
+    """The small files, and with the last of them a model, which is opened once."""
+    _write_small_files(output, checkpoint, plan)
+    PackedExperts.open(output.path, ModelArgs.from_file(output.path))
 
 
 def _open(
