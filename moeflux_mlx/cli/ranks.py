@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from ..errors import RequestError
 from ..experts.group import Exchange
 from .fetching import local_model
 from .options import open_optional
+from .run import INTERRUPTED
 from .terminal import note
 
 
@@ -44,11 +46,18 @@ def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
             return run(options)
         options.ranks = ranks
         if not ranks.leads:
+            _end_on_interrupt()
             engine = open_optional(options, local_model(options))
             return Follower(engine.model, engine.tokenizer, ranks.exchange, note).run()
         return _leading(run, options)
 
     return call
+
+
+def _end_on_interrupt() -> None:
+    """Ctrl-C ends a rank that follows at once: MLX drops an exception that comes up while it looks at an array."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def joined(options: argparse.Namespace) -> Ranks | None:

@@ -27,6 +27,8 @@ DEFAULTS = {
     "prefill_step_size": None,
     "revision": None,
     "progress": None,
+    "pool_share": None,
+    "ranks": None,
 }
 
 
@@ -34,7 +36,7 @@ DEFAULTS = {
 def test_public_signatures(function, gives):
     found = inspect.signature(getattr(moeflux_mlx, function))
     assert {name: one.default for name, one in found.parameters.items()} == DEFAULTS
-    assert [one.kind.name for one in found.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * 9
+    assert [one.kind.name for one in found.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * 11
     assert found.return_annotation.__name__ == gives
     assert getattr(moeflux_mlx, function).__doc__
 
