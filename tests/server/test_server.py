@@ -165,6 +165,32 @@ def test_what_does_not_fit_says_both_numbers(chat, claude):
         claude.messages.create(model="m", messages=long, max_tokens=4)
 
 
+def test_text_far_beyond_the_context_is_not_tokenised_whole(live, chat, monkeypatch):
+    tokenizer, encoded = live.worker.state.engine.tokenizer, []
+    for name in ("encode", "encode_after"):
+        real = getattr(tokenizer, name)
+
+        def counting(text, *more, real=real, **options):
+            encoded.append(len(text))
+            return real(text, *more, **options)
+
+        monkeypatch.setattr(tokenizer, name, counting)
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "owl " * 500_000}]}),
+        ("completions", {"prompt": "owl " * 500_000}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"too long: (\d+) tokens > 1024 maximum \(at least") as error:
+            chat.post(path, body=body, cast_to=object)
+        assert error.value.code == "context_length_exceeded"
+        assert 2048 <= int(error.value.message.split(" tokens >")[0].split()[-1]) < 40_000
+    assert sum(encoded) < 200_000
+    # What only looks too long is counted in pieces, and served.
+    monkeypatch.setattr("moeflux_mlx.server.prepare.SUSPECT", 1)
+    monkeypatch.setattr("moeflux_mlx.server.prepare.PIECE", 64)
+    words = [{"role": "user", "content": "Tell me of an owl. " * 150}]
+    assert chat.chat.completions.create(model="m", messages=words, max_tokens=1).usage.prompt_tokens < 1024
+
+
 def test_a_limit_beyond_the_context_is_cut(chat):
     words = [{"role": "user", "content": "owl " * 480}]
     found = chat.chat.completions.create(model="m", messages=words, max_tokens=100000)
