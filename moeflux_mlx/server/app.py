@@ -5,6 +5,7 @@ worker's. What cannot be served is refused before the headers of an answer are s
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,6 +45,8 @@ APIS = {
     "/v1/responses": responses,
 }
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
+T = TypeVar("T")
+LARGE_BODY = 4 << 20  # bytes; such bodies are read one after the other, because JSON grows when it is read
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Served:
     keepalive: float = KEEPALIVE
     started: float = field(default_factory=time.time)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
     _preparer: Preparer | None = None
 
     @property
@@ -78,6 +82,12 @@ class Served:
             spellings = self.worker.spellings
             self._preparer = Preparer(engine.tokenizer, size, context, self.defaults(engine), spellings)
         return self._preparer
+
+    async def read(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
+        """What `make` makes of the body's JSON, in a thread of its own."""
+        data = await http.body()
+        async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
+            return await asyncio.to_thread(lambda: make(parse(data)))
 
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
@@ -125,14 +135,14 @@ def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpReq
 
 
 async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
-    preparer, body = served.preparer, await http.body()
+    preparer = served.preparer
 
-    def read() -> tuple[Request, Prepared]:
-        asked: Request = wire.read(parse(body), keep_agent_headers=served.keep_agent_headers)
+    def read(body: dict[str, Any]) -> tuple[Request, Prepared]:
+        asked: Request = wire.read(body, keep_agent_headers=served.keep_agent_headers)
         asked = replace(asked, model=asked.model or served.name)
         return asked, preparer(asked)
 
-    asked, prepared = await asyncio.to_thread(read)
+    asked, prepared = await served.read(http, read)
     events, ids = Events(served.worker, prepared), Ids()
 
     def over() -> None:
@@ -152,24 +162,24 @@ async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
-    preparer, body = served.preparer, await http.body()
+    preparer = served.preparer
 
-    def count() -> int:
-        return preparer.count(messages.read(parse(body), keep_agent_headers=served.keep_agent_headers))
+    def count(body: dict[str, Any]) -> int:
+        return preparer.count(messages.read(body, keep_agent_headers=served.keep_agent_headers))
 
-    return JSONResponse(messages.count(await asyncio.to_thread(count)))
+    return JSONResponse(messages.count(await served.read(http, count)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
-    preparer, body = served.preparer, await http.body()
+    preparer = served.preparer
 
-    def reply() -> Response:
-        asked = tokenize.read(parse(body))
+    def reply(body: dict[str, Any]) -> Response:
+        asked = tokenize.read(body)
         tokens, spelt = preparer.encode(asked.content, asked.add_special), preparer.tokenizer.token_bytes
         pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
         return JSONResponse(tokenize.whole(tokens, pieces))
 
-    return await asyncio.to_thread(reply)
+    return await served.read(http, reply)
 
 
 def _description(served: Served) -> dict[str, Any]:
@@ -252,9 +262,8 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 async def _body_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BodyError)
     # What is left of the body is not read, so the connection cannot be used again.
-    return JSONResponse(
-        error_body(request.url.path, error.status, None, str(error)), error.status, {"Connection": "close"}
-    )
+    headers = {**error_headers(error.status), "Connection": "close"}
+    return JSONResponse(error_body(request.url.path, error.status, None, str(error)), error.status, headers)
 
 
 async def _left(*_: Any) -> Response:
