@@ -12,7 +12,7 @@ together, into the first rows (results.tsv, "pool resize").
 import math
 import mmap
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -87,6 +87,8 @@ class SlotPool:
         self._pins: Counter[Key] = Counter()
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
+        self._guests: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
+        self._most_guests: int | None = None  # how many of them replace others; None: nobody interrupts
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -105,20 +107,45 @@ class SlotPool:
         slot = self._used.get(key)
         if slot is not None:
             self._used.move_to_end(key)
+        if key in self._guests:
+            self._guests.move_to_end(key)
         return slot
 
     def put(self, key: Key, slot: Slot) -> None:
         """Files a claimed slot, its read submitted."""
         self._used[key] = slot
         self._arriving.add(key)
+        if self._most_guests is not None:
+            self._guests[key] = None
+
+    def begin_guest(self, most: int) -> None:
+        """From now on records are read for somebody who interrupts: `most` of them may replace others', then one
+        another.
+        """
+        self._most_guests = most
+
+    def end_guest(self) -> None:
+        """What was read for him is the first to give way."""
+        for key in reversed(self._guests):
+            self._used.move_to_end(key, last=False)
+        self._guests.clear()
+        self._most_guests = None
 
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
         One that is intended or still arriving only if there is no other, and not for a guess.
         """
+        if self._most_guests is not None and len(self._guests) >= self._most_guests:
+            key = self._first_of(self._guests, for_guess)
+            if key is not None or for_guess:
+                return key
+        return self._first_of(self._used, for_guess)
+
+    def _first_of(self, keys: Iterable[Key], for_guess: bool) -> Key | None:
         row_wanted, last = self.copied and not self._free, None
-        for key, slot in self._used.items():
+        for key in keys:
+            slot = self._used[key]
             if self._pins[key]:
                 continue
             if slot.future is None and not row_wanted and key not in self.intended:
@@ -192,8 +219,10 @@ class SlotPool:
         return len(set(self._pins) - set(keys))
 
     def demote(self, key: Key) -> None:
-        """The record becomes the first to give way."""
-        if key in self._used:
+        """The record becomes the first to give way; while somebody interrupts, only one of his own does."""
+        if key in self._guests:
+            self._guests.move_to_end(key, last=False)
+        elif key in self._used and self._most_guests is None:
             self._used.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
@@ -202,6 +231,7 @@ class SlotPool:
         if slot.guard is not None:
             mx.eval(slot.guard)
         del self._used[key]
+        self._guests.pop(key, None)
         self._arriving.discard(key)
         if slot.device is None:
             heappush(self._free, slot.row)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -230,6 +230,13 @@ class ExpertLoader(ABC):
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
         """These records are the first to be replaced."""
+
+    @contextlib.contextmanager
+    def guest(self, per_layer: int) -> Iterator[None]:
+        """Meanwhile the model computes for somebody who interrupts what it was at: what is read for him replaces no
+        more records than a token uses, `per_layer` of each layer, or than what is asked for at once; then his own.
+        """
+        yield
 
     def slots_of(self, layer: int) -> int:
         """Slots of the memory that serves `layer`, and others; 0 when every expert is in memory."""

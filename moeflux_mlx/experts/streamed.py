@@ -232,6 +232,16 @@ class StreamedExperts(ExpertLoader):
             self._pool_of[layer].intended.discard((layer, expert))
             self._pool_of[layer].demote((layer, expert))
 
+    @contextlib.contextmanager
+    def guest(self, per_layer: int) -> Iterator[None]:
+        for pool, layers in zip(self._pools, self._groups, strict=False):
+            pool.begin_guest(max(per_layer * len(layers), self._least))
+        try:
+            yield
+        finally:
+            for pool in self._pools:
+                pool.end_guest()
+
     def slots_of(self, layer: int) -> int:
         return self._pool_of[layer].slots
 

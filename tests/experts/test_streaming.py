@@ -354,6 +354,32 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
     model.experts.close()
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
+def test_who_interrupts_evicts_no_more_than_a_request_needs(copied, prefetch, small_waves, monkeypatch):
+    """A prompt and an answer of his own, in a pool that others have filled."""
+    monkeypatch.setattr(native, "available", lambda: not copied)
+    model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=24 * 16384, copied=copied)
+    loader, tokens, layers = model.experts, tokens_of("qwen3_moe"), model.args.moe_layers
+    alone = run(model, tokens, 20), run(model, tokens, 1)
+    (pool,) = loader._pools
+    others = {(layer, expert) for layer in layers for expert in range(8)}
+    loader.invalidate()
+    for layer in layers:
+        loader.request(layer, np.arange(8)).wait()
+    before = loader.stats.misses
+    with loader.guest(1):  # 1 of each layer is less than a request's 4
+        assert np.array_equal(run(model, tokens, 20), alone[0]) and np.array_equal(run(model, tokens, 1), alone[1])
+        loader.drain()
+        own = set(pool.records()) - others
+        assert loader.stats.misses - before > 5 * TOP_K  # he read far more than he may replace
+        assert len(others & set(pool.records())) >= len(others) - TOP_K
+    for layer, expert in sorted(others - set(pool.records())):
+        loader.request(layer, np.array([expert])).wait()
+    assert set(pool.records()) == others and own  # his are the first to go
+    loader.close()
+
+
 def test_a_pool_smaller_than_one_token_still_hits():
     """Three layers of four experts in ten slots: strict least-recently-used order would never hit."""
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=10 * 16384)

@@ -161,6 +161,9 @@ class FakeExperts:
     def picture(self):
         return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
 
+    def guest(self, per_layer):
+        return contextlib.nullcontext()
+
     def close(self):
         self.closed = True
 
@@ -173,7 +176,7 @@ class FakeEngine:
         self.prompt_seconds, self.token_seconds = prompt_seconds, token_seconds
         self.path = Path("/nowhere/tiny")
         self.tokenizer = load_tokenizer(tiny_directory("qwen3_moe", template=template))
-        self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256))
+        self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256, num_experts_per_tok=2))
         self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
         self.experts = FakeExperts()
         self.prompts = []
