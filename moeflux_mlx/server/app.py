@@ -44,6 +44,7 @@ APIS = {
     "/v1/messages": messages,
     "/v1/responses": responses,
 }
+# By which agents name a conversation where their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
 T = TypeVar("T")
 LARGE_BODY = 4 << 20  # bytes; such bodies are read one after the other, because JSON grows when it is read
@@ -139,7 +140,8 @@ async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
 
     def read(body: dict[str, Any]) -> tuple[Request, Prepared]:
         asked: Request = wire.read(body, keep_agent_headers=served.keep_agent_headers)
-        asked = replace(asked, model=asked.model or served.name)
+        named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
+        asked = replace(asked, model=asked.model or served.name, session=asked.session or named)
         return asked, preparer(asked)
 
     asked, prepared = await served.read(http, read)
@@ -226,7 +228,7 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
             "expert_bytes_read_total": stats.bytes_read,
             "expert_wait_seconds_total": stats.wait_seconds,
         }
-    return PlainTextResponse(metrics.text(values), media_type=metrics.CONTENT_TYPE)
+    return PlainTextResponse(metrics.text(values, metrics.HELP), media_type=metrics.CONTENT_TYPE)
 
 
 async def _page(served: Served, http: HttpRequest) -> Response:
@@ -242,6 +244,8 @@ async def _live(served: Served, http: HttpRequest) -> Response:
                 if watch.latest is not None:
                     yield f"data: {json.dumps({**watch.latest, 'model': served.name})}\n\n".encode()
 
+    if http.method == "HEAD":
+        return Response(media_type="text/event-stream")
     return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 

@@ -73,7 +73,7 @@ class Guard:
             return
         headers = _headers(scope)
         origin = headers.get("origin")
-        allowed = self._cors(origin)
+        allowed = self._cors(origin, headers.get("access-control-request-headers", ""))
         send = _with_headers(send, allowed)
         refused = self._refusal(scope, headers, allowed)
         if refused is not None:
@@ -140,14 +140,17 @@ class Guard:
         given = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in given])
 
-    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Headers that let a page of `origin` read the answer; none where it may not."""
+    def _cors(self, origin: str | None, asked: str) -> list[tuple[bytes, bytes]]:
+        """Headers that let a page of `origin` read the answer; none where it may not.
+
+        It may send whatever headers it asks for: clients have many of their own.
+        """
         if origin is None or not {"*", origin} & set(self.rules.origins):
             return []
         return [
             (b"access-control-allow-origin", origin.encode()),
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+            (b"access-control-allow-headers", asked.encode("latin-1") or b"authorization, content-type, x-api-key"),
             (b"vary", b"Origin"),
         ]
 

@@ -140,6 +140,9 @@ def test_pages_of_other_sites_only_if_asked_for(live):
     origin = {"Origin": "https://chat.example"}
     status, headers, _ = answer(live, request(PATHS[0], b"", "OPTIONS", Authorization=None, **origin))
     assert status == 204 and headers["access-control-allow-origin"] == origin["Origin"]
+    asked = {"Access-Control-Request-Headers": "content-type,x-stainless-os"}
+    _, headers, _ = answer(live, request(PATHS[0], b"", "OPTIONS", Authorization=None, **origin, **asked))
+    assert headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
     status, headers, _ = answer(live, request(PATHS[0], **origin))
     assert status == 200 and headers["access-control-allow-origin"] == origin["Origin"]
 
