@@ -146,8 +146,13 @@ def bench_tokens(options: argparse.Namespace, engine: Engine, urls: dict[str, st
     beside: list[float] = []
     for n in range(options.rounds + 1):  # the first warms up
         prompt = letters(SHORT)
-        alone, text = in_library(engine, prompt, bias, options.answer)
-        served, same = over_http(urls["server"], prompt, bias, options.answer)
+        runs = {}
+        for name in ("library", "server")[:: -1 if n % 2 else 1]:
+            if name == "library":
+                runs[name] = in_library(engine, prompt, bias, options.answer)
+            else:
+                runs[name] = over_http(urls[name], prompt, bias, options.answer)
+        (alone, text), (served, same) = runs["library"], runs["server"]
         if same != text:
             raise SystemExit("error: server and library answer differently")
         other = by_lengths(urls["beside"], prompt, bias, options.answer) if "beside" in urls else None
