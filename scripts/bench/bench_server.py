@@ -4,11 +4,13 @@
     scripts/bench/make_random_model.py --variant qwen3.6-35b-a3b --layers 4 OUT --checkpoint OUT-mlx
     scripts/bench/bench_server.py --model OUT [--tokens 4000 --rounds 9 --turns 3] [--beside OUT-mlx]
 
-A server is started on the model, and the library opens the same one in this process; they run in turn, never at once,
-and must give the same text. Answers are kept to plain letters, so that every token is a piece of text. Reported:
+A server is started on the model, and the library opens the same one in this process, both with experts that stream
+through a pool; they run in turn, never at once, and must give the same text. Answers are kept to plain letters, so
+that every token is a piece of text. Reported:
 
     token          milliseconds in server and library; what the server adds to the same token of the same answer, the
-                   median of all pairs with its interval of 95 %, in milliseconds and as a share
+                   median of all pairs with its interval of 95 %, in milliseconds and as a share; on Linux the processor
+                   time of each too, which says more where other programs run
     turns          seconds to the first piece of a chat's first and second turn, and their ratios
     after a kill   the same second turn from a server that was killed and begun again with the same prompt directory,
                    beside the same prompt in the library with a copy of that directory
@@ -44,6 +46,7 @@ from urllib.request import urlopen
 from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.sampling import make_logits_processors
 from moeflux_mlx.engine.session import Session
+from moeflux_mlx.formats.packed import FOLDER
 from moeflux_mlx.state.prompt_store import PromptDirectory
 
 SHORT = 64  # tokens of the prompt before answers that are timed token by token
@@ -54,11 +57,11 @@ class Server:
     """`python -m moeflux_mlx.serve` in a process of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: str | None = None):
-        more = ["--prompt-cache-dir", folder] if folder else []
         command = [sys.executable, "-m", "moeflux_mlx.serve", "--model", options.model, "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--context", str(context(options)), *more], stderr=subprocess.PIPE, text=True
-        )
+        command += ["--context", str(context(options)), "--expert-io", "pread"]
+        command += ["--expert-cache-gb", str(cache_bytes(options) / 1e9)]
+        command += ["--prompt-cache-dir", folder] if folder else []
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.url = ""
         for line in self.process.stderr:
@@ -100,7 +103,9 @@ class Beside:
 def main() -> None:
     options = parser().parse_args()
     load = os.getloadavg()[0]
-    engine = open_engine(Path(options.model), context=context(options))
+    engine = open_engine(
+        Path(options.model), context=context(options), expert_io="pread", expert_cache_bytes=cache_bytes(options)
+    )
     bias = {engine.tokenizer.encode(letter)[-1]: 100.0 for letter in string.ascii_letters + string.digits}
     with tempfile.TemporaryDirectory(prefix="bench-server-") as folder:
         results = bench(options, engine, bias, folder)
@@ -112,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("--model", required=True)
     made.add_argument("--tokens", type=int, default=4000, help="of the first turn's prompt (%(default)s)")
+    made.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds (%(default)s)")
     made.add_argument("--rounds", type=int, default=9)
     made.add_argument("--answer", type=int, default=48, help="tokens of answers that are timed (%(default)s)")
     made.add_argument("--turns", type=int, default=3, help="chats whose turns are timed (%(default)s)")
@@ -123,13 +129,20 @@ def context(options: argparse.Namespace) -> int:
     return options.tokens + 1024
 
 
+def cache_bytes(options: argparse.Namespace) -> int:
+    """Of the pool, in whole megabytes, so that both ways of saying it mean the same."""
+    experts = sum(file.stat().st_size for file in Path(options.model, FOLDER).iterdir())
+    return round(options.share * experts / 1e6) * 10**6
+
+
 def bench(options: argparse.Namespace, engine: Engine, bias: dict[int, float], folder: str) -> dict:
-    servers: dict[str, Server | Beside] = {"server": Server(options)}
+    server = Server(options)
+    servers: dict[str, Server | Beside] = {"server": server}
     try:
         if options.beside:
             servers["beside"] = Beside(options.beside)
         urls = {name: one.url for name, one in servers.items()}
-        tokens = bench_tokens(options, engine, urls, bias)
+        tokens = bench_tokens(options, engine, urls, server.process.pid, bias)
         turns = bench_turns(options, urls, bias)
     finally:
         for one in servers.values():
@@ -139,19 +152,24 @@ def bench(options: argparse.Namespace, engine: Engine, bias: dict[int, float], f
     return {**tokens, **turns, "after_kill": killed}
 
 
-def bench_tokens(options: argparse.Namespace, engine: Engine, urls: dict[str, str], bias: dict[int, float]) -> dict:
-    """Milliseconds of a token, and what the server adds to each."""
+def bench_tokens(
+    options: argparse.Namespace, engine: Engine, urls: dict[str, str], pid: int, bias: dict[int, float]
+) -> dict:
+    """Milliseconds of a token, and what the server adds to each; `pid` is its process."""
     library: list[float] = []
     server: list[float] = []
     beside: list[float] = []
+    busy: dict[str, list[float]] = {"library": [], "server": []}
     for n in range(options.rounds + 1):  # the first warms up
         prompt = letters(SHORT)
         runs = {}
-        for name in ("library", "server")[:: -1 if n % 2 else 1]:
+        for name, process in (("library", os.getpid()), ("server", pid))[:: -1 if n % 2 else 1]:
+            before = processor_seconds(process)
             if name == "library":
                 runs[name] = in_library(engine, prompt, bias, options.answer)
             else:
                 runs[name] = over_http(urls[name], prompt, bias, options.answer)
+            busy[name] += [(processor_seconds(process) - before) / options.answer * 1e3] if n else []
         (alone, text), (served, same) = runs["library"], runs["server"]
         if same != text:
             raise SystemExit("error: server and library answer differently")
@@ -160,13 +178,24 @@ def bench_tokens(options: argparse.Namespace, engine: Engine, urls: dict[str, st
             library += alone
             server += served
             beside += [] if other is None else [other]
+    hits = engine.experts.stats.hit_rate
     added = interval([(b - a) * 1e3 for a, b in zip(library, server, strict=True)])
     share = interval([b / a - 1 for a, b in zip(library, server, strict=True)])
     medians = {"library": library, "server": server} | ({"beside": beside} if beside else {})
     found = {name: statistics.median(times) * 1e3 for name, times in medians.items()}
+    print(f"experts in the pool when asked for, in the library: {100 * hits:.0f} %")
     print("ms/token: " + ", ".join(f"{name} {median:.2f}" for name, median in found.items()))
     print(f"the server adds {shown(added)} ms to a token, {shown([100 * one for one in share])} %")
-    return {"milliseconds": found, "added_ms": added, "added_share": share, "pairs": len(library)}
+    processor = {name: statistics.median(times) for name, times in busy.items()}
+    print("processor ms/token, the prompt's share included: " + ", ".join(f"{k} {v:.2f}" for k, v in processor.items()))
+    return {
+        "milliseconds": found,
+        "processor_ms": processor,
+        "added_ms": added,
+        "added_share": share,
+        "pairs": len(library),
+        "hits": hits,
+    }
 
 
 def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[int, float]) -> dict:
@@ -202,6 +231,12 @@ def over_http(url: str, prompt: str, bias: dict[int, float], count: int) -> tupl
             times.append(when)
             text += piece
     return gaps(times), text
+
+
+def processor_seconds(pid: int) -> float:
+    """That all threads of a process have run; 0 where the system does not say."""
+    found = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[0]) for one in found) / 1e9
 
 
 def by_lengths(url: str, prompt: str, bias: dict[int, float], count: int) -> float:
