@@ -59,7 +59,7 @@ class Server:
     def __init__(self, options: argparse.Namespace, folder: str | None = None):
         command = [sys.executable, "-m", "moeflux_mlx.serve", "--model", options.model, "--port", "0"]
         command += ["--context", str(context(options)), "--expert-io", "pread"]
-        command += ["--expert-cache-gb", str(cache_bytes(options) / 1e9)]
+        command += ["--expert-cache-gb", str(cache_bytes(options) / 1e9), "--prefetch", options.prefetch]
         command += ["--prompt-cache-dir", folder] if folder else []
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
@@ -104,7 +104,11 @@ def main() -> None:
     options = parser().parse_args()
     load = os.getloadavg()[0]
     engine = open_engine(
-        Path(options.model), context=context(options), expert_io="pread", expert_cache_bytes=cache_bytes(options)
+        Path(options.model),
+        context=context(options),
+        expert_io="pread",
+        expert_cache_bytes=cache_bytes(options),
+        prefetch=options.prefetch,
     )
     bias = {engine.tokenizer.encode(letter)[-1]: 100.0 for letter in string.ascii_letters + string.digits}
     with tempfile.TemporaryDirectory(prefix="bench-server-") as folder:
@@ -118,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", required=True)
     made.add_argument("--tokens", type=int, default=4000, help="of the first turn's prompt (%(default)s)")
     made.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds (%(default)s)")
+    made.add_argument("--prefetch", choices=("auto", "off"), default="auto", help="off: both read alike (%(default)s)")
     made.add_argument("--rounds", type=int, default=9)
     made.add_argument("--answer", type=int, default=48, help="tokens of answers that are timed (%(default)s)")
     made.add_argument("--turns", type=int, default=3, help="chats whose turns are timed (%(default)s)")
@@ -156,46 +161,39 @@ def bench_tokens(
     options: argparse.Namespace, engine: Engine, urls: dict[str, str], pid: int, bias: dict[int, float]
 ) -> dict:
     """Milliseconds of a token, and what the server adds to each; `pid` is its process."""
-    library: list[float] = []
-    server: list[float] = []
-    beside: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in ("library", *urls)}
     busy: dict[str, list[float]] = {"library": [], "server": []}
     for n in range(options.rounds + 1):  # the first warms up
-        prompt = letters(SHORT)
-        runs = {}
+        prompt, texts = letters(SHORT), set()
         for name, process in (("library", os.getpid()), ("server", pid))[:: -1 if n % 2 else 1]:
             before = processor_seconds(process)
             if name == "library":
-                runs[name] = in_library(engine, prompt, bias, options.answer)
+                found, text = in_library(engine, prompt, bias, options.answer)
             else:
-                runs[name] = over_http(urls[name], prompt, bias, options.answer)
+                found, text = over_http(urls[name], prompt, bias, options.answer)
+            times[name] += found if n else []
             busy[name] += [(processor_seconds(process) - before) / options.answer * 1e3] if n else []
-        (alone, text), (served, same) = runs["library"], runs["server"]
-        if same != text:
+            texts.add(text)
+        if len(texts) > 1:
             raise SystemExit("error: server and library answer differently")
-        other = by_lengths(urls["beside"], prompt, bias, options.answer) if "beside" in urls else None
-        if n:
-            library += alone
-            server += served
-            beside += [] if other is None else [other]
-    hits = engine.experts.stats.hit_rate
-    added = interval([(b - a) * 1e3 for a, b in zip(library, server, strict=True)])
-    share = interval([b / a - 1 for a, b in zip(library, server, strict=True)])
-    medians = {"library": library, "server": server} | ({"beside": beside} if beside else {})
-    found = {name: statistics.median(times) * 1e3 for name, times in medians.items()}
+        if "beside" in urls:
+            other = by_lengths(urls["beside"], prompt, bias, options.answer)
+            times["beside"] += [other] if n else []
+    return added(times, busy, engine.experts.stats.hit_rate)
+
+
+def added(times: dict[str, list[float]], busy: dict[str, list[float]], hits: float) -> dict:
+    """What the server adds to a token, from seconds of tokens and milliseconds of processors."""
+    pairs = list(zip(times["library"], times["server"], strict=True))
+    more, share = interval([(b - a) * 1e3 for a, b in pairs]), interval([b / a - 1 for a, b in pairs])
+    wall = {name: statistics.median(found) * 1e3 for name, found in times.items()}
+    processor = {name: statistics.median(found) for name, found in busy.items()}
     print(f"experts in the pool when asked for, in the library: {100 * hits:.0f} %")
-    print("ms/token: " + ", ".join(f"{name} {median:.2f}" for name, median in found.items()))
-    print(f"the server adds {shown(added)} ms to a token, {shown([100 * one for one in share])} %")
-    processor = {name: statistics.median(times) for name, times in busy.items()}
+    print("ms/token: " + ", ".join(f"{name} {median:.2f}" for name, median in wall.items()))
+    print(f"the server adds {shown(more)} ms to a token, {shown([100 * one for one in share])} %")
     print("processor ms/token, the prompt's share included: " + ", ".join(f"{k} {v:.2f}" for k, v in processor.items()))
-    return {
-        "milliseconds": found,
-        "processor_ms": processor,
-        "added_ms": added,
-        "added_share": share,
-        "pairs": len(library),
-        "hits": hits,
-    }
+    found = {"milliseconds": wall, "processor_ms": processor, "added_ms": more, "added_share": share}
+    return {**found, "pairs": len(pairs), "hits": hits}
 
 
 def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[int, float]) -> dict:
