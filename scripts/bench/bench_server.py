@@ -30,6 +30,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import statistics
 import string
@@ -102,6 +103,7 @@ class Beside:
 
 def main() -> None:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives it
     load = os.getloadavg()[0]
     engine = open_engine(
         Path(options.model),
