@@ -220,9 +220,7 @@ def _rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, wei
     weighted row is rounded before it is summed, on the CPU the sum multiplies.
     """
     if isinstance(x, np.ndarray):
-        return np.concatenate(
-            [_native_row(x[t : t + 1], slots[p : p + 1, None], records) for p, t in enumerate(tokens)]
-        )
+        return _native_rows(x, tokens, slots, records)
     copies, index = records.for_mlx(slots) if isinstance(records.blob, np.ndarray) else (records, slots)
     parts = []
     for start in range(0, len(tokens), MAX_TOKENS):
@@ -235,7 +233,16 @@ def _rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, wei
     return cast(Array, mx.concatenate(parts))
 
 
-def _native_row(x: np.ndarray, slot: np.ndarray, records: Records) -> np.ndarray:
-    one, zero = np.ones((1, 1), np.float32), np.zeros(x.shape, np.float32)
-    act = expert_gate_up(x, slot, records)
-    return expert_down_combine(act, slot, records, one, zero)
+def _native_rows(x: np.ndarray, tokens: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
+    """As `_rows`; the native kernels may multiply a call's only token otherwise than one of several."""
+    if len(x) == 1:
+        return np.concatenate([_weighted_once(x, slots[p : p + 1], records) for p in range(len(slots))])
+    several = np.resize(np.arange(len(slots)), max(len(slots), 2))  # a lone pair beside itself
+    return _weighted_once(x[tokens[several]], slots[several], records)[: len(slots)]
+
+
+def _weighted_once(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
+    """expert(slots[t])(x[t]) of each row, [T, H]."""
+    ones, zeros = np.ones((len(x), 1), np.float32), np.zeros(x.shape, np.float32)
+    act = expert_gate_up(x, slots[:, None], records)
+    return expert_down_combine(act, slots[:, None], records, ones, zeros)
