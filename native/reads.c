@@ -17,6 +17,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 enum { MAX_READS = 32, RUN_NUMBERS = 6, PIECE_NUMBERS = 3 };
 
 typedef struct {
@@ -77,12 +81,30 @@ static int checked(const int64_t *numbers, int64_t count, const Memory *memory, 
     return found;
 }
 
+/* As memcpy, past the caches where the processor can: a line that is written whole need not be fetched before, and
+ * what was read earlier stays. Half of memcpy's time on what a drive has just brought (results.tsv, "in place"). */
+static void copy(char *to, const char *from, size_t bytes) {
+#if defined(__SSE2__)
+    enum { LINE = 64 };
+    if (bytes >= 2 * LINE) {
+        size_t first = -(uintptr_t)to % LINE;
+        memcpy(to, from, first);
+        to += first, from += first, bytes -= first;
+        for (; bytes >= LINE; to += LINE, from += LINE, bytes -= LINE)
+            for (int i = 0; i < LINE; i += 16)
+                _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        _mm_sfence(); /* whoever waits for the read sees these bytes */
+    }
+#endif
+    memcpy(to, from, bytes);
+}
+
 /* What came for a run goes to its place, if it is whole. */
 static void move(const Run *run, const char *source, const Memory *memory, int64_t came) {
     const Piece *piece = (const Piece *)(run + 1);
     if (run->place >= 0 || came < run->needed) return;
     for (int64_t i = 0; i < run->pieces; i++)
-        memcpy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);
+        copy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);
 }
 
 /* Starts as many of the reads as the system takes, the first `return value` of them. */
