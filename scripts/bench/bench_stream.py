@@ -15,11 +15,12 @@ against the time a token took), what computing alone costs (the same run with ev
 peak rss + shmem beside the plan's figure. `pool` does the same without a limit, the pool holding a share of the
 experts: for GPUs, whose peak memory it reports. `places` compares the speed of a packed model with that of the
 checkpoint of the same weights, read in place, in alternating rounds of one process (make_random_model.py writes
-both). `load` reads all experts of a model into memory and, in turn, the same files with bare parallel reads. Reported
-are medians; the last line is JSON.
+both). `load` reads all experts of a model into memory and, in turn, the same files with bare parallel reads, into
+memory that is used again and into memory that is new. Reported are medians; the last line is JSON.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -358,42 +359,43 @@ def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
 def bench_load(options: argparse.Namespace) -> dict:
     """GB/s of reading all experts into memory that is kept, and of bare reads of as many bytes of the same files.
 
-    Both fill memory that the process did not have before, which takes the system time of its own. A first loading that
-    does not count lets a virtual machine have its memory.
+    Bare reads fill one place again and again, which is the drive's rate, or memory that the process did not have
+    before, which is the most that a loader can reach: the system clears it first. A first loading that does not count
+    lets a virtual machine have its memory.
     """
     files = open_weights(options.model).experts
     wanted = sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
-    bare: dict[int, list] = {count: [] for count in THREADS}
+    check = getattr(files, "check_scales", None)
+    bare: dict[str, dict[int, list]] = {kind: {count: [] for count in THREADS} for kind in ("reused", "fresh")}
     loaded = []
-    ResidentExperts(files).close()
+    ResidentExperts(files, check=check).close()
     for _ in range(options.rounds):
-        for count in THREADS:
-            bare[count].append(timed(lambda count=count: sequential_reads(files.sizes, wanted, count)))
-        loaded.append(timed(lambda: ResidentExperts(files) and wanted))
-    ceilings = [max(bare[count][i][0] for count in THREADS) for i in range(options.rounds)]
-    ratios = [speed / ceiling for (speed, _), ceiling in zip(loaded, ceilings, strict=True)]
-    rows = {f"{count} threads": bare[count] for count in THREADS} | {"loading": loaded}
-    for name, runs in rows.items():
-        print(f"{name:12} {median(r[0] for r in runs):7.2f} GB/s {median(r[1] for r in runs):7.3f} CPU s/GB")
-    print(f"loading / best of the bare reads in the same round: {median(ratios):.2f}")
-    return {
-        "bench": "load",
-        "GB/s": {name: median(r[0] for r in runs) for name, runs in rows.items()},
-        "ratio": median(ratios),
-    }
+        for (kind, runs), count in itertools.product(bare.items(), THREADS):
+            runs[count].append(timed(lambda kind=kind, count=count: sequential_reads(files.sizes, wanted, count, kind)))
+        loaded.append(timed(lambda: ResidentExperts(files, check=check) and wanted))
+    rows = {f"{kind}, {count} threads": runs for kind in bare for count, runs in bare[kind].items()}
+    for name, runs in (rows | {"loading": loaded}).items():
+        print(f"{name:18} {median(r[0] for r in runs):7.2f} GB/s {median(r[1] for r in runs):7.3f} CPU s/GB")
+    speeds = {name: median(r[0] for r in runs) for name, runs in (rows | {"loading": loaded}).items()}
+    ratios = {kind: speeds["loading"] / max(v for name, v in speeds.items() if name.startswith(kind)) for kind in bare}
+    for kind, ratio in ratios.items():
+        print(f"loading / bare reads into {kind} memory by the best number of threads: {ratio:.2f} (of medians)")
+    return {"bench": "load", "GB/s": speeds, "ratios": ratios}
 
 
-def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int) -> int:
+def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: str) -> int:
     """Reads the files past the page cache in blocks of 4 MiB, until `wanted` bytes have come."""
     block = 4 << 20
     blocks = [(path, start) for path, size in sizes.items() for start in range(0, size, block)][: -(-wanted // block)]
     files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sizes}
-    memory, came = memoryview(page_aligned(len(blocks), block // 4)).cast("B"), [0] * threads
+    places = page_aligned(threads if kind == "reused" else len(blocks), block // 4)
+    memory, came = memoryview(places).cast("B"), [0] * threads
 
     def work(index: int) -> None:
         for i in range(index, len(blocks), threads):
             path, start = blocks[i]
-            came[index] += os.preadv(files[path], [memory[i * block : (i + 1) * block]], start)
+            at = (i % len(places)) * block
+            came[index] += os.preadv(files[path], [memory[at : at + block]], start)
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
     for one in workers:
