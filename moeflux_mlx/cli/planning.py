@@ -13,7 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import RUNTIME_BYTES, MemoryPlan, demand_of, from_environment, plan_memory
+from ..engine.budget import MemoryPlan, demand_of, from_environment, plan_memory
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote
@@ -106,7 +106,7 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
         ("resident weights", demand.resident, ""),
         ("state", plan.state, f"  for a context of {plan.context}"),
         ("temporary", plan.activations, f"  for prompts in spans of {plan.sizes.span}, blocks of {plan.sizes.block}"),
-        ("runtime", RUNTIME_BYTES, ""),
+        ("runtime", plan.runtime, ""),
     ]
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"

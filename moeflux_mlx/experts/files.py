@@ -25,8 +25,10 @@ from .memory import private_pages
 
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
 IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
-SCRATCH_BYTES = RUN_BYTES + 2 * BLOCK_BYTES  # a run and the rest of the blocks at its ends
 HUGE_BYTES = 2 << 20  # only memory of a multiple of it begins where a large page does (results.tsv, "in place")
+# Of each thread's scratch memory: room for a run and the rest of the blocks at its ends, or for a gap.
+SCRATCH_BYTES = -(-(RUN_BYTES + 2 * BLOCK_BYTES) // HUGE_BYTES) * HUGE_BYTES
+assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
 Share = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
@@ -151,8 +153,7 @@ class OpenFiles:
         """Memory of this thread's own, at the border of a page."""
         found: memoryview | None = getattr(self._memory, "scratch", None)
         if found is None:
-            size = -(-max(SCRATCH_BYTES, GAP_BYTES) // HUGE_BYTES) * HUGE_BYTES
-            found = self._memory.scratch = memoryview(private_pages(size))
+            found = self._memory.scratch = memoryview(private_pages(SCRATCH_BYTES))
         return found
 
     def _queue(self) -> batch.Queue | None:

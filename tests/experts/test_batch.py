@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from array import array
 
 import numpy as np
@@ -15,6 +16,7 @@ from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import batch, files
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.memory import private_pages
+from moeflux_mlx.experts.reader import READS_BYTES
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.pieces import Piece, Run, runs_of
 
@@ -88,6 +90,8 @@ def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch):
     monkeypatch.setattr(OpenFiles, "read", None)  # nothing needs care
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
+    kept = loader._reader._in_pieces
+    assert kept and all(sum(map(sys.getsizeof, (key, shares, *shares))) < READS_BYTES for key, shares in kept.items())
     assert len(calls) == EXPERTS and loader.stats.bytes_read == sum(came for came, missed in calls)
     loader.close()
 
