@@ -540,7 +540,8 @@ def _refusal(
         need = max(need, fixed + pool + LEAST_HEADROOM)
     if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
         need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
-    return f"{text}; {_gb(need)} of memory would do"
+    streams = "; --expert-io pread streams the experts" if mode is IoMode.RESIDENT else ""
+    return f"{text}; {_gb(need)} of memory would do{streams}"
 
 
 def _longest_context(

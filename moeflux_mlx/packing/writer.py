@@ -47,6 +47,21 @@ class Unit(Protocol):
     def chunks(self) -> Iterator[Bytes]: ...
 
 
+def deletes_source(origin: object) -> bool:
+    """Whether the conversion whose origin this is deletes files of its checkpoint."""
+    return isinstance(origin, dict) and origin.get("delete_source") is True
+
+
+def begin_again(path: Path, alone: bool) -> str:
+    """What to do if the conversion into `path` cannot go on; `alone`: what is there may be left of deleted files."""
+    if not alone:
+        return f"delete {path} and convert again"
+    return (
+        f"files of the checkpoint may have been packed into {path} and deleted: download what is missing of them, "
+        "and convert again into an empty directory"
+    )
+
+
 class Output:
     """The directory that a conversion fills.
 
@@ -78,7 +93,7 @@ class Output:
         state = read_json(self.path / STATE)
         files = state.pop("files", None)
         origin = state.pop("origin", None)
-        alone = isinstance(origin, dict) and origin.get("delete_source") is True
+        alone = deletes_source(origin)
         remedy = "; this one may hold all that is left of deleted files" if alone else ", or delete this one"
         for key in self.identity.keys() | state.keys():
             if state.get(key) != self.identity.get(key):
@@ -86,7 +101,7 @@ class Output:
                     f"{self.path} was begun {BEGUN.get(key, 'otherwise')}; choose another directory{remedy}"
                 )
         if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-            raise ModelFileError(f"{self.path / STATE} is damaged; delete {self.path} and convert again")
+            raise ModelFileError(f"{self.path / STATE} is damaged; {begin_again(self.path, alone)}")
         return files
 
     def missing_bytes(self, units: Iterable[Unit]) -> int:

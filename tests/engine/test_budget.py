@@ -483,7 +483,7 @@ def test_what_lies_in_place_is_read_once_where_all_of_it_fits_and_else_as_it_is_
     assert tight.mode is IoMode.PREAD and tight.pool > 0 and "leave less than" in tight.decision
     assert "16.31 GB in place" in roomy.decision and "threshold" not in roomy.decision + tight.decision
     forced = replace(demand, expert_io="resident")
-    with pytest.raises(RequestError, match=r"16\.31 GB experts.* of memory would do"):
+    with pytest.raises(RequestError, match=r"16\.31 GB experts.* of memory would do; --expert-io pread"):
         plan_memory(args, layout, Figures((edge - 8) * GB), forced)
     metal = plan_memory(args, layout, METAL, demand)
     assert metal.mode is IoMode.RESIDENT and metal.wired == GB + metal.state + metal.activations + layout.total_bytes
