@@ -540,8 +540,9 @@ def _refusal(
         need = max(need, fixed + pool + LEAST_HEADROOM)
     if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
         need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
-    streams = "; --expert-io pread streams the experts" if mode is IoMode.RESIDENT else ""
-    return f"{text}; {_gb(need)} of memory would do{streams}"
+    text += f"; {_gb(need)} of memory would do"
+    streams = mode is IoMode.RESIDENT and spare >= least_pool(args, layout)
+    return f"{text}; --expert-io pread needs no more than there is" if streams else text
 
 
 def _longest_context(

@@ -93,7 +93,7 @@ def _own_files(folder: Path, output: Path) -> "OwnFiles":
     if listing is None and not folder.is_dir():
         raise ModelFileError(f"{folder} does not exist")
     if listing is None and (folder / FOLDER / LAYOUT).exists():
-        raise ModelFileError(f"{folder} is packed already, and has no shards to delete")
+        raise ModelFileError(f"{folder} is packed already, and has no shards to delete: leave --delete-source out")
     if listing is None and not any(folder.glob("*.safetensors")):
         if (output / FOLDER / LAYOUT).exists():
             raise ModelFileError(f"{output} is finished, and {folder} has no shards any more: there is nothing to do")
