@@ -3,6 +3,7 @@
 It is for files that cannot be mapped, because experts lie in pieces in them, and for whoever wants the files closed.
 """
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def _touched(every: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """Memory that the system has given and cleared, by several threads; the next while this one is being filled.
 
     The threads that read would have it cleared as they go, but where two of them come to one large page at once both
-    clear one (results.tsv, "load").
+    clear one (results.tsv, "load"). The first is left to them: nothing could be read meanwhile.
     """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, DEFAULT_WORKERS), "expert-memory") as pool:
 
@@ -132,7 +133,8 @@ def _touched(every: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
             parts = [memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] for at in range(0, len(memory), TOUCHED_BYTES)]
             return rows, [pool.submit(part.fill, 0) for part in parts]
 
-        for rows, touches in _one_ahead(map(begin, every)):
+        first = ((rows, list[Future[None]]()) for rows in itertools.islice(every, 1))
+        for rows, touches in _one_ahead(itertools.chain(first, map(begin, every))):
             wait(touches)
             yield rows
 
