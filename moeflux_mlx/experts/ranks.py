@@ -16,6 +16,7 @@ from ..errors import RankError, RankStopped
 from ..ops.backend import Array, leave
 from ..ops.combine import combine
 from ..ops.experts import Records, expert_down_combine, expert_gate_up
+from ..ops.grouped import expert_rows
 from ..ops.tiles import MAX_TOKENS
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
@@ -220,9 +221,7 @@ def _rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, wei
     weighted row is rounded before it is summed, on the CPU the sum multiplies.
     """
     if isinstance(x, np.ndarray):
-        return np.concatenate(
-            [_native_row(x[t : t + 1], slots[p : p + 1, None], records) for p, t in enumerate(tokens)]
-        )
+        return _native_rows(x, tokens, slots, records)
     copies, index = records.for_mlx(slots) if isinstance(records.blob, np.ndarray) else (records, slots)
     parts = []
     for start in range(0, len(tokens), MAX_TOKENS):
@@ -235,7 +234,15 @@ def _rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, wei
     return cast(Array, mx.concatenate(parts))
 
 
-def _native_row(x: np.ndarray, slot: np.ndarray, records: Records) -> np.ndarray:
+def _native_rows(x: np.ndarray, tokens: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
+    """A single token goes by itself, as it does in one process, and one of several never does."""
+    if len(x) > 1:
+        return expert_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records)
     one, zero = np.ones((1, 1), np.float32), np.zeros(x.shape, np.float32)
-    act = expert_gate_up(x, slot, records)
-    return expert_down_combine(act, slot, records, one, zero)
+    where = np.ascontiguousarray(slots[None].astype(np.int32))
+    act = expert_gate_up(x, where, records)
+    parts = [
+        expert_down_combine(np.ascontiguousarray(act[:, p : p + 1]), where[:, p : p + 1].copy(), records, one, zero)
+        for p in range(len(slots))
+    ]
+    return np.concatenate(parts)

@@ -119,9 +119,7 @@ class GroupedRows:
             stop = min(start + NATIVE_ROWS, last)
             owners = np.searchsorted(self._ends[experts], np.arange(start, stop), side="right")
             taken, where = self._x[self._rows[start:stop]], slots[owners].astype(np.int32)
-            if len(taken) == 1:  # a call of one row would have other bits than one of several
-                taken, where = np.repeat(taken, 2, axis=0), np.repeat(where, 2)
-            self._outputs[0][start:stop] = expert_rows(taken, where, records)[: stop - start]
+            self._outputs[0][start:stop] = expert_rows(taken, where, records)
         return self._outputs[0]
 
     def outputs(self) -> Any:
@@ -150,7 +148,9 @@ class GroupedRows:
 
 
 def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels."""
+    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels, each as one of several rows."""
+    if len(x) == 1:  # a call of one row has other bits
+        return expert_rows(np.repeat(x, 2, axis=0), np.repeat(slots, 2), records)[:1]
     ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), records.record.hidden_size), np.float32)
     where = slots.reshape(-1, 1)
     return expert_down_combine(expert_gate_up(x, where, records), where, records, ones, zeros)
