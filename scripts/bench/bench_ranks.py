@@ -165,7 +165,7 @@ def work(options: argparse.Namespace) -> dict:
     link = None if joined is None else Link(joined)
     model = opened(options, link)
     if options.warm_up:
-        first_token(model, options.first_tokens or options.prompt_tokens)
+        first_token(options, model, options.first_tokens or options.prompt_tokens)
         generated(options, model)
     if options.drive_gb_per_s is not None:
         drive.rate = options.drive_gb_per_s * 1e9
@@ -189,9 +189,9 @@ def opened(options: argparse.Namespace, link: Link | None):
     ).model
 
 
-def emptied(model) -> None:
-    """Empties a pool that cannot hold everything."""
-    if model.experts.slots < len(model.args.moe_layers) * model.args.num_experts:
+def emptied(options: argparse.Namespace, model) -> None:
+    """Empties the pool, unless it is to hold everything."""
+    if options.share < 1:
         model.experts.invalidate()
 
 
@@ -201,7 +201,7 @@ def random_prompt(model, tokens: int) -> list[int]:
 
 def generated(options: argparse.Namespace, model) -> dict:
     prompt = random_prompt(model, options.prompt_tokens)
-    emptied(model)
+    emptied(options, model)
     mx.random.seed(0)
     start, tokens, moments = time.perf_counter(), [], []
     sampler = make_sampler(temp=options.temp)
@@ -228,9 +228,9 @@ def digest_of(runs: list[dict]) -> str:
     return found.pop() if len(found) == 1 else "unlike"
 
 
-def first_token(model, tokens: int) -> float:
+def first_token(options: argparse.Namespace, model, tokens: int) -> float:
     """Seconds until the first token after a prompt of so many."""
-    emptied(model)
+    emptied(options, model)
     start = time.perf_counter()
     next(iter(generate_step(random_prompt(model, tokens), model, max_tokens=1)))
     return time.perf_counter() - start
@@ -241,10 +241,10 @@ def prompts(options: argparse.Namespace, model, link: Link | None) -> dict:
     if options.first_tokens is None:
         return {}
     name = f"{options.first_tokens} tokens"
-    found = {name: first_token(model, options.first_tokens)}
+    found = {name: first_token(options, model, options.first_tokens)}
     for rate in [] if link is None else options.link_gb_per_s:
         link.rate = rate * 1e9
-        found[f"{name} at {rate:g} GB/s"] = first_token(model, options.first_tokens)
+        found[f"{name} at {rate:g} GB/s"] = first_token(options, model, options.first_tokens)
         link.rate = math.inf
     return found
 
