@@ -2,15 +2,15 @@
 """Measures one model over several processes of this machine, each with a slowed drive of its own.
 
     scripts/bench/bench_ranks.py --model DIR --ranks 1 2 3 --share 0.25 --drive-gb-per-s 0.1
-    scripts/bench/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --warm-up --repeats 3 \\
-        --rounds 1 --first-tokens 4096 --link-gb-per-s 0.5 1 3
+    scripts/bench/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --warm-up \\
+        --rounds 1 --repeats 3 --first-tokens 4096 --link-gb-per-s 0.5 1 3
 
-Every process's pool holds `--share` of all experts, and its reads take no less time than a drive of its own would need:
-the processes share one. With a share of 1 a process that is alone holds every expert without a pool. The first token and
-those after it are timed apart; the text is random (`--temp`), and a pool that reads is empty when it begins. A longer
-prompt (`--first-tokens`) is timed over each of the links. Reported are medians over rounds, in which the numbers of ranks
-take turns, the digest of the tokens, which must not depend on the number of ranks, and what bare exchanges of as many
-words take of a token. The last line is JSON.
+Every process's pool holds `--share` of all experts, and its reads take no less time than a drive of its own would
+need: the processes share one. With a share of 1 a process that is alone holds every expert without a pool. The first
+token and those after it are timed apart; the text is random (`--temp`), and a pool that reads is empty when it begins.
+A longer prompt (`--first-tokens`) is timed over each of the links. Reported are medians over rounds, in which the
+numbers of ranks take turns, the digest of the tokens, which must not depend on the number of ranks, and what bare
+exchanges of as many words take of a token. The last line is JSON.
 """
 
 import argparse
