@@ -144,8 +144,9 @@ class Link:
 
     def __init__(self, group):
         self.group, self.rate, self.rank, self.size = group, math.inf, group.rank, group.size
+        self.on_device = group.on_device
 
-    def gather(self, words: np.ndarray) -> np.ndarray:
+    def gather(self, words):
         start = time.monotonic()
         found = self.group.gather(words)
         wanted = words.nbytes * (self.size - 1) / self.rate

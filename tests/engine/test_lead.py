@@ -185,7 +185,7 @@ def test_sessions_that_are_forgotten_are_dropped_by_all():
 @pytest.mark.parametrize("words, said", [([99, 0], "ordered 99"), ([4, 1 << 50], "which nobody knows")])
 def test_an_order_that_is_none_is_refused(words, said):
     class Echo:
-        rank, size = 0, 1
+        rank, size, on_device = 0, 1, False
 
         def gather(self, sent):
             found = sent.copy()[None]
