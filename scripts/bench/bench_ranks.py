@@ -256,6 +256,9 @@ def exchange_cost(link: Link | None, model) -> dict:
         return {}
     args = model.args
     words = np.zeros(-(-args.num_experts_per_tok // link.size) * args.hidden_size + 5, np.uint32)
+    if link.on_device:
+        words = mx.array(words) + 0  # where the GPU computes
+        mx.eval(words)
     seconds = []
     for _ in range(EXCHANGES):
         start = time.perf_counter()
