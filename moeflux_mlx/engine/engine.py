@@ -111,7 +111,9 @@ def open_engine(
     path = resolve(path_or_hf_repo, revision)
     weights, mode = open_weights(path), from_environment(expert_io)
     weights.check_mode(mode)
-    if ranks is not None:
+    if ranks is None:
+        weights.check_held(None)
+    else:
         mode = io_mode(mode, weights)
     args, dtype = weights.args, dtype or default_dtype()
     demand = demand_of(

@@ -15,12 +15,12 @@ import numpy as np
 
 from ..errors import RankError
 from ..experts.group import FAILED, FINE, Exchange
+from ..formats.owners import MOST_SHARE
 from ..ops import backend, native
 from ..state.fingerprint import Fingerprint
 
 HELLO, SETTINGS = 5, 6  # kinds of messages
 PROTOCOL = 1
-MOST_SHARE = 64
 REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",

@@ -1,7 +1,7 @@
 """This process as one of several that run a model: what it plans, loads and waits for as one of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -9,8 +9,9 @@ import numpy as np
 
 from ..errors import RankError, RequestError
 from ..experts.group import FAILED, FINE, Exchange
-from ..experts.ranks import Owners, RankedExperts
+from ..experts.ranks import RankedExperts
 from ..experts.source import ExpertLoader
+from ..formats.owners import Owners, Share
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from .budget import Demand, MemoryPlan
@@ -114,8 +115,8 @@ def meet(
     layout = weights.experts.layout
     most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
     own = replace(layout, num_experts=most)
-    settings = None
     try:
+        weights.check_held(Share(owners, rank))
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),
@@ -124,8 +125,11 @@ def meet(
             block=planned.sizes.block,
             shares_routing=ranks.shares_routing,
         )
-    finally:
-        found = agree(exchange, settings)
+    except BaseException:
+        with suppress(RankError):  # which tells the others; what is said here is why
+            agree(exchange, None)
+        raise
+    found = agree(exchange, settings)
     if found.note:
         ranks.say(found.note)
     planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..files import user_path
+from ..formats.owners import Share
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..model.weights import read_resident
@@ -60,6 +61,12 @@ class Weights:
                 f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, read as it lies; "
                 f"leave it at auto, or run: {self.convert_command}"
             )
+
+    def check_held(self, wanted: Share | None) -> None:
+        """Raises ModelFileError: the directory does not hold the experts of `wanted`, or of a process that is alone."""
+        if isinstance(self.experts, PackedExperts) and self.experts.share is not None:
+            layout = self.experts.layout
+            self.experts.share.check(wanted, layout.moe_layers, layout.num_experts, self.path)
 
     def fingerprint(self, dtype: mx.Dtype) -> Fingerprint:
         """What saved states of the model depend on: the same for a checkpoint and what is converted from it.

@@ -6,7 +6,6 @@ machine: a row is computed as it is there, and no sum depends on how many proces
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError, RankStopped
+from ..formats.owners import Owners
 from ..ops.backend import Array, leave, view
 from ..ops.experts import Records, expert_down_combine, expert_gate_up
 from ..ops.grouped import combined, expert_rows
@@ -27,32 +27,6 @@ from .waves import expect, multiplied
 ROUTING, ROWS = 1, 2  # kinds of messages; the layer is counted from 0 beside them
 KINDS = 16
 PIECE_WORDS = 1 << 22  # of one message of a prompt: what is in memory twice
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Who owns which expert: (expert + layer) modulo the sum of the shares, so that layers differ.
-
-    Args:
-        shares: of each rank, small integers; equal ones for equal machines.
-    """
-
-    shares: tuple[int, ...]
-
-    @property
-    def turns(self) -> np.ndarray:
-        """The ranks of one round, spread as evenly as their shares allow."""
-        places = [((i + 0.5) / share, rank) for rank, share in enumerate(self.shares) for i in range(share)]
-        return np.array([rank for _, rank in sorted(places)], np.int32)
-
-    def of(self, layer: int, ids: np.ndarray) -> np.ndarray:
-        """The rank of each expert, in the ids' shape."""
-        turns = self.turns
-        return turns[(ids.astype(np.int64) + layer) % len(turns)]
-
-    def experts(self, layer: int, rank: int, count: int) -> list[int]:
-        """Those of `count` experts that a rank owns."""
-        return np.flatnonzero(self.of(layer, np.arange(count)) == rank).tolist()
 
 
 class RankedExperts:

@@ -115,10 +115,14 @@ def _shape(args: ModelArgs) -> dict[str, Any]:
 
 def _samples(file: Sampled, count: int) -> bytes:
     """Name, size and evenly spaced pieces, the first and the last bytes included."""
-    size = file.size
+    parts = (file.read(offset, SAMPLE_BYTES) for offset in offsets_of(file.size, count))
+    return _digest(f"{file.name} {file.size}".encode(), *parts).encode()
+
+
+def offsets_of(size: int, count: int) -> list[int]:
+    """Where `count` samples of a file of so many bytes begin."""
     last = max(size - SAMPLE_BYTES, 0)
-    offsets = sorted({last * i // (count - 1) for i in range(count)})
-    return _digest(f"{file.name} {size}".encode(), *(file.read(offset, SAMPLE_BYTES) for offset in offsets)).encode()
+    return sorted({last * i // (count - 1) for i in range(count)})
 
 
 def _tokenizer_digest(path: Path) -> str:
