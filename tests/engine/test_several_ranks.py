@@ -9,6 +9,8 @@ import signal
 import socket
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import goldens
 import mlx.core as mx
@@ -309,6 +311,32 @@ def test_a_server_of_two_ranks(tmp_path, model, interruptible):
         assert asked(port, prompts[i % 3], 6) == expected[i % 3]
     time.sleep(1.5)  # longer than the longest nap
     assert asked(port, prompts[0], 6) == expected[0]
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = ended(ranks)
+    assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
+
+
+def cpu_seconds(process):
+    """What a process has computed so far (Linux)."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+def test_200_requests_and_an_idle_minute(tmp_path, model, interruptible):
+    """Two at a time; then nobody asks, and nobody burns a core waiting; then all is as before."""
+    prompts = [f"{who} can talk to owls, and why would anybody want to?" for who in ("She", "He", "She who", "Who")]
+    ranks, port = serving(ring(tmp_path, 2), model)
+    expected = [asked(port, prompt, 6) for prompt in prompts]
+    with ThreadPoolExecutor(2) as clients:
+        answers = list(clients.map(lambda i: asked(port, prompts[i % 4], 6), range(200)))
+    assert answers == [expected[i % 4] for i in range(200)]
+    before = [cpu_seconds(rank) for rank in ranks]
+    time.sleep(60)
+    used = [cpu_seconds(rank) - start for rank, start in zip(ranks, before, strict=True)]
+    assert max(used) < 10, used
+    assert [asked(port, prompt, 6) for prompt in prompts] == expected
     ranks[0].send_signal(signal.SIGINT)
     first, second = ended(ranks)
     assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
