@@ -20,7 +20,7 @@ from ..ops import backend, native
 from ..state.fingerprint import Fingerprint
 
 HELLO, SETTINGS = 5, 6  # kinds of messages
-PROTOCOL = 1
+PROTOCOL = 2
 REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",
@@ -39,6 +39,7 @@ class Settings:
         context: positions that memory is planned for.
         span, block: the longest that this rank has room for.
         shares_routing: whether rank 0's choice of experts was asked for.
+        slots: of a pool into which this rank could read any expert; 0: it holds its own only, or maps them.
     """
 
     package: int
@@ -50,6 +51,7 @@ class Settings:
     span: int
     block: int
     shares_routing: int
+    slots: int
 
 
 NAMES = [field.name for field in fields(Settings)]
@@ -57,12 +59,14 @@ NAMES = [field.name for field in fields(Settings)]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks came to: the smallest span and block, and what is to be said once."""
+    """What the ranks came to: the smallest span and block, what is to be said once, and the slots of all pools, where
+    every rank could read every expert."""
 
     span: int
     block: int
     shares_routing: bool
     note: str
+    slots: tuple[int, ...] = ()
 
 
 def digest(text: str) -> int:
@@ -130,6 +134,7 @@ def agree(exchange: Exchange, own: Settings | None) -> Agreement:
         min(one.block for one in found),
         bool(unlike) or any(one.shares_routing for one in found),
         note,
+        tuple(one.slots for one in found) if all(one.slots for one in found) else (),
     )
 
 

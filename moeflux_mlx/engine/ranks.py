@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError, RequestError
+from ..experts.dealing import Dealing
 from ..experts.group import FAILED, FINE, Exchange
 from ..experts.ranks import RankedExperts
 from ..experts.source import ExpertLoader
@@ -57,10 +58,12 @@ class Party:
     ranks: Ranks
     owners: Owners
     shares_routing: bool
+    slots: tuple[int, ...] = ()
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
         """Who computes routed experts, in place of `RoutedExperts`."""
-        return RankedExperts(source, self.ranks.exchange, self.owners, prefetch, self.shares_routing)
+        dealing = Dealing(self.owners, self.slots) if self.slots else None
+        return RankedExperts(source, self.ranks.exchange, self.owners, prefetch, self.shares_routing, dealing)
 
     @contextmanager
     def loading(self, nbytes: int) -> Iterator[None]:
@@ -124,6 +127,7 @@ def meet(
             span=planned.sizes.span,
             block=planned.sizes.block,
             shares_routing=ranks.shares_routing,
+            slots=0 if weights.holds_a_share else planned.slots,
         )
     except BaseException:
         with suppress(RankError):  # which tells the others; what is said here is why
@@ -135,4 +139,4 @@ def meet(
     planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))
     slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + found.span / SLOW_TOKENS
     allow(exchange.group, LEAST_SECONDS + slow if ranks.seconds is None else ranks.seconds)
-    return Party(ranks, owners, found.shares_routing), planned
+    return Party(ranks, owners, found.shares_routing, found.slots), planned

@@ -62,6 +62,11 @@ class Weights:
                 f"leave it at auto, or run: {self.convert_command}"
             )
 
+    @property
+    def holds_a_share(self) -> bool:
+        """Whether only some of the experts are there."""
+        return isinstance(self.experts, PackedExperts) and self.experts.share is not None
+
     def check_held(self, wanted: Share | None) -> None:
         """Raises ModelFileError: the directory does not hold the experts of `wanted`, or of a process that is alone."""
         if isinstance(self.experts, PackedExperts) and self.experts.share is not None:

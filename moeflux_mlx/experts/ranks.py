@@ -18,6 +18,7 @@ from ..ops.backend import Array, leave, view
 from ..ops.experts import Records, expert_down_combine, expert_gate_up
 from ..ops.grouped import combined, expert_rows
 from ..ops.tiles import MAX_TOKENS
+from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
 from .routing import Report, Routing, unheard
@@ -39,6 +40,7 @@ class RankedExperts:
         prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
         shares_routing: the machines differ, so that everybody takes rank 0's choice of experts, residual and shared
             expert, which costs one more exchange for each layer.
+        dealing: every process could read every expert, so that what a few tokens need is dealt out.
 
     Attributes:
         differing: how many tokens' experts this process would have chosen otherwise than rank 0.
@@ -51,16 +53,33 @@ class RankedExperts:
         owners: Owners,
         prefetch: str = "lookahead",
         shares_routing: bool = False,
+        dealing: Dealing | None = None,
     ):
+        self.dealing = dealing
         self.source, self.exchange, self.owners, self.shares_routing = source, exchange, owners, shares_routing
         self.rank = exchange.group.rank
-        self.lookahead = Lookahead(source, prefetch, self._owned)
+        self.lookahead = Lookahead(source, prefetch, self._expected)
         self.differing = 0
 
     def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that are this process's."""
         found = np.array(ids, np.int64)
         return found[self.owners.of(layer, found) == self.rank].tolist()
+
+    def _expected(self, layer: int, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that this process would be asked for."""
+        if self.dealing is None:
+            return self._owned(layer, ids)
+        found = np.array(ids, np.int64)
+        return found[self.dealing.expected(layer, found) == self.rank].tolist()
+
+    def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The process that computes each pair, the same on all, in the ids' shape."""
+        if self.dealing is not None and len(ids) <= MAX_TOKENS:
+            return self.dealing.deal(layer, ids)
+        if self.dealing is not None:
+            self.dealing.note(layer, ids)
+        return self.owners.of(layer, ids)
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return self.lookahead.wants_guess(layer, tokens)
@@ -87,7 +106,7 @@ class RankedExperts:
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
     ) -> tuple[Any, np.ndarray]:
         """Every pair's row, and which of them each pair's is, int32 [T, K]."""
-        owner = self.owners.of(routing.layer, ids)
+        owner = self._dealt(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
         dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
@@ -102,7 +121,7 @@ class RankedExperts:
             self._stop_if_wanted()
         except BaseException as error:  # the others wait for this process's rows and must hear of it
             failure, rows = error, _zeros((len(mine), x.shape[1]), dtype)
-        gathered = self._gather(routing.layer, ids, int(counts.max()), rows, failure)
+        gathered = self._gather(routing.layer, np.stack([ids, owner]), int(counts.max()), rows, failure)
         first, starts = np.argsort(owner.reshape(-1), kind="stable"), np.cumsum(counts) - counts
         where = np.empty(ids.size, np.int32)  # a rank's rows are followed by nothing, up to the most that one has
         where[first] = np.arange(ids.size) + np.repeat(np.arange(len(counts)) * counts.max() - starts, counts)
@@ -136,8 +155,8 @@ class RankedExperts:
             lease.release(None if records.lasting or isinstance(rows, np.ndarray) else rows)
             return rows
 
-    def _gather(self, layer: int, ids: np.ndarray, most: int, rows: Any, failure: BaseException | None) -> Any:
-        """Everybody's rows [size * most, H], in pieces of equal length for all."""
+    def _gather(self, layer: int, agreed: np.ndarray, most: int, rows: Any, failure: BaseException | None) -> Any:
+        """Everybody's rows [size * most, H], in pieces of equal length for all; `agreed` decides whose they are."""
         on_device = self.exchange.group.on_device and isinstance(rows, mx.array)
         words = _words(rows) if on_device else _host_words(rows)
         step = max(PIECE_WORDS // words.shape[1], 1)
@@ -146,7 +165,7 @@ class RankedExperts:
         pieces = []
         for start in range(0, max(most, 1), step):
             piece = _filled(words[start : start + step], min(step, max(most, 1) - start))
-            told = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), ids, flag)
+            told = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
             self._raise(told, failure)
             pieces.append(told.words.reshape(self.exchange.group.size, *piece.shape))
         library: Any = mx if on_device else np

@@ -32,6 +32,7 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine import ranks as engine_ranks
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.joining import join
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--temp", type=float, default=5.0)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--backend", choices=("ring", "nccl"), default="ring")
+    made.add_argument("--static", action="store_true", help="each expert is read by its owner; default: dealt out")
     made.add_argument("--gpus", action="store_true", help="give each rank a GPU of its own")
     made.add_argument("--threads", type=int, default=1, help="of each rank's CPU kernels")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -162,6 +164,8 @@ def work(options: argparse.Namespace) -> dict:
     drive = Drive()
     if options.drive_gb_per_s is not None:
         streamed.ExpertReader = functools.partial(ExpertReader, preadv=drive.preadv)
+    if options.static:
+        engine_ranks.Dealing = lambda owners, slots: None
     joined = join(os.environ)
     link = None if joined is None else Link(joined)
     model = opened(options, link)

@@ -10,7 +10,7 @@ from moeflux_mlx.engine import handshake
 from moeflux_mlx.engine.handshake import REMEDIES, Settings, agree, greet
 from moeflux_mlx.errors import RankError
 
-OWN = Settings(package=1, mlx=2, chip=3, model=4, dtype=5, context=777, span=512, block=256, shares_routing=0)
+OWN = Settings(package=1, mlx=2, chip=3, model=4, dtype=5, context=777, span=512, block=256, shares_routing=0, slots=0)
 
 
 def agreed(*settings):
@@ -36,6 +36,11 @@ def test_all_take_the_smallest_span_and_block():
     assert all(found.shares_routing for found in agreed(OWN, replace(OWN, shares_routing=1)))
 
 
+def test_experts_are_dealt_out_where_every_rank_has_room_for_any():
+    assert {one.slots for one in agreed(replace(OWN, slots=7), replace(OWN, slots=9))} == {(7, 9)}
+    assert {one.slots for one in agreed(replace(OWN, slots=7), OWN)} == {()}
+
+
 def test_a_rank_that_cannot_take_part_is_named_to_all():
     assert all("rank 1 cannot take part" in str(error) for error in agreed(OWN, None))
 
@@ -53,4 +58,4 @@ def test_another_protocol_is_refused(monkeypatch):
             return greet(exchange, 1)
         return exchange(handshake.HELLO, np.array([handshake.PROTOCOL + 1, len(handshake.NAMES), 1], np.uint32))
 
-    assert "rank 1 speaks protocol 2, rank 0 1; install the same" in str(together(2, work)[0])
+    assert "rank 1 speaks protocol 3, rank 0 2; install the same" in str(together(2, work)[0])
