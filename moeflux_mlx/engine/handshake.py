@@ -39,7 +39,7 @@ class Settings:
         context: positions that memory is planned for.
         span, block: the longest that this rank has room for.
         shares_routing: whether rank 0's choice of experts was asked for.
-        slots: of a pool into which this rank could read any expert; 0: it holds its own only, or maps them.
+        slots: of a pool into which this rank would read any expert; 0: it has its own only, on its disk or in memory.
     """
 
     package: int

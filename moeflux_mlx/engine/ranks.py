@@ -100,6 +100,11 @@ def io_mode(asked: str, weights: Weights) -> str:
     return "pread" if asked == "auto" and (gpu or weights.in_place) else asked
 
 
+def _slots_to_deal(plan: MemoryPlan, own: ExpertLayout) -> int:
+    """Slots of a pool that takes any expert; 0: it has room for all that is this rank's, which then stays there."""
+    return 0 if plan.slots >= own.num_experts * len(own.moe_layers) else plan.slots
+
+
 def meet(
     ranks: Ranks,
     weights: Weights,
@@ -127,7 +132,7 @@ def meet(
             span=planned.sizes.span,
             block=planned.sizes.block,
             shares_routing=ranks.shares_routing,
-            slots=0 if weights.holds_a_share else planned.slots,
+            slots=0 if weights.holds_a_share else _slots_to_deal(planned, own),
         )
     except BaseException:
         with suppress(RankError):  # which tells the others; what is said here is why

@@ -66,12 +66,12 @@ def digest_alone(path, lengths, **options):
         ("qwen3_moe", [{"expert_io": "pread"}, {"expert_io": "mmap"}]),
         ("qwen3_5_moe", [{"expert_io": "pread", "prefetch": "off"}, {"share": 3, "expert_io": "pread"}]),
         ("qwen3_moe", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}, {"prefetch": "previous"}]),
+        ("qwen3_moe", [{"expert_io": "pread", "expert_cache_bytes": 1}] * 2),  # experts are dealt out
     ],
 )
 def test_the_bits_of_one_process(tmp_path, family, options):
     path, file = tiny_directory(family), ring(tmp_path, len(options))
-    for one in options:
-        one["span"] = 32
+    options = [{**one, "span": 32} for one in options]
     ranks = [started(file, rank, "-c", WORK, path, options[rank], LENGTHS) for rank in range(len(options))]
     expected = digest_alone(path, LENGTHS, span=32)
     for code, out, err in ended(ranks):
