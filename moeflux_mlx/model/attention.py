@@ -30,12 +30,14 @@ class Attention(nn.Module):
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj)
 
-    def __call__(self, x: Array, cache: Positions) -> Array:
+    def __call__(self, x: Array, norm: RMSNorm, cache: Positions) -> Array:
+        """x plus what is mixed of norm(x)."""
         B, L, _ = x.shape
-        q, k, v = self._inputs(x)
+        q, k, v = self._inputs(x, norm)
         q = q.reshape(B, L, self.heads, -1)
         k = k.reshape(B, L, self.kv_heads, -1)
         v = v.reshape(B, L, self.kv_heads, -1)
         q, gate = split(q, self.head_dim) if self.gated else (q, None)
         q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(q, k, v, cache, rope=self.rope, scale=self.head_dim**-0.5, gate=gate))
+        out = attend(q, k, v, cache, rope=self.rope, scale=self.head_dim**-0.5, gate=gate)
+        return self.o_proj(out, residual=x)

@@ -47,7 +47,7 @@ def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn
 
 
 class DecoderLayer(nn.Module):
-    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). The MLP adds h itself: the MoE combine includes it."""
+    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do."""
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
 
     def _begin(self, x: Array, cache: Any) -> tuple[Array, ...]:
         """Up to where rows of different tokens meet in the experts."""
-        h = x + self[self._mixer_name](self.input_layernorm(x), cache)
+        h = self[self._mixer_name](x, self.input_layernorm, cache)
         return self.mlp.begin(self.post_attention_layernorm(h), h)
 
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
