@@ -25,6 +25,7 @@ GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out n
 DELTA_INPUTS = Kernel("delta_inputs", "qkv a b A_log dt_bias length", "qk gates")
 GATED_DELTA_TOKENS = Kernel("gated_delta_tokens", "qkv qk gates state length", "out next")
 GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
+DELTA_STEP = Kernel("delta_step", "qkv z a b A_log dt_bias conv taps state weight eps", "out next_conv next")
 SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
@@ -180,12 +181,52 @@ def _kernels(
     if conv is None or recurrent is None:
         conv = mx.zeros((1, sizes.taps - 1, sizes.channels), qkv.dtype)
         recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
-    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
-    recurrent = recurrent.reshape(recurrent.shape[1:])
+    conv, recurrent = conv.reshape(conv.shape[1:]), recurrent.reshape(recurrent.shape[1:])
+    if L == 1:
+        out, conv, recurrent = delta_step(qkv, z, a, b, conv, recurrent, w, sizes)
+        state.conv, state.recurrent = conv[None], recurrent[None]
+        return out
+    qkv, conv = conv_silu(qkv, conv, w.conv.reshape(sizes.channels, -1))
     steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
     out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
     state.conv, state.recurrent = conv[None], recurrent[None]
     return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(L, -1)
+
+
+def delta_step(
+    qkv: mx.array,
+    z: mx.array,
+    a: mx.array,
+    b: mx.array,
+    conv: mx.array,
+    recurrent: mx.array,
+    w: DeltaWeights,
+    sizes: Delta,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One token's `conv_silu`, `gated_delta` and `gated_norm` in one launch, with the same bits.
+
+    Args:
+        qkv: [1, channels]. z: [1, value width]. a, b: [1, value heads].
+        conv: [taps - 1, channels]. recurrent: [value heads, value dim, key dim] float32.
+
+    Returns (out [1, value width], the next conv, the next recurrent).
+    """
+    launch = _plan_step(backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
+    conv, taps = conv.astype(qkv.dtype), w.conv.reshape(sizes.channels, -1)
+    out, conv, recurrent = launch(qkv, z, a, b, w.A_log, w.dt_bias, conv, taps, recurrent, w.norm, number(w.eps))
+    return out, conv, recurrent
+
+
+@lru_cache(PLANS)
+def _plan_step(target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.Dtype, sizes: Delta) -> Launch:
+    heads, v_dim, k_dim = sizes.value_heads, sizes.value_dim, sizes.key_dim
+    rows = TILES[target]["delta_step"].rows
+    simdgroups = ceildiv(v_dim, rows)
+    template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
+    template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups}
+    kept = sizes.taps - 1, sizes.channels
+    outputs = [((1, sizes.value_width), dtype), (kept, dtype), ((heads, v_dim, k_dim), mx.float32)]
+    return Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:

@@ -7,7 +7,7 @@ MAX_TOKENS = 8  # rows of x that the kernels for few tokens take
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its matrix: codes, or the state that `gated_delta_tokens` keeps in registers."""
+    """How a kernel cuts its matrix: codes, or the state that the delta rule keeps in registers."""
 
     rows: int  # rows a simdgroup takes in turn with one load of x
     lanes: int  # lanes that share a row, at most; 32 / lanes rows lie abreast in a simdgroup
@@ -34,6 +34,7 @@ TILES = {
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
+        "delta_step": Tile(rows=4, lanes=32),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },
@@ -43,6 +44,7 @@ TILES = {
         "qmv": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_large": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_tokens": Tile(rows=2, lanes=32, simdgroups=2),
+        "delta_step": Tile(rows=8, lanes=32),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },

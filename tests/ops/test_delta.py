@@ -138,15 +138,63 @@ def test_twin_of_gated_delta(dtype):
 @pytest.mark.parametrize("T", [1, MAX_TOKENS, MAX_TOKENS + 1])
 def test_layer_on_kernels_equals_plain_operations(host, T):
     rng, sizes = np.random.default_rng(T), Delta(1, 2, 32, 16, 4)
-    qkv, z, b, a = (random(rng, 1, T, n) for n in (sizes.channels, sizes.value_width, 2, 2))
-    weights = delta.DeltaWeights(
-        random(rng, sizes.channels, 4, 1), random(rng, 2), random(rng, 2), random(rng, sizes.value_dim), 1e-6
-    )
-    conv, recurrent = random(rng, 1, 3, sizes.channels), random(rng, 1, 2, sizes.value_dim, sizes.key_dim)
-    states = [SimpleNamespace(offset=0, conv=conv, recurrent=recurrent) for _ in range(2)]
+    qkv, z, b, a = (part[None] for part in step_inputs(rng, sizes, T=T))
+    conv, recurrent, weights = step_state(rng, sizes)
+    states = [SimpleNamespace(offset=0, conv=conv[None], recurrent=recurrent[None]) for _ in range(2)]
     got = delta._kernels(*(part[0] for part in (qkv, z, b, a)), states[0], weights, sizes)
     assert error(got, wide(delta._ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
     assert error(states[0].recurrent, wide(states[1].recurrent)) < 1e-4
+
+
+STEP_CASES = [(1, 2, 32, 16, 4), (2, 4, 64, 20, 4), (3, 3, 32, 7, 2), (2, 2, 96, 40, 3), (1, 2, 128, 128, 4)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", STEP_CASES)
+def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
+    """The parts are compared with the oracle above."""
+    sizes, rng = Delta(*sizes), np.random.default_rng(sizes)
+    qkv, z, b, a = step_inputs(rng, sizes, dtype)
+    conv, recurrent, weights = step_state(rng, sizes, dtype)
+    got = delta.delta_step(qkv, z, a, b, conv, recurrent, weights, sizes)
+    mixed, next_conv = delta.conv_silu(qkv, conv, weights.conv.reshape(sizes.channels, -1))
+    out, following = delta.gated_delta(mixed, a, b, weights.A_log, weights.dt_bias, recurrent, sizes.key_heads)
+    out = delta.gated_norm(out, z.reshape(out.shape), weights.norm, weights.eps)
+    for one, want in zip(got, (out.reshape(1, -1), next_conv, following), strict=True):
+        assert np.array_equal(wide(one), wide(want))
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("NK + head / SHARED) * DK", "NK + head % NK) * DK"),
+        ("head % SHARED == 0", "head == 0"),
+        ("next_conv[(j - 1) * C", "next_conv[(KEPT - j) * C"),
+        ("mixed[i] = float(X(sum", "mixed[i] = float((sum"),
+        ("outs[first + r] = float(X(sum))", "outs[first + r] = sum"),
+        ("z[head * DV + i]", "z[i]"),
+    ],
+)
+def test_a_planted_fault_in_the_step_is_caught(host, monkeypatch, old, new):
+    text = launch._text
+    assert old in text("delta_step.metal")
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == "delta_step.metal" else text(n))
+    with pytest.raises((AssertionError, msl.Failure)):
+        test_delta_step_has_the_bits_of_its_parts(None, (2, 4, 64, 20, 4), mx.bfloat16)
+
+
+def step_inputs(rng, sizes, dtype=mx.float32, T=1):
+    widths = sizes.channels, sizes.value_width, sizes.value_heads, sizes.value_heads
+    return [random(rng, T, n, dtype=dtype) for n in widths]
+
+
+def step_state(rng, sizes, dtype=mx.float32):
+    heads, conv = sizes.value_heads, (sizes.channels, sizes.taps, 1)
+    weights = (random(rng, *conv, dtype=dtype), random(rng, heads), random(rng, heads))
+    weights = delta.DeltaWeights(*weights, random(rng, sizes.value_dim, dtype=dtype), 1e-6)
+    recurrent = random(rng, heads, sizes.value_dim, sizes.key_dim)
+    return random(rng, sizes.taps - 1, sizes.channels, dtype=dtype), recurrent, weights
 
 
 @pytest.mark.parametrize("steps, T, cut", [("gated_delta", 5, 2), ("gated_delta_tokens", 14, 3)])
@@ -227,8 +275,11 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     out, _ = delta.gated_delta(*case)
     delta.gated_delta_tokens(*case)
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
+    sizes = Delta(key_heads, heads, 128, 128, 4)
+    qkv, z, b, a = step_inputs(rng, sizes, mx.bfloat16)
+    delta.delta_step(qkv, z, a, b, *step_state(rng, sizes, mx.bfloat16), sizes)
     route.softmax_topk(mx.zeros((1, E)), K, True)
-    assert len(msl.TextKernel.texts) == 6 and all(text.isascii() for text in msl.TextKernel.texts)
+    assert len(msl.TextKernel.texts) == 7 and all(text.isascii() for text in msl.TextKernel.texts)
 
 
 @msl.needed
