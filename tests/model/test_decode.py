@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory
+from tiny_models import tiny_directory, tiny_model
 
+from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.model.compiled import DecodeStep
-from moeflux_mlx.ops import native
+from moeflux_mlx.ops import linear, native
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
 
@@ -49,6 +50,24 @@ def test_compiled_step_equals_the_plain_one(resident_model):
         want, got = model(tokens, plain), step(tokens, fixed)
         np.testing.assert_allclose(np.array(got), np.array(want), atol=2e-5)
     assert [c.offset for c in fixed] == [c.offset for c in plain]
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
+    """Single tokens of a whole model through every kernel there is, Metal's text executed by the harness."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    model = tiny_model(family, mx.float32)
+    caches = [model.make_cache() for _ in range(2)]
+    for cache in caches:
+        mx.eval(model(mx.array([list(range(5, 25))]), cache))
+    for token in ([[7]], [[3]]):
+        want = np.array(model(mx.array(token), caches[0]))
+        with msl.launching():
+            got = np.array(model(mx.array(token), caches[1]))
+        np.testing.assert_allclose(got, want, atol=2e-4)
 
 
 @pytest.mark.parametrize("resident_model", ["qwen3_5_moe", "deepseek_v3"], indirect=True)
