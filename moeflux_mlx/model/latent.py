@@ -7,7 +7,6 @@ from ..kinds import Latent
 from ..ops import backend
 from ..ops.attend import Positions
 from ..ops.backend import Array
-from ..ops.elementwise import split
 from ..ops.latent import HeadMatrices, attend_latent
 from ..ops.linear import part_of_heads
 from ..ops.rope import Rope, mscale
@@ -52,11 +51,8 @@ class MLA(nn.Module):
         B, L, _ = x.shape
         q, kv = self._inputs(x, norm)
         q = self.q_b_proj(q, self.q_a_layernorm).reshape(B, L, self.heads, -1)
-        q_nope, q_pe = split(q, self.nope)
-        latent, k_pe = split(kv, self.latent)
-        latent = self.kv_a_layernorm(latent)
-        matrices = self._key(), self._value()
-        out = attend_latent(q_nope, q_pe, latent, k_pe[:, :, None], cache, *matrices, rope=self.rope, scale=self.scale)
+        matrices, norm = (self._key(), self._value()), self.kv_a_layernorm
+        out = attend_latent(q, kv, cache, *matrices, norm=norm, rope=self.rope, scale=self.scale)
         return self.o_proj(out, residual=x)
 
     def _key(self) -> HeadMatrices:
