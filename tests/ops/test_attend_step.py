@@ -100,6 +100,13 @@ def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("heads, kv_heads, width", [(32, 4, 128), (64, 4, 128), (16, 2, 256), (32, 2, 256)])
+def test_at_the_shapes_of_named_models(host, heads, kv_heads, width):
+    """What a threadgroup keeps must fit in Metal's 32 KB."""
+    layer = Layer(heads, kv_heads, width, width == 256, Rotation(width // 4, 1e7), mx.bfloat16)
+    assert layer.error([3, 1]) < LIMITS[mx.bfloat16]
+
+
 @pytest.mark.parametrize("lengths", [[1], [31, 1], [32, 1], [63, 1, 1], [200, *[1] * 34], [255, 1, 2, 1], [1, 1, 9, 1]])
 def test_wherever_pieces_and_arrays_end(host, lengths):
     """A piece of the context, the newest keys' array and the capacity."""
