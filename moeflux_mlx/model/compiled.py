@@ -2,7 +2,7 @@
 
 Building the graph of a token in Python costs milliseconds; `mx.compile` traces it once for each capacity of
 the caches and replays it. The traced caches have fixed shapes: the position is an array, new entries are
-written at it, and attention masks what lies beyond.
+written at it, in the cache or in an array of the newest, and attention takes no notice of what lies beyond.
 """
 
 import threading

@@ -51,8 +51,8 @@ class MLA(nn.Module):
         B, L, _ = x.shape
         q, kv = self._inputs(x, norm)
         q = self.q_b_proj(q, self.q_a_layernorm).reshape(B, L, self.heads, -1)
-        matrices, norm = (self._key(), self._value()), self.kv_a_layernorm
-        out = attend_latent(q, kv, cache, *matrices, norm=norm, rope=self.rope, scale=self.scale)
+        key, value, rope, scale = self._key(), self._value(), self.rope, self.scale
+        out = attend_latent(q, kv, cache, key, value, norm=self.kv_a_layernorm, rope=rope, scale=scale)
         return self.o_proj(out, residual=x)
 
     def _key(self) -> HeadMatrices:
