@@ -137,6 +137,24 @@ def test_arrays_that_were_shown_keep_what_they_covered(host):
     assert cache.state[2] == 21 and mx.array_equal(cache.state[0][..., :20, :], mx.array(before[0])[..., :20, :])
 
 
+def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
+    layer, cache, other = Layer(*CASES["one group"]), KVCache(), KVCache()
+    layer.feed(cache, 40)
+    other.state = (*(array + 0 for array in cache.state[:2]), cache.offset)
+    for _ in range(attend.RECENT + 2):
+        parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
+        cache.reserve(1)
+        arrays = cache.step_arrays()
+        assert len(arrays) == cache.traced.takes
+        stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), None)
+        assert mx.array_equal(layer.run(parts, stand_in), layer.run(parts, other))
+        assert len(stand_in.arrays) == cache.traced.gives
+        cache.take_step(stand_in.arrays)
+    assert cache.offset == other.offset == 74
+    for a, b in zip(cache.state[:2], other.state[:2], strict=True):
+        assert mx.array_equal(a[..., :74, :], b[..., :74, :])
+
+
 @pytest.mark.parametrize("back", [1, 3, 5])
 def test_a_cache_that_was_trimmed_goes_on(host, back):
     layer, cache = Layer(*CASES["one group"]), KVCache()
