@@ -344,16 +344,17 @@ class KVCache(_Growing):
         return self.keys is not None and takes_step(self.keys.shape[-1])
 
     def _settle(self) -> None:
-        recent, self._recent = self._recent, None
-        if recent is None or self.offset == self._begun:
+        if self._recent is None or self.offset == self._begun:
+            self._recent = None
             return
         assert self.keys is not None and self.values is not None
-        new = [part[None, :, : self.offset - self._begun] for part in recent]
-        self.keys, self.values = (
-            _grown(array, part.shape, part.dtype, self._begun, self.offset, self.step)
-            for array, part in zip((self.keys, self.values), new, strict=True)
-        )
-        self.keys[..., self._begun : self.offset, :], self.values[..., self._begun : self.offset, :] = new
+        kept = []
+        for array, part in zip((self.keys, self.values), self._recent, strict=True):
+            new = part[None, :, : self.offset - self._begun]
+            room = _grown(array, new.shape, new.dtype, self._begun, self.offset, self.step)
+            room[..., self._begun : self.offset, :] = new
+            kept.append(room)
+        (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
 
 
 class LatentCache(_Growing):
