@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
     def _begin(self, x: Array, cache: Any) -> tuple[Array, ...]:
         """Up to where rows of different tokens meet in the experts."""
         h = x + self[self._mixer_name](self.input_layernorm(x), cache)
-        return self.mlp.begin(self.post_attention_layernorm(h), h)
+        return self.mlp.begin(h, self.post_attention_layernorm)
 
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
@@ -88,9 +88,9 @@ class DecoderLayer(nn.Module):
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
-    def begin(self, x: Array, residual: Array) -> tuple[Array, ...]:
-        """All of it; x [B, L, D] is normed, `residual` the stream it was taken from."""
-        return (residual + self(x),)
+    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+        """All of it: `residual` [B, L, D] and what the MLP makes of it, normed."""
+        return (residual + self(norm(residual)),)
 
     def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
         """What `begin` gave."""

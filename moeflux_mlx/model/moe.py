@@ -8,7 +8,7 @@ import mlx.nn as nn
 from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..ops.backend import Array
 from ..ops.elementwise import float32, sigmoid
-from ..ops.route import route
+from ..ops.route import route, router_logits
 from ..spec import ModelArgs
 from .layers import MLP, Linear, RMSNorm, Stack
 
@@ -40,23 +40,25 @@ class MoE(nn.Module):
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
 
-    def begin(self, x: Array, residual: Array) -> tuple[Array, ...]:
+    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """What each token needs of itself alone; `end` takes it, of one block of tokens or of several joined.
 
         Args:
-            x: the normed input [B, L, D].
-            residual: the stream it was taken from, same shape.
+            residual: the stream [B, L, D].
+            norm: what the block's input is normed with.
 
         Returns:
-            `residual`, `x`, ids and weights [B, L, K], and the shared expert's output [B, L, D] if there is one.
+            `residual`, the normed input [B, L, D], ids and weights [B, L, K], and the shared expert's output [B, L, D]
+            if there is one.
         """
-        B, L, _ = x.shape
-        found = self._gates(float32(x))  # the router's logits, and the shared expert's gate
-        ids, weights = self.route(found[0].reshape(B * L, -1))
-        parts: tuple[Array, ...] = residual, x, ids.reshape(B, L, -1), weights.reshape(B, L, -1)
+        B, L, D = residual.shape
+        x, logits, gates = self._routed(residual.reshape(B * L, D), norm)
+        ids, weights = self.route(logits)
+        parts = [residual, x, ids, weights]
         if "shared_expert" in self:
-            parts += (self._shared(x, found[1] if len(found) > 1 else None),)
-        return parts
+            scale = sigmoid(gates[:, -1:]) if "shared_expert_gate" in self else None
+            parts.append(self.shared_expert(x, scale))
+        return tuple(part.reshape(B, L, -1) for part in parts)
 
     def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
         """The routed experts over all tokens, from what `begin` gave: [B, L, D].
@@ -77,13 +79,17 @@ class MoE(nn.Module):
         following, norm = self._following()
         if not self.experts.wants_guess(following.layer, len(residual)):
             return None
-        logits = following.gate(float32(norm(residual)))
-        return Routing(following.layer, *following.route(logits))
+        return Routing(following.layer, *following.route(following._routed(residual, norm)[1]))
+
+    def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
+        """The normed rows [T, D]; logits [T, O], the experts' first; and what has the shared expert's gate last."""
+        if self._gates.stacked is not None:
+            x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
+            return x, logits, logits
+        x = norm(residual)
+        found = self._gates(float32(x))
+        return x, found[0], found[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:
-        """logits [T, E] float32 -> (ids [T, K], weights [T, K] float32)."""
+        """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
         return route(logits, self.rule, self.e_score_correction_bias if self.rule.correction_bias else None)
-
-    def _shared(self, x: Array, gate: Array | None = None) -> Array:
-        """Every token's expert, scaled by the sigmoid of `gate` [..., 1] where there is one."""
-        return self.shared_expert(x, None if gate is None else sigmoid(gate))

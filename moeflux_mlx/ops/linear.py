@@ -145,6 +145,12 @@ def _parts(w: Weights) -> list[Any]:
     return [w.weight, w.scales, w.biases] if w.quant.has_biases else [w.weight, w.scales]
 
 
+def inputs_of(w: Weights) -> list[Any]:
+    """The arrays that a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
+    parts = _parts(w)
+    return [*parts, parts[-1]] if len(parts) == 2 else parts
+
+
 # ---- the kernel for a few rows
 
 

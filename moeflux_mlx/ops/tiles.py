@@ -24,7 +24,7 @@ class Tile:
 #   qmv_tokens: 2 rows load x twice as often.
 #   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
 #     registers, and blocks of 16 steps are not unrolled.
-#   expert_dequantize: not measured.
+#   router, expert_dequantize: not measured.
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
 TILES = {
@@ -34,6 +34,7 @@ TILES = {
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
+        "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },
@@ -43,6 +44,7 @@ TILES = {
         "qmv": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_large": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_tokens": Tile(rows=2, lanes=32, simdgroups=2),
+        "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },

@@ -4,13 +4,10 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
-import oracle
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from metal import msl
-from moeflux_mlx.kinds import Delta
+from moeflux_mlx.kinds import Delta, Router
 from moeflux_mlx.ops import delta, launch, route
 from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 
@@ -179,34 +176,6 @@ def test_gated_norm(host, shape, dtype):
     assert error(got, want * wide(z) / (1 + np.exp(-wide(z)))) < LIMITS[dtype]
 
 
-@settings(max_examples=12)
-@given(
-    st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([(16, 4), (40, 10), (128, 8), (512, 10)]), st.booleans()
-)
-def test_softmax_topk(seed, T, shape, norm):
-    E, K = shape
-    rng = np.random.default_rng(seed)
-    logits = rng.permuted(np.tile(np.arange(E) * 0.05, (T, 1)), axis=1).astype(np.float32)
-    with msl.launching():
-        ids, weights = route.softmax_topk(mx.array(logits), K, norm)
-        mx.eval(ids, weights)
-    want_ids, want_weights = oracle.softmax_topk(logits, K, norm)
-    assert np.array_equal(np.array(ids), want_ids)
-    np.testing.assert_allclose(np.array(weights), want_weights, rtol=1e-5)
-
-
-def test_topk_ties_go_to_the_lowest_index(host):
-    logits = np.zeros((1, 70), np.float32)
-    logits[0, [3, 40, 69]] = 1
-    ids, _ = route.softmax_topk(mx.array(logits), 6, True)
-    assert np.array(ids)[0].tolist() == [3, 40, 69, 0, 1, 2]
-
-
-def test_topk_of_nan_stays_in_range(host):
-    ids, _ = route.softmax_topk(mx.full((1, 64), float("nan")), 4, True)
-    assert np.array(ids).max() < 64
-
-
 NAMED = {  # value heads, key heads, experts, experts per token
     "Qwen3-Next-80B-A3B": (32, 16, 512, 10),
     "Qwen3.6-35B-A3B": (32, 16, 256, 8),
@@ -227,7 +196,7 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     out, _ = delta.gated_delta(*case)
     delta.gated_delta_tokens(*case)
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
-    route.softmax_topk(mx.zeros((1, E)), K, True)
+    route.route(mx.zeros((1, E)), Router(E, K))
     assert len(msl.TextKernel.texts) == 6 and all(text.isascii() for text in msl.TextKernel.texts)
 
 
