@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import RankError, RankStopped
 from ..ops.backend import Array, leave
 from ..ops.combine import combine
-from ..ops.experts import Records, expert_down_combine, expert_gate_up
+from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.tiles import MAX_TOKENS
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
@@ -95,8 +95,10 @@ class RankedExperts:
             expect(self.source, layer, tokens, self._owned)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
+        if isinstance(shared, Shared):
+            shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
         if routing.guess is not None:
             mx.eval(routing.ids, routing.guess.ids, routing.guess.weights)
         ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)

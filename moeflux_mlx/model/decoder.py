@@ -59,12 +59,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
     def __call__(self, x: Array, cache: Any) -> Array:
-        return self.mlp.end(self._begin(x, cache))
+        return self.mlp.add_to(self._mixed(x, cache), self.post_attention_layernorm)
 
-    def _begin(self, x: Array, cache: Any) -> tuple[Array, ...]:
-        """Up to where rows of different tokens meet in the experts."""
-        h = x + self[self._mixer_name](self.input_layernorm(x), cache)
-        return self.mlp.begin(h, self.post_attention_layernorm)
+    def _mixed(self, x: Array, cache: Any) -> Array:
+        return x + self[self._mixer_name](self.input_layernorm(x), cache)
 
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
@@ -74,7 +72,8 @@ class DecoderLayer(nn.Module):
         parts: list[tuple[Array, ...]] = []
         cache.expect(span.length)
         for start, end in span.blocks(cache):
-            part = self._begin(backend.contiguous(x[:, start:end]), cache)
+            h = self._mixed(backend.contiguous(x[:, start:end]), cache)
+            part = self.mlp.begin(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
             backend.start(*part, *cache.state[:2])
             span.passed(span.layer, end, cache)
             if parts:
@@ -88,9 +87,13 @@ class DecoderLayer(nn.Module):
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
+    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+        """`residual` [B, L, D] and what the MLP makes of it, normed."""
+        return residual + self(norm(residual))
+
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
-        """All of it: `residual` [B, L, D] and what the MLP makes of it, normed."""
-        return (residual + self(norm(residual)),)
+        """All of it."""
+        return (self.add_to(residual, norm),)
 
     def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
         """What `begin` gave."""

@@ -111,6 +111,11 @@ class MLP(nn.Module):
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.gate_proj, self.up_proj)
 
+    @property
+    def gate_up(self) -> Linear | None:
+        """Gate's rows and then up's, if they are stored alike."""
+        return self._inputs.stacked
+
     def __call__(self, x: Array, scale: Array | None = None) -> Array:
         """`scale` [..., 1] multiplies the result: before the last product, where MLX fuses it with the SwiGLU."""
         gate, up = self._inputs(x)

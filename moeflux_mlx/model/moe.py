@@ -7,8 +7,10 @@ import mlx.nn as nn
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..ops.backend import Array
-from ..ops.elementwise import float32, sigmoid
-from ..ops.route import route, router_logits
+from ..ops.elementwise import float32
+from ..ops.experts import Shared
+from ..ops.route import Choice, route, router_logits
+from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .layers import MLP, Linear, RMSNorm, Stack
 
@@ -40,8 +42,20 @@ class MoE(nn.Module):
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
 
+    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+        """`residual` [B, L, D] and what the block makes of it, normed."""
+        B, L, D = residual.shape
+        if B * L > MAX_TOKENS:
+            return self.end(self.begin(residual, norm))
+        rows = residual.reshape(B * L, D)
+        x, logits, gates = self._routed(rows, norm)
+        ids, weights = self.route(logits)
+        assert self.experts is not None
+        routing = Routing(self.layer, ids, weights, self._guess(rows), Choice(logits, self.rule, self._bias))
+        return self.experts(routing, x, rows, self._shared(gates)).reshape(B, L, D)
+
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
-        """What each token needs of itself alone; `end` takes it, of one block of tokens or of several joined.
+        """What each token of many needs of itself alone; `end` takes it, of one block of tokens or of several joined.
 
         Args:
             residual: the stream [B, L, D].
@@ -55,9 +69,9 @@ class MoE(nn.Module):
         x, logits, gates = self._routed(residual.reshape(B * L, D), norm)
         ids, weights = self.route(logits)
         parts = [residual, x, ids, weights]
-        if "shared_expert" in self:
-            scale = sigmoid(gates[:, -1:]) if "shared_expert_gate" in self else None
-            parts.append(self.shared_expert(x, scale))
+        shared = self._shared(gates)
+        if shared is not None:
+            parts.append(shared.rows(x))
         return tuple(part.reshape(B, L, -1) for part in parts)
 
     def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
@@ -92,4 +106,14 @@ class MoE(nn.Module):
 
     def route(self, logits: Array) -> tuple[Array, Array]:
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
-        return route(logits, self.rule, self.e_score_correction_bias if self.rule.correction_bias else None)
+        return route(logits, self.rule, self._bias)
+
+    @property
+    def _bias(self) -> mx.array | None:
+        return self.e_score_correction_bias if self.rule.correction_bias else None
+
+    def _shared(self, gates: Array) -> Shared | None:
+        if "shared_expert" not in self:
+            return None
+        mlp = self.shared_expert
+        return Shared(mlp, mlp.gate_up, mlp.down_proj, gates if "shared_expert_gate" in self else None)

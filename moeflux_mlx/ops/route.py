@@ -3,7 +3,9 @@
 Ties are broken by the lowest index, so that a result never depends on the backend.
 """
 
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +23,21 @@ from .tiles import MAX_TOKENS, TILES
 TOPK = Kernel("topk", "logits bias scale", "ids weights")
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a router has to choose from, and its rule.
+
+    Args:
+        logits: [T, O] float32, of which the first columns are the experts'.
+        rule: the router.
+        bias: [E] float32, where the rule has a correction bias.
+    """
+
+    logits: Any  # mx.array | np.ndarray
+    rule: Router
+    bias: mx.array | None = None
+
+
 def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Array, Array]:
     """The experts of each token, by its logits, and their weights.
 
@@ -36,7 +53,7 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     Returns:
         (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
     """
-    if isinstance(logits, mx.array) and backend.has_kernels() and _is_known(rule):
+    if isinstance(logits, mx.array) and backend.has_kernels() and is_known(rule):
         return topk(logits, rule, bias)
     logits = logits[:, : rule.experts]
     scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
@@ -83,14 +100,14 @@ def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[mx.ar
     return logits if bias is None else bias, number(rule.scale)
 
 
-def topk_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
+def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
     """Constants of the text, for logits of so many columns."""
     template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SIGMOID": int(rule.score != "softmax")}
     template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
     return template
 
 
-def _is_known(rule: Router) -> bool:
+def is_known(rule: Router) -> bool:
     """Whether the kernels know the rule: they choose by logit where scores are the softmax."""
     return rule.score != "softmax" or (rule.groups == 1 and not rule.correction_bias)
 
@@ -99,7 +116,7 @@ def _is_known(rule: Router) -> bool:
 def _plan(target: str, shape: Shape, rule: Router, has_bias: bool) -> Launch:
     tokens, columns = shape
     outputs = [((tokens, rule.top_k), mx.uint32), ((tokens, rule.top_k), mx.float32)]
-    return Launch(target, TOPK, topk_template(rule, columns, has_bias), (1, tokens), 32, outputs)
+    return Launch(target, TOPK, choice_template(rule, columns, has_bias), (1, tokens), 32, outputs)
 
 
 # ---- the norm and the logits

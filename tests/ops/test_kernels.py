@@ -271,7 +271,7 @@ FAULTS = {
     "high nibble first": ("affine4.h.metal", "CODES_PAIR(word >> (4 * j)", "CODES_PAIR(word >> (12 - 4 * j)"),
     "next group": ("codes.h.metal", "(chunk * CHUNK) / GROUP", "(chunk * CHUNK + CHUNK) / GROUP"),
     "constant of the high codes": ("affine4.h.metal", "128.259765625f", "128.0f"),
-    "up before gate": ("expert_gate_up.metal", "gate = record + GATE_W", "gate = record + UP_W"),
+    "up before gate": ("expert_gate_up.metal", "(record, GATE_W,", "(record, UP_W,"),
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
     "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),

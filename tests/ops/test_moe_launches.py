@@ -1,4 +1,5 @@
-"""The few launches of an MoE layer: norm and router, choice. Each against float64 or its slow form."""
+"""The few launches of an MoE layer: norm and router, choice, and the shared expert beside the routed ones. Each against
+float64 or its slow form, and bit by bit where modes must agree."""
 
 import mlx.core as mx
 import numpy as np
@@ -6,14 +7,15 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import FLOATS, LIMITS, error, wide
+from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
 
 from metal import msl
 from moeflux_mlx.kinds import Router
-from moeflux_mlx.ops import launch
-from moeflux_mlx.ops.linear import Part
-from moeflux_mlx.ops.route import route, router_logits
-from moeflux_mlx.quant import Quant
+from moeflux_mlx.ops import backend, combine, experts, launch
+from moeflux_mlx.ops.experts import Shared
+from moeflux_mlx.ops.linear import Part, linear
+from moeflux_mlx.ops.route import Choice, route, router_logits
+from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 SIGMOID = Router(64, 6, "sigmoid", True, 8, 4, scale=2.5)
@@ -141,6 +143,112 @@ def test_columns_beside_the_experts_are_not_chosen(rule):
         np.testing.assert_allclose(np.array(got[1]), want[1], rtol=2e-5)
 
 
+# ---- the shared expert beside the routed ones
+
+
+class Layer(Experts):
+    """Routed experts, and a shared one stored as they are."""
+
+    def __init__(self, seed, T, K, H, I, dtype, columns=7, scales=mx.bfloat16, gated=True, **more):
+        super().__init__(seed, T, K, H, I, dtype, **more)
+        rng = np.random.default_rng([seed, 1])
+        self.own = [Matrix(rng, I, H), Matrix(rng, I, H), Matrix(rng, H, I)]
+        parts = [matrix.arrays(scales) for matrix in self.own]
+        first = Part(EXPERTS, *(mx.concatenate([a, b]) for a, b in zip(parts[0], parts[1], strict=True)))
+        last = Part(EXPERTS, *parts[2])
+        self.logits = random(rng, T, columns)
+
+        def multiplied(x, scale):
+            gate, up = mx.split(linear(x, first), 2, axis=-1)
+            act = gate * mx.sigmoid(gate) * up
+            return linear((act if scale is None else act * scale).astype(x.dtype), last)
+
+        self.shared = Shared(multiplied, first, last, self.logits if gated else None)
+
+    def want_shared(self):
+        gate, up, down = (matrix.values for matrix in self.own)
+        g = wide(self.x) @ gate.T
+        rows = (g / (1 + np.exp(-g)) * (wide(self.x) @ up.T)) @ down.T
+        return rows if self.shared.gates is None else rows / (1 + np.exp(-wide(self.logits)[:, -1:]))
+
+    def routed_and_shared(self):
+        weights = mx.array(self.weights.astype(np.float32))
+        return experts.expert_ffn(self.x, self.index(), self.records, weights, self.h_mid, self.shared)
+
+    def want(self):
+        self.act = mx.array(self.want_act().astype(np.float32))
+        return Experts.want_out(self, shared=False) + self.want_shared()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
+def test_shared_expert_beside_routed_ones_matches_oracle(host, T, K, H, I, gated, dtype):
+    layer = Layer([T, K], T, K, H, I, dtype, gated=gated)
+    assert layer.shared.joins(layer.records.record, K)
+    assert error(layer.routed_and_shared(), layer.want()) < 2 * LIMITS[dtype]
+
+
+def test_kernels_and_the_shared_experts_own_products_agree(host, monkeypatch):
+    layer = Layer(3, 2, 4, 128, 64, mx.float32)
+    together = layer.routed_and_shared()
+    monkeypatch.setattr(Shared, "joins", lambda *_: False)
+    assert error(layer.routed_and_shared(), wide(together)) < 1e-5
+
+
+def test_a_shared_expert_that_is_stored_otherwise_goes_by_itself(host):
+    routed = Layer(5, 1, 3, 128, 64, mx.float32)
+    for other in (Layer(5, 1, 3, 128, 64, mx.float32, scales=mx.float32), Layer(5, 1, 3, 128, 128, mx.float32)):
+        assert not other.shared.joins(routed.records.record, 3)
+        routed.own, routed.logits, routed.shared = other.own, other.logits, other.shared
+        assert error(routed.routed_and_shared(), routed.want()) < 2 * LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("T", [1, 3])
+def test_the_bits_of_a_sum_of_rows(host, T, dtype):
+    """As several ranks make it: every row by itself, then the sum in the order of the routing."""
+    layer = Layer(9, T, 4, 128, 64, dtype)
+    want = layer.routed_and_shared()
+    shared = experts.shared_rows(layer.x, layer.shared, layer.records.record, 4)
+    assert shared.dtype == mx.float32
+    weights, zeros = layer.weights.astype(np.float32), mx.zeros((T, 128))
+    rows = []
+    for t, k in np.ndindex(T, 4):
+        slot, weight = (mx.array(part[t : t + 1, k : k + 1]) for part in (layer.slots, weights))
+        act = experts.expert_gate_up(layer.x[t : t + 1], slot, layer.records)
+        rows.append(experts.expert_down_combine(act, slot, layer.records, weight, zeros[:1]))
+    each = mx.concatenate(rows).reshape(T, 4, -1)
+    assert mx.array_equal(combine.moe_combine(each, mx.ones((T, 4)), layer.h_mid, shared), want)
+
+
+# ---- the choice in the launch of gate and up
+
+
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("rule", [Router(16, 4), Router(16, 4, "sigmoid", True, 4, 2, True, 2.5)])
+def test_choosing_in_the_launch_gives_the_bits_of_choosing_before(host, rule, with_shared):
+    layer = Layer(6, 2, 4, 128, 64, mx.bfloat16, columns=17, records=16)
+    bias = random(np.random.default_rng(7), 16) if rule.correction_bias else None
+    ids, weights = route(layer.logits, rule, bias)
+    shared = layer.shared if with_shared else None
+    want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, shared)
+    got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule, bias), layer.records, layer.h_mid, shared)
+    assert mx.array_equal(got, want)
+
+
+@msl.needed
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_moe_layer_is_three_launches(monkeypatch, gated):
+    monkeypatch.setattr(msl.TextKernel, "texts", [])
+    layer = Layer(6, 1, 4, 128, 64, mx.bfloat16, columns=17, records=16, gated=gated)
+    w, _ = router(np.random.default_rng(0), 17, 128, 8, 64)
+    with msl.launching(msl.TextKernel):
+        x, logits = router_logits(layer.h_mid, mx.ones((128,), mx.bfloat16), 1e-6, w)
+        experts.chosen_ffn(x, Choice(logits, Router(16, 4)), layer.records, layer.h_mid, layer.shared)
+    assert len(msl.TextKernel.texts) == 3
+
+
 # ---- planted faults
 
 FAULTS = {
@@ -148,6 +256,9 @@ FAULTS = {
     "a simdgroup's squares are left out": ("router_codes.metal", "s < SG; s++", "s < SG - 1; s++"),
     "the weight of other columns": ("router_codes.metal", "norm + CHUNK * chunk", "norm"),
     "missing barrier": ("router_codes.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "up before gate": ("expert_gate_up.metal", "(I, codes", "(0, codes"),
+    "the shared row of the first token": ("expert_down_combine.metal", "(token * (K + JOINED) + k)", "(token * K + k)"),
+    "gate of the first token": ("expert_down_combine.metal", "gates[token * STRIDE + STRIDE", "gates[STRIDE"),
     "a choice later": ("topk.h.metal", "found = wanted == k", "found = wanted == k + 1"),
     "bias in the weights": ("topk.h.metal", "topk_sigmoid(float(logits[where]))", "best"),
     "one of the best two": ("topk.h.metal", "first + second", "first"),
@@ -169,6 +280,7 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
 
 
 def errors_of(rng):
+    layer = Layer(11, 2, 3, 256, 128, mx.float32)
     w, values = router(rng, 9, 2048, 8, 64)
     h, norm = random(rng, 2, 2048), random(rng, 2048)
     _, logits = router_logits(h, norm, 1e-6, w)
@@ -176,5 +288,11 @@ def errors_of(rng):
     chosen, bias = np.array(random(rng, 2, 64)), np.array(random(rng, 64))
     ids, weights = route(mx.array(chosen), SIGMOID, mx.array(bias))
     want_ids, want = route(chosen, SIGMOID, mx.array(bias))
-    found = error(logits, x @ values.T), error(weights, want)
+    found = error(layer.routed_and_shared(), layer.want()), error(logits, x @ values.T), error(weights, want)
     return max(found) if np.array_equal(np.array(ids), want_ids) else 1.0
+
+
+def test_without_kernels_nothing_joins():
+    layer = Layer(6, 1, 4, 128, 64, mx.bfloat16)
+    assert backend.name() == "ops" and not layer.shared.joins(layer.records.record, 4)
+    assert error(layer.routed_and_shared(), layer.want()) < 3 * LIMITS[mx.bfloat16]
