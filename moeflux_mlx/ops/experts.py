@@ -87,12 +87,13 @@ def chosen_ffn(
     x: mx.array, choice: Choice, records: Records, residual: mx.array, shared: mx.array | Shared | None
 ) -> mx.array:
     """`expert_ffn` with all experts of a layer, whose records lie in their order: the first kernel chooses."""
-    joins = isinstance(shared, Shared) and shared.joins(records.record, choice.rule.top_k)
+    if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
+        shared = shared.rows(x)
     launch = None
-    if is_known(choice.rule) and (joins or shared is None):
+    if is_known(choice.rule):
         shapes = x.shape, records.blob.shape, choice.logits.shape
         rule = choice.rule, choice.bias is not None
-        launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, joins)
+        launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
     if launch is None:
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)

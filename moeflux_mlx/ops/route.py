@@ -135,7 +135,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
         (x [T, H] normed, in h's dtype, logits [T, O] float32).
     """
     launch = None
-    if isinstance(h, mx.array):
+    if isinstance(h, mx.array) and len(h) <= MAX_TOKENS:
         form = w.quant and Form(w.quant, w.scales.dtype)
         launch = _plan_logits(backend.name(), h.shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
     if launch is None:
@@ -149,7 +149,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
 def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | None:
     tokens, hidden = h
     rows = w[0]
-    if target == "ops" or tokens > MAX_TOKENS or hidden % MULTIPLE:
+    if target == "ops" or hidden % MULTIPLE:
         return None
     if form and not (is_read(form.quant, hidden) and rows * form.quant.groups(hidden) >= LEAST_ELEMENTS):
         return None

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
 
 from metal import msl
+from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Router
 from moeflux_mlx.ops import backend, combine, experts, launch
-from moeflux_mlx.ops.experts import Shared
+from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
 from moeflux_mlx.ops.route import Choice, route, router_logits
 from moeflux_mlx.quant import EXPERTS, Quant
@@ -237,16 +238,41 @@ def test_choosing_in_the_launch_gives_the_bits_of_choosing_before(host, rule, wi
     assert mx.array_equal(got, want)
 
 
+NAMED = {  # hidden size, expert width, rule, bits of the router, gate of the shared expert (None: there is none)
+    "Qwen3-30B-A3B": (2048, 768, Router(128, 8), 8, None),
+    "Qwen3.6-35B-A3B": (2048, 512, Router(256, 8), 8, True),
+    "Qwen3.5-397B-A17B": (4096, 1024, Router(512, 10), 8, True),
+    "Cogito-671B": (7168, 2048, Router(256, 8, "sigmoid", True, 8, 4, scale=2.5), 0, False),
+}
+
+
+def stored(rows, columns, bits=4):
+    """A matrix of zeros that takes no memory."""
+    if not bits:
+        return Part(None, mx.zeros((rows, columns)))
+    quant, kind = Quant(bits, 64), mx.bfloat16 if bits == 4 else mx.float32
+    scales = mx.zeros((rows, columns // 64), kind)
+    return Part(quant, mx.zeros((rows, columns * bits // 32), mx.uint32), scales, scales)
+
+
 @msl.needed
-@pytest.mark.parametrize("gated", [False, True])
-def test_an_moe_layer_is_three_launches(monkeypatch, gated):
+@pytest.mark.parametrize("name", NAMED)
+def test_an_moe_layer_is_three_launches(monkeypatch, name):
+    """Whose text compiles at every variant."""
     monkeypatch.setattr(msl.TextKernel, "texts", [])
-    layer = Layer(6, 1, 4, 128, 64, mx.bfloat16, columns=17, records=16, gated=gated)
-    w, _ = router(np.random.default_rng(0), 17, 128, 8, 64)
+    H, I, rule, bits, gate = NAMED[name]
+    record, h = Record.make(H, I), mx.zeros((1, H), mx.bfloat16)
+    records = Records(mx.zeros((rule.experts, record.stride // 4), mx.uint32), record)
+    bias = mx.zeros((rule.experts,)) if rule.correction_bias else None
     with msl.launching(msl.TextKernel):
-        x, logits = router_logits(layer.h_mid, mx.ones((128,), mx.bfloat16), 1e-6, w)
-        experts.chosen_ffn(x, Choice(logits, Router(16, 4)), layer.records, layer.h_mid, layer.shared)
-    assert len(msl.TextKernel.texts) == 3
+        x, logits = router_logits(h, mx.ones((H,), mx.bfloat16), 1e-6, stored(rule.experts + bool(gate), H, bits))
+        shared = None if gate is None else Shared(fail, stored(2 * I, H), stored(H, I), logits if gate else None)
+        out = experts.chosen_ffn(x, Choice(logits, rule, bias), records, h, shared)
+    assert out.shape == (1, H) and len(msl.TextKernel.texts) == 3
+
+
+def fail(*_):
+    raise AssertionError("the shared expert goes by itself")
 
 
 # ---- planted faults
