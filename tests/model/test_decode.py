@@ -67,6 +67,7 @@ def test_capacity_grows_in_the_middle(resident_model):
         np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5)
 
 
+@msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, family):

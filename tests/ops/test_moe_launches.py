@@ -7,6 +7,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_forms import Stored
 from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
 
 from metal import msl
@@ -37,11 +38,11 @@ def random(rng, *shape, dtype=mx.float32):
 
 def router(rng, rows, columns, bits, group):
     """A matrix in a stored form, or with 0 bits in floats, and its values."""
-    values = random(rng, rows, columns)
     if not bits:
+        values = random(rng, rows, columns)
         return Part(None, values), wide(values)
-    parts = mx.quantize(values, group, bits)
-    return Part(Quant(bits, group), *parts), wide(mx.dequantize(*parts, group, bits))
+    matrix = Stored(rng, rows, columns, Quant(bits, group), "F32")
+    return Part(Quant(bits, group), *matrix.arrays("F32")), matrix.values
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -59,13 +60,14 @@ def test_norm_and_logits_match_oracle(host, T, O, H, bits, group, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_kernel_and_twin_of_the_router_agree(dtype):
-    rng = np.random.default_rng(2)
-    w, _ = router(rng, 17, 256, 8, 64)
-    h, norm = random(rng, 2, 256, dtype=dtype), random(rng, 256, dtype=dtype)
-    twin = router_logits(h, norm, 1e-6, w)
+    def found():
+        rng = np.random.default_rng(2)
+        w, _ = router(rng, 17, 256, 8, 64)
+        return [*router_logits(random(rng, 2, 256, dtype=dtype), random(rng, 256, dtype=dtype), 1e-6, w)]
+
+    twin = [wide(part) for part in found()]
     with msl.launching():
-        kernel = router_logits(h, norm, 1e-6, w)
-    assert all(error(got, wide(want)) < 2 * LIMITS[dtype] for got, want in zip(kernel, twin, strict=True))
+        assert all(error(got, want) < 2 * LIMITS[dtype] for got, want in zip(found(), twin, strict=True))
 
 
 # ---- the choice
@@ -131,17 +133,20 @@ def test_a_choice_among_what_is_no_number_stays_in_range(host, rule):
 def test_columns_beside_the_experts_are_not_chosen(rule):
     """The last is the shared expert's gate."""
     rng = np.random.default_rng(4)
-    logits, bias = random(rng, 3, 25), random(rng, 24) if rule.correction_bias else None
+    logits, bias = rng.normal(size=(3, 25)).astype(np.float32), rng.normal(size=24).astype(np.float32)
     logits[:, -1] = 100.0
-    want = route(np.array(logits), rule, bias)
-    for with_kernels in (False, True):
-        if with_kernels:
-            with msl.launching():
-                got = route(logits, rule, bias)
-        else:
-            got = route(logits, rule, bias)
-        assert np.array_equal(np.array(got[0]), want[0])
-        np.testing.assert_allclose(np.array(got[1]), want[1], rtol=2e-5)
+
+    def found(kind):
+        ids, weights = route(kind(logits), rule, mx.array(bias) if rule.correction_bias else None)
+        return np.array(ids), np.array(weights)
+
+    want = found(np.array)
+    twin = found(mx.array)
+    with msl.launching():
+        kernel = found(mx.array)
+    for ids, weights in (twin, kernel):
+        assert np.array_equal(ids, want[0])
+        np.testing.assert_allclose(weights, want[1], rtol=2e-5)
 
 
 # ---- the shared expert beside the routed ones
