@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
             expert_io=options.expert_io,
             expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
             context=options.window,
+            tiles=options.tiles,
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
         return engine

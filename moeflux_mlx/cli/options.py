@@ -29,6 +29,7 @@ NOT_GIVEN = {
     "min_p": 0.0,
     "chat_template_config": "{}",
     "prefetch": "auto",
+    "tiles": "auto",
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
@@ -63,6 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="for which memory is planned; default: 8192, or the model's limit, or what there is room for",
     )
     add_prompt_sizes(add)
+    add_tiles(add)
 
 
 def add_expert_io(add: Callable[..., Any]) -> None:
@@ -71,6 +73,16 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+    )
+
+
+def add_tiles(add: Callable[..., Any]) -> None:
+    add(
+        "--tiles",
+        default="auto",
+        metavar="auto|code|FILE",
+        help="of a GPU's kernels: what moeflux tune found here, the code's, or a file (%(default)s, or what "
+        "MOEFLUX_TILES says)",
     )
 
 
@@ -176,6 +188,7 @@ def open_optional(
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        tiles=options.tiles,
         pool_share=getattr(options, "pool_share", None),
         progress=progress,
         ranks=getattr(options, "ranks", None),

@@ -25,6 +25,7 @@ from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
+from ..ops.tiles import Tiles
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
@@ -35,6 +36,7 @@ from .locate import resolve
 from .machine import default_dtype, machine_figures
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
+from .tiles import choose
 from .weights import Weights, open_weights
 from .wired import wire
 
@@ -100,6 +102,7 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    tiles: str | Path = "auto",
     pool_share: float | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
@@ -113,7 +116,7 @@ def open_engine(
     weights.check_mode(mode)
     if ranks is not None:
         mode = io_mode(mode, weights)
-    args, dtype = weights.args, dtype or default_dtype()
+    args, dtype, chosen = weights.args, dtype or default_dtype(), choose(tiles)
     demand = demand_of(
         args,
         resident_bytes(weights.shapes, dtype),
@@ -134,16 +137,19 @@ def open_engine(
 
     if ranks is None:
         plan = planned(weights.experts.layout, demand)
-        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
-    party, plan = meet(ranks, weights, dtype, demand, planned)
+        return _loaded(weights, plan, dtype, chosen, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
+    party, plan = meet(ranks, weights, dtype, demand, planned, chosen)
     with party.loading(weights.experts.layout.total_bytes):
-        return _loaded(weights, plan, dtype, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
+        return _loaded(
+            weights, plan, dtype, party.tiles, lambda source: party.experts(source, PREFETCH[prefetch]), progress
+        )
 
 
 def _loaded(
     weights: Weights,
     plan: MemoryPlan,
     dtype: mx.Dtype,
+    tiles: Tiles,
     computing: Callable[[ExpertLoader], RoutedExperts | RankedExperts],
     progress: Progress | None,
 ) -> Engine:
@@ -151,7 +157,7 @@ def _loaded(
     args = weights.args
     experts = open_experts(weights.experts, args, plan, progress)
     try:
-        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes)
+        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes, tiles)
         fill(model, weights.read(), args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
@@ -243,6 +249,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
+        tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
+            wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
+            GPU. Other tiles may change the last bits of a result.
         pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
             of what it would have otherwise.
         progress: called with the bytes read so far and in all, while resident experts are read.
@@ -251,7 +260,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
         NotPackedError: a checkpoint that needs converting; the message holds the command.
-        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory.
+        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory, or there is no such
+            file of tiles.
         ExpertIOError: this process was forked from one that had loaded a model.
     """
     return engine.model, engine.tokenizer

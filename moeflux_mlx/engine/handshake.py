@@ -5,6 +5,7 @@ rank 0's choice of experts is everybody's.
 """
 
 import importlib.metadata
+import json
 import platform
 import zlib
 from collections.abc import Sequence
@@ -16,11 +17,14 @@ import numpy as np
 from ..errors import RankError
 from ..experts.group import FAILED, FINE, Exchange
 from ..ops import backend, native
+from ..ops.tiles import Tiles
 from ..state.fingerprint import Fingerprint
+from .tiles import parse_tiles, tiles_json
 
-HELLO, SETTINGS = 5, 6  # kinds of messages
+HELLO, SETTINGS, TILES_LENGTH, TILES_TEXT = 5, 6, 8, 9  # kinds of messages
 PROTOCOL = 1
 MOST_SHARE = 64
+MOST_TILES = 1 << 20  # words
 REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",
@@ -140,3 +144,24 @@ def _check(found: Sequence[Settings]) -> None:
             if theirs != first:
                 figures = f" ({theirs}, and rank 0 {first})" if name == "context" else ""
                 raise RankError(f"rank {rank} has another {name} than rank 0{figures}; {remedy}")
+
+
+def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
+    """Rank 0's tiles of the kernels, which all ranks use.
+
+    Raises:
+        RankError: they cannot be read, or are none that a kernel can have.
+    """
+    text = json.dumps(tiles_json(own.found)).encode()
+    text += b" " * (-len(text) % 4)
+    length = int(exchange(TILES_LENGTH, np.array([len(text) // 4], np.uint32)).words[0, 0])
+    if length > MOST_TILES:
+        raise RankError(f"rank 0 tells {4 * length} bytes of tiles; {REMEDIES['package']}")
+    words = np.frombuffer(text, np.uint32)
+    told = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
+    if told == text:
+        return own
+    try:
+        return Tiles(parse_tiles(json.loads(told)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RankError(f"rank 0's tiles cannot be used here: {error}; {REMEDIES['package']}") from None

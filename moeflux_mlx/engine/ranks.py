@@ -13,8 +13,9 @@ from ..experts.ranks import Owners, RankedExperts
 from ..experts.source import ExpertLoader
 from ..formats.record import ExpertLayout
 from ..ops import backend
+from ..ops.tiles import Tiles
 from .budget import Demand, MemoryPlan
-from .handshake import Settings, agree, digests, greet
+from .handshake import Settings, agree, digests, greet, share_tiles
 from .joining import allow
 from .weights import Weights
 
@@ -51,11 +52,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Party:
-    """What the ranks agreed on before they load a model."""
+    """What the ranks agreed on before they load a model; the tiles are rank 0's."""
 
     ranks: Ranks
     owners: Owners
     shares_routing: bool
+    tiles: Tiles
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
         """Who computes routed experts, in place of `RoutedExperts`."""
@@ -102,6 +104,7 @@ def meet(
     dtype: mx.Dtype,
     demand: Demand,
     plan: Callable[[ExpertLayout, Demand], MemoryPlan],
+    tiles: Tiles,
 ) -> tuple[Party, MemoryPlan]:
     """Plans memory for this rank's experts alone, with the smallest span of all, and compares what must be alike.
 
@@ -131,4 +134,4 @@ def meet(
     planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))
     slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + found.span / SLOW_TOKENS
     allow(exchange.group, LEAST_SECONDS + slow if ranks.seconds is None else ranks.seconds)
-    return Party(ranks, owners, found.shares_routing), planned
+    return Party(ranks, owners, found.shares_routing, share_tiles(exchange, tiles)), planned

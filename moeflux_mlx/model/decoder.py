@@ -14,7 +14,7 @@ from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, Traced, make_cache
 from .attention import Attention
@@ -117,10 +117,12 @@ class Model(nn.Module):
         experts: who reads and computes routed experts; None for a model that is made for its shapes only.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
         sizes: how prompts are cut.
+        tiles: of the kernels, in everything that the model computes.
 
     Attributes:
         args: the hyper-parameters.
         sizes: how prompts are cut.
+        tiles: of the kernels.
         experts: the source of routed experts, an `ExpertLoader`.
     """
 
@@ -130,9 +132,10 @@ class Model(nn.Module):
         experts: RoutedExpertsCall | None,
         split_latent: bool = False,
         sizes: PromptSizes = PromptSizes(),  # noqa: B008
+        tiles: Tiles = CODE,
     ):
         super().__init__()
-        self.args, self.sizes = args, sizes
+        self.args, self.sizes, self.tiles = args, sizes, tiles
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
@@ -183,7 +186,8 @@ class Model(nn.Module):
         count = getattr(tokens, "size", 0)  # `_check` may still refuse them
         with nullcontext(False) if self.experts is None else self.experts.turn(count) as shared:
             self._check(tokens, cache)
-            yield shared
+            with using(self.tiles):
+                yield shared
 
     def _check(self, tokens: mx.array, cache: list[Cache]) -> None:
         if not isinstance(tokens, mx.array) or tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):

@@ -16,9 +16,9 @@ from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
-from .launch import Kernel, Launch, Shape, ceildiv, count, number
+from .launch import SHARED_BYTES, Kernel, Launch, Shape, ceildiv, count, number, require
 from .norm import rms_norm
-from .tiles import MAX_TOKENS, TILES, Tile, lanes_of
+from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
 GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out next")
@@ -245,19 +245,17 @@ def gated_delta_tokens(
     """
     T = qkv.shape[0]
     target = backend.name()
-    tile = TILES[target]["gated_delta_tokens"]
-    prepare, steps = _plan_tokens(target, T, qkv.dtype, state.shape, key_heads, tile)
+    prepare, steps = _plan_tokens(target, T, qkv.dtype, state.shape, key_heads)
     qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
     out, following = steps(qkv, qk, gates, state, count(T))
     return out, following
 
 
-@lru_cache(PLANS)
-def _plan_tokens(
-    target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, tile: Tile
-) -> tuple[Launch, Launch]:
+@planned(PLANS)
+def _plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> tuple[Launch, Launch]:
     """The launch that prepares what the steps read, and that of the steps."""
     heads, v_dim, k_dim = state
+    tile = tile_of(target, "gated_delta_tokens", f"{key_heads} keys, {heads}x{v_dim}x{k_dim}")
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim}
     inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
     shapes = (T, 2, key_heads, k_dim), (T, 2, heads)
@@ -266,6 +264,9 @@ def _plan_tokens(
     prepare = Launch(target, DELTA_INPUTS, inputs, groups, 32 * SIMDGROUPS, prepared)
 
     lanes = lanes_of(k_dim // 4, tile.lanes)
+    rows = tile.rows * tile.simdgroups * 32 // lanes
+    shared = 32 * tile.ahead * (k_dim // 2 + rows)  # bytes, as the text declares them
+    require(shared <= SHARED_BYTES, f"{tile} takes {shared} bytes of threadgroup memory; there are {SHARED_BYTES}")
     template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "B": tile.ahead}
     groups = (ceildiv(v_dim * lanes, 32 * tile.rows * tile.simdgroups), heads)
     outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]

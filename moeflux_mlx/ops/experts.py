@@ -18,7 +18,7 @@ from .combine import combine_types, moe_combine_ops
 from .forms import form_of, matmul_float32
 from .launch import Kernel, Launch, Shape, ceildiv, require
 from .linear import check_activations
-from .tiles import TILES, down_lanes, lanes_of
+from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
 MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
@@ -156,7 +156,7 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": codes, f"{name}_S": scales, f"{name}_B": projection.words[-1]}
 
 
-@cache
+@planned()
 def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Shape, record: Record) -> Launch | None:
     check_activations("x", x, dtype)
     tokens, hidden = x
@@ -166,7 +166,7 @@ def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Sh
     if target == "ops" or not is_read(record):
         return None
     top_k, form = slots[1], form_of(record.gate)
-    tile = TILES[target]["expert_gate_up"]
+    tile = tile_of(target, "expert_gate_up", f"{inner}x{hidden} {form}")
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **form.template}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up)
@@ -176,7 +176,7 @@ def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Sh
     return Launch(target, kernel, template, groups, 32 * tile.simdgroups, [((tokens, top_k, inner), dtype)])
 
 
-@cache
+@planned()
 def _plan_down(
     target: str,
     act: Shape,
@@ -198,7 +198,8 @@ def _plan_down(
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
         return None
-    tile, form = TILES[target]["expert_down_combine"], form_of(record.down)
+    form = form_of(record.down)
+    tile = tile_of(target, "expert_down_combine", f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}

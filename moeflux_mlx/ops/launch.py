@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..files import directory
 
+SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
 
 Shape = tuple[int, ...]

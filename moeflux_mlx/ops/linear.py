@@ -5,7 +5,6 @@ The GPU kernels take up to 8 rows of x and sum in float32. They, like the native
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from . import backend, native
 from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
 from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, require
-from .tiles import MAX_TOKENS, TILES, Tile, lanes_of, split_of
+from .tiles import MAX_TOKENS, Tile, lanes_of, planned, split_of, tile_of
 
 # Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
 # (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
@@ -183,13 +182,14 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-def _choose(target: str, tokens: int, rows: int, columns: int) -> tuple[str, Tile]:
+def _choose(target: str, tokens: int, rows: int, columns: int, form: Form) -> tuple[str, Tile]:
     """The kernel and tile for a [rows, columns] matrix."""
     name = "qmv_tokens" if tokens > 1 else "qmv"
-    return name, TILES[target]["qmv_large" if tokens == 1 and rows * columns >= LARGE else name]
+    kind = "qmv_large" if tokens == 1 and rows * columns >= LARGE else name
+    return name, tile_of(target, kind, f"{rows}x{columns} {form}")
 
 
-@cache
+@planned()
 def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form) -> Launch | None:
     check_activations("x", x, x_dtype)
     tokens, columns = x
@@ -200,7 +200,7 @@ def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, for
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
     if target == "ops" or rows * groups < LEAST_ELEMENTS:
         return None
-    name, tile = _choose(target, tokens, rows, columns)
+    name, tile = _choose(target, tokens, rows, columns, form)
     chunks = form.chunks(columns)
     lanes = lanes_of(chunks, tile.lanes)
     blocks = ceildiv(rows * lanes, tile.rows * 32)

@@ -33,7 +33,7 @@ import numpy as np
 
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, dequantize, experts, launch
+from moeflux_mlx.ops import backend, delta, dequantize, experts, launch
 from moeflux_mlx.ops.combine import moe_combine
 from moeflux_mlx.ops.delta import gated_delta, gated_delta_ops, gated_delta_tokens
 from moeflux_mlx.ops.dequantize import dequantized_records
@@ -393,7 +393,7 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
 
 def set_tile(kernel: str, tile: Tile) -> None:
     TILES[backend.name()][kernel] = tile
-    for plan in (dequantize._plan, experts._plan_gate_up):  # the delta rule's plans have the tile in their key
+    for plan in (dequantize._plan, delta._plan_tokens, experts._plan_gate_up):
         plan.cache_clear()
 
 
