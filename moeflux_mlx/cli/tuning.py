@@ -43,8 +43,8 @@ def find(options: argparse.Namespace, file: Path) -> None:
     results: list[Result] = []
     for result in tune(progressing(samples(args, layout, quant_of, default_dtype()))):
         results.append(result)
+        keep(file, kept([result]), [result.spot])  # at once: what is found outlives an interruption
         tqdm.write(line_of(result), file=sys.stdout)
-    keep(file, kept(results), {one.spot: None for one in results})
     print(f"{len(kept(results))} of {len(results)} kernels and shapes have faster tiles on {gpu_name()}; see {file}")
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -148,7 +148,7 @@ def tiles_json(tiles: Mapping[str, Tile]) -> dict[str, dict[str, int]]:
     return {spot: asdict(tile) for spot, tile in sorted(tiles.items())}
 
 
-def keep(file: Path, tiles: Mapping[str, Tile], spots: Mapping[str, object]) -> None:
+def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
     """Writes what was found on this GPU: `tiles` for those of `spots` that have others than the code's.
 
     What the file has for other spots and other GPUs stays, if it can be used. The file appears whole or not at all.
@@ -158,7 +158,9 @@ def keep(file: Path, tiles: Mapping[str, Tile], spots: Mapping[str, object]) -> 
     except ModelFileError:
         before = []
     own = next((one for one in before if one.gpu == gpu_name() and not one.is_stale), None)
-    old = {} if own is None else {spot: tile for spot, tile in own.tiles.items() if spot not in spots}
+    old = {} if own is None else dict(own.tiles)
+    for spot in spots:
+        old.pop(spot, None)
     made = Found(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
     rows = [*(one for one in before if one.gpu != made.gpu), made]
     found = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
