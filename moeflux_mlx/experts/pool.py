@@ -11,7 +11,7 @@ together, into the first rows (results.tsv, "pool resize").
 
 import math
 import mmap
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class SlotPool:
         self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
         self._free = list(range(len(self.rows)))  # a heap: the first rows are used first
         self._used: OrderedDict[Key, Slot] = OrderedDict()
-        self._pins: Counter[Key] = Counter()
+        self._pins: dict[Key, int] = {}  # how many leases hold a record, while any does
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
 
@@ -119,7 +119,7 @@ class SlotPool:
         """
         row_wanted, last = self.copied and not self._free, None
         for key, slot in self._used.items():
-            if self._pins[key]:
+            if key in self._pins:
                 continue
             if slot.future is None and not row_wanted and key not in self.intended:
                 return key
@@ -171,13 +171,12 @@ class SlotPool:
         return blob, np.array([slot.row for slot in slots], np.int32)
 
     def pin(self, key: Key) -> None:
-        self._pins[key] += 1
+        self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: Key, guard: mx.array | None = None) -> None:
-        if self._pins[key] > 1:
-            self._pins[key] -= 1
-        else:
-            del self._pins[key]
+        left = self._pins.pop(key) - 1
+        if left:
+            self._pins[key] = left
         slot = self._used.get(key)
         if slot is None or guard is None:
             return
@@ -186,10 +185,10 @@ class SlotPool:
         slot.guard = guard
 
     def pinned(self, key: Key) -> bool:
-        return self._pins[key] > 0
+        return key in self._pins
 
     def pinned_besides(self, keys: list[Key]) -> int:
-        return len(set(self._pins) - set(keys))
+        return len(self._pins.keys() - keys) if self._pins else 0
 
     def demote(self, key: Key) -> None:
         """The record becomes the first to give way."""
@@ -236,7 +235,7 @@ class SlotPool:
         """
         self._free = sorted(set(range(len(self.rows))) - {slot.row for slot in self._used.values()})
         for key, slot in self._used.items():
-            if slot.row >= slots and slot.future is None and not self._pins[key]:
+            if slot.row >= slots and slot.future is None and key not in self._pins:
                 self._move(slot)
         self._free.sort()  # it is still a heap
         for first, stop in _runs(self._free):

@@ -326,6 +326,21 @@ def test_nothing_is_read_once_everything_is_there():
     model.experts.close()
 
 
+def test_nothing_is_foreseen_where_every_expert_is_in_memory():
+    """A guess costs a product and a wait; it is made again once a record is gone."""
+    model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
+    routed, source, layers = model.layers[0].mlp.experts, model.experts, model.args.moe_layers
+    every = np.arange(model.args.num_experts)
+    for layer in layers:
+        assert routed.wants_guess(layers[-1], 1) and not source.holds(layer)
+        with source.turn(1), source.request(layer, every) as lease:
+            lease.wait()
+    assert all(source.holds(layer) for layer in layers) and not routed.wants_guess(layers[-1], 1)
+    source.invalidate()
+    assert not source.holds(layers[0]) and routed.wants_guess(layers[-1], 1)
+    source.close()
+
+
 def test_the_hottest_experts_of_a_chunk_stay(small_waves):
     """Each layer keeps its share, though all layers together are larger than the pool."""
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=20 * 16384)
