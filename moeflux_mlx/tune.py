@@ -17,7 +17,9 @@ def parser() -> argparse.ArgumentParser:
         "Other tiles may change the last bits of what a model computes, in all modes alike.",
     )
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--model", help="directory, or Hugging Face repo id that is here; default: the demo model")
+    which.add_argument(
+        "--model", help="directory, or Hugging Face repo id, of which no weights are read; default: demo"
+    )
     which.add_argument("--variant", choices=variants(), help="a named model's shapes; no files are needed")
     made.add_argument("--file", help="keep them here, for --tiles; default: in the user's directory for caches")
     what = made.add_mutually_exclusive_group()

@@ -2,16 +2,18 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
+import mlx.core as mx
 from tqdm import tqdm
 
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype
+from ..engine.remote import Remote, is_remote
 from ..engine.tiles import default_file, gpu_name, keep, read_found
-from ..engine.tuning import QuantOf, Result, Sample, kept, samples, tune
+from ..engine.tuning import QuantOf, Result, kept, samples, tune
 from ..engine.weights import open_weights
 from ..files import user_path
 from ..formats.record import ExpertLayout
@@ -41,10 +43,16 @@ def find(options: argparse.Namespace, file: Path) -> None:
     """Searches every kernel at the shapes of the options' model, and keeps what is faster."""
     args, layout, quant_of = shapes_of(options)
     results: list[Result] = []
-    for result in tune(progressing(samples(args, layout, quant_of, default_dtype()))):
-        results.append(result)
-        keep(file, kept([result]), [result.spot])  # at once: what is found outlives an interruption
-        tqdm.write(line_of(result), file=sys.stdout)
+    with tqdm(total=100, unit="%", disable=not sys.stderr.isatty()) as bar:
+
+        def report(share: float) -> None:
+            bar.update(round(100 * share) - bar.n)
+
+        for result in tune(samples(args, layout, quant_of, default_dtype(), report)):
+            results.append(result)
+            keep(file, kept([result]), [result.spot])  # at once: what is found outlives an interruption
+            tqdm.write(line_of(result), file=sys.stdout)
+        report(1.0)
     print(f"{len(kept(results))} of {len(results)} kernels and shapes have faster tiles on {gpu_name()}; see {file}")
 
 
@@ -53,18 +61,15 @@ def shapes_of(options: argparse.Namespace) -> tuple[ModelArgs, ExpertLayout, Qua
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         return args, ExpertLayout.from_args(args), lambda path, columns: stored_as(args, path, columns)
-    weights = open_weights(resolve(options.model))
-    stated = weights.args.quantization or Quantization()
-    stored = {name.removesuffix(".scales") for name in weights.shapes if name.endswith(".scales")}
-    return weights.args, weights.experts.layout, lambda path, columns: stated.of(path) if path in stored else None
-
-
-def progressing(found: Iterator[tuple[str, Sample]]) -> Iterator[tuple[str, Sample]]:
-    """The same, with a bar on a terminal."""
-    with tqdm(found, unit="kernel", disable=not sys.stderr.isatty()) as bar:
-        for spot, sample in bar:
-            bar.set_description(spot.partition(" ")[0])
-            yield spot, sample
+    shapes: Mapping[str, mx.array]
+    if is_remote(options.model) and isinstance(found := Remote.look_up_or_cached(options.model), Remote):
+        args, layout, shapes = found.figures()
+    else:
+        weights = open_weights(resolve(options.model))
+        args, layout, shapes = weights.args, weights.experts.layout, weights.shapes
+    stated = args.quantization or Quantization()
+    stored = {name.removesuffix(".scales") for name in shapes if name.endswith(".scales")}
+    return args, layout, lambda path, columns: stated.of(path) if path in stored else None
 
 
 def line_of(result: Result) -> str:

@@ -166,13 +166,16 @@ class TrialExperts:
         return False
 
 
-def samples(args: ModelArgs, layout: ExpertLayout, quant_of: QuantOf, dtype: mx.Dtype) -> Iterator[tuple[str, Sample]]:
+def samples(
+    args: ModelArgs, layout: ExpertLayout, quant_of: QuantOf, dtype: mx.Dtype, report: Report = unheard
+) -> Iterator[tuple[str, Sample]]:
     """Every spot that the model's layers and head have, each with its launch, in turn.
 
-    What a layer holds is let go before the next one is made.
+    What a layer holds is let go before the next one is made. `report` is told what share of all has been given.
     """
     listening = Listening()
-    for part in [*_layers(args, layout, quant_of, dtype), lambda: _head(args, quant_of, dtype)]:
+    parts = [*_layers(args, layout, quant_of, dtype), lambda: _head(args, quant_of, dtype)]
+    for i, part in enumerate(parts):
         before = set(listening.samples)
         module, caches = part()
         for tokens in TOKENS:
@@ -180,7 +183,9 @@ def samples(args: ModelArgs, layout: ExpertLayout, quant_of: QuantOf, dtype: mx.
             with using(listening):
                 mx.eval(module(x) if caches is None else module(x, caches()))
         del module
-        for spot in [spot for spot in listening.samples if spot not in before]:
+        new = [spot for spot in listening.samples if spot not in before]
+        for j, spot in enumerate(new):
+            report((i + j / len(new)) / len(parts))
             sample = listening.samples[spot]
             mx.eval(sample.inputs)
             yield spot, sample
@@ -282,11 +287,44 @@ def random_records(record: Record, count: int) -> Records:
 # ---- one launch under the clock
 
 
-class Bench:
-    """A sample with several copies of its matrices, so that none is in a cache when its turn comes again."""
+class Trial:
+    """A sample under other tiles: which there are, and whether their values are right.
+
+    Attributes:
+        wanted: what the launch gives with the code's tile.
+    """
 
     def __init__(self, spot: str, sample: Sample):
-        self._spot, self._kernel, self._make = spot, sample.kernel, sample.make
+        self._spot, self._sample = spot, sample
+        self.wanted = self._launch(None)(*sample.inputs)
+        mx.eval(self.wanted)
+
+    def around(self, tile: Tile) -> Iterator[Tile]:
+        """Neighbours of `tile` that make another launch."""
+        return _others(self._sample.make, self._launch(tile), self._spot, self._sample.kernel, tile)
+
+    def is_right(self, tile: Tile) -> bool:
+        """Whether a launch with `tile` builds, and gives what the code's gives."""
+        poison = [mx.full(out.shape, float("nan"), out.dtype) for out in self.wanted]
+        mx.eval(poison)
+        del poison  # its memory is used again: what a launch does not write is no value of an earlier one
+        try:
+            made = self._launch(tile)(*self._sample.inputs)
+            mx.eval(made)
+        except RuntimeError:  # it does not build, or takes more registers than there are
+            return False
+        return all(difference(got, want) <= BOUND for got, want in zip(made, self.wanted, strict=True))
+
+    def _launch(self, tile: Tile | None) -> Launch:
+        with using(CODE if tile is None else Tiles({self._spot: tile})):
+            return self._sample.make()
+
+
+class Bench(Trial):
+    """A trial under the clock, with several copies of its matrices: none is in a cache when its turn comes again."""
+
+    def __init__(self, spot: str, sample: Sample):
+        super().__init__(spot, sample)
         large = [part.nbytes >= LARGE for part in sample.inputs]
         nbytes = sum(part.nbytes for part, is_large in zip(sample.inputs, large, strict=True) if is_large)
         count = min(max(2, -(-SPREAD_BYTES // nbytes)), 64) if nbytes else 1
@@ -295,36 +333,14 @@ class Bench:
             parts = zip(sample.inputs, large, strict=True)
             self._copies.append(tuple(part * 1 if is_large else part for part, is_large in parts))
         mx.eval(self._copies)
-        self._wanted = self._launch(None)(*sample.inputs)
-        mx.eval(self._wanted)
-        self._next = _follows(self._wanted, sample.inputs)
+        self._next = _follows(self.wanted, sample.inputs)
         self._count = self._enough()
-
-    def around(self, tile: Tile) -> Iterator[Tile]:
-        """Neighbours of `tile` that make another launch."""
-        return _others(self._make, self._launch(tile), self._spot, self._kernel, tile)
-
-    def is_right(self, tile: Tile) -> bool:
-        """Whether a launch with `tile` builds, and gives what the code's gives."""
-        poison = [mx.full(out.shape, float("nan"), out.dtype) for out in self._wanted]
-        mx.eval(poison)
-        del poison  # its memory is used again: what a launch does not write is no value of an earlier one
-        try:
-            made = self._launch(tile)(*self._copies[0])
-            mx.eval(made)
-        except RuntimeError:  # it does not build, or takes more registers than there are
-            return False
-        return all(difference(got, want) <= BOUND for got, want in zip(made, self._wanted, strict=True))
 
     def seconds(self, tile: Tile) -> float:
         """A chain of launches with `tile`, each of which waits for the one before it."""
         cover = self._count * ENCODING
         alone = _timed([busy(cover)])
         return max(_timed(self._chain(tile, self._count, busy(cover))) - alone, 1e-9)
-
-    def _launch(self, tile: Tile | None) -> Launch:
-        with using(CODE if tile is None else Tiles({self._spot: tile})):
-            return self._make()
 
     def _chain(self, tile: Tile | None, count: int, start: mx.array) -> list[mx.array]:
         """What is evaluated: small parts of outputs, so that the outputs themselves need not be in memory together."""

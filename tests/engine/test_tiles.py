@@ -4,6 +4,7 @@ import json
 import warnings
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx import load_model
 from moeflux_mlx.engine import handshake, tiles
 from moeflux_mlx.errors import ModelFileError, RankError, RequestError
+from moeflux_mlx.experts.group import FINE, Told
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
 
@@ -67,6 +69,7 @@ def test_what_is_kept_is_found(file, found):
 @given(st.data())
 def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
     """Bytes that change or are missing, and JSON of any other shape."""
+    file.unlink(missing_ok=True)
     tiles.keep(file, FOUND, FOUND)
     whole = file.read_bytes()
     if data.draw(st.booleans()):
@@ -185,26 +188,22 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
 # ---- several ranks
 
 
-class Told:
-    """An exchange in which rank 0 says what it was made with."""
+def rank_0_says(text):
+    """An exchange of two ranks, of which this is the second."""
+    text += b" " * (-len(text) % 4)
 
-    def __init__(self, rank, first):
-        self.rank, self.first = rank, first
+    def exchange(kind, words):
+        theirs = [len(text) // 4] if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
+        return Told(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
 
-    def __call__(self, kind, words):
-        import numpy as np
-
-        text = self.first + b" " * (-len(self.first) % 4)
-        theirs = np.array([len(text) // 4]) if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
-        rows = np.stack([theirs.astype(np.uint32), np.asarray(words, np.uint32)])
-        return type("Answer", (), {"words": rows})
+    return exchange
 
 
 @pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, "qmv 1x1 x": Tile(1, 8, 1)}])
 @pytest.mark.parametrize("first", [{}, FOUND])
 def test_all_ranks_use_rank_0s(own, first):
     text = json.dumps({spot: asdict(tile) for spot, tile in first.items()}).encode()
-    assert handshake.share_tiles(Told(1, text), Tiles(own)).found == first
+    assert handshake.share_tiles(rank_0_says(text), Tiles(own)).found == first
 
 
 @pytest.mark.parametrize(
@@ -212,4 +211,4 @@ def test_all_ranks_use_rank_0s(own, first):
 )
 def test_tiles_of_rank_0_that_are_none_are_refused(text):
     with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):
-        handshake.share_tiles(Told(1, text), CODE)
+        handshake.share_tiles(rank_0_says(text), CODE)

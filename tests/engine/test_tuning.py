@@ -1,11 +1,14 @@
 """The search for tiles: where it goes under a made-up clock, what it refuses, what it notes of a model's launches."""
 
+from argparse import Namespace
 from collections import Counter
 
+import goldens
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_directory
 
 from metal import msl
 from moeflux_mlx import tune as command
@@ -140,26 +143,39 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
     met = set()
     for spot, sample in tiny_samples():
         met.add(sample.kernel)
-        bench = object.__new__(tuning.Bench)
-        bench._spot, bench._kernel, bench._make = spot, sample.kernel, sample.make
-        bench._copies, bench._wanted = [sample.inputs], sample.make()(*sample.inputs)
-        other = next(bench.around(TILES["metal"][sample.kernel]), None)
-        assert other is None or bench.is_right(other), (spot, other)
-        bench._wanted = [out * 1.05 for out in bench._wanted]
-        assert other is None or not bench.is_right(other), "a planted fault"
+        trial = tuning.Trial(spot, sample)
+        other = next(trial.around(TILES["metal"][sample.kernel]), None)
+        assert other is None or trial.is_right(other), (spot, other)
+        trial.wanted = [out * 1.05 for out in trial.wanted]
+        assert other is None or not trial.is_right(other), "a planted fault"
     assert met == set(TILES["metal"]) - {"qmv_large"}
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_every_family_has_layers_to_try(host, monkeypatch, family):
+    """Its files say the shapes; of products nothing but the launch is of interest here."""
+    monkeypatch.setattr(
+        msl.HostKernel,
+        "__call__",
+        lambda self, *, inputs, output_shapes, output_dtypes, **call: [
+            mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ],
+    )
+    shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+    told = []
+    met = {sample.kernel for _, sample in tuning.samples(*shapes, mx.bfloat16, told.append)}
+    assert "qmv" in met and told == sorted(told) and told[0] >= 0 and told[-1] < 1
 
 
 def test_a_tile_that_does_not_build_is_not_right(host):
     spot, sample = next(tiny_samples())
-    bench = object.__new__(tuning.Bench)
-    bench._spot, bench._copies, bench._wanted = spot, [sample.inputs], [mx.zeros((1,))]
+    trial = tuning.Trial(spot, sample)
 
     def refused(*inputs):
         raise RuntimeError("too many resources requested for launch")
 
-    bench._make = lambda: refused
-    assert not bench.is_right(TILES["metal"][sample.kernel])
+    sample.make = lambda: refused
+    assert not trial.is_right(TILES["metal"][sample.kernel])
 
 
 def test_a_value_that_is_missing_is_infinitely_wrong():
