@@ -466,9 +466,12 @@ def token_seconds(engine: Engine, tokens: int) -> float:
 
 
 def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
-    """Microseconds of the processor that each part of the source takes of a layer, and what the lookahead adds."""
-    source, ahead, spent = engine.experts, engine.model.layers[-1].mlp.experts.lookahead, dict.fromkeys(PARTS, 0.0)
-    spent["lookahead"] = 0.0
+    """Microseconds of the processor that each part of the source takes of a layer, and what the lookahead adds.
+
+    Each is the median over the calls: whatever else runs here would make a mean of it.
+    """
+    source, ahead = engine.experts, engine.model.layers[-1].mlp.experts.lookahead
+    spent: dict[str, list[float]] = {name: [] for name in (*PARTS, "lookahead")}
 
     def timed(name: str, call: Callable) -> Callable:
         def run(*given: object) -> object:
@@ -476,7 +479,7 @@ def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
             try:
                 return call(*given)
             finally:
-                spent[name] += time.thread_time() - start
+                spent[name].append(time.thread_time() - start)
 
         return run
 
@@ -487,8 +490,9 @@ def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
     for name in PARTS:
         delattr(source, name)
     del ahead.requested
-    spent["lookahead"] -= spent["hint"]
-    return {name: 1e6 * value / tokens / len(engine.model.args.moe_layers) for name, value in spent.items()}
+    calls = tokens * len(engine.model.args.moe_layers)
+    each = {name: 1e6 * statistics.median(found or [0.0]) * len(found) / calls for name, found in spent.items()}
+    return {**each, "lookahead": each["lookahead"] - each["hint"]}
 
 
 def run_drive(options: argparse.Namespace) -> dict:
