@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,11 +14,12 @@ from ..engine.locate import resolve
 from ..engine.machine import default_dtype
 from ..engine.remote import Remote, is_remote
 from ..engine.tiles import default_file, gpu_name, keep, read_found
-from ..engine.tuning import QuantOf, Result, kept, samples, tune
+from ..engine.tuning import Result, Shapes, crew, kept, samples
 from ..engine.weights import open_weights
+from ..errors import RequestError
 from ..files import user_path
 from ..formats.record import ExpertLayout
-from ..model.tensors import stored_as
+from ..model.tensors import needed, stored_as
 from ..ops import backend
 from ..ops.tiles import Tile
 from ..quant import Quantization
@@ -40,42 +42,50 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find(options: argparse.Namespace, file: Path) -> None:
-    """Searches every kernel at the shapes of the options' model, and keeps what is faster."""
-    args, layout, quant_of = shapes_of(options)
-    results: list[Result] = []
-    with tqdm(total=100, unit="%", disable=not sys.stderr.isatty()) as bar:
-
-        def report(share: float) -> None:
-            bar.update(round(100 * share) - bar.n)
-
-        for result in tune(samples(args, layout, quant_of, default_dtype(), report)):
+    """Searches every kernel at the shapes of the options' model, and keeps what is faster at once."""
+    if options.minutes <= 0:
+        raise RequestError(f"--minutes is {options.minutes}; it must be positive")
+    end = time.monotonic() + 60 * options.minutes
+    shapes = shapes_of(options)
+    spots, results = list(samples(shapes)), list[Result]()
+    bar = tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty())
+    with bar, crew(shapes, spots) as coming:
+        for result in coming:
             results.append(result)
-            keep(file, kept([result]), [result.spot])  # at once: what is found outlives an interruption
+            keep(file, kept([result]), [result.spot])
             tqdm.write(line_of(result), file=sys.stdout)
-        report(1.0)
+            bar.update()
+            if time.monotonic() > end:
+                break
+    if len(results) < len(spots):
+        print(f"{len(spots) - len(results)} were not tried: the time was over; --minutes gives more")
     print(f"{len(kept(results))} of {len(results)} kernels and shapes have faster tiles on {gpu_name()}; see {file}")
 
 
-def shapes_of(options: argparse.Namespace) -> tuple[ModelArgs, ExpertLayout, QuantOf]:
+def shapes_of(options: argparse.Namespace) -> Shapes:
     """The model's sizes, the layout of its experts and how its matrices are stored; no tensor is read."""
+    dtype = default_dtype()
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
-        return args, ExpertLayout.from_args(args), lambda path, columns: stored_as(args, path, columns)
-    shapes: Mapping[str, mx.array]
+        quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
+        return Shapes(args, ExpertLayout.from_args(args), quants, dtype)
+    tensors: Mapping[str, mx.array]
     if is_remote(options.model) and isinstance(found := Remote.look_up_or_cached(options.model), Remote):
-        args, layout, shapes = found.figures()
+        args, layout, tensors = found.figures()
     else:
         weights = open_weights(resolve(options.model))
-        args, layout, shapes = weights.args, weights.experts.layout, weights.shapes
+        args, layout, tensors = weights.args, weights.experts.layout, weights.shapes
     stated = args.quantization or Quantization()
-    stored = {name.removesuffix(".scales") for name in shapes if name.endswith(".scales")}
-    return args, layout, lambda path, columns: stated.of(path) if path in stored else None
+    stored = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
+    return Shapes(args, layout, {path: stated.of(path) for path in stored}, dtype)
 
 
 def line_of(result: Result) -> str:
     if result.best == result.code:
-        return f"{result.spot}: {spelled(result.code)} of the code stays"
-    return f"{result.spot}: {spelled(result.best)}, {result.gain:.2f} times as fast as {spelled(result.code)}"
+        found = f"{spelled(result.code)} of the code stays"
+    else:
+        found = f"{spelled(result.best)}, {result.gain:.2f} times as fast as {spelled(result.code)}"
+    return f"{result.spot}: {1e6 * result.seconds:.1f} us a launch; {found}"
 
 
 def spelled(tile: Tile) -> str:

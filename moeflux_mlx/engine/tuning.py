@@ -1,21 +1,27 @@
 """Finds the tiles with which each kernel is fastest on this GPU, at the shapes of one model.
 
-One layer of each kind is made with random weights and computes a few tokens. Every launch that asked for a tile is
-noted with what it was given, and then made again with other tiles: `search` goes from the code's tile to neighbours
-that are faster and right. It measures what it is given a clock for, so it needs no GPU itself.
+One layer of each kind is made with random weights and given a few tokens. Every launch that asks for a tile is noted
+with what it is given, and made again with other tiles: `search` goes from the code's tile to neighbours that are faster
+and right. It measures what it is given a clock for, so it needs no GPU itself. Nearly all of the time goes by in
+compiling, which MLX does one after the other on CUDA; so several processes search, and take turns with the GPU.
 """
 
 import functools
 import itertools
+import multiprocessing
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import RequestError
@@ -34,20 +40,30 @@ from ..ops.tiles import CODE, MAX_TOKENS, TILES, Tile, Tiles, neighbours, spot_o
 from ..quant import Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
+from .machine import machine_figures
 
-WORTH = 1.02  # a tile replaces the code's where it is so much faster
-BETTER = 1.01  # and another candidate where it is so much faster than that
-FIRST_ROUNDS, LAST_ROUNDS = 3, 9  # of alternating measurements: for a candidate, and of the best against the code's
-TOKENS = (1, MAX_TOKENS // 2, 512)  # of one pass each: a token, a few, and a prompt's
+WORTH = 1.02  # a tile replaces another where it is so much faster
+FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # of alternating measurements: for a candidate, and of the best against the code's
+TOKENS = (1, 512, MAX_TOKENS // 2)  # of one pass each: a token, a prompt's, and a few
 BOUND = 2e-2  # of the largest difference, against the largest value; float32 sums in another order are far below
-SPREAD_BYTES = 400 << 20  # that a measurement rotates over: more than the caches of any GPU
+SPREAD_BYTES = 256 << 20  # that a measurement rotates over: more than the caches of any GPU
 LARGE = 1 << 16  # bytes from which an input is a matrix, of which there is more than one
-LAUNCHES = 128  # of one measurement, at least
+LAUNCHES = 128  # of one measurement, at most
 LEAST_SECONDS = 2e-3  # of a measurement
-ENCODING = 10e-6  # seconds that MLX takes at most to encode a launch; for so long the GPU is kept busy
+PROCESSES, PROCESS_BYTES = 6, 2 << 30  # that compile at a time, at most; of the GPU's memory for each
 
-QuantOf = Callable[[str, int], Quant | None]  # module path and columns -> how the matrix is stored; None: as floats
 Seconds = Callable[[Tile], float]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is tuned for: the sizes of a model, the layout of its experts, how each matrix is stored, by module path
+    (None, or none: as floats), and what it computes in."""
+
+    args: ModelArgs
+    layout: ExpertLayout
+    quants: Mapping[str, Quant | None]
+    dtype: mx.Dtype
 
 
 # ---- the search
@@ -71,7 +87,7 @@ def search(
             if tile in seen:
                 continue
             seen.add(tile)
-            if is_right(tile) and ratio(best, tile, seconds, FIRST_ROUNDS) >= BETTER:
+            if is_right(tile) and ratio(best, tile, seconds, FIRST_ROUNDS) >= WORTH:
                 best, moved = tile, True
                 break
     gain = ratio(start, best, seconds, LAST_ROUNDS) if best != start else 1.0
@@ -96,7 +112,7 @@ class Sample:
 
 
 class Listening(Tiles):
-    """The code's tiles; the first launch of each spot is noted when it is called, in `samples`."""
+    """The code's tiles; the first launch of each spot is noted when it is called, in `samples`, and gives noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,15 +137,15 @@ class Listening(Tiles):
     def _heard(
         self, launch: Launch, make: Callable[[], Launch], asked: Sequence[tuple[str, str]]
     ) -> Callable[..., Any]:
-        """The launch, which tells what it is called with."""
+        """The launch; if a tile makes a difference to it, it tells what it is called with, and is not compiled."""
         own = [(kernel, shape) for kernel, shape in asked if _depends(make, launch, kernel, shape)]
 
         def call(*inputs: mx.array) -> list[mx.array]:
             for kernel, shape in own:
                 self.samples.setdefault(spot_of(kernel, shape), Sample(kernel, make, inputs))
-            return launch(*inputs)
+            return [mx.random.normal(shape).astype(dtype) for shape, dtype in launch.outputs]
 
-        return call
+        return call if own else launch
 
 
 def _depends(make: Callable[[], Launch], launch: Launch, kernel: str, shape: str) -> bool:
@@ -146,16 +162,16 @@ def _others(make: Callable[[], Launch], launch: Launch, spot: str, kernel: str, 
 
 
 class TrialExperts:
-    """Routed experts of random weights for one layer at a time, as many as a token uses."""
+    """Routed experts of random weights for one layer, as many as a token uses; all of them are, by every token."""
 
     def __init__(self, record: Record, count: int):
         self.count = count
         self.records = random_records(record, count)
 
     def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
-        slots = mx.broadcast_to(mx.arange(self.count, dtype=mx.uint32), (len(x), self.count))
+        slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
-            return expert_ffn(x, slots + 0, self.records, routing.weights, residual, shared)
+            return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
         dequantized_records(self.records, slots[0] + 0, x.dtype)
         return residual
 
@@ -166,75 +182,54 @@ class TrialExperts:
         return False
 
 
-def samples(
-    args: ModelArgs, layout: ExpertLayout, quant_of: QuantOf, dtype: mx.Dtype, report: Report = unheard
-) -> Iterator[tuple[str, Sample]]:
-    """Every spot that the model's layers and head have, each with its launch, in turn.
-
-    What a layer holds is let go before the next one is made. `report` is told what share of all has been given.
-    """
+def samples(shapes: Shapes) -> dict[str, Sample]:
+    """Every spot that the model's layers and head have, each with its launch: those of a single token first."""
     listening = Listening()
-    parts = [*_layers(args, layout, quant_of, dtype), lambda: _head(args, quant_of, dtype)]
-    for i, part in enumerate(parts):
-        before = set(listening.samples)
-        module, caches = part()
-        for tokens in TOKENS:
-            x = mx.random.normal((1, tokens, args.hidden_size)).astype(dtype)
+    parts = [*_layers(shapes), _head(shapes)]
+    for tokens in TOKENS:
+        for part in parts:
+            x = mx.random.normal((1, tokens, shapes.args.hidden_size)).astype(shapes.dtype)
             with using(listening):
-                mx.eval(module(x) if caches is None else module(x, caches()))
-        del module
-        new = [spot for spot in listening.samples if spot not in before]
-        for j, spot in enumerate(new):
-            report((i + j / len(new)) / len(parts))
-            sample = listening.samples[spot]
-            mx.eval(sample.inputs)
-            yield spot, sample
-            sample.inputs = ()
+                part(x)
+    return listening.samples
 
 
-def _layers(args: ModelArgs, layout: ExpertLayout, quant_of: QuantOf, dtype: mx.Dtype) -> list[Callable[[], Any]]:
-    """Makers of one layer of each kind, with what makes its cache."""
-    kinds: dict[Any, int] = {}
+def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
+    """One layer of each kind, for a text that begins."""
+    args, records = shapes.args, shapes.layout.records
+    kinds = dict[Any, int]()
     for i, mixer in enumerate(args.mixers):
-        kinds.setdefault((mixer, layout.records.get(i)), i)
-
-    def maker(i: int) -> Callable[[], Any]:
-        def make() -> Any:
-            record = layout.records.get(i)
-            experts = None if record is None else TrialExperts(record, args.num_experts_per_tok)
-            layer = DecoderLayer(args, i, cast(Any, experts), False)
-            randomise(layer, f"model.layers.{i}.", quant_of, dtype)
-            return layer, lambda: make_cache(args.mixers[i])
-
-        return make
-
-    return [maker(i) for i in kinds.values()]
+        kinds.setdefault((mixer, records.get(i)), i)
+    for i in kinds.values():
+        experts = TrialExperts(records[i], args.num_experts_per_tok) if i in records else None
+        layer = DecoderLayer(args, i, cast(Any, experts), False)
+        randomise(layer, f"model.layers.{i}.", shapes)
+        yield lambda x, layer=layer, mixer=args.mixers[i]: layer(x, make_cache(mixer))  # type: ignore[misc]
 
 
-def _head(args: ModelArgs, quant_of: QuantOf, dtype: mx.Dtype) -> Any:
+def _head(shapes: Shapes) -> Callable[[mx.array], object]:
     """The last matrix, of which only single tokens and a few are asked."""
-    matrix = Linear(args.hidden_size, args.vocab_size)
-    fill_randomly(matrix, quant_of("lm_head", args.hidden_size), dtype)
-    return lambda x: matrix(x[:, :MAX_TOKENS]), None
+    matrix = Linear(shapes.args.hidden_size, shapes.args.vocab_size)
+    fill_randomly(matrix, shapes.quants.get("lm_head"), shapes.dtype)
+    return lambda x: matrix(x[:, :MAX_TOKENS])
 
 
 # ---- random weights
 
 
-def randomise(module: nn.Module, path: str, quant_of: QuantOf, dtype: mx.Dtype) -> None:
+def randomise(module: nn.Module, path: str, shapes: Shapes) -> None:
     """Gives every parameter of `module`, which the model has at `path`, random values of a trained model's size."""
     matrices = {name: part for name, part in module.named_modules() if isinstance(part, Weight)}
     for name, matrix in matrices.items():
-        kept = mx.float32 if f".{name}".endswith(ROUTERS) else dtype
-        fill_randomly(matrix, quant_of(path + name, matrix.shape[-1]), kept)
+        kept = mx.float32 if f".{name}".endswith(ROUTERS) else shapes.dtype
+        fill_randomly(matrix, shapes.quants.get(path + name), kept)
     for name, value in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
         owner, _, leaf = name.rpartition(".")
         if owner not in matrices:
-            kept = mx.float32 if leaf in KEPT_FLOAT32 else dtype
+            kept = mx.float32 if leaf in KEPT_FLOAT32 else shapes.dtype
             values = mx.random.normal(value.shape) * 0.1 + (leaf == "weight")
             setattr(_part(module, owner), leaf, values.astype(kept))
     arrange(cast(Any, module))
-    mx.eval(module.parameters())
 
 
 def _part(module: nn.Module, path: str) -> Any:
@@ -279,9 +274,7 @@ def random_records(record: Record, count: int) -> Records:
         made = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
         parts += [part.reshape(count, -1).view(mx.uint32) for part in made]
     parts.append(mx.zeros((count, (record.stride - record.size) // 4), mx.uint32))
-    blob = mx.concatenate(parts, axis=1)
-    mx.eval(blob)
-    return Records(blob, record)
+    return Records(mx.concatenate(parts, axis=1), record)
 
 
 # ---- one launch under the clock
@@ -296,6 +289,7 @@ class Trial:
 
     def __init__(self, spot: str, sample: Sample):
         self._spot, self._sample = spot, sample
+        mx.eval(sample.inputs)
         self.wanted = self._launch(None)(*sample.inputs)
         mx.eval(self.wanted)
 
@@ -321,10 +315,14 @@ class Trial:
 
 
 class Bench(Trial):
-    """A trial under the clock, with several copies of its matrices: none is in a cache when its turn comes again."""
+    """A trial under the clock, with several copies of its matrices: none is in a cache when its turn comes again.
 
-    def __init__(self, spot: str, sample: Sample):
+    `turn` is entered by who measures.
+    """
+
+    def __init__(self, spot: str, sample: Sample, turn: AbstractContextManager[Any]):
         super().__init__(spot, sample)
+        self._turn = turn
         large = [part.nbytes >= LARGE for part in sample.inputs]
         nbytes = sum(part.nbytes for part, is_large in zip(sample.inputs, large, strict=True) if is_large)
         count = min(max(2, -(-SPREAD_BYTES // nbytes)), 64) if nbytes else 1
@@ -334,13 +332,14 @@ class Bench(Trial):
             self._copies.append(tuple(part * 1 if is_large else part for part, is_large in parts))
         mx.eval(self._copies)
         self._next = _follows(self.wanted, sample.inputs)
-        self._count = self._enough()
+        self._count, self._cover = self._enough()
 
     def seconds(self, tile: Tile) -> float:
-        """A chain of launches with `tile`, each of which waits for the one before it."""
-        cover = self._count * ENCODING
-        alone = _timed([busy(cover)])
-        return max(_timed(self._chain(tile, self._count, busy(cover))) - alone, 1e-9)
+        """Of a launch with `tile`, in a chain in which each waits for the one before it."""
+        with self._turn:
+            alone = _timed([busy(self._cover)])
+            whole = _timed(self._chain(tile, self._count, busy(self._cover)))
+        return max(whole - alone, 1e-9) / self._count
 
     def _chain(self, tile: Tile | None, count: int, start: mx.array) -> list[mx.array]:
         """What is evaluated: small parts of outputs, so that the outputs themselves need not be in memory together."""
@@ -355,12 +354,14 @@ class Bench(Trial):
                 ends.append(last.reshape(-1)[:1] * 1)
         return [start, *ends] if last is None or at is None else [last]
 
-    def _enough(self) -> int:
-        """Launches that take long enough to be measured."""
+    def _enough(self) -> tuple[int, float]:
+        """Launches that take long enough to be measured, and seconds in which MLX has encoded them."""
         start = mx.zeros((1,))
         mx.eval(self._chain(None, 4, start))
-        each = min(_timed(self._chain(None, 16, start)) for _ in range(2)) / 16
-        return int(min(max(LEAST_SECONDS / each, 8), LAUNCHES))
+        with self._turn:
+            each = min(_timed(self._chain(None, 16, start)) for _ in range(3)) / 16
+        count = int(min(max(LEAST_SECONDS / each, 8), LAUNCHES))
+        return count, 1.5 * count * each + 1e-3
 
 
 def _follows(outputs: Sequence[mx.array], inputs: Sequence[mx.array]) -> int | None:
@@ -413,23 +414,52 @@ def busy(least: float) -> mx.array:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found for one spot: the code's tile, the best one, and how much faster that is."""
+    """What was found for one spot: the code's tile, the best one, how much faster that is, and how long it takes."""
 
     spot: str
     code: Tile
     best: Tile
     gain: float
+    seconds: float
 
 
-def tune(found: Iterable[tuple[str, Sample]], bench: Callable[[str, Sample], Any] = Bench) -> Iterator[Result]:
-    """Searches every spot in turn."""
-    target = backend.name()
-    for spot, sample in found:
-        code, trial = TILES[target][sample.kernel], bench(spot, sample)
+def tune(spots: Iterable[str], found: Mapping[str, Sample], bench: Callable[[str, Sample], Any]) -> Iterator[Result]:
+    """Searches `spots` in turn, whose launches are `found`."""
+    for spot in spots:
+        sample = found[spot]
+        code, trial = TILES[backend.name()][sample.kernel], bench(spot, sample)
         best, gain = search(code, trial.around, trial.is_right, trial.seconds)
-        yield Result(spot, code, best, gain)
+        yield Result(spot, code, best, gain, trial.seconds(best))
+        sample.inputs = ()
 
 
 def kept(results: Iterable[Result]) -> Mapping[str, Tile]:
     """The tiles that are not the code's, by spot."""
     return {one.spot: one.best for one in results if one.best != one.code}
+
+
+@contextmanager
+def crew(shapes: Shapes, spots: Sequence[str]) -> Iterator[Iterator[Result]]:
+    """Gives the results of a search of `spots` by several processes, as they come; what is not begun ends with it."""
+    context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork
+    most = 1 if backend.name() == "metal" else min(PROCESSES, (os.cpu_count() or 2) // 2)
+    count = max(1, min(most, machine_figures().memory // PROCESS_BYTES))
+    given = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=given)
+    try:
+        pending = [pool.submit(_search, spot) for spot in spots]
+        yield (future.result() for future in as_completed(pending))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_work: dict[str, Any] = {}  # of a process of the crew
+
+
+def _begin(args: ModelArgs, layout: ExpertLayout, quants: Mapping[str, Quant | None], dtype: str, turn: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    _work.update(found=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
+
+
+def _search(spot: str) -> Result:
+    return next(tune([spot], _work["found"], functools.partial(Bench, turn=_work["turn"])))
