@@ -164,6 +164,8 @@ def load_named(options: argparse.Namespace, model: str | Path | None) -> Engine:
     if engine.plan.shortened:
         note(engine.plan.shortened)
     if options.verbose:
+        if engine.model.tiles.found:
+            note(f"tiles: {len(engine.model.tiles.found)} that moeflux tune found on this GPU")
         note(engine.plan.prompts)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     for line in idle_options(options, engine.experts.mode):

@@ -220,6 +220,29 @@ def test_a_choice_reaches_launches_and_ends_with_its_block(host):
     assert b.shape == s.shape
 
 
+# ---- the processes
+
+
+def test_a_process_of_the_crew_searches_what_it_is_told(host, monkeypatch):
+    monkeypatch.setattr(tuning.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(tuning, "Bench", lambda spot, sample, turn: Bench(spot, sample))
+    shapes = tiny_shapes()
+    tuning._begin(shapes.args, shapes.layout, shapes.quants, "bfloat16", nullcontext())
+    spot = "expert_gate_up 64x128 4 bits, group_size 64, mode affine, bfloat16"
+    assert tuning._search(spot).gain == pytest.approx(2)
+    tuning._work.clear()
+
+
+def test_what_fails_in_a_process_of_the_crew_is_heard_here(monkeypatch):
+    """Without a GPU there is nothing to be found, so the process does not know the name."""
+    monkeypatch.setattr(tuning, "PROCESSES", 1)
+    with (
+        pytest.raises(KeyError, match="nothing of that name"),
+        tuning.crew(tiny_shapes(), ["nothing of that name"]) as coming,
+    ):
+        list(coming)
+
+
 # ---- the command
 
 
