@@ -143,9 +143,14 @@ class Listening(Tiles):
         def call(*inputs: mx.array) -> list[mx.array]:
             for kernel, shape in own:
                 self.samples.setdefault(spot_of(kernel, shape), Sample(kernel, make, inputs))
-            return [mx.random.normal(shape).astype(dtype) for shape, dtype in launch.outputs]
+            return [_noise(shape, dtype) for shape, dtype in launch.outputs]
 
         return call if own else launch
+
+
+def _noise(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Numbers such as activations are; indices are 0, which any array has."""
+    return mx.random.normal(shape).astype(dtype) if mx.issubdtype(dtype, mx.floating) else mx.zeros(shape, dtype)
 
 
 def _depends(make: Callable[[], Launch], launch: Launch, kernel: str, shape: str) -> bool:
