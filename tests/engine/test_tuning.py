@@ -17,9 +17,11 @@ from moeflux_mlx.cli import tuning as screen
 from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.engine import tuning
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.formats.record import ExpertLayout, Record
 from moeflux_mlx.model.tensors import needed, stored_as
-from moeflux_mlx.ops import backend, linear
+from moeflux_mlx.ops import backend, experts, linear
+from moeflux_mlx.ops.experts import Records, expert_ffn
+from moeflux_mlx.ops.forms import form_of
 from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, using
 from moeflux_mlx.spec import ModelArgs, variants
 
@@ -218,6 +220,30 @@ def test_a_choice_reaches_launches_and_ends_with_its_block(host):
         assert rows() == 8
     assert rows() == before != 8
     assert b.shape == s.shape
+
+
+def test_bits_under_one_choice_do_not_depend_on_where_records_lie(host):
+    """A resident layer is read by id, a streamed one by slot."""
+    record = Record.make(128, 64)
+    whole = tuning.random_records(record, 4)
+    pool = Records(mx.take(whole.blob, mx.array([2, 0]), axis=0), record)
+    x, residual = (mx.random.normal((1, 128)).astype(mx.bfloat16) for _ in range(2))
+    weights, form = mx.array([[0.7, 0.2]]), form_of(record.gate)
+    others = {
+        f"expert_gate_up 64x128 {form}": Tile(rows=1, lanes=2, simdgroups=1),
+        f"expert_down_combine 128x64 {form}": Tile(rows=2, lanes=2),
+    }
+
+    def outputs():
+        both = (whole, [[2, 0]]), (pool, [[0, 1]])
+        return [expert_ffn(x, mx.array(slots, mx.uint32), at, weights, residual, None) for at, slots in both]
+
+    code = outputs()[0]
+    with using(Tiles(others)):
+        by_id, by_slot = outputs()
+        launch = experts._plan_gate_up("metal", x.shape, x.dtype, whole.blob.shape, (1, 2), record)
+    assert (launch.template["R"], launch.template["L"]) == (1, 2), "the other tiles are used"
+    assert mx.array_equal(by_id, by_slot) and tuning.difference(by_id, code) < 1e-2
 
 
 # ---- the processes
