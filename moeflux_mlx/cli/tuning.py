@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -45,18 +44,14 @@ def find(options: argparse.Namespace, file: Path) -> None:
     """Searches every kernel at the shapes of the options' model, and keeps what is faster at once."""
     if options.minutes <= 0:
         raise RequestError(f"--minutes is {options.minutes}; it must be positive")
-    end = time.monotonic() + 60 * options.minutes
     shapes = shapes_of(options)
     spots, results = list(samples(shapes)), list[Result]()
-    bar = tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty())
-    with bar, crew(shapes, spots) as coming:
-        for result in coming:
+    with tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar:
+        for result in crew(shapes, spots, 60 * options.minutes):
             results.append(result)
             keep(file, kept([result]), [result.spot])
             tqdm.write(line_of(result), file=sys.stdout)
             bar.update()
-            if time.monotonic() > end:
-                break
     if len(results) < len(spots):
         print(f"{len(spots) - len(results)} were not tried: the time was over; --minutes gives more")
     print(f"{len(kept(results))} of {len(results)} kernels and shapes have faster tiles on {gpu_name()}; see {file}")

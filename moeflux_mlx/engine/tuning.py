@@ -13,9 +13,10 @@ import os
 import signal
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -443,19 +444,22 @@ def kept(results: Iterable[Result]) -> Mapping[str, Tile]:
     return {one.spot: one.best for one in results if one.best != one.code}
 
 
-@contextmanager
-def crew(shapes: Shapes, spots: Sequence[str]) -> Iterator[Iterator[Result]]:
-    """Gives the results of a search of `spots` by several processes, as they come; what is not begun ends with it."""
+def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Iterator[Result]:
+    """The results of a search of `spots` by several processes, as they come; after `seconds` no other is begun."""
+    end = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork
     most = 1 if backend.name() == "metal" else min(PROCESSES, (os.cpu_count() or 2) // 2)
     count = max(1, min(most, machine_figures().memory // PROCESS_BYTES))
     given = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=given)
-    try:
-        pending = [pool.submit(_search, spot) for spot in spots]
-        yield (future.result() for future in as_completed(pending))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    waiting, running = deque(spots), set[Future[Result]]()
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=given) as pool:
+        while True:
+            while waiting and len(running) < count and time.monotonic() < end:
+                running.add(pool.submit(_search, waiting.popleft()))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
 
 
 _work: dict[str, Any] = {}  # of a process of the crew

@@ -2,7 +2,9 @@
 
 from argparse import Namespace
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import goldens
 import mlx.core as mx
@@ -262,11 +264,37 @@ def test_a_process_of_the_crew_searches_what_it_is_told(host, monkeypatch):
 def test_what_fails_in_a_process_of_the_crew_is_heard_here(monkeypatch):
     """Without a GPU there is nothing to be found, so the process does not know the name."""
     monkeypatch.setattr(tuning, "PROCESSES", 1)
-    with (
-        pytest.raises(KeyError, match="nothing of that name"),
-        tuning.crew(tiny_shapes(), ["nothing of that name"]) as coming,
-    ):
-        list(coming)
+    with pytest.raises(KeyError, match="nothing of that name"):
+        list(tuning.crew(tiny_shapes(), ["nothing of that name"], 60))
+
+
+class Pool:
+    """Every task takes a second, and is done when it is looked at."""
+
+    now = 0.0
+
+    def __init__(self, *given, **named):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, call, spot):
+        Pool.now += 1
+        future = Future()
+        future.set_result(spot)
+        return future
+
+
+@pytest.mark.parametrize("seconds, done", [(2, ["a", "b"]), (60, ["a", "b", "c", "d"]), (0, [])])
+def test_nothing_is_begun_when_the_time_is_over(monkeypatch, seconds, done):
+    monkeypatch.setattr(Pool, "now", 0.0)
+    monkeypatch.setattr(tuning, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: Pool.now))
+    assert sorted(tuning.crew(tiny_shapes(), ["a", "b", "c", "d"], seconds)) == done
 
 
 # ---- the command
@@ -294,10 +322,9 @@ class Bench:
         return 1 / tile.rows
 
 
-@contextmanager
-def alone(shapes, spots):
+def alone(shapes, spots, seconds):
     """This process in place of several."""
-    yield tuning.tune(spots, tuning.samples(shapes), Bench)
+    return tuning.tune(spots, tuning.samples(shapes), Bench)
 
 
 def test_what_is_found_is_kept_shown_used_and_forgotten(host, cached, monkeypatch, capsys):
