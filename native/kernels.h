@@ -673,7 +673,7 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
 }
 
 static const Path FN(path) = {
-    FN(path_name), W, FN(pack), FN(rows), FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
+    FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
     FN(rms_norm), FN(rope), FN(attend), FN(delta), FN(conv), FN(fold),
     NULL, NULL,
 };

@@ -79,6 +79,7 @@ typedef struct {
     ptrdiff_t width;
     void (*pack)(const float *, float *, ptrdiff_t);
     void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    ptrdiff_t (*plane_floats)(const Matrix *); /* what an activation row takes in planes of bytes, 0: it is in blocks */
     void (*pack_blocks)(const Matrix *, const float *, float *);
     void (*rows_of_blocks)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     void (*dense_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
@@ -130,11 +131,19 @@ static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #define W 16
 #include "kernels.h"
 #include "vnni.h"
+#define PATH avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma")))
+#define W 16
+#include "planes.h"
 #define PATH avx2
 #define path_name_avx2 "avx2"
 #define TARGET __attribute__((target("avx2,fma")))
 #define W 8
 #include "kernels.h"
+#define PATH avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define W 8
+#include "planes.h"
 #endif
 #define PATH portable
 #define path_name_portable "portable"
@@ -154,12 +163,18 @@ static void find_paths(void) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    static Path vnni;
+    static Path vnni, in_bytes;
     vnni = path_avx512;
     vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows;
+    if (__builtin_cpu_supports("avx512vbmi"))
+        vnni.plane_floats = plane_floats_avx512, vnni.pack_blocks = pack_any_avx512,
+        vnni.rows_of_blocks = rows_of_any_avx512;
+    in_bytes = path_avx2;
+    in_bytes.plane_floats = plane_floats_avx2, in_bytes.pack_blocks = pack_any_avx2;
+    in_bytes.rows_of_blocks = rows_of_any_avx2;
     if (avx512 && __builtin_cpu_supports("avx512vnni")) paths[usable_paths++] = &vnni;
     if (avx512) paths[usable_paths++] = &path_avx512;
-    if (avx2) paths[usable_paths++] = &path_avx2;
+    if (avx2) paths[usable_paths++] = &in_bytes;
 #endif
     paths[usable_paths++] = &path_portable;
     path = paths[0];
@@ -329,6 +344,7 @@ static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch
 
 /* Floats of an activation row that is packed for `m`. */
 static ptrdiff_t packed_floats(const Path *p, const Matrix *m) {
+    if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
     ptrdiff_t codes = m->is_mx || m->is_plain ? 8 : BLOCK_CODES(m->bits);
     return chunks_of(m->in / codes, p->width) * (codes + 1) * p->width;
 }

@@ -5,6 +5,7 @@ number of threads, the slots an expert sits in, or the values of other rows in t
 (a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
 One thing about the other rows does count: with AVX-512 VNNI, a call that has a single row multiplies
 4-bit weights in groups of 64 in integers, as exactly, but not with the bits that the row has among several.
+Other forms are multiplied in integers, where that is faster, whatever the number of rows.
 Calls release the GIL and may come from several threads; they take turns. The thread team is as large
 as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
 
