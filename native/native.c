@@ -166,9 +166,10 @@ static void find_paths(void) {
     static Path vnni, in_bytes;
     vnni = path_avx512;
     vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows;
-    if (__builtin_cpu_supports("avx512vbmi"))
-        vnni.plane_floats = plane_floats_avx512, vnni.pack_blocks = pack_any_avx512,
+    if (__builtin_cpu_supports("avx512vbmi")) {
+        vnni.plane_floats = plane_floats_avx512, vnni.pack_blocks = pack_any_avx512;
         vnni.rows_of_blocks = rows_of_any_avx512;
+    }
     in_bytes = path_avx2;
     in_bytes.plane_floats = plane_floats_avx2, in_bytes.pack_blocks = pack_any_avx2;
     in_bytes.rows_of_blocks = rows_of_any_avx2;

@@ -195,18 +195,20 @@ static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) 
 
 /* Up to W scales or biases from `first`, then zeros: what they multiply is zero too. */
 INLINE vf FN(table)(const void *all, ptrdiff_t first, ptrdiff_t n, const Kind kind) {
-    typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(1), may_alias));
-    char few[4 * W];
     const char *from = (const char *)all + first * unit_of(kind);
-    if (n < W) from = memcpy(memset(few, 0, sizeof few), from, (size_t)(n * unit_of(kind)));
-    if (kind == BF16) return FN(decoded)(__builtin_convertvector(*(const vh *)from, vu), BF16);
-    if (kind == F16) return FN(decoded)(__builtin_convertvector(*(const vh *)from, vu), F16);
 #if W == 16
-    if (kind == E8M0) return FN(decoded)((vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)), E8M0);
+    const __mmask16 some = (__mmask16)(n < 16 ? (1 << n) - 1 : 0xFFFF);
+    if (kind == F32) return (vf)_mm512_maskz_loadu_ps(some, from);
+    if (kind == E8M0) return FN(decoded)((vu)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, from)), E8M0);
+    const vu bits = (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
 #else
+    char few[32] = {0};
+    if (n < 8) from = memcpy(few, from, (size_t)(n * unit_of(kind)));
+    if (kind == F32) return *(const vf *)from;
     if (kind == E8M0) return FN(decoded)((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)), E8M0);
+    const vu bits = (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
 #endif
-    return *(const vf *)from;
+    return kind == BF16 ? FN(decoded)(bits, BF16) : FN(decoded)(bits, F16);
 }
 
 /* Rows r..r+R-1 (those below r1) against T activations. */
