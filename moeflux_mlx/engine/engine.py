@@ -32,7 +32,7 @@ from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import Breath, Demand, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
 from .lead import Lead, LeadSession
 from .locate import resolve
-from .machine import default_dtype, machine_figures
+from .machine import activation_bits, default_dtype, machine_figures
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
 from .weights import Weights, open_weights
@@ -79,7 +79,7 @@ class Engine:
         Raises:
             ModelFileError: a file cannot be read any more.
         """
-        return self.weights.fingerprint(self.model.activation_dtype)
+        return self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
@@ -93,6 +93,7 @@ def open_engine(
     path_or_hf_repo: str | Path | None = None,
     *,
     dtype: mx.Dtype | None = None,
+    cpu_activations: int | str = "auto",
     expert_io: str = "auto",
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
@@ -113,6 +114,7 @@ def open_engine(
     weights.check_mode(mode)
     if ranks is not None:
         mode = io_mode(mode, weights)
+    bits = activation_bits(cpu_activations, dtype)
     args, dtype = weights.args, dtype or default_dtype()
     demand = demand_of(
         args,
@@ -134,16 +136,17 @@ def open_engine(
 
     if ranks is None:
         plan = planned(weights.experts.layout, demand)
-        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
-    party, plan = meet(ranks, weights, dtype, demand, planned)
+        return _loaded(weights, plan, dtype, bits, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
+    party, plan = meet(ranks, weights, dtype, bits, demand, planned)
     with party.loading(weights.experts.layout.total_bytes):
-        return _loaded(weights, plan, dtype, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
+        return _loaded(weights, plan, dtype, bits, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
 
 
 def _loaded(
     weights: Weights,
     plan: MemoryPlan,
     dtype: mx.Dtype,
+    bits: int,
     computing: Callable[[ExpertLoader], RoutedExperts | RankedExperts],
     progress: Progress | None,
 ) -> Engine:
@@ -151,7 +154,7 @@ def _loaded(
     args = weights.args
     experts = open_experts(weights.experts, args, plan, progress)
     try:
-        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes)
+        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes, bits)
         fill(model, weights.read(), args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
@@ -231,6 +234,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         path_or_hf_repo: a directory made by `convert`, or a checkpoint that MLX quantised; a Hugging Face repo id
             that holds a packed model; or None for the demo model that ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
+        cpu_activations: bits to which the CPU's products with quantised weights round activations, in each group of
+            weights: 8, 16, 24 (as exact as float32), or "auto": 24 where `dtype` is given, else 8. Where MLX
+            computes it has no effect.
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.

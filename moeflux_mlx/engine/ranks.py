@@ -100,6 +100,7 @@ def meet(
     ranks: Ranks,
     weights: Weights,
     dtype: mx.Dtype,
+    bits: int,
     demand: Demand,
     plan: Callable[[ExpertLayout, Demand], MemoryPlan],
 ) -> tuple[Party, MemoryPlan]:
@@ -119,6 +120,7 @@ def meet(
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),
+            activations=bits,
             context=planned.context,
             span=planned.sizes.span,
             block=planned.sizes.block,

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
-from ..ops import backend
+from ..ops import backend, native
 from ..ops.backend import Array
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
@@ -117,10 +117,12 @@ class Model(nn.Module):
         experts: who reads and computes routed experts; None for a model that is made for its shapes only.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
         sizes: how prompts are cut.
+        cpu_activations: bits to which the native products round activations.
 
     Attributes:
         args: the hyper-parameters.
         sizes: how prompts are cut.
+        cpu_activations: as given.
         experts: the source of routed experts, an `ExpertLoader`.
     """
 
@@ -130,9 +132,10 @@ class Model(nn.Module):
         experts: RoutedExpertsCall | None,
         split_latent: bool = False,
         sizes: PromptSizes = PromptSizes(),  # noqa: B008
+        cpu_activations: int = native.EXACT,
     ):
         super().__init__()
-        self.args, self.sizes = args, sizes
+        self.args, self.sizes, self.cpu_activations = args, sizes, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
@@ -181,7 +184,8 @@ class Model(nn.Module):
     def _turn(self, tokens: mx.array, cache: list[Cache]) -> Iterator[bool]:
         """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
         count = getattr(tokens, "size", 0)  # `_check` may still refuse them
-        with nullcontext(False) if self.experts is None else self.experts.turn(count) as shared:
+        turn = nullcontext(False) if self.experts is None else self.experts.turn(count)
+        with native.activations(self.cpu_activations), turn as shared:
             self._check(tokens, cache)
             yield shared
 

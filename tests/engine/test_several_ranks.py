@@ -127,6 +127,7 @@ def test_a_chat_of_several_answers(tmp_path, model):
     "options, said",
     [
         (("--dtype", "bfloat16"), "rank 1 has another dtype than rank 0"),
+        (("--cpu-activations", "16"), "rank 1 has another activations than rank 0"),
         (("--context", "777"), "rank 1 has another context than rank 0 (777"),
         (("--rank-share", "0"), "rank 1 asks for a share of 0"),
         (("--expert-io", "resident"), "rank 1 is gone"),
