@@ -6,10 +6,13 @@
  * slots, or what other rows hold. With rounded activations it depends on neither of the two.
  * The documented face is native.py.
  */
+#ifndef KERNELS_ALONE /* as tests run them on an emulated processor, which has no Python */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#endif
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,6 +32,11 @@
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #endif
 
 #include "team.h"
@@ -155,6 +163,17 @@ static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #define DPBUSD 1 /* who multiplies bytes in rounded.h */
 #define MADDUBS 2
 #define SDOT 3
+#define USDOT 4
+/* Some compilers know an instruction set's intrinsics only where the whole file may use it. */
+#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10
+#define ANY_TARGET 1
+#endif
+#if defined(__aarch64__) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_DOTPROD))
+#define DOTPROD 1
+#endif
+#if defined(DOTPROD) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_MATMUL_INT8))
+#define I8MM 1
+#endif
 
 #if defined(__x86_64__)
 #define PATH avx512
@@ -183,10 +202,41 @@ static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #define W 4
 #include "kernels.h"
 
+#if defined(DOTPROD)
+#define PATH sdot
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#define DOT SDOT
+#include "rounded.h"
+#endif
+#if defined(I8MM)
+#define PATH usdot
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#define DOT USDOT
+#include "rounded.h"
+#endif
+
 /* Fastest first; `usable_paths` of them run on this processor. */
-static const Path *paths[4];
+static const Path *paths[4]; /* x86-64 has the most */
 static int usable_paths;
 static const Path *path;
+
+#if defined(DOTPROD)
+/* Whether the processor has a feature: its number in Linux's hwcaps, the second word from 64 on. */
+enum { DOTPROD_BIT = 20, I8MM_BIT = 64 + 13 };
+
+static int arm_has(int bit) {
+#if defined(__linux__)
+    return (int)(getauxval(bit < 64 ? AT_HWCAP : AT_HWCAP2) >> bit % 64 & 1);
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    const char *name = bit == I8MM_BIT ? "hw.optional.arm.FEAT_I8MM" : "hw.optional.arm.FEAT_DotProd";
+    return !sysctlbyname(name, &found, &size, NULL, 0) && found;
+#else
+    return 0;
+#endif
+}
+#endif
 
 static void find_paths(void) {
     usable_paths = 0;
@@ -203,10 +253,23 @@ static void find_paths(void) {
     if (avx512) paths[usable_paths++] = &path_avx512;
     if (avx2) paths[usable_paths++] = &path_avx2;
 #endif
+#if defined(DOTPROD)
+    static Path dotprod;
+    dotprod = path_portable;
+    dotprod.name = "dotprod", dotprod.rounded = &rounded_sdot;
+#if defined(I8MM)
+    static Path i8mm;
+    i8mm = path_portable;
+    i8mm.name = "i8mm", i8mm.rounded = &rounded_usdot;
+    if (arm_has(I8MM_BIT)) paths[usable_paths++] = &i8mm;
+#endif
+    if (arm_has(DOTPROD_BIT)) paths[usable_paths++] = &dotprod;
+#endif
     paths[usable_paths++] = &path_portable;
     path = paths[0];
 }
 
+#ifndef KERNELS_ALONE
 /* ---- arguments ---------------------------------------------------------------------------- */
 
 typedef enum { FLOATS, WORDS, INTEGERS, SCALES } Wanted;
@@ -1249,3 +1312,4 @@ PyMODINIT_FUNC PyInit__native(void) {
     pthread_atfork(NULL, NULL, team_after_fork);
     return PyModule_Create(&module);
 }
+#endif

@@ -3,7 +3,7 @@
  * native.c includes this file after defining
  *   PATH    suffix of every name made here
  *   TARGET  function attribute that switches the instruction set on
- *   DOT     DPBUSD, MADDUBS or SDOT: who multiplies bytes
+ *   DOT     DPBUSD, MADDUBS, SDOT or USDOT: who multiplies bytes
  *
  * In each of the matrix's groups the activations are integers times one float, the factor: one signed byte (a plane)
  * each, or two, the low one first. Their products with a group's codes are summed without rounding. What is rounded is
@@ -36,7 +36,7 @@ typedef uint64_t FN(b32) __attribute__((vector_size(32), aligned(1), may_alias))
 
 /* ---- what an instruction set does ---- */
 
-#if DOT == SDOT
+#if DOT == SDOT || DOT == USDOT
 INLINE f8 FN(fma8)(f8 a, f8 b, f8 c) {
     float32x4_t low = vfmaq_f32(vld1q_f32((float *)&c), vld1q_f32((float *)&a), vld1q_f32((float *)&b));
     float32x4_t high = vfmaq_f32(vld1q_f32((float *)&c + 4), vld1q_f32((float *)&a + 4), vld1q_f32((float *)&b + 4));
@@ -48,8 +48,13 @@ INLINE f8 FN(fma8)(f8 a, f8 b, f8 c) {
 INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
     const int8_t *c = (const int8_t *)&codes, *v = (const int8_t *)&x;
     int32_t *a = (int32_t *)&acc;
+#if DOT == SDOT
     int32x4_t low = vdotq_s32(vld1q_s32(a), vld1q_s8(c), vld1q_s8(v));
     int32x4_t high = vdotq_s32(vld1q_s32(a + 4), vld1q_s8(c + 16), vld1q_s8(v + 16));
+#else
+    int32x4_t low = vusdotq_s32(vld1q_s32(a), vld1q_u8((const uint8_t *)c), vld1q_s8(v));
+    int32x4_t high = vusdotq_s32(vld1q_s32(a + 4), vld1q_u8((const uint8_t *)c + 16), vld1q_s8(v + 16));
+#endif
     vst1q_s32(a, low), vst1q_s32(a + 4, high);
     return acc;
 }
@@ -104,7 +109,7 @@ INLINE b32 FN(e2m1)(b32 codes) {
 
 /* The same for codes of BITS: MADDUBS and SDOT take bytes of 8 bits in two halves, so that nothing overflows. */
 INLINE i8 FN(dot_of)(i8 acc, b32 codes, b32 x, const int BITS) {
-    if (BITS <= 4 || DOT == DPBUSD) return FN(dot)(acc, codes, x);
+    if (BITS <= 4 || DOT == DPBUSD || DOT == USDOT) return FN(dot)(acc, codes, x);
     return FN(dot)(acc, codes & NIBBLES, x) + (FN(dot)((i8){0}, codes >> 4 & NIBBLES, x) << 4);
 }
 

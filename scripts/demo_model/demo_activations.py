@@ -13,13 +13,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
 
-import demo_widths
-import goldens
-import mlx.core as mx
-import numpy as np
+import demo_widths  # noqa: E402
+import goldens  # noqa: E402
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
 
-from moeflux_mlx import load, load_model
-from moeflux_mlx.convert import convert
+from moeflux_mlx import load, load_model  # noqa: E402
+from moeflux_mlx.convert import convert  # noqa: E402
 
 TINY_TOKENS = (4, 128)  # rows, and tokens of each
 

@@ -1,14 +1,20 @@
-"""Products with rounded activations: within what rounding allows of float64, and the same bits however they are made."""
+"""Products with rounded activations: within what rounding allows of float64; the same bits however they are made."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ops.test_forms import Experts, Stored
 
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import native
 from moeflux_mlx.quant import Quant
-from ops.test_forms import Experts, Stored
 
 PATHS = [path for path in native.instruction_paths() if path != "portable"] if native.available() else []
 pytestmark = pytest.mark.skipif(not PATHS, reason="no instruction set here has such products")
@@ -155,3 +161,27 @@ def test_other_bits_are_refused():
         native.linear(x, Quant(4, 64), *matrix.parts)
     with pytest.raises(ValueError, match="12 bits"), native.activations(12):
         native.expert_gate_up(x, np.zeros((2, 3 * 576), np.uint32), np.zeros((1, 2), np.int32), Record.make(64, 64))
+
+
+ZIG = [sys.executable, "-m", "ziglang", "cc"]
+ARM = [*ZIG, "-target", "aarch64-linux-musl", "-static"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang as a compiler")
+@pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="needs qemu-user, which emulates AArch64")
+def test_an_emulated_arm_has_the_same_bits(tmp_path):
+    """Both of its instruction sets, and clang's code here."""
+    source, flags = Path(__file__).with_name("rounded_bits.c"), ["-O2", "-std=gnu11", "-ffp-contract=fast", "-w"]
+
+    def digests(compiler, *runner):
+        subprocess.run([*compiler, *flags, source, "-o", tmp_path / "program", "-lm"], check=True)
+        done = subprocess.run([*runner, tmp_path / "program"], capture_output=True, text=True, check=True)
+        lines, paths = done.stdout.splitlines(), done.stderr.split()
+        each = len(lines) // len(paths)
+        assert all(lines[i * each : (i + 1) * each] == lines[:each] for i in range(len(paths))), paths
+        return lines[:each], paths
+
+    here, _ = digests([*ZIG, "-pthread"])
+    there, paths = digests(ARM, "qemu-aarch64")
+    assert paths == ["i8mm", "dotprod"] and there == here and len(set(here)) == 42
