@@ -25,7 +25,7 @@ REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",
     "dtype": "give all ranks the same --dtype",
-    "activations": "give all ranks the same --cpu-activations",
+    "rounding": "give all ranks the same --cpu-activations",
     "context": "give all ranks the same --context",
 }
 MAY_DIFFER = {"mlx": "MLX versions", "chip": "chips"}
@@ -37,7 +37,7 @@ class Settings:
 
     Args:
         package, mlx, chip, model, dtype: digests of names and versions.
-        activations: bits that the CPU's products leave of them.
+        rounding: bits that the CPU's products leave of activations.
         context: positions that memory is planned for.
         span, block: the longest that this rank has room for.
         shares_routing: whether rank 0's choice of experts was asked for.
@@ -48,7 +48,7 @@ class Settings:
     chip: int
     model: int
     dtype: int
-    activations: int
+    rounding: int
     context: int
     span: int
     block: int

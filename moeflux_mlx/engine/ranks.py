@@ -120,7 +120,7 @@ def meet(
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),
-            activations=bits,
+            rounding=bits,
             context=planned.context,
             span=planned.sizes.span,
             block=planned.sizes.block,

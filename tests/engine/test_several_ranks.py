@@ -127,7 +127,6 @@ def test_a_chat_of_several_answers(tmp_path, model):
     "options, said",
     [
         (("--dtype", "bfloat16"), "rank 1 has another dtype than rank 0"),
-        (("--cpu-activations", "16"), "rank 1 has another activations than rank 0"),
         (("--context", "777"), "rank 1 has another context than rank 0 (777"),
         (("--rank-share", "0"), "rank 1 asks for a share of 0"),
         (("--expert-io", "resident"), "rank 1 is gone"),
@@ -139,6 +138,12 @@ def test_what_differs_is_said_by_all(tmp_path, model, options, said):
     assert first[0] == second[0] == 1 and first[1] == second[1] == ""
     assert said in first[2] and first[2].count("error:") == second[2].count("error:") == 1
     assert "gone" in said or said in second[2]
+
+
+def test_another_rounding_is_refused(tmp_path, model):
+    plain = ("generate", "-m", "12", "--prompt", PROMPT, "--model", model)
+    for code, out, err in together(tmp_path, 2, *plain, options=[(), ("--cpu-activations", "16")]):
+        assert code == 1 and out == "" and "rank 1 has another rounding than rank 0; give all" in err
 
 
 def test_another_model_is_refused(tmp_path, model):
