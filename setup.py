@@ -13,7 +13,7 @@ FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=fast", "-Wno-psabi"]
 kernels = Extension(
     "moeflux_mlx.ops._native",
     sources=["native/native.c"],
-    depends=["native/kernels.h", "native/team.h", "native/vnni.h"],
+    depends=["native/kernels.h", "native/planes.h", "native/rounded.h", "native/team.h", "native/vnni.h"],
     extra_compile_args=FLAGS,
     extra_link_args=["-pthread"],
     optional=True,

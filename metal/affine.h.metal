@@ -51,13 +51,13 @@ inline void codes_lanes(const thread uint* words, thread uint* lanes) {
 }
 
 // acc[r] += columns that share a scale, times x. `code` holds STRIDE words of each row.
-template <int R, int BITS, int COLUMNS, int STRIDE, typename X>
+template <int R, int BITS, int COLUMNS, int STRIDE, typename P>
 inline void codes_dot_unit(
     const thread uint* code,
     const thread float* scale,
     const thread float* bias,
     int groups,
-    const device X* x,
+    P x,
     thread float* acc) {
   constexpr int HALF = codes_half<BITS>(), SPAN = HALF * BITS / 16, PLACES = codes_places<BITS>();
   float low[R * PLACES], high[R * PLACES], x_low[PLACES], x_high[PLACES];
@@ -121,12 +121,12 @@ inline void codes_dot_unit(
 }
 
 // The same for bytes.
-template <int R, int COLUMNS, typename X>
+template <int R, int COLUMNS, typename P>
 inline void codes_dot_bytes(
     const thread uint* code,
     const thread float* scale,
     const thread float* bias,
-    const device X* x,
+    P x,
     thread float* acc) {
   float dot[R], x_sum = 0;
   MLX_MTL_PRAGMA_UNROLL
@@ -156,12 +156,12 @@ inline void codes_dot_bytes(
 }
 
 // acc[r] += one chunk of row r times the chunk of x that starts at `x`.
-template <int R, int BITS, int GROUP, int CHUNK, typename X>
+template <int R, int BITS, int GROUP, int CHUNK, typename P>
 inline void codes_dot(
     const thread uint* code,
     const thread float* scale,
     const thread float* bias,
-    const device X* x,
+    P x,
     thread float* acc) {
   constexpr int COLUMNS = CHUNK < GROUP ? CHUNK : GROUP, GROUPS = CHUNK / COLUMNS, WORDS = CHUNK * BITS / 32;
   MLX_MTL_PRAGMA_UNROLL

@@ -8,8 +8,8 @@
 // per chunk, and x[j] - 2^-16 * x[j + 4] in place of x[j] takes the trace of code[j] out of the first line.
 
 // Eight x for codes_dot8, and their part of the sums over low (j < 4) and high columns.
-template <typename X>
-inline void codes_x8_split(const device X* x, thread float* v, thread float& low, thread float& high) {
+template <typename P>
+inline void codes_x8_split(P x, thread float* v, thread float& low, thread float& high) {
   codes_x8(x, v);
   low += (v[0] + v[1]) + (v[2] + v[3]);
   high += (v[4] + v[5]) + (v[6] + v[7]);
@@ -30,12 +30,12 @@ inline void codes_dot8(uint word, const thread float* x, thread float& low, thre
 }
 
 // acc[r] += one chunk of row r times the chunk of x that starts at `x`.
-template <int R, int BITS, int GROUP, int CHUNK, typename X>
+template <int R, int BITS, int GROUP, int CHUNK, typename P>
 inline void codes_dot(
     const thread uint* code,
     const thread float* scale,
     const thread float* bias,
-    const device X* x,
+    P x,
     thread float* acc) {
   float low[R], high[R];
   float x_low = 0, x_high = 0;

@@ -2,7 +2,8 @@
 // fills whole words; groups of GROUP columns share a scale and, but in mxfp4, a bias. A lane reads a row in chunks of
 // CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
 //
-// A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them.
+// A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them. x is a
+// pointer, or whatever else codes_x8 takes (input.h.metal).
 
 #ifndef CODES_OVER
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))

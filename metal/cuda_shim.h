@@ -47,6 +47,12 @@ inline float exp(float v) {
 inline float log(float v) {
   return logf(v);
 }
+inline float cos(float v) {
+  return cosf(v);
+}
+inline float sin(float v) {
+  return sinf(v);
+}
 inline float rsqrt(float v) {
   return rsqrtf(v);
 }
@@ -55,6 +61,9 @@ inline float fma(float a, float b, float c) {
 }
 inline uint min(uint a, uint b) {
   return a < b ? a : b;
+}
+inline uint max(uint a, uint b) {
+  return a > b ? a : b;
 }
 }  // namespace metal
 

@@ -1,27 +1,32 @@
 // out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
-// act[T, K, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I * BITS / 32] u32 begin DOWN_W words in, its
-// scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y;
-// shared[T, H] Z, read when SHARED is 1.
+// act[T, K + JOINED, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I * BITS / 32] u32 begin DOWN_W words
+// in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y.
+// The shared expert, added last: shared[T, H] Z when SHARED is 1. When JOINED is 1, the product of act's last row with
+// codes, scales and biases of its down, arrays of their own, times the sigmoid of gates[t, STRIDE - 1] when GATED is 1.
 //
-// grid: (32 * K * blocks, T, 1), threadgroup (32 * K, 1, 1): simdgroup k works for slot k, so K experts are read at
-// once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in turn.
-// R is at most L, so that a threadgroup has a thread for each of its rows.
-  constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
-  threadgroup float part[K * ROWS];
+// grid: (32 * (K + JOINED) * blocks, T, 1), threadgroup (32 * (K + JOINED), 1, 1): simdgroup k works for slot k, so K
+// experts are read at once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at
+// a time, R in turn. R is at most L, so that a threadgroup has a thread for each of its rows.
+  constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, CODE_GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
+  threadgroup float part[(K + JOINED) * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
   const uint token = threadgroup_position_in_grid.y;
   const uint k = simdgroup_index_in_threadgroup;
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
-  const device uint32_t* record = blob + codes_record(uint(slots[token * K + k]), WORDS);
-  const device uint32_t* down = record + DOWN_W;
-  const device S* scales = (const device S*)(record + DOWN_S);
-  const device S* biases = (const device S*)(record + DOWN_B);
-  const device X* a = act + (token * K + k) * I;
+  swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
+  float weight = 1;
+  if (k < K) {
+    const device uint32_t* record = blob + codes_record(uint(slots[token * K + k]), WORDS);
+    down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
+    weight = weights[token * K + k];
+  } else if (GATED) {
+    weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
+  }
+  const device X* a = act + (token * (K + JOINED) + k) * I;
 
   // What the end needs is asked for first.
-  const float weight = weights[token * K + k];
   const uint mine = thread_index_in_threadgroup;
   const uint at = token * H + top + mine;
   const bool finishes = mine < ROWS && top + mine < H;
@@ -40,8 +45,8 @@
   CODES_UNROLL(AHEAD)
   for (uint chunk = lane; chunk < I / CHUNK; chunk += L) {
     uint code[R * (CHUNK * BITS / 32)];
-    float scale[R * GROUPS], bias[R * GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, I>(down, scales, biases, row, chunk, code, scale, bias);
+    float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
+    codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, chunk, code, scale, bias);
     codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, a + CHUNK * chunk, acc);
   }
   for (int r = 0; r < R; r++) {
@@ -55,6 +60,9 @@
   if (finishes) {
     for (uint j = 0; j < K; j++) {
       sum += part[j * ROWS + mine];
+    }
+    if (JOINED) {
+      last = part[K * ROWS + mine];
     }
     out[at] = Y(sum + last);
   }

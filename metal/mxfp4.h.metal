@@ -8,12 +8,12 @@ inline half2 codes_halves(uint word, int j) {
 }
 
 // acc[r] += one chunk of row r times the chunk of x that starts at `x`.
-template <int R, int BITS, int GROUP, int CHUNK, typename X>
+template <int R, int BITS, int GROUP, int CHUNK, typename P>
 inline void codes_dot(
     const thread uint* code,
     const thread float* scale,
     const thread float* bias,
-    const device X* x,
+    P x,
     thread float* acc) {
   float low[R], high[R];
   MLX_MTL_PRAGMA_UNROLL

@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     add("--verify", action="store_true", help="read everything again and compare it with a fresh conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
+    add("--ranks", type=int, metavar="N", help="with --rank: write only what that rank of several machines needs")
+    add("--rank", type=int, metavar="I", help="which of them, from 0 on")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
 

@@ -17,7 +17,7 @@
     |   |-- LengthOverflowError        .layer has more positions than the format allows
     |   `-- TruncatedError             ends inside .layer
     |-- PromptCacheError     a prompt cache file cannot be written, or is damaged
-    |   `-- FingerprintError           belongs to another model, tokenizer or cache dtype
+    |   `-- FingerprintError           belongs to another model, tokenizer, cache dtype or rounding
     `-- RequestError         the caller asked for something impossible (sampler values, token counts, text)
         `-- BadRequestError          a body sent to the server; .param names the field, .status and .code the answer
 
@@ -109,7 +109,7 @@ class PromptCacheError(MoefluxError):
 
 
 class FingerprintError(PromptCacheError):
-    """The file was made with another model, tokenizer or cache dtype."""
+    """The file was made with another model, tokenizer, cache dtype or rounding of activations."""
 
 
 class RequestError(MoefluxError, ValueError):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .cli.evaluation import run
-from .cli.options import add_dtype, add_expert_io
+from .cli.options import add_activations, add_dtype, add_expert_io, add_tiles
 from .cli.run import execute, program
 from .engine.evaluate import WINDOW
 
@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
     add("--svg", metavar="FILE", help="draw the KL divergence by position there")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_dtype(add)
+    add_activations(add)
     add_expert_io(add)
+    add_tiles(add)
     add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
     return made
 

@@ -216,18 +216,13 @@ INLINE void FN(block)(const vu *words, const vf *scale, const vf *bias, const fl
     }
 }
 
-/* Where `row` starts; past the end, where the work goes on. */
-INLINE const uint32_t *FN(soon)(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
-    return row < r1 || !m->next ? m->w + row * m->words : m->next + (row - r1) * m->words;
-}
-
 /* Rows r..r+R-1 (those below r1) against T activations: y[t][row - r0]. */
 INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                           float *const *y, const int R, const int T, const int F32) {
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = F32 ? 4 : 2, k = 0;
     /* Whole row blocks ahead, so that every line is asked for before it is needed. */
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
-    const uint32_t *soon = FN(soon)(m, ahead, r1);
+    const uint32_t *soon = soon_of(m, ahead, r1);
     const uint32_t *w[4];
     const char *s[4], *b[4];
     vf acc[8], scale[4], bias[4];
@@ -382,7 +377,7 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     float scales[4][TABLE + W], biases[4][TABLE + W];
     uint32_t tail[MOST * W] = {0};
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->words * 4)), at = 0;
-    const uint32_t *soon = FN(soon)(m, ahead, r1), *w[4];
+    const uint32_t *soon = soon_of(m, ahead, r1), *w[4];
     ptrdiff_t first[4];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
@@ -672,10 +667,10 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
     return out;
 }
 
-static const Path FN(path) = {
-    FN(path_name), W, FN(pack), FN(rows), FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
+static Path FN(path) = {
+    FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
     FN(rms_norm), FN(rope), FN(attend), FN(delta), FN(conv), FN(fold),
-    NULL, NULL,
+    NULL, NULL, NULL,
 };
 
 #undef vf

@@ -3,13 +3,16 @@
  * Every function takes C-contiguous buffers (numpy, mlx, memoryview), checks dtype, shape, alignment,
  * bounds and overlap with the GIL held, then works without it and writes into `out`. A result depends
  * on the instruction set, and on whether its row of x is the only one: never on the number of threads, the
- * slots, or what other rows hold.
+ * slots, or what other rows hold. With rounded activations it depends on neither of the two.
  * The documented face is native.py.
  */
+#ifndef KERNELS_ALONE /* as tests run them on an emulated processor, which has no Python */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#endif
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,6 +30,13 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #endif
 
 #include "team.h"
@@ -41,6 +51,9 @@
 #define DENSE_BATCH 64    /* rows of x multiplied by one row of a dense matrix */
 #define CACHE_AHEAD 16    /* keys or values asked for before their turn */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
+#define ROUNDED_LEAST 1e-31f /* keeps quotients finite; smaller activations lose precision */
+#define BLOCK_FROM 4      /* rounded rows of x from which blocks of eight, though not filled, beat a row at a time */
+#define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
 #define MAX_ARGS 8
 
 /* Small arrays of accumulators stay in registers only if the loops over them are unrolled. */
@@ -64,7 +77,7 @@ static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind == E8
 typedef struct {
     const uint32_t *w;  /* [rows, words] codes, in * bits / 32 words to a row, or floats [rows, in] */
     const void *s, *b;  /* [rows, in / group]; NULL if there are none */
-    ptrdiff_t in, rows, words, group;
+    ptrdiff_t in, rows, words, group, groups;
     int bits;           /* of a code; 32: dense */
     Kind kind;
     int is_mx;          /* E2M1 codes, E8M0 scales, no biases */
@@ -74,11 +87,20 @@ typedef struct {
     const char *next_s, *next_b;
 } Matrix;
 
+/* Products with rounded activations, of one instruction set. */
+typedef struct {
+    void (*pack)(const Matrix *, const float *, int, uint32_t *);
+    /* By form and planes, as form_of and planes_of number them. */
+    void (*rows[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, const uint32_t *, float *);
+    void (*tiles[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const uint32_t *const *, void *, float *const *);
+} Rounded;
+
 typedef struct {
     const char *name;
     ptrdiff_t width;
     void (*pack)(const float *, float *, ptrdiff_t);
     void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    ptrdiff_t (*plane_floats)(const Matrix *); /* what an activation row takes in planes of bytes, 0: it is in blocks */
     void (*pack_blocks)(const Matrix *, const float *, float *);
     void (*rows_of_blocks)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     void (*dense_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
@@ -96,9 +118,10 @@ typedef struct {
     /* A single row of x has its own kernel if that is faster, else NULL. */
     void (*single_pack)(const float *, float *, ptrdiff_t);
     void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
+    const Rounded *rounded; /* NULL: activations are never rounded */
 } Path;
 
-static inline ptrdiff_t table_bytes(const Matrix *m) { return m->in / m->group * unit_of(m->kind); }
+static inline ptrdiff_t table_bytes(const Matrix *m) { return m->groups * unit_of(m->kind); }
 
 /* Ask for a row's scales and biases (past r1, of what comes next); else every few rows wait for memory. */
 static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
@@ -119,9 +142,39 @@ static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
     m->next_b = then->b ? (const char *)then->b + row * table_bytes(then) : NULL;
 }
 
+/* Where `row` starts; past r1, where the work goes on. */
+static inline const uint32_t *soon_of(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
+    return row < r1 || !m->next ? m->w + row * m->words : m->next + (row - r1) * m->words;
+}
+
 static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
 
+/* Groups of a row of rounded activations, padded to whole vectors. */
+static ptrdiff_t rounded_groups(const Matrix *m) { return chunks_of(m->groups, 8) * 8; }
+
+/* Which of Rounded's forms a matrix has, or -1. */
+static int form_of(const Matrix *m) {
+    int group = m->group == 32 ? 0 : m->group == 64 ? 1 : 2;
+    if (m->is_mx) return 6;
+    return m->bits == 4 ? group : m->bits == 8 ? 3 + group : -1;
+}
+
 static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+
+#define DPBUSD 1 /* who multiplies bytes in rounded.h */
+#define MADDUBS 2
+#define SDOT 3
+#define USDOT 4
+/* Some compilers know an instruction set's intrinsics only where the whole file may use it. */
+#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10
+#define ANY_TARGET 1
+#endif
+#if defined(__aarch64__) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_DOTPROD))
+#define DOTPROD 1
+#endif
+#if defined(DOTPROD) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_MATMUL_INT8))
+#define I8MM 1
+#endif
 
 #if defined(__x86_64__)
 #define PATH avx512
@@ -130,11 +183,27 @@ static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #define W 16
 #include "kernels.h"
 #include "vnni.h"
+#define PATH avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma")))
+#define W 16
+#include "planes.h"
+#define PATH dpbusd
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
+#define DOT DPBUSD
+#include "rounded.h"
 #define PATH avx2
 #define path_name_avx2 "avx2"
 #define TARGET __attribute__((target("avx2,fma")))
 #define W 8
 #include "kernels.h"
+#define PATH avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define W 8
+#include "planes.h"
+#define PATH maddubs
+#define TARGET __attribute__((target("avx2,fma")))
+#define DOT MADDUBS
+#include "rounded.h"
 #endif
 #define PATH portable
 #define path_name_portable "portable"
@@ -142,10 +211,41 @@ static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #define W 4
 #include "kernels.h"
 
+#if defined(DOTPROD)
+#define PATH sdot
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#define DOT SDOT
+#include "rounded.h"
+#endif
+#if defined(I8MM)
+#define PATH usdot
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#define DOT USDOT
+#include "rounded.h"
+#endif
+
 /* Fastest first; `usable_paths` of them run on this processor. */
-static const Path *paths[4];
+static const Path *paths[4]; /* x86-64 has the most */
 static int usable_paths;
 static const Path *path;
+
+#if defined(DOTPROD)
+/* Whether the processor has a feature: its number in Linux's hwcaps, the second word from 64 on. */
+enum { DOTPROD_BIT = 20, I8MM_BIT = 64 + 13 };
+
+static int arm_has(int bit) {
+#if defined(__linux__)
+    return (int)(getauxval(bit < 64 ? AT_HWCAP : AT_HWCAP2) >> bit % 64 & 1);
+#elif defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    const char *name = bit == I8MM_BIT ? "hw.optional.arm.FEAT_I8MM" : "hw.optional.arm.FEAT_DotProd";
+    return !sysctlbyname(name, &found, &size, NULL, 0) && found;
+#else
+    return 0;
+#endif
+}
+#endif
 
 static void find_paths(void) {
     usable_paths = 0;
@@ -154,17 +254,38 @@ static void find_paths(void) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    static Path vnni;
+    static Path vnni, in_bytes;
     vnni = path_avx512;
-    vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows;
+    vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows, vnni.rounded = &rounded_dpbusd;
+    if (__builtin_cpu_supports("avx512vbmi")) {
+        vnni.plane_floats = plane_floats_avx512, vnni.pack_blocks = pack_any_avx512;
+        vnni.rows_of_blocks = rows_of_any_avx512;
+    }
+    path_avx512.rounded = path_avx2.rounded = &rounded_maddubs;
+    in_bytes = path_avx2;
+    in_bytes.plane_floats = plane_floats_avx2, in_bytes.pack_blocks = pack_any_avx2;
+    in_bytes.rows_of_blocks = rows_of_any_avx2;
     if (avx512 && __builtin_cpu_supports("avx512vnni")) paths[usable_paths++] = &vnni;
     if (avx512) paths[usable_paths++] = &path_avx512;
-    if (avx2) paths[usable_paths++] = &path_avx2;
+    if (avx2) paths[usable_paths++] = &in_bytes;
+#endif
+#if defined(DOTPROD)
+    static Path dotprod;
+    dotprod = path_portable;
+    dotprod.name = "dotprod", dotprod.rounded = &rounded_sdot;
+#if defined(I8MM)
+    static Path i8mm;
+    i8mm = path_portable;
+    i8mm.name = "i8mm", i8mm.rounded = &rounded_usdot;
+    if (arm_has(I8MM_BIT)) paths[usable_paths++] = &i8mm;
+#endif
+    if (arm_has(DOTPROD_BIT)) paths[usable_paths++] = &dotprod;
 #endif
     paths[usable_paths++] = &path_portable;
     path = paths[0];
 }
 
+#ifndef KERNELS_ALONE
 /* ---- arguments ---------------------------------------------------------------------------- */
 
 typedef enum { FLOATS, WORDS, INTEGERS, SCALES } Wanted;
@@ -276,7 +397,8 @@ static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group,
         return 0;
     }
     if (!multiple("row length", in, 64) || !multiple("row length", in, group)) return 0;
-    *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .bits = (int)bits, .kind = kind, .is_mx = is_mx};
+    *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .groups = in / group,
+                  .bits = (int)bits, .kind = kind, .is_mx = is_mx};
     m->is_plain = !is_mx && bits == 4 && group == 64 && kind != F16;
     return 1;
 }
@@ -306,7 +428,7 @@ static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matri
     Py_buffer *w = take(args, object[0], "w", FLOATS, 2, 0);
     if (!w || !multiple("row length", in, 16) || !dim(w, "w", 1, in)) return 0;
     *rows = w->shape[0];
-    *m = (Matrix){.w = w->buf, .in = in, .rows = *rows, .words = in, .group = in, .bits = 32, .kind = F32};
+    *m = (Matrix){.w = w->buf, .in = in, .rows = *rows, .words = in, .group = in, .groups = 1, .bits = 32, .kind = F32};
     return 1;
 }
 
@@ -327,8 +449,18 @@ static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch
     return chunk < 8 ? 8 : chunk > MAX_CHUNK_ROWS ? MAX_CHUNK_ROWS : chunk;
 }
 
-/* Floats of an activation row that is packed for `m`. */
-static ptrdiff_t packed_floats(const Path *p, const Matrix *m) {
+/* How rows of x meet a matrix: in floats, alone, or rounded, one after the other or in blocks. */
+typedef enum { FLOATING, ALONE, ROUNDED, BLOCKS } Way;
+
+/* Planes of activations that are rounded to so many bits before they meet `m`; 0: they are not. */
+static int planes_of(const Path *p, const Matrix *m, int bits) {
+    return bits < 24 && m->bits < 32 && p->rounded && form_of(m) >= 0 ? bits / 8 : 0;
+}
+
+/* Words of an activation row that is packed for `m`. */
+static ptrdiff_t packed_words(const Path *p, const Matrix *m, int planes) {
+    if (planes) return m->in / 4 * planes + 2 * rounded_groups(m);
+    if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
     ptrdiff_t codes = m->is_mx || m->is_plain ? 8 : BLOCK_CODES(m->bits);
     return chunks_of(m->in / codes, p->width) * (codes + 1) * p->width;
 }
@@ -339,15 +471,70 @@ typedef struct {
     const float *x;
     float *packed;
     int single; /* each row will meet its matrix alone, and has its own kernel */
+    int planes;
 } Pack;
 
 static void pack_job(void *ctx, ptrdiff_t row, int member) {
     Pack *c = ctx;
     const float *x = c->x + row * c->m->in;
-    float *out = c->packed + row * packed_floats(c->path, c->m);
+    float *out = c->packed + row * packed_words(c->path, c->m, c->planes);
     (void)member;
-    if (!c->m->is_plain) c->path->pack_blocks(c->m, x, out);
+    if (c->planes) c->path->rounded->pack(c->m, x, c->planes, (uint32_t *)out);
+    else if (!c->m->is_plain) c->path->pack_blocks(c->m, x, out);
     else (c->single ? c->path->single_pack : c->path->pack)(x, out, c->m->in);
+}
+
+/* Packed rows on their way into blocks of eight. */
+typedef struct {
+    const float **x;  /* each packed row; the first of a block's is replaced by the block */
+    ptrdiff_t words;  /* of a row */
+    ptrdiff_t *start; /* first row of each block, and the number of its rows */
+    uint32_t *out;
+} Blocks;
+
+static void block_job(void *ctx, ptrdiff_t block, int member) {
+    static const uint32_t none;
+    Blocks *c = ctx;
+    const float **x = c->x + c->start[2 * block];
+    uint32_t *out = c->out + block * c->words * 8;
+    const uint32_t *row[8];
+    int stride[8];
+    (void)member;
+    for (int i = 0; i < 8; i++) {
+        stride[i] = i < c->start[2 * block + 1];
+        row[i] = stride[i] ? (const uint32_t *)x[i] : &none;
+    }
+    for (ptrdiff_t w = 0; w < c->words; w++)
+        for (int i = 0; i < 8; i++) out[8 * w + i] = row[i][w * stride[i]];
+    x[0] = (const float *)out;
+}
+
+/* Sets of packed rows that meet one matrix each; those with many rows go into blocks. */
+static int make_blocks(ptrdiff_t sets, const ptrdiff_t *first, const float **x, ptrdiff_t words, uint32_t **memory) {
+    Blocks c = {.x = x, .words = words};
+    ptrdiff_t n = 0, most = first[sets] / 8 + least(sets, first[sets] / BLOCK_FROM);
+    *memory = NULL;
+    if (!most) return 1;
+    c.start = scratch(2 * most * (ptrdiff_t)sizeof *c.start);
+    c.out = *memory = scratch(most * words * 32);
+    if (c.start && c.out) {
+        for (ptrdiff_t s = 0; s < sets; s++)
+            for (ptrdiff_t at = first[s]; first[s + 1] - first[s] >= BLOCK_FROM && at < first[s + 1]; at += 8, n++)
+                c.start[2 * n] = at, c.start[2 * n + 1] = least(8, first[s + 1] - at);
+        team_run(block_job, &c, n);
+    }
+    int ok = c.start && c.out;
+    free(c.start);
+    return ok;
+}
+
+static Way way_of(int planes, int single, ptrdiff_t rows) {
+    return planes ? rows >= BLOCK_FROM ? BLOCKS : ROUNDED : single ? ALONE : FLOATING;
+}
+
+/* Bytes in which one thread unpacks rows of `m` for blocks. */
+static ptrdiff_t room_of(const Matrix *m, int planes) {
+    return planes ? chunks_of(8 * (m->in + 64) + 16 * rounded_groups(m) * 4, 64) * 64 : 0;
 }
 
 /* ---- linear, dequantize ------------------------------------------------------------------- */
@@ -358,31 +545,40 @@ typedef struct {
     ptrdiff_t rows, chunk, batch;
     const float **x;
     float **y; /* start of each output row */
-    int single;
+    int single, planes;
+    char *room; /* of each thread */
     float *out;
 } Product;
 
-/* How many of `left` rows of x go through a matrix together: up to 4, but 5 as 3 and 2, as one alone is slow. */
-static ptrdiff_t share(ptrdiff_t left) { return left == 5 ? 3 : least(4, left); }
+/* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as one alone is slow. */
+static ptrdiff_t share(Way way, ptrdiff_t left) {
+    if (way == ROUNDED) return 1;
+    if (way == BLOCKS) return least(TOGETHER, left);
+    return left == 5 ? 3 : least(4, left);
+}
 
 /* Rows r0..r1 of m times n packed rows of x. */
-static void multiply(const Path *path, int single, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
-                     const float *const *x, float *const *y) {
-    if (!m->is_plain) path->rows_of_blocks(m, r0, r1, n, x, y);
-    else if (single) path->single_rows(m, r0, r1, x[0], y[0]);
+static void multiply(const Path *path, Way way, int planes, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
+                     const float *const *x, void *room, float *const *y) {
+    if (way == ROUNDED) path->rounded->rows[form_of(m)][planes - 1](m, r0, r1, (const uint32_t *)x[0], y[0]);
+    else if (way == BLOCKS)
+        path->rounded->tiles[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, room, y);
+    else if (!m->is_plain) path->rows_of_blocks(m, r0, r1, n, x, y);
+    else if (way == ALONE) path->single_rows(m, r0, r1, x[0], y[0]);
     else path->rows(m, r0, r1, n, x, y);
 }
 
 static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
+    const Way way = way_of(c->planes, c->single, c->batch);
+    void *room = c->room + member * room_of(&c->m, c->planes);
     for (ptrdiff_t t = 0, n; t < c->batch; t += n) {
-        float *y[4];
-        n = share(c->batch - t);
+        float *y[TOGETHER];
+        n = share(way, c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
-        multiply(c->path, c->single, &c->m, r0, r1, n, c->x + t, y);
+        multiply(c->path, way, c->planes, &c->m, r0, r1, n, c->x + t, room, y);
     }
-    (void)member;
 }
 
 static void dense_job(void *ctx, ptrdiff_t chunk, int member) {
@@ -399,32 +595,46 @@ static void dense_job(void *ctx, ptrdiff_t chunk, int member) {
 
 static int run_product(Product *c, const float *x) {
     int is_packed = c->m.bits < 32;
-    ptrdiff_t size = is_packed ? packed_floats(c->path, &c->m) : c->m.in;
+    ptrdiff_t size = is_packed ? packed_words(c->path, &c->m, c->planes) : c->m.in, ends[2] = {0, c->batch};
     float *memory = is_packed ? scratch(c->batch * size * 4) : NULL;
+    uint32_t *blocks = NULL;
     c->x = scratch(c->batch * (ptrdiff_t)sizeof *c->x);
     c->y = scratch(c->batch * (ptrdiff_t)sizeof *c->y);
-    int ok = (memory || !is_packed) && c->x && c->y;
+    c->room = scratch(MAX_TEAM * room_of(&c->m, c->planes));
+    int ok = (memory || !is_packed) && c->x && c->y && c->room;
     if (ok) {
         for (ptrdiff_t t = 0; t < c->batch; t++)
             c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
         c->single = c->batch == 1 && c->path->single_rows;
-        if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->single}, c->batch);
-        team_run(is_packed ? product_job : dense_job, c, chunks_of(c->rows, c->chunk));
+        if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->single, c->planes}, c->batch);
+        ok = !c->planes || make_blocks(1, ends, c->x, size, &blocks);
     }
-    free(memory), free(c->x), free(c->y);
+    if (ok) team_run(is_packed ? product_job : dense_job, c, chunks_of(c->rows, c->chunk));
+    free(memory), free(blocks), free(c->x), free(c->y), free(c->room);
     return ok;
 }
 
-/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, out[T, O]), or
- * linear(x, w[O, I], None, None, 0, 0, out) */
+/* Bits of activations: 8, 16, or 24 for those that are not rounded; 0 with an exception for any other number. */
+static int take_bits(PyObject *object) {
+    Py_ssize_t bits = PyNumber_AsSsize_t(object, PyExc_ValueError);
+    if (PyErr_Occurred()) return 0;
+    if (bits == 8 || bits == 16 || bits == 24) return (int)bits;
+    PyErr_Format(PyExc_ValueError, "activations of %zd bits, expected 8, 16 or 24", bits);
+    return 0;
+}
+
+/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, out[T, O]), or
+ * linear(x, w[O, I], None, None, 0, 0, activations, out) */
 static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    if (!arity(n, 7)) return NULL;
+    int bits = arity(n, 8) ? take_bits(a[6]) : 0;
+    if (!bits) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
     int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
-    Py_buffer *out = ok ? take(&args, a[6], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = ok ? take(&args, a[7], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
+    c.planes = planes_of(path, &c.m, bits);
     c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.words * 4, c.batch);
     Py_BEGIN_ALLOW_THREADS;
     ok = run_product(&c, x->buf);
@@ -478,6 +688,8 @@ typedef struct {
     const float *weight, *mid, *shared;
     float *out;
     int single;                   /* one token: every expert meets one row */
+    int bits, planes;             /* of activations */
+    char *room;                   /* of each thread */
 } Experts;
 
 /* A matrix in the record in `slot`. */
@@ -537,7 +749,7 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
     const Py_ssize_t *form = number + 3 * count;
     if (form[2] < BF16 || form[2] > E8M0) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
     if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] != E8M0)) return 0;
-    c->form.rows = rows;
+    c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
     /* Divide first: rows * in of a hostile call may not fit. */
     int fits = rows <= c->stride / c->form.words;
     for (int i = 0; i < 3 * count; i++) {
@@ -569,8 +781,9 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->inner);
     ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
-    float other[4][MAX_CHUNK_ROWS];
-    (void)member;
+    float other[TOGETHER][MAX_CHUNK_ROWS];
+    const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
+    void *room = c->room + member * room_of(&c->form, c->planes);
     follow(&gate, &up, r0);
     if (r1 < c->inner) follow(&up, &gate, r1);
     else if (g + 1 < c->groups) {
@@ -578,17 +791,29 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
         follow(&up, &then, 0);
     }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
-        float *y[4], *u[4] = {other[0], other[1], other[2], other[3]};
-        n = share(c->group[g + 1] - p);
-        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-        multiply(c->path, c->single, &gate, r0, r1, n, c->x + p, y);
-        multiply(c->path, c->single, &up, r0, r1, n, c->x + p, u);
+        float *y[TOGETHER], *u[TOGETHER];
+        n = share(way, c->group[g + 1] - p);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = other[i];
+        multiply(c->path, way, c->planes, &gate, r0, r1, n, c->x + p, room, y);
+        multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
         for (ptrdiff_t i = 0; i < n; i++) c->path->silu_mul(y[i], u[i], y[i], r1 - r0);
     }
 }
 
+/* Packs `rows` rows of x, of which c->x holds the packed ones by pair, and calls `job` for each chunk. */
+static int run_experts(Experts *c, const float *x, float *packed, ptrdiff_t rows, Job *job, ptrdiff_t chunks) {
+    uint32_t *blocks = NULL;
+    team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->single, c->planes}, rows);
+    c->room = scratch(MAX_TEAM * room_of(&c->form, c->planes));
+    int ok = c->room != NULL;
+    if (c->planes) ok = ok && make_blocks(c->groups, c->group, c->x, packed_words(c->path, &c->form, c->planes), &blocks);
+    if (ok) team_run(job, c, chunks);
+    free(blocks), free(c->room);
+    return ok;
+}
+
 static int run_gate_up(Experts *c, const float *x) {
-    ptrdiff_t size = packed_floats(c->path, &c->form);
+    ptrdiff_t size = packed_words(c->path, &c->form, c->planes);
     float *packed = scratch(c->tokens * size * 4);
     if (!packed) return 0;
     for (ptrdiff_t p = 0; p < c->pairs; p++) {
@@ -597,20 +822,19 @@ static int run_gate_up(Experts *c, const float *x) {
     }
     c->chunk = chunk_rows(c->inner * c->groups, c->form.words * 4, c->tokens);
     c->per_group = chunks_of(c->inner, c->chunk);
-    team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->single}, c->tokens);
-    team_run(gate_up_job, c, c->groups * c->per_group);
+    int ok = run_experts(c, x, packed, c->tokens, gate_up_job, c->groups * c->per_group);
     free(packed);
-    return 1;
+    return ok;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, out[T, K, I]) */
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, activations, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 5)) return NULL;
+    if (!arity(n, 6) || !(c.bits = take_bits(a[4]))) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
-    Py_buffer *out = x ? take(&args, a[4], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[5], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
@@ -627,18 +851,19 @@ static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_
 static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
-    (void)member;
+    void *room = c->room + member * room_of(&c->form, c->planes);
     for (ptrdiff_t g = 0; g < c->groups; g++) {
+        const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
         Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
         if (g + 1 < c->groups) {
             Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
             follow(&down, &then, r0);
         }
         for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
-            float *y[4];
-            n = share(c->group[g + 1] - p);
+            float *y[TOGETHER];
+            n = share(way, c->group[g + 1] - p);
             for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-            multiply(c->path, c->single, &down, r0, r1, n, c->x + p, y);
+            multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
         }
     }
     for (ptrdiff_t t = 0; t < c->tokens; t++)
@@ -647,7 +872,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
 }
 
 static int run_down(Experts *c, const float *act) {
-    ptrdiff_t size = packed_floats(c->path, &c->form);
+    ptrdiff_t size = packed_words(c->path, &c->form, c->planes);
     float *packed = scratch(c->pairs * size * 4), *rows = scratch(c->pairs * c->hidden * 4);
     int ok = packed && rows;
     if (ok) {
@@ -657,25 +882,24 @@ static int run_down(Experts *c, const float *act) {
             c->by_token[p] = rows + p * c->hidden;
         }
         c->chunk = chunk_rows(c->hidden, c->form.words * 4, c->tokens);
-        team_run(pack_job, &(Pack){c->path, &c->form, act, packed, c->single}, c->pairs);
-        team_run(down_job, c, chunks_of(c->hidden, c->chunk));
+        ok = run_experts(c, act, packed, c->pairs, down_job, chunks_of(c->hidden, c->chunk));
     }
     free(packed), free(rows);
     return ok;
 }
 
-/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, weights[T, K], mid[T, H],
+/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, activations, weights[T, K], mid[T, H],
  * shared[T, H] or None, out[T, H]) */
 static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 8)) return NULL;
+    if (!arity(n, 9) || !(c.bits = take_bits(a[4]))) return NULL;
     Py_buffer *act = take(&args, a[0], "act", FLOATS, 3, 0);
-    Py_buffer *weights = act ? take(&args, a[4], "weights", FLOATS, 2, 0) : NULL;
-    Py_buffer *mid = weights ? take(&args, a[5], "mid", FLOATS, 2, 0) : NULL;
-    Py_buffer *shared = mid && a[6] != Py_None ? take(&args, a[6], "shared", FLOATS, 2, 0) : NULL;
-    Py_buffer *out = mid && (shared || a[6] == Py_None) ? take(&args, a[7], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *weights = act ? take(&args, a[5], "weights", FLOATS, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[6], "mid", FLOATS, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[7] != Py_None ? take(&args, a[7], "shared", FLOATS, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[7] == Py_None) ? take(&args, a[8], "out", FLOATS, 2, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = mid->shape[1], c.inner = act->shape[2], c.out = out->buf;
     c.weight = weights->buf, c.mid = mid->buf, c.shared = shared ? shared->buf : NULL;
@@ -1105,3 +1329,4 @@ PyMODINIT_FUNC PyInit__native(void) {
     pthread_atfork(NULL, NULL, team_after_fork);
     return PyModule_Create(&module);
 }
+#endif

@@ -2,11 +2,10 @@
  *
  * team_run(job, ctx, chunks) calls job(ctx, chunk, member) once per chunk; chunks are handed out one
  * by one, so a worker that is still asleep or descheduled costs nothing: the caller does its share.
- * Callers on several threads take turns. Workers spin briefly after a job, then sleep, so that BLAS
- * and MLX find the cores free. After fork() the child starts a fresh team.
+ * Callers on several threads take turns. Workers spin briefly after a job, and the caller before the
+ * end of one, then they sleep, so that BLAS, MLX and other processes find the cores free. After fork() the child starts a fresh team.
  */
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -16,21 +15,22 @@
 /* Long enough to bridge the gap between two kernels of a decode step (a hundred microseconds),
  * short beside the milliseconds of a BLAS call that wants the core. */
 #define SPIN_NS 300000
+#define END_SPINS 4000 /* some fifty microseconds: longer than a chunk takes */
 
 typedef void Job(void *ctx, ptrdiff_t chunk, int member);
 
 static struct {
     pthread_mutex_t turn, door;
-    pthread_cond_t bell;
+    pthread_cond_t bell, end;
     Job *job;
     void *ctx;
     ptrdiff_t chunks;
     atomic_ptrdiff_t next;
     atomic_uint generation;
-    atomic_int open, active, sleepers, size;
+    atomic_int open, active, sleepers, waiting, size;
     int started;
 } team = {.turn = PTHREAD_MUTEX_INITIALIZER, .door = PTHREAD_MUTEX_INITIALIZER, .bell = PTHREAD_COND_INITIALIZER,
-          .size = 1};
+          .end = PTHREAD_COND_INITIALIZER, .size = 1};
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -80,7 +80,11 @@ static void *team_worker(void *arg) {
          * `active`: either this worker sees the door closed or the caller waits for it. */
         atomic_fetch_add(&team.active, 1);
         if (atomic_load(&team.open) && member < atomic_load(&team.size)) team_work(member);
-        atomic_fetch_sub(&team.active, 1);
+        if (atomic_fetch_sub(&team.active, 1) == 1 && atomic_load(&team.waiting)) {
+            pthread_mutex_lock(&team.door);
+            pthread_cond_signal(&team.end);
+            pthread_mutex_unlock(&team.door);
+        }
     }
     return NULL;
 }
@@ -101,6 +105,20 @@ static void team_start(int size) {
     pthread_attr_destroy(&detached);
 }
 
+/* Wait until no worker is at work: spin, then sleep. A worker whose core another process has taken is moved to a core
+ * that is idle, as the caller's is only while it sleeps; otherwise its last chunk would wait for its turn. */
+static void team_end(void) {
+    for (int spins = 0; spins < END_SPINS; spins++) {
+        if (!atomic_load(&team.active)) return;
+        relax();
+    }
+    pthread_mutex_lock(&team.door);
+    atomic_store(&team.waiting, 1);
+    while (atomic_load(&team.active)) pthread_cond_wait(&team.end, &team.door);
+    atomic_store(&team.waiting, 0);
+    pthread_mutex_unlock(&team.door);
+}
+
 static void team_share(Job *job, void *ctx, ptrdiff_t chunks) {
     team.job = job, team.ctx = ctx, team.chunks = chunks;
     atomic_store(&team.next, 0);
@@ -113,7 +131,7 @@ static void team_share(Job *job, void *ctx, ptrdiff_t chunks) {
     }
     team_work(0);
     atomic_store(&team.open, 0);
-    for (int spins = 0; atomic_load(&team.active); spins++) spins < 4000 ? relax() : (void)sched_yield();
+    team_end();
 }
 
 static void team_run(Job *job, void *ctx, ptrdiff_t chunks) {
@@ -133,9 +151,11 @@ static void team_after_fork(void) {
     pthread_mutex_init(&team.turn, NULL);
     pthread_mutex_init(&team.door, NULL);
     pthread_cond_init(&team.bell, NULL);
+    pthread_cond_init(&team.end, NULL);
     team.started = 0;
     atomic_store(&team.generation, 0);
     atomic_store(&team.open, 0);
     atomic_store(&team.active, 0);
     atomic_store(&team.sleepers, 0);
+    atomic_store(&team.waiting, 0);
 }

@@ -77,7 +77,7 @@ VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrd
     enum { R = 4 };
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = is_f32 ? 4 : 2;
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
-    const uint32_t *soon = soon_avx512(m, ahead, r1), *w[R];
+    const uint32_t *soon = soon_of(m, ahead, r1), *w[R];
     const float *factor = vnni_factors(x, m->in), *sum = factor + vnni_groups(m->in);
     const char *s[R], *b[R];
     __m512 acc[R], scale[R];

@@ -11,6 +11,7 @@ from hypothesis import settings
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["MOEFLUX_TILES"] = "code"  # whatever the user of this machine has found
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # an NVIDIA GPU's float32 products otherwise keep 10 bits
 settings.register_profile("moeflux", deadline=None, print_blob=True)
 settings.load_profile("moeflux")

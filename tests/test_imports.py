@@ -32,7 +32,7 @@ ORDER = [
     "cli",
 ]
 # Commands, and what binds the public names: above all of them.
-COMMANDS = {"generate", "chat", "convert", "plan", "doctor", "benchmark", "serve", "evaluate", "ranks"}
+COMMANDS = {"generate", "chat", "convert", "plan", "doctor", "benchmark", "serve", "evaluate", "ranks", "tune"}
 MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
 
 

@@ -175,6 +175,7 @@ def report(
         "layers": args.num_hidden_layers,
         "experts": [args.num_experts, args.num_experts_per_tok],
         "expert_io": engine.experts.decision,
+        "tiles": len(engine.model.tiles.found),
         "max_tokens": options.max_tokens,
         "memory": memory,
         "rows": rows,

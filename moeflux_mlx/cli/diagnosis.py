@@ -141,7 +141,7 @@ def _way(plan: MemoryPlan, args: ModelArgs, layout: ExpertLayout, disk: float | 
     share = f"{plan.pool / layout.total_bytes:.0%} in memory"
     if not disk:
         return share
-    token = len(layout.moe_layers) * args.num_experts_per_tok * layout.expert_stride
+    token = args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
     return f"{share:14}{disk / token:.1f} and {4 * disk / token:.1f}"
 
 

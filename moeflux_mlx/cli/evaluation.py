@@ -29,9 +29,11 @@ def run(options: argparse.Namespace) -> int:
         engine = open_engine(
             model,
             dtype=getattr(mx, options.dtype) if options.dtype else None,
+            cpu_activations=options.cpu_activations,
             expert_io=options.expert_io,
             expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
             context=options.window,
+            tiles=options.tiles,
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
         return engine

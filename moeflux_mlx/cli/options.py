@@ -12,9 +12,12 @@ import mlx.core as mx
 from ..engine.budget import MODES
 from ..engine.engine import Engine, open_engine
 from ..engine.generation import check_max_tokens
+from ..engine.machine import default_dtype
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
 from ..experts.source import ExpertLoader, IoMode
+from ..ops.backend import computes_natively
+from ..ops.native import ACTIVATIONS
 from ..spec import ModelArgs
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .terminal import Progress, note
@@ -29,6 +32,8 @@ NOT_GIVEN = {
     "min_p": 0.0,
     "chat_template_config": "{}",
     "prefetch": "auto",
+    "tiles": "auto",
+    "cpu_activations": "auto",
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
@@ -41,6 +46,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
+    add_activations(add)
     add(
         "--chat-template-config",
         default="{}",
@@ -63,6 +69,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="for which memory is planned; default: 8192, or the model's limit, or what there is room for",
     )
     add_prompt_sizes(add)
+    add_tiles(add)
 
 
 def add_expert_io(add: Callable[..., Any]) -> None:
@@ -74,8 +81,28 @@ def add_expert_io(add: Callable[..., Any]) -> None:
     )
 
 
+def add_tiles(add: Callable[..., Any]) -> None:
+    add(
+        "--tiles",
+        default="auto",
+        metavar="auto|code|FILE",
+        help="of a GPU's kernels: what moeflux tune found here, the code's, or a file (%(default)s, or what "
+        "MOEFLUX_TILES says)",
+    )
+
+
 def add_dtype(add: Callable[..., Any]) -> None:
     add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+
+
+def add_activations(add: Callable[..., Any]) -> None:
+    add(
+        "--cpu-activations",
+        choices=("auto", *map(str, ACTIVATIONS)),
+        default="auto",
+        help="bits to which the CPU's products round activations; 24: as exact as float32 "
+        "(%(default)s: 24 with --dtype, else 8)",
+    )
 
 
 def add_prompt_sizes(add: Callable[..., Any]) -> None:
@@ -152,6 +179,8 @@ def load_named(options: argparse.Namespace, model: str | Path | None) -> Engine:
     if engine.plan.shortened:
         note(engine.plan.shortened)
     if options.verbose:
+        if engine.model.tiles.found:
+            note(f"tiles: {len(engine.model.tiles.found)} that moeflux tune found on this GPU")
         note(engine.plan.prompts)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     for line in idle_options(options, engine.experts.mode):
@@ -170,12 +199,14 @@ def open_optional(
         model,
         revision=options.revision,
         dtype=getattr(mx, options.dtype) if options.dtype else None,
+        cpu_activations=options.cpu_activations,
         expert_io=options.expert_io,
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         prefetch=options.prefetch,
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        tiles=options.tiles,
         pool_share=getattr(options, "pool_share", None),
         progress=progress,
         ranks=getattr(options, "ranks", None),
@@ -191,6 +222,7 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
         for name, value in vars(options).items()
         if value is not None and value != NOT_GIVEN.get(name)
     }
+    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
     is_local = options.model is None or Path(options.model).exists()
     idle = {
         "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
@@ -198,6 +230,7 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
         "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
+        "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
     found = {reason: [name for name in names if name in given] for reason, names in idle.items()}

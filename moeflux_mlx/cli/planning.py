@@ -13,7 +13,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import RUNTIME_BYTES, MemoryPlan, demand_of, from_environment, plan_memory
+from ..engine.budget import MemoryPlan, demand_of, from_environment, plan_memory
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote
@@ -22,6 +22,7 @@ from ..errors import RequestError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader
 from ..experts.source import IoMode
+from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..model.tensors import resident_bytes, variant_bytes
@@ -59,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         weights = open_weights(resolve(options.model))
         weights.check_mode(expert_io)
+        if options.ranks is None:
+            weights.check_held(None)
         args, files, in_place = weights.args, weights.experts, weights.in_place
         layout, resident = files.layout, resident_bytes(weights.shapes, dtype)
     demand = demand_of(
@@ -106,7 +109,7 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
         ("resident weights", demand.resident, ""),
         ("state", plan.state, f"  for a context of {plan.context}"),
         ("temporary", plan.activations, f"  for prompts in spans of {plan.sizes.span}, blocks of {plan.sizes.block}"),
-        ("runtime", RUNTIME_BYTES, ""),
+        ("runtime", plan.runtime, ""),
     ]
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
@@ -142,7 +145,9 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
 def measure_disk(files: ExpertFiles) -> float:
     """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
     layout, reader = files.layout, ExpertReader(files)
+    share = files.share if isinstance(files, PackedExperts) else None
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
+    every = [key for key in every if share is None or share.has(*key)]
     count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
     memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Future[int]](), 0
     start = time.perf_counter()

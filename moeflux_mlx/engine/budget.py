@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ..errors import MoefluxWarning, RequestError
+from ..experts.reader import in_pieces_bytes
 from ..experts.shares import slots_within, taken
 from ..experts.source import IoMode
 from ..experts.waves import UNDER_WAY, wave_size
@@ -31,7 +32,7 @@ MODES = ("auto", "mmap", "pread", "resident")
 HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to here the share alone counts
-RUNTIME_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
+PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = KVCache.step  # positions by which caches grow
 DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
 SPANS = tuple(512 << i for i in range(6, -1, -1))  # the sizes that a span comes in, 32768 to 512
@@ -175,7 +176,8 @@ def demand_of(
 class MemoryPlan:
     """Bytes of everything that is in memory while a model runs, how prompts are cut, and how experts are read.
 
-    `context` is what was asked for, or `longest`, or less where there is no room. `pool` is what the experts have while
+    `context` is what was asked for, or `longest`, or less where there is no room. `runtime` is what the process takes
+    without any of the others. `pool` is what the experts have while
     a prompt fills the whole context, `most` what they may have while nothing else needs it; both are 0 when all experts
     are in memory, mapped or read once. `reason` says what forbids that.
     """
@@ -190,6 +192,7 @@ class MemoryPlan:
     experts: int
     state: int
     activations: int
+    runtime: int
     pool: int
     most: int
     slots: int
@@ -198,7 +201,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """All but the experts."""
-        return self.demand.resident + self.state + self.activations + RUNTIME_BYTES
+        return self.demand.resident + self.state + self.activations + self.runtime
 
     @property
     def decision(self) -> str:
@@ -223,7 +226,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What this process is expected to hold at its peak, in bytes; mapped files not counted."""
-        return max(self.fixed + self.pool, self.demand.resident + RUNTIME_BYTES + self.most) + self.copied
+        return max(self.fixed + self.pool, self.demand.resident + self.runtime + self.most) + self.copied
 
     @property
     def copied(self) -> int:
@@ -262,7 +265,8 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     context, sizes = _cut_to_fit(args, layout, figures, demand)
     state = state_bytes(args, context, demand.itemsize)
     activations = activation_bytes(args, layout, demand, context, sizes)
-    fixed = demand.resident + state + activations + RUNTIME_BYTES
+    runtime = runtime_bytes(layout, demand)
+    fixed = demand.resident + state + activations + runtime
     headroom = headroom_bytes(figures.memory)
     reason = _reads(layout, figures, demand, fixed)
     mode = _mode(layout, figures, demand, reason)
@@ -270,13 +274,13 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     if mode is IoMode.PREAD:
         pool = most = _pool_bytes(args, layout, room(figures) - fixed, demand)
         if demand.expert_cache_bytes is None and figures.breathes:
-            most = _pool_bytes(args, layout, room(figures) - demand.resident - RUNTIME_BYTES, demand)
+            most = _pool_bytes(args, layout, room(figures) - demand.resident - runtime, demand)
     if fixed + max(pool, _least(args, layout, figures, mode)) > room(figures):
         raise RequestError(_refusal(args, layout, figures, demand, mode, context, state, fixed))
     slots = slots_within(layout, pool, least_slots(args)) if pool else 0
     return MemoryPlan(
         mode, reason, figures, demand, context, default_context(args), sizes, layout.total_bytes, state, activations,
-        pool, most, slots, headroom,
+        runtime, pool, most, slots, headroom,
     )  # fmt: skip
 
 
@@ -328,7 +332,7 @@ def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
         wanted = layout.total_bytes
     context, sizes = _largest(args, layout, figures, demand, least)
     need = state_bytes(args, context, demand.itemsize) + activation_bytes(args, layout, demand, context, sizes)
-    if demand.resident + RUNTIME_BYTES + need + wanted > room(figures):
+    if demand.resident + runtime_bytes(layout, demand) + need + wanted > room(figures):
         context, sizes = _largest(args, layout, figures, demand, wanted)
     return context, sizes
 
@@ -341,7 +345,7 @@ def _largest(
     Cuts that leave room for all experts come before larger ones that do not.
     """
     for context in contexts(args, demand):
-        fixed = demand.resident + RUNTIME_BYTES + state_bytes(args, context, demand.itemsize)
+        fixed = demand.resident + runtime_bytes(layout, demand) + state_bytes(args, context, demand.itemsize)
         spare = room(figures) - fixed - pool
         needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in cuts(context, demand)}
         needs = {sizes: need for sizes, need in needs.items() if need <= spare} or needs
@@ -401,7 +405,7 @@ class Breath:
         rounded = -(-tokens // KV_STEP) * KV_STEP if tokens > MAX_TOKENS else MAX_TOKENS
         if rounded not in self._needs:
             self._needs[rounded] = self._need(rounded)
-        left = room(self.plan.figures) - RUNTIME_BYTES - used - max(self._needs[rounded], cached)
+        left = room(self.plan.figures) - self.plan.runtime - used - max(self._needs[rounded], cached)
         return max(min(left, self.plan.most), least_pool(self.args, self.layout))
 
     def _need(self, tokens: int) -> int:
@@ -450,6 +454,11 @@ def room(figures: Figures) -> int:
 def headroom_bytes(memory: int) -> int:
     share = int(memory * HEADROOM_SHARE)
     return share if memory <= SMALL_MACHINE else max(share, LEAST_HEADROOM)
+
+
+def runtime_bytes(layout: ExpertLayout, demand: Demand) -> int:
+    """Of the process itself, and of what reads experts that lie in pieces."""
+    return PROCESS_BYTES + (in_pieces_bytes(layout) if demand.in_place else 0)
 
 
 def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
@@ -531,14 +540,16 @@ def _refusal(
         need = max(need, fixed + pool + LEAST_HEADROOM)
     if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
         need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
-    return f"{text}; {_gb(need)} of memory would do"
+    text += f"; {_gb(need)} of memory would do"
+    streams = mode is IoMode.RESIDENT and spare >= least_pool(args, layout)
+    return f"{text}; --expert-io pread needs no more than there is" if streams else text
 
 
 def _longest_context(
     args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, asked: int, pool: int
 ) -> int:
     """Below `asked`, in whole steps of the caches; 0 if not even one fits."""
-    left = room(figures) - demand.resident - RUNTIME_BYTES - pool
+    left = room(figures) - demand.resident - runtime_bytes(layout, demand) - pool
 
     def fits(steps: int) -> bool:
         context = steps * KV_STEP

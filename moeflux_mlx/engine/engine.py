@@ -25,6 +25,7 @@ from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
+from ..ops.tiles import Tiles
 from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
@@ -32,9 +33,10 @@ from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import Breath, Demand, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
 from .lead import Lead, LeadSession
 from .locate import resolve
-from .machine import default_dtype, machine_figures
+from .machine import activation_bits, default_dtype, machine_figures
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
+from .tiles import choose
 from .weights import Weights, open_weights
 from .wired import wire
 
@@ -79,7 +81,7 @@ class Engine:
         Raises:
             ModelFileError: a file cannot be read any more.
         """
-        return self.weights.fingerprint(self.model.activation_dtype)
+        return self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
@@ -93,6 +95,7 @@ def open_engine(
     path_or_hf_repo: str | Path | None = None,
     *,
     dtype: mx.Dtype | None = None,
+    cpu_activations: int | str = "auto",
     expert_io: str = "auto",
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
@@ -100,6 +103,7 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    tiles: str | Path = "auto",
     pool_share: float | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
@@ -111,9 +115,12 @@ def open_engine(
     path = resolve(path_or_hf_repo, revision)
     weights, mode = open_weights(path), from_environment(expert_io)
     weights.check_mode(mode)
-    if ranks is not None:
+    if ranks is None:
+        weights.check_held(None)
+    else:
         mode = io_mode(mode, weights)
-    args, dtype = weights.args, dtype or default_dtype()
+    bits = activation_bits(cpu_activations, dtype)
+    args, dtype, chosen = weights.args, dtype or default_dtype(), choose(tiles)
     demand = demand_of(
         args,
         resident_bytes(weights.shapes, dtype),
@@ -134,16 +141,22 @@ def open_engine(
 
     if ranks is None:
         plan = planned(weights.experts.layout, demand)
-        return _loaded(weights, plan, dtype, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress)
-    party, plan = meet(ranks, weights, dtype, demand, planned)
+        return _loaded(
+            weights, plan, dtype, bits, chosen, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress
+        )
+    party, plan = meet(ranks, weights, dtype, bits, demand, planned, chosen)
     with party.loading(weights.experts.layout.total_bytes):
-        return _loaded(weights, plan, dtype, lambda source: party.experts(source, PREFETCH[prefetch]), progress)
+        return _loaded(
+            weights, plan, dtype, bits, party.tiles, lambda source: party.experts(source, PREFETCH[prefetch]), progress
+        )
 
 
 def _loaded(
     weights: Weights,
     plan: MemoryPlan,
     dtype: mx.Dtype,
+    bits: int,
+    tiles: Tiles,
     computing: Callable[[ExpertLoader], RoutedExperts | RankedExperts],
     progress: Progress | None,
 ) -> Engine:
@@ -151,7 +164,7 @@ def _loaded(
     args = weights.args
     experts = open_experts(weights.experts, args, plan, progress)
     try:
-        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes)
+        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes, tiles, bits)
         fill(model, weights.read(), args.quantization, dtype)
     except BaseException:
         experts.close()  # a model that compiles its steps and its experts refer to each other
@@ -231,6 +244,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         path_or_hf_repo: a directory made by `convert`, or a checkpoint that MLX quantised; a Hugging Face repo id
             that holds a packed model; or None for the demo model that ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
+        cpu_activations: bits to which the CPU's products with quantised weights round activations, in each group of
+            weights: 8, 16, 24 (as exact as float32), or "auto": 24 where `dtype` is given, else 8. Where MLX
+            computes it has no effect.
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
@@ -243,6 +259,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
             means 4096, or what there is room for. It does not bound a span.
         revision: of the Hugging Face repo.
+        tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
+            wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
+            GPU. Other tiles may change the last bits of a result.
         pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
             of what it would have otherwise.
         progress: called with the bytes read so far and in all, while resident experts are read.
@@ -251,7 +270,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
         NotPackedError: a checkpoint that needs converting; the message holds the command.
-        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory.
+        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory, or there is no such
+            file of tiles.
         ExpertIOError: this process was forked from one that had loaded a model.
     """
     return engine.model, engine.tokenizer

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..model.decoder import Model
-from ..ops import backend
+from ..ops import backend, native
 from ..spec import ModelArgs
 from .engine import Engine
 from .prefill import Progress, span_lengths
@@ -70,16 +70,18 @@ class Head:
 
     matrix: Callable[[Any], Any]
     dtype: mx.Dtype
-    native: bool
+    suits_cpu: bool
+    bits: int
 
     @classmethod
     def of(cls, model: Model) -> "Head":
-        return cls(model.lm_head, model.activation_dtype, model.suits_cpu)
+        return cls(model.lm_head, model.activation_dtype, model.suits_cpu, model.cpu_activations)
 
     def log_probabilities(self, hidden: np.ndarray) -> mx.array:
         """[N, vocab_size] float32 of rows [N, hidden_size] in float32."""
         rows = mx.array(hidden).astype(self.dtype)
-        logits = backend.leave(self.matrix(backend.enter(rows, self.dtype) if self.native else rows))
+        with native.activations(self.bits):
+            logits = backend.leave(self.matrix(backend.enter(rows, self.dtype) if self.suits_cpu else rows))
         logits = logits.astype(mx.float32)
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 

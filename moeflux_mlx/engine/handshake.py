@@ -5,6 +5,7 @@ rank 0's choice of experts is everybody's.
 """
 
 import importlib.metadata
+import json
 import platform
 import zlib
 from collections.abc import Sequence
@@ -15,16 +16,20 @@ import numpy as np
 
 from ..errors import RankError
 from ..experts.group import FAILED, FINE, Exchange
+from ..formats.owners import MOST_SHARE
 from ..ops import backend, native
+from ..ops.tiles import Tiles
 from ..state.fingerprint import Fingerprint
+from .tiles import parse_tiles, tiles_json
 
-HELLO, SETTINGS = 5, 6  # kinds of messages
-PROTOCOL = 1
-MOST_SHARE = 64
+HELLO, SETTINGS, TILES_LENGTH, TILES_TEXT = 5, 6, 8, 9  # kinds of messages
+PROTOCOL = 2
+MOST_TILES = 1 << 20  # words
 REMEDIES = {
     "package": "install the same moeflux-mlx everywhere",
     "model": "give all ranks a copy of the same model directory",
     "dtype": "give all ranks the same --dtype",
+    "rounding": "give all ranks the same --cpu-activations",
     "context": "give all ranks the same --context",
 }
 MAY_DIFFER = {"mlx": "MLX versions", "chip": "chips"}
@@ -36,9 +41,11 @@ class Settings:
 
     Args:
         package, mlx, chip, model, dtype: digests of names and versions.
+        rounding: bits that the CPU's products leave of activations.
         context: positions that memory is planned for.
         span, block: the longest that this rank has room for.
         shares_routing: whether rank 0's choice of experts was asked for.
+        slots: of a pool into which this rank would read any expert; 0: it has its own only, on its disk or in memory.
     """
 
     package: int
@@ -46,10 +53,12 @@ class Settings:
     chip: int
     model: int
     dtype: int
+    rounding: int
     context: int
     span: int
     block: int
     shares_routing: int
+    slots: int
 
 
 NAMES = [field.name for field in fields(Settings)]
@@ -57,12 +66,14 @@ NAMES = [field.name for field in fields(Settings)]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks came to: the smallest span and block, and what is to be said once."""
+    """What the ranks came to: the smallest span and block, what is to be said once, and the slots of all pools, where
+    every rank could read every expert."""
 
     span: int
     block: int
     shares_routing: bool
     note: str
+    slots: tuple[int, ...] = ()
 
 
 def digest(text: str) -> int:
@@ -130,6 +141,7 @@ def agree(exchange: Exchange, own: Settings | None) -> Agreement:
         min(one.block for one in found),
         bool(unlike) or any(one.shares_routing for one in found),
         note,
+        tuple(one.slots for one in found) if all(one.slots for one in found) else (),
     )
 
 
@@ -140,3 +152,24 @@ def _check(found: Sequence[Settings]) -> None:
             if theirs != first:
                 figures = f" ({theirs}, and rank 0 {first})" if name == "context" else ""
                 raise RankError(f"rank {rank} has another {name} than rank 0{figures}; {remedy}")
+
+
+def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
+    """Rank 0's tiles of the kernels, which all ranks use.
+
+    Raises:
+        RankError: they cannot be read, or are none that a kernel can have.
+    """
+    text = json.dumps(tiles_json(own.found)).encode()
+    text += b" " * (-len(text) % 4)
+    length = int(exchange(TILES_LENGTH, np.array([len(text) // 4], np.uint32)).words[0, 0])
+    if length > MOST_TILES:
+        raise RankError(f"rank 0 tells {4 * length} bytes of tiles; {REMEDIES['package']}")
+    words = np.frombuffer(text, np.uint32)
+    told = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
+    if told == text:
+        return own
+    try:
+        return Tiles(parse_tiles(json.loads(told)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RankError(f"rank 0's tiles cannot be used here: {error}; {REMEDIES['package']}") from None

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import RankError, RequestError
 from ..experts.group import Group, MlxGroup
+from ..ops.backend import Array
 from ..process import claim_process
 
 VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
@@ -145,9 +145,9 @@ class Watched:
 
     def __init__(self, group: MlxGroup, watchdog: Watchdog, limit: float = JOIN_SECONDS):
         self._group, self._watchdog, self.limit = group, watchdog, limit
-        self.rank, self.size, self.backend = group.rank, group.size, group.backend
+        self.rank, self.size, self.on_device = group.rank, group.size, group.on_device
 
-    def gather(self, words: np.ndarray) -> np.ndarray:
+    def gather(self, words: Array) -> Array:
         others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
         message = (
             f"rank {self.rank} has waited {self.limit:.0f} s for the others ({others}): one of them is late, stopped, "

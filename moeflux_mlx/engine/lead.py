@@ -45,7 +45,8 @@ class Lead:
         self.numbers = itertools.count()
         self._end, self._dropped = end, list[int]()
         self._told, self._over = time.monotonic(), threading.Event()
-        threading.Thread(target=self._keep_asleep, name="ranks-idle", daemon=True).start()
+        self._idle = threading.Thread(target=self._keep_asleep, name="ranks-idle", daemon=True)
+        self._idle.start()
 
     def tell(self, order: Order, *values: int, payload: bytes = b"", shares: bool = False) -> None:
         """Gives an order; one that `shares` the work takes the others into the model."""
@@ -68,6 +69,7 @@ class Lead:
             if not self.exchange.is_broken and not self.is_shared:
                 tell(self.exchange, Order.QUIT, code)
                 self.exchange.is_broken = True
+        self._idle.join(PARTING_SECONDS)  # while a thread holds on to MPI's group, MLX does not take leave of it
 
     def _keep_asleep(self) -> None:
         nap = SHORTEST_NAP

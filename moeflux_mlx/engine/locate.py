@@ -6,8 +6,9 @@ packed model of it, before any weight is downloaded.
 
 from pathlib import Path
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, MoefluxError
 from ..files import directory, user_path
+from ..formats.checkpoint import has_weights
 from ..formats.hub import looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT
 from ..packing.in_place import runs_in_place
@@ -25,7 +26,7 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
         if isinstance(path_or_hf_repo, str) and looks_like_repo(path_or_hf_repo):
             return fetch(path_or_hf_repo, revision)
         raise ModelFileError(
-            f"{path} does not exist; give a directory made by moeflux_mlx.convert or a repo id org/name"
+            f"{path} does not exist; give the directory of a model, packed or as mlx-lm wrote it, or a repo id org/name"
         )
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory")
@@ -36,5 +37,12 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
             return path
         for folder in (path, path / "mlx"):  # the second is moeflux's
             if (folder / "config.json").exists():
-                raise not_packed_error(str(path), folder)
+                raise _not_a_model(path, folder)
     return path
+
+
+def _not_a_model(path: Path, folder: Path) -> MoefluxError:
+    """For a directory that has a config.json, in `folder`, and cannot be run."""
+    if has_weights(path):
+        return not_packed_error(str(path), folder)
+    return ModelFileError(f"{path} has a config.json and no weights (*.safetensors); download the rest of it")

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..ops import backend
+from ..errors import RequestError
+from ..ops import backend, native
 
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+AUTO_BITS = (
+    8  # of activations on the CPU: costs less than a tenth of the KL that 4-bit weights do (docs/performance.md)
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,26 @@ def machine_figures() -> Figures:
 def default_dtype() -> mx.Dtype:
     """bfloat16 on a GPU; float32 on CPU, where MLX's bfloat16 arithmetic is several times slower."""
     return mx.bfloat16 if backend.has_kernels() else mx.float32
+
+
+def activation_bits(asked: int | str, dtype: mx.Dtype | None) -> int:
+    """To how many bits the native products round activations: as asked for, or what `auto` means.
+
+    Args:
+        asked: "auto", or 8, 16 or 24 as a number or in digits.
+        dtype: that was asked for; None: none was.
+
+    Raises:
+        RequestError: `asked` is none of them, or rounds what was asked for in float32.
+    """
+    known = {"auto": AUTO_BITS if dtype is None else native.EXACT, **{str(bits): bits for bits in native.ACTIVATIONS}}
+    bits = known.get(str(asked))
+    if bits is None:
+        raise RequestError(f"cpu_activations {asked!r} is not one of {', '.join(known)}")
+    if dtype is not None and dtype == mx.float32 and bits != native.EXACT:
+        raise RequestError(f"dtype float32 is computed exactly, cpu_activations {bits} is not; leave one of them out")
+    native_here = backend.computes_natively(default_dtype() if dtype is None else dtype)
+    return bits if native_here else native.EXACT
 
 
 def physical_ram_bytes() -> int:

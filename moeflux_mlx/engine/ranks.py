@@ -1,20 +1,23 @@
 """This process as one of several that run a model: what it plans, loads and waits for as one of them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError, RequestError
+from ..experts.dealing import Dealing
 from ..experts.group import FAILED, FINE, Exchange
-from ..experts.ranks import Owners, RankedExperts
+from ..experts.ranks import RankedExperts
 from ..experts.source import ExpertLoader
+from ..formats.owners import Owners, Share
 from ..formats.record import ExpertLayout
 from ..ops import backend
+from ..ops.tiles import Tiles
 from .budget import Demand, MemoryPlan
-from .handshake import Settings, agree, digests, greet
+from .handshake import Settings, agree, digests, greet, share_tiles
 from .joining import allow
 from .weights import Weights
 
@@ -51,15 +54,18 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Party:
-    """What the ranks agreed on before they load a model."""
+    """What the ranks agreed on before they load a model; the tiles are rank 0's."""
 
     ranks: Ranks
     owners: Owners
     shares_routing: bool
+    tiles: Tiles
+    slots: tuple[int, ...] = ()
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
         """Who computes routed experts, in place of `RoutedExperts`."""
-        return RankedExperts(source, self.ranks.exchange, self.owners, prefetch, self.shares_routing)
+        dealing = Dealing(self.owners, self.slots) if self.slots else None
+        return RankedExperts(source, self.ranks.exchange, self.owners, prefetch, self.shares_routing, dealing)
 
     @contextmanager
     def loading(self, nbytes: int) -> Iterator[None]:
@@ -96,12 +102,19 @@ def io_mode(asked: str, weights: Weights) -> str:
     return "pread" if asked == "auto" and (gpu or weights.in_place) else asked
 
 
+def _slots_to_deal(plan: MemoryPlan, own: ExpertLayout) -> int:
+    """Slots of a pool that takes any expert; 0: it has room for all that is this rank's, which then stays there."""
+    return 0 if plan.slots >= own.num_experts * len(own.moe_layers) else plan.slots
+
+
 def meet(
     ranks: Ranks,
     weights: Weights,
     dtype: mx.Dtype,
+    bits: int,
     demand: Demand,
     plan: Callable[[ExpertLayout, Demand], MemoryPlan],
+    tiles: Tiles,
 ) -> tuple[Party, MemoryPlan]:
     """Plans memory for this rank's experts alone, with the smallest span of all, and compares what must be alike.
 
@@ -114,21 +127,26 @@ def meet(
     layout = weights.experts.layout
     most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
     own = replace(layout, num_experts=most)
-    settings = None
     try:
+        weights.check_held(Share(owners, rank))
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),
+            rounding=bits,
             context=planned.context,
             span=planned.sizes.span,
             block=planned.sizes.block,
             shares_routing=ranks.shares_routing,
+            slots=0 if weights.holds_a_share else _slots_to_deal(planned, own),
         )
-    finally:
-        found = agree(exchange, settings)
+    except BaseException:
+        with suppress(RankError):  # which tells the others; what is said here is why
+            agree(exchange, None)
+        raise
+    found = agree(exchange, settings)
     if found.note:
         ranks.say(found.note)
     planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))
     slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + found.span / SLOW_TOKENS
     allow(exchange.group, LEAST_SECONDS + slow if ranks.seconds is None else ranks.seconds)
-    return Party(ranks, owners, found.shares_routing), planned
+    return Party(ranks, owners, found.shares_routing, share_tiles(exchange, tiles), found.slots), planned

@@ -11,9 +11,11 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..files import user_path
+from ..formats.owners import Share
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..model.weights import read_resident
+from ..ops import native
 from ..packing.in_place import InPlace, open_in_place
 from ..packing.suggest import packing_command
 from ..spec import ModelArgs
@@ -61,15 +63,29 @@ class Weights:
                 f"leave it at auto, or run: {self.convert_command}"
             )
 
-    def fingerprint(self, dtype: mx.Dtype) -> Fingerprint:
+    @property
+    def holds_a_share(self) -> bool:
+        """Whether only some of the experts are there."""
+        return isinstance(self.experts, PackedExperts) and self.experts.share is not None
+
+    def check_held(self, wanted: Share | None) -> None:
+        """Raises ModelFileError: the directory does not hold the experts of `wanted`, or of a process that is alone."""
+        if isinstance(self.experts, PackedExperts) and self.experts.share is not None:
+            layout = self.experts.layout
+            self.experts.share.check(wanted, layout.moe_layers, layout.num_experts, self.path)
+
+    def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
         """What saved states of the model depend on: the same for a checkpoint and what is converted from it.
+
+        Args:
+            dtype, bits: as for `fingerprint_of`.
 
         Raises:
             ModelFileError: a file cannot be read.
         """
         if self.checkpoint is None:
-            return packed_fingerprint(self.path, self.args, dtype)
-        return self.checkpoint.fingerprint(dtype)
+            return packed_fingerprint(self.path, self.args, dtype, bits)
+        return self.checkpoint.fingerprint(dtype, bits)
 
 
 def open_weights(path: Path) -> Weights:
@@ -83,16 +99,20 @@ def open_weights(path: Path) -> Weights:
     return Weights(path, found.args, found.experts, found.shapes(), found)
 
 
-def model_fingerprint(path: str | Path, dtype: mx.Dtype) -> Fingerprint:
-    """The fingerprint of a model directory whose caches hold `dtype` (`model.activation_dtype`).
+def model_fingerprint(path: str | Path, dtype: mx.Dtype, cpu_activations: int = native.EXACT) -> Fingerprint:
+    """The fingerprint of a model directory.
+
+    Args:
+        dtype: that caches hold, `model.activation_dtype`.
+        cpu_activations: bits to which products round activations, `model.cpu_activations`.
 
     Raises:
         ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
     """
     path = user_path(path)
     if _is_packed(path):
-        return packed_fingerprint(path, ModelArgs.from_file(path), dtype)
-    return open_in_place(path).fingerprint(dtype)
+        return packed_fingerprint(path, ModelArgs.from_file(path), dtype, cpu_activations)
+    return open_in_place(path).fingerprint(dtype, cpu_activations)
 
 
 def _is_packed(path: Path) -> bool:

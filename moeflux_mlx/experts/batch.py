@@ -7,13 +7,13 @@ reads in another way. A queue serves one thread.
 
 import importlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from ..formats.pieces import Run
+from ..formats.pieces import Piece, Run
 
-MOST_READS = 32  # that the native code takes in one call
+RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # what the native code takes for each
 
 
 def _load() -> ModuleType | None:
@@ -39,34 +39,43 @@ class Queue:
         self._native, self._queue = _reads, _reads.queue()
 
     def read(
-        self, files: Mapping[Path, int], runs: Sequence[Run], target: memoryview, scratch: memoryview
-    ) -> list[int]:
-        """Brings the pieces of `runs` to their places in `target`.
+        self, files: "array[int]", numbers: bytes, target: memoryview, scratch: memoryview
+    ) -> tuple[int, list[int]]:
+        """Brings the pieces of some runs to their places in `target`.
+
+        Args:
+            files: the descriptors that `numbers` point to.
+            numbers: the runs, as `encode` writes them.
+            scratch: holds the window of each run that is not aligned; how many are under way together is its size.
 
         Returns:
-            For each run the bytes that came, or minus an errno. Where they reach the run's end its pieces are in place.
+            The bytes that came for runs whose pieces are in place, and the indices of the others.
         """
-        numbers: list[int] = []
-        for run in runs:
-            first, last = run.window
-            place = run.pieces[0].place if run.is_aligned else -1
-            numbers += (files[run.path], first, last - first, run.stop - first, place, len(run.pieces))
-            for piece in run.pieces:
-                numbers += (piece.offset - first, piece.place, piece.length)
-        found: list[int] = self._native.read(self._queue, target, scratch, array("q", numbers))
+        found: tuple[int, list[int]] = self._native.read(self._queue, files, target, scratch, numbers)
         return found
 
 
-def batches_of(runs: Sequence[Run], room: int) -> Iterator[list[Run]]:
-    """The runs in groups of which each may be one call: what is not read to its place fits scratch memory of `room`."""
-    batch: list[Run] = []
-    held = 0
+def encode(runs: Sequence[Run], files: Mapping[Path, int]) -> bytes:
+    """`runs` as the native code takes them, with the number of each file: small enough to be kept for every expert."""
+    numbers: list[int] = []
     for run in runs:
         first, last = run.window
-        size = 0 if run.is_aligned else last - first
-        if batch and (held + size > room or len(batch) == MOST_READS):
-            yield batch
-            batch, held = [], 0
-        batch.append(run)
-        held += size
-    yield batch
+        place = run.pieces[0].place if run.is_aligned else -1
+        numbers += (files[run.path], first, last - first, run.stop - first, place, len(run.pieces))
+        for piece in run.pieces:
+            numbers += (piece.offset - first, piece.place, piece.length)
+    return array("q", numbers).tobytes()
+
+
+def decode(numbers: bytes, paths: Sequence[Path]) -> list[Run]:
+    """The runs that `encode` wrote."""
+    found, runs, at = array("q", numbers), [], 0
+    while at < len(found):
+        file, first, _, needed, place, count = found[at : at + RUN_NUMBERS]
+        at += RUN_NUMBERS
+        stop = at + PIECE_NUMBERS * count
+        some = [found[i : i + PIECE_NUMBERS] for i in range(at, stop, PIECE_NUMBERS)]
+        pieces = tuple([Piece(paths[file], first + start, length, goal) for start, goal, length in some])
+        runs.append(Run(paths[file], pieces[0].offset, first + needed, pieces, is_aligned=place >= 0))
+        at = stop
+    return runs

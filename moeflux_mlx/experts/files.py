@@ -10,8 +10,10 @@ import fcntl
 import os
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +25,21 @@ from .memory import private_pages
 
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
 IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
-SCRATCH_BYTES = RUN_BYTES + 2 * BLOCK_BYTES  # a run and the rest of the blocks at its ends
 HUGE_BYTES = 2 << 20  # only memory of a multiple of it begins where a large page does (results.tsv, "in place")
+# Of each thread's scratch memory: room for a run and the rest of the blocks at its ends, or for a gap.
+SCRATCH_BYTES = -(-(RUN_BYTES + 2 * BLOCK_BYTES) // HUGE_BYTES) * HUGE_BYTES
+assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
+Share = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
+
+
+class _Opened(NamedTuple):
+    """Descriptors, also in the order of the files' numbers, and whether they read past the page cache."""
+
+    files: dict[Path, int]
+    descriptors: "array[int]"
+    direct: bool
 
 
 class OpenFiles:
@@ -46,6 +59,8 @@ class OpenFiles:
         self._opening = threading.Lock()
         self._memory = threading.local()
         self._may_batch = IN_BLOCKS and preadv is os.preadv and batch.available()
+        self._paths = list(sizes)
+        self._numbers = {path: i for i, path in enumerate(self._paths)}
         self._descriptors: list[int] = []
         self._identity: dict[Path, tuple[int, ...]] = {}
         try:
@@ -57,11 +72,11 @@ class OpenFiles:
     @property
     def direct(self) -> bool:
         """Whether reads go past the page cache."""
-        return self._opened[1]
+        return self._opened.direct
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether `read_all` has several reads under way at a time."""
+        """Whether `read_all` can have several reads under way at a time."""
         return self._may_batch and self.direct
 
     def close(self) -> None:
@@ -73,17 +88,22 @@ class OpenFiles:
         first, last = run.window if self.direct and IN_BLOCKS else (run.start, run.stop)
         return min(last, self._sizes[run.path]) - first
 
-    def read_all(self, runs: Sequence[Run], target: memoryview) -> int:
-        """As `read`, for several runs, at once where that is possible. What fails then is read again with care."""
+    def share(self, runs: Sequence[Run]) -> Share:
+        """`runs` in the form in which `read_all` reads them best."""
         is_simple = len(runs) == 1 and runs[0].is_aligned
-        queue = self._queue() if self.reads_at_once and not is_simple else None
+        return batch.encode(runs, self._numbers) if self.reads_at_once and not is_simple else runs
+
+    def read_all(self, share: Share, target: memoryview) -> int:
+        """As `read`, for several runs, at once where that is possible. What fails then is read again with care."""
+        if not isinstance(share, bytes):
+            return sum([self.read(run, target) for run in share])
+        queue = self._queue() if self.reads_at_once else None
         if queue is None:
-            return sum([self.read(run, target) for run in runs])
-        came = 0
-        for some in batch.batches_of(runs, SCRATCH_BYTES):
-            found = queue.read(self._opened[0], some, target, self._scratch())
-            for run, got in zip(some, found, strict=True):
-                came += got if got >= run.stop - run.window[0] else self.read(run, target)
+            return sum([self.read(run, target) for run in batch.decode(share, self._paths)])
+        came, missed = queue.read(self._opened.descriptors, share, target, self._scratch())
+        if missed:
+            runs = batch.decode(share, self._paths)
+            came += sum([self.read(runs[i], target) for i in missed])
         return came
 
     def read(self, run: Run, target: memoryview) -> int:
@@ -95,7 +115,7 @@ class OpenFiles:
         Raises:
             ExpertIOError: the file ends early or was replaced. OSError: the system says no.
         """
-        files, direct = self._opened  # another thread may open them anew in the meantime
+        files, _, direct = self._opened  # another thread may open them anew in the meantime
         if not (direct and IN_BLOCKS):
             return self._fill(files[run.path], self._places(run, target), run.start, run.stop - run.start, step=1)
         try:
@@ -133,8 +153,7 @@ class OpenFiles:
         """Memory of this thread's own, at the border of a page."""
         found: memoryview | None = getattr(self._memory, "scratch", None)
         if found is None:
-            size = -(-max(SCRATCH_BYTES, GAP_BYTES) // HUGE_BYTES) * HUGE_BYTES
-            found = self._memory.scratch = memoryview(private_pages(size))
+            found = self._memory.scratch = memoryview(private_pages(SCRATCH_BYTES))
         return found
 
     def _queue(self) -> batch.Queue | None:
@@ -165,8 +184,7 @@ class OpenFiles:
             done = reached
         return came
 
-    def _open(self, direct: bool) -> tuple[dict[Path, int], bool]:
-        """Descriptors, and whether they read past the page cache."""
+    def _open(self, direct: bool) -> _Opened:
         files: dict[Path, int] = {}
         try:
             for path in self._sizes:
@@ -179,7 +197,7 @@ class OpenFiles:
             if not direct or error.errno != errno.EINVAL:
                 raise ExpertIOError(f"cannot open expert files: {error}") from error
             return self._open_buffered(error)
-        return files, direct
+        return _Opened(files, array("i", files.values()), direct)
 
     def _check(self, path: Path, found: os.stat_result) -> None:
         """The file has its length, and is the one that was opened first: old and new bytes never mix."""
@@ -196,7 +214,7 @@ class OpenFiles:
             if self.direct:
                 self._opened = self._open_buffered(error)
 
-    def _open_buffered(self, error: OSError) -> tuple[dict[Path, int], bool]:
+    def _open_buffered(self, error: OSError) -> _Opened:
         self.note = f"direct I/O is refused here ({error.strerror}); reading through the page cache"
         return self._open(False)
 

@@ -7,12 +7,13 @@ tells who is out of step; nothing else of it is believed. It knows neither layer
 
 import zlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError
+from ..ops.backend import Array, leave
 
 MAGIC = 0x4D464C52  # "MFLR"
 HEADER = 5  # words: MAGIC, count of the message, its kind, the sender's flag, a sum of what all must agree on
@@ -28,8 +29,13 @@ class Group(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather(self, words: np.ndarray) -> np.ndarray:
-        """words [n] uint32 of this process -> [size, n], one row of each process.
+    @property
+    def on_device(self) -> bool:
+        """Whether messages of MLX's arrays stay where the GPU computes; else they go through numpy's."""
+        ...
+
+    def gather(self, words: Array) -> Array:
+        """words [n] uint32 of this process -> [size, n], one row of each process, computed; numpy's or MLX's.
 
         Raises:
             RankError: a process is gone.
@@ -47,24 +53,28 @@ class MlxGroup:
     def __init__(self, group: mx.distributed.Group, backend: str):
         self._group, self.backend = group, backend
         self.rank, self.size = int(group.rank()), int(group.size())
+        self.on_device = backend == "nccl"
 
-    def gather(self, words: np.ndarray) -> np.ndarray:
-        stream = mx.gpu if self.backend == "nccl" else mx.cpu
+    def gather(self, words: Array) -> Array:
+        stream = mx.gpu if self.on_device else mx.cpu
         try:
-            found = mx.distributed.all_gather(mx.array(words)[None], group=self._group, stream=stream)
+            own: Any = words
+            found: Any = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
             mx.eval(found)
         except RuntimeError as error:
             others = [str(i) for i in range(self.size) if i != self.rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
             raise RankError(f"{who} is gone ({error}); see what it said last, then start all ranks again") from None
-        return np.array(found)
+        if isinstance(own, np.ndarray):
+            found = np.array(found)
+        return cast(Array, found)
 
 
 @dataclass(frozen=True)
 class Told:
-    """What came of an exchange: every process's words [size, n] and flag."""
+    """What came of an exchange: every process's words [size, n], as they were given, and flag."""
 
-    words: np.ndarray
+    words: Any
     flags: tuple[int, ...]
 
     def first(self, flag: int) -> int | None:
@@ -93,11 +103,12 @@ class Exchange:
         error, self.pending = self.pending, None
         return error
 
-    def __call__(self, kind: int, words: np.ndarray, agreed: np.ndarray | None = None, flag: int = FINE) -> Told:
+    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Told:
         """Tells the others `words` [n] uint32 and hears theirs.
 
         Args:
             kind: what the message is about, the same on all ranks.
+            words: numpy's, or MLX's where the group takes them.
             agreed: what all must have in common; only a checksum of it travels.
             flag: FINE, FAILED or STOPPED.
 
@@ -110,13 +121,21 @@ class Exchange:
         checksum = 0 if agreed is None else zlib.crc32(np.ascontiguousarray(agreed).tobytes())
         header = np.array([MAGIC, self.count & 0xFFFFFFFF, kind, flag, checksum], np.uint32)
         try:
-            found = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
-            for rank, theirs in enumerate(found[:, :HEADER]):
+            found, heads = self._gathered(header, words)
+            for rank, theirs in enumerate(heads):
                 self._check(rank, theirs, header)
         except BaseException:
             self.is_broken = True
             raise
-        return Told(found[:, HEADER:], tuple(int(flag) for flag in found[:, 3]))
+        return Told(found[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
+
+    def _gathered(self, header: np.ndarray, words: Any) -> tuple[Any, np.ndarray]:
+        """All messages, and their headers, which alone come to the host where words stay on a device."""
+        if isinstance(words, np.ndarray):
+            found = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
+            return found, found[:, :HEADER]
+        messages = self.group.gather(mx.concatenate([mx.array(header), words]))
+        return messages, np.array(mx.contiguous(messages[:, :HEADER]))  # a view would take all of it to the host
 
     def _check(self, rank: int, theirs: np.ndarray, own: np.ndarray) -> None:
         if theirs[0] != own[0] or theirs[1] != own[1]:

@@ -59,9 +59,9 @@ class Predictor:
 
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
         """Of foreseen experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
-        order = np.argsort(-weights[0], kind="stable")
-        keep = weights[0, order] >= self.confidence * weights[0, order[0]]
-        return ids[0, order[keep]].tolist()
+        found = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
+        least = self.confidence * found[0][0]
+        return [expert for weight, expert in found if weight >= least]
 
     def pays(self, layer: int) -> bool:
         """Whether to guess for this layer; a layer that was switched off is tried again after a while."""
@@ -75,6 +75,8 @@ class Predictor:
 
     def judge(self, layer: int, ahead: list[int], ids: np.ndarray) -> None:
         """Compares the experts read `ahead` for `layer` with those that its token used."""
+        if not ahead:
+            return
         record = self.record(layer)
         used = set(ids.reshape(-1).tolist())
         for expert in ahead:
@@ -129,7 +131,9 @@ class Lookahead:
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         """Whether foreseeing the experts of `layer` would be of use now."""
-        return self.prefetch == "lookahead" and tokens == 1 and self.trial.ahead and self.predictor.pays(layer)
+        if self.prefetch != "lookahead" or tokens != 1 or self.source.holds(layer):
+            return False
+        return self.trial.ahead and self.predictor.pays(layer)
 
     def requested(self, routing: Routing, ids: np.ndarray) -> None:
         """A layer has asked for its experts `ids` [T, K]: now for the next one's."""

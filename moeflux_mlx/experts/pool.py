@@ -11,8 +11,8 @@ together, into the first rows (results.tsv, "pool resize").
 
 import math
 import mmap
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -84,9 +84,11 @@ class SlotPool:
         self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
         self._free = list(range(len(self.rows)))  # a heap: the first rows are used first
         self._used: OrderedDict[Key, Slot] = OrderedDict()
-        self._pins: Counter[Key] = Counter()
+        self._pins: dict[Key, int] = {}  # how many leases hold a record, while any does
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
+        self._guests: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
+        self._most_guests: int | None = None  # how many of them replace others; None: nobody interrupts
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -105,21 +107,46 @@ class SlotPool:
         slot = self._used.get(key)
         if slot is not None:
             self._used.move_to_end(key)
+        if key in self._guests:
+            self._guests.move_to_end(key)
         return slot
 
     def put(self, key: Key, slot: Slot) -> None:
         """Files a claimed slot, its read submitted."""
         self._used[key] = slot
         self._arriving.add(key)
+        if self._most_guests is not None:
+            self._guests[key] = None
+
+    def begin_guest(self, most: int) -> None:
+        """From now on records are read for somebody who interrupts: `most` of them may replace others', then one
+        another.
+        """
+        self._most_guests = most
+
+    def end_guest(self) -> None:
+        """What was read for him is the first to give way."""
+        for key in reversed(self._guests):
+            self._used.move_to_end(key, last=False)
+        self._guests.clear()
+        self._most_guests = None
 
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
         One that is intended or still arriving only if there is no other, and not for a guess.
         """
+        if self._most_guests is not None and len(self._guests) >= self._most_guests:
+            key = self._first_of(self._guests, for_guess)
+            if key is not None or for_guess:
+                return key
+        return self._first_of(self._used, for_guess)
+
+    def _first_of(self, keys: Iterable[Key], for_guess: bool) -> Key | None:
         row_wanted, last = self.copied and not self._free, None
-        for key, slot in self._used.items():
-            if self._pins[key]:
+        for key in keys:
+            slot = self._used[key]
+            if key in self._pins:
                 continue
             if slot.future is None and not row_wanted and key not in self.intended:
                 return key
@@ -171,13 +198,12 @@ class SlotPool:
         return blob, np.array([slot.row for slot in slots], np.int32)
 
     def pin(self, key: Key) -> None:
-        self._pins[key] += 1
+        self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: Key, guard: mx.array | None = None) -> None:
-        if self._pins[key] > 1:
-            self._pins[key] -= 1
-        else:
-            del self._pins[key]
+        left = self._pins.pop(key) - 1
+        if left:
+            self._pins[key] = left
         slot = self._used.get(key)
         if slot is None or guard is None:
             return
@@ -186,14 +212,16 @@ class SlotPool:
         slot.guard = guard
 
     def pinned(self, key: Key) -> bool:
-        return self._pins[key] > 0
+        return key in self._pins
 
     def pinned_besides(self, keys: list[Key]) -> int:
-        return len(set(self._pins) - set(keys))
+        return len(self._pins.keys() - keys) if self._pins else 0
 
     def demote(self, key: Key) -> None:
-        """The record becomes the first to give way."""
-        if key in self._used:
+        """The record becomes the first to give way; while somebody interrupts, only one of his own does."""
+        if key in self._guests:
+            self._guests.move_to_end(key, last=False)
+        elif key in self._used and self._most_guests is None:
             self._used.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
@@ -202,6 +230,7 @@ class SlotPool:
         if slot.guard is not None:
             mx.eval(slot.guard)
         del self._used[key]
+        self._guests.pop(key, None)
         self._arriving.discard(key)
         if slot.device is None:
             heappush(self._free, slot.row)
@@ -236,7 +265,7 @@ class SlotPool:
         """
         self._free = sorted(set(range(len(self.rows))) - {slot.row for slot in self._used.values()})
         for key, slot in self._used.items():
-            if slot.row >= slots and slot.future is None and not self._pins[key]:
+            if slot.row >= slots and slot.future is None and key not in self._pins:
                 self._move(slot)
         self._free.sort()  # it is still a heap
         for first, stop in _runs(self._free):

@@ -6,17 +6,19 @@ machine: a row is computed as it is there, and no sum depends on how many proces
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError, RankStopped
-from ..ops.backend import Array, leave
-from ..ops.combine import combine
-from ..ops.experts import Records, expert_down_combine, expert_gate_up
+from ..formats.owners import Owners
+from ..ops.backend import Array, leave, view
+from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
+from ..ops.grouped import combined, expert_rows
 from ..ops.tiles import MAX_TOKENS
+from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
 from .routing import Report, Routing, unheard
@@ -26,32 +28,6 @@ from .waves import expect, multiplied
 ROUTING, ROWS = 1, 2  # kinds of messages; the layer is counted from 0 beside them
 KINDS = 16
 PIECE_WORDS = 1 << 22  # of one message of a prompt: what is in memory twice
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Who owns which expert: (expert + layer) modulo the sum of the shares, so that layers differ.
-
-    Args:
-        shares: of each rank, small integers; equal ones for equal machines.
-    """
-
-    shares: tuple[int, ...]
-
-    @property
-    def turns(self) -> np.ndarray:
-        """The ranks of one round, spread as evenly as their shares allow."""
-        places = [((i + 0.5) / share, rank) for rank, share in enumerate(self.shares) for i in range(share)]
-        return np.array([rank for _, rank in sorted(places)], np.int32)
-
-    def of(self, layer: int, ids: np.ndarray) -> np.ndarray:
-        """The rank of each expert, in the ids' shape."""
-        turns = self.turns
-        return turns[(ids.astype(np.int64) + layer) % len(turns)]
-
-    def experts(self, layer: int, rank: int, count: int) -> list[int]:
-        """Those of `count` experts that a rank owns."""
-        return np.flatnonzero(self.of(layer, np.arange(count)) == rank).tolist()
 
 
 class RankedExperts:
@@ -64,6 +40,7 @@ class RankedExperts:
         prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
         shares_routing: the machines differ, so that everybody takes rank 0's choice of experts, residual and shared
             expert, which costs one more exchange for each layer.
+        dealing: every process could read every expert, so that what a few tokens need is dealt out.
 
     Attributes:
         differing: how many tokens' experts this process would have chosen otherwise than rank 0.
@@ -76,16 +53,33 @@ class RankedExperts:
         owners: Owners,
         prefetch: str = "lookahead",
         shares_routing: bool = False,
+        dealing: Dealing | None = None,
     ):
+        self.dealing = dealing
         self.source, self.exchange, self.owners, self.shares_routing = source, exchange, owners, shares_routing
         self.rank = exchange.group.rank
-        self.lookahead = Lookahead(source, prefetch, self._owned)
+        self.lookahead = Lookahead(source, prefetch, self._expected)
         self.differing = 0
 
     def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that are this process's."""
         found = np.array(ids, np.int64)
         return found[self.owners.of(layer, found) == self.rank].tolist()
+
+    def _expected(self, layer: int, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that this process would be asked for."""
+        if self.dealing is None:
+            return self._owned(layer, ids)
+        found = np.array(ids, np.int64)
+        return found[self.dealing.expected(layer, found) == self.rank].tolist()
+
+    def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The process that computes each pair, the same on all, in the ids' shape."""
+        if self.dealing is not None and len(ids) <= MAX_TOKENS:
+            return self.dealing.deal(layer, ids)
+        if self.dealing is not None:
+            self.dealing.note(layer, ids)
+        return self.owners.of(layer, ids)
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return self.lookahead.wants_guess(layer, tokens)
@@ -95,26 +89,29 @@ class RankedExperts:
             expect(self.source, layer, tokens, self._owned)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
-        if routing.guess is not None:
-            mx.eval(routing.ids, routing.guess.ids, routing.guess.weights)
-        ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
+        if isinstance(shared, Shared):
+            shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
+        weighed: Any = routing.weights
+        routing = on_host(routing)
+        ids, weights = cast(np.ndarray, routing.ids), cast(np.ndarray, routing.weights)
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
+            weighed = weights if isinstance(x, np.ndarray) else mx.array(weights)
+        if not isinstance(x, np.ndarray) and len(x) <= MAX_TOKENS:  # whose rows are weighted
+            weighed = _constant(1.0, weights.shape)
         rows, where = self._all_rows(routing, ids, weights, x, report)
-        if not isinstance(x, np.ndarray):
-            given = np.ones_like(weights) if len(x) <= MAX_TOKENS else weights  # rows of few tokens are weighted
-            return combine(mx.array(rows), where, mx.array(given), residual, shared)
-        return combine(rows, where, weights, residual, shared)
+        return combined(rows, where, weighed, residual, shared)
 
     def _all_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[Any, np.ndarray]:
         """Every pair's row, and which of them each pair's is, int32 [T, K]."""
-        owner = self.owners.of(routing.layer, ids)
+        owner = self._dealt(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
+        dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
 
         def watched(share: float) -> None:
             report(share)
@@ -125,11 +122,11 @@ class RankedExperts:
             rows = self._own_rows(routing, ids, weights, x, mine, watched)
             self._stop_if_wanted()
         except BaseException as error:  # the others wait for this process's rows and must hear of it
-            failure, rows = error, np.zeros((len(mine), x.shape[1]), np.float32)
-        gathered = self._gather(routing.layer, ids, counts, rows, failure)
-        first = np.argsort(owner.reshape(-1), kind="stable")
-        where = np.empty(ids.size, np.int32)
-        where[first] = np.arange(ids.size)
+            failure, rows = error, _zeros((len(mine), x.shape[1]), dtype)
+        gathered = self._gather(routing.layer, np.stack([ids, owner]), int(counts.max()), rows, failure)
+        first, starts = np.argsort(owner.reshape(-1), kind="stable"), np.cumsum(counts) - counts
+        where = np.empty(ids.size, np.int32)  # a rank's rows are followed by nothing, up to the most that one has
+        where[first] = np.arange(ids.size) + np.repeat(np.arange(len(counts)) * counts.max() - starts, counts)
         return gathered, where.reshape(ids.shape)
 
     def _stop_if_wanted(self) -> None:
@@ -138,47 +135,45 @@ class RankedExperts:
 
     def _own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
-    ) -> np.ndarray:
-        """What this process's experts make of the pairs `mine`, [len(mine), H]."""
+    ) -> Any:
+        """What this process's experts make of the pairs `mine`, [len(mine), H]: of many in x's dtype, else float32."""
         layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
             found = multiplied(
-                self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned
+                self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned, ids
             )
-            return _float32(found.outputs())
+            rows = found.outputs()
+            return view(rows) if isinstance(x, np.ndarray) else rows
         with self.source.request(layer, own) as lease:  # before what may be wanted next is read
             if len(x) <= MAX_TOKENS:
                 self.lookahead.requested(routing, ids)
             if not len(mine):
-                return np.zeros((0, x.shape[1]), np.float32)
+                dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
+                return _zeros((0, x.shape[1]), dtype)
             lease.wait()
             records, slots = lease.records()
             rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
-            return _float32(rows)
+            lease.release(None if records.lasting or isinstance(rows, np.ndarray) else rows)
+            return rows
 
-    def _gather(
-        self, layer: int, ids: np.ndarray, counts: np.ndarray, rows: np.ndarray, failure: BaseException | None
-    ) -> np.ndarray:
-        """Everybody's rows [T * K, H] float32, by rank, in pieces of equal length for all."""
-        H = rows.shape[1]
-        step = max(PIECE_WORDS // H, 1)
-        found = np.empty((int(counts.sum()), H), np.float32)
-        starts = np.cumsum(counts) - counts
+    def _gather(self, layer: int, agreed: np.ndarray, most: int, rows: Any, failure: BaseException | None) -> Any:
+        """Everybody's rows [size * most, H], in pieces of equal length for all; `agreed` decides whose they are."""
+        on_device = self.exchange.group.on_device and isinstance(rows, mx.array)
+        words = _words(rows) if on_device else _host_words(rows)
+        step = max(PIECE_WORDS // words.shape[1], 1)
         is_stop = failure is self.exchange.pending or not isinstance(failure, Exception)
         flag = FINE if failure is None else STOPPED if is_stop else FAILED
-        for start in range(0, max(int(counts.max()), 1), step):
-            length = min(step, int(counts.max()) - start)
-            piece = np.zeros((length, H), np.float32)
-            own = rows[start : start + length]
-            piece[: len(own)] = own
-            told = self.exchange(ROWS + KINDS * layer, piece.view(np.uint32).reshape(-1), ids, flag)
+        pieces = []
+        for start in range(0, max(most, 1), step):
+            piece = _filled(words[start : start + step], min(step, max(most, 1) - start))
+            told = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
             self._raise(told, failure)
-            theirs = told.words.view(np.float32).reshape(-1, length, H)
-            for rank, (first, count) in enumerate(zip(starts, counts, strict=True)):
-                took = min(max(int(count) - start, 0), length)
-                found[first + start : first + start + took] = theirs[rank, :took]
-        return found
+            pieces.append(told.words.reshape(self.exchange.group.size, *piece.shape))
+        library: Any = mx if on_device else np
+        found = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
+        found = found.reshape(-1, words.shape[1])
+        return found.view(np.float32) if isinstance(rows, np.ndarray) else leave(found).view(rows.dtype)
 
     def _raise(self, told: Told, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
@@ -209,11 +204,55 @@ class RankedExperts:
         return got[0].astype(ids.dtype), got[1].view(np.float32), theirs[0], theirs[1] if shared is not None else None
 
 
+def on_host(routing: Routing) -> Routing:
+    """The same routing and guess as numpy's arrays. From a GPU all come at once: each wait costs the most of it."""
+    if isinstance(routing.ids, np.ndarray):
+        return routing
+    given = [routing, routing.guess] if routing.guess is not None else [routing]
+    arrays = [array for one in given for array in (one.ids, one.weights)]
+    flat = np.array(mx.concatenate([cast(mx.array, array).reshape(-1).view(mx.uint32) for array in arrays]))
+    ends = np.cumsum([array.size for array in arrays])[:-1]
+    parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
+    guess = None if routing.guess is None else Routing(routing.guess.layer, parts[2], parts[3].view(np.float32))
+    return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess)
+
+
+def _words(rows: mx.array) -> mx.array:
+    """[n, W] uint32, whose bytes are the rows'."""
+    return rows.view(mx.uint32)
+
+
+def _host_words(rows: Any) -> np.ndarray:
+    return rows.view(np.uint32) if isinstance(rows, np.ndarray) else np.array(_words(rows))
+
+
+def _filled(words: Any, length: int) -> Any:
+    """`words` [n, W] and as many more rows as make `length`."""
+    if len(words) == length:
+        return words
+    library: Any = np if isinstance(words, np.ndarray) else mx
+    rest = library.zeros((length - len(words), words.shape[1]), library.uint32)
+    return library.concatenate([words, rest])
+
+
+def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> Any:
+    """MLX's of a dtype, or numpy's float32."""
+    return np.zeros(shape, np.float32) if dtype is None else mx.zeros(shape, dtype)
+
+
+@cache
+def _constant(value: float, shape: tuple[int, ...]) -> mx.array:
+    """An array of one value, float32, made once: on a GPU the host's numbers come late."""
+    made = mx.full(shape, value, mx.float32)
+    mx.eval(made)
+    return made
+
+
 def _float32(rows: Any) -> np.ndarray:
     return rows if isinstance(rows, np.ndarray) else np.array(leave(rows).astype(mx.float32))
 
 
-def _rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> Array:
+def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> Any:
     """expert(slots[p])(x[tokens[p]]) for each pair, float32 [P, H]; on MLX's side times its weight.
 
     A pair goes through the kernels as it does among all of its token's, so its bits are the same: on MLX's side the
@@ -221,28 +260,29 @@ def _rows(x: Array, tokens: np.ndarray, slots: np.ndarray, records: Records, wei
     """
     if isinstance(x, np.ndarray):
         return _native_rows(x, tokens, slots, records)
-    copies, index = records.for_mlx(slots) if isinstance(records.blob, np.ndarray) else (records, slots)
+    copies, index = records.for_mlx(slots)
+    n = len(tokens)
+    sent = mx.array(np.concatenate([index, tokens, weights.view(np.uint32)]).astype(np.uint32, copy=False))
+    own, where, weighed = sent[:n, None], sent[n : 2 * n], sent[2 * n :].view(mx.float32)[:, None]
     parts = []
-    for start in range(0, len(tokens), MAX_TOKENS):
+    for start in range(0, n, MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
-        own = mx.array(index[part].astype(np.uint32))[:, None]
-        taken = mx.contiguous(x[mx.array(tokens[part])])
-        act = expert_gate_up(taken, own, copies)
-        zeros = mx.zeros((len(own), x.shape[1]), mx.float32)
-        parts.append(expert_down_combine(act, own, copies, mx.array(weights[part])[:, None], zeros))
-    return cast(Array, mx.concatenate(parts))
+        taken = mx.contiguous(x[where[part]])
+        act = expert_gate_up(taken, own[part], copies)
+        zeros = _constant(0.0, taken.shape)
+        parts.append(expert_down_combine(act, own[part], copies, weighed[part], zeros))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def _native_rows(x: np.ndarray, tokens: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    """As `_rows`; the native kernels may multiply a call's only token otherwise than one of several."""
-    if len(x) == 1:
-        return np.concatenate([_weighted_once(x, slots[p : p + 1], records) for p in range(len(slots))])
-    several = np.resize(np.arange(len(slots)), max(len(slots), 2))  # a lone pair beside itself
-    return _weighted_once(x[tokens[several]], slots[several], records)[: len(slots)]
-
-
-def _weighted_once(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    """expert(slots[t])(x[t]) of each row, [T, H]."""
-    ones, zeros = np.ones((len(x), 1), np.float32), np.zeros(x.shape, np.float32)
-    act = expert_gate_up(x, slots[:, None], records)
-    return expert_down_combine(act, slots[:, None], records, ones, zeros)
+    """A single token goes by itself, as it does in one process, and one of several never does."""
+    if len(x) > 1:
+        return expert_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records)
+    one, zero = np.ones((1, 1), np.float32), np.zeros(x.shape, np.float32)
+    where = np.ascontiguousarray(slots[None].astype(np.int32))
+    act = expert_gate_up(x, where, records)
+    parts = [
+        expert_down_combine(np.ascontiguousarray(act[:, p : p + 1]), where[:, p : p + 1].copy(), records, one, zero)
+        for p in range(len(slots))
+    ]
+    return np.concatenate(parts)

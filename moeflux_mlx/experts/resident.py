@@ -3,25 +3,30 @@
 It is for files that cannot be mapped, because experts lie in pieces in them, and for whoever wants the files closed.
 """
 
+import itertools
+import mmap
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
-from ..formats.pieces import ExpertFiles, Run, runs_of
+from ..formats.pieces import ExpertFiles, runs_of
 from ..ops import backend
-from .files import OpenFiles, Preadv
+from .files import OpenFiles, Preadv, Share
 from .memory import adopt, on_device, page_aligned
 from .reader import DEFAULT_WORKERS
 from .source import IoMode
 from .whole import WholeExperts
 
+TOUCHED_BYTES = 32 << 20  # of fresh memory, at a time
+
 Progress = Callable[[int, int], object]
 Check = Callable[[int, np.ndarray], None]
+T = TypeVar("T")
 
 
 class ResidentExperts(WholeExperts):
@@ -69,25 +74,32 @@ def _kept(rows: np.ndarray) -> np.ndarray | mx.array:
 
 def _read_layers(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Iterator[tuple[int, np.ndarray]]:
     """Each layer's memory [experts, words], filled. While one is taken in, the next is being read."""
-    layout, memory = files.layout, _memory(files)
-    done, waiting = 0, deque[tuple[int, np.ndarray, list[Future[int]]]]()
-    total = sum(record.size for record in layout.records.values()) * layout.num_experts
+    done, total = 0, sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
     with ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader") as pool:
+
+        def begin(layer: int, rows: np.ndarray) -> tuple[int, np.ndarray, list[Future[int]]]:
+            target = rows.reshape(-1).view(np.uint8).data
+            return layer, rows, [pool.submit(opened.read_all, share, target) for share in _shares(files, opened, layer)]
+
         try:
-            for layer in (*layout.moe_layers, None):
-                if layer is not None:
-                    rows = next(memory)
-                    target = rows.reshape(-1).view(np.uint8).data
-                    reads = [pool.submit(opened.read, run, target) for run in _runs(files, layer)]
-                    waiting.append((layer, rows, reads))
-                while len(waiting) > (layer is not None):
-                    ready, filled, reads = waiting.popleft()
-                    for read in reads:
-                        done += _came(read, ready)
-                        progress(min(done, total), total)
-                    yield ready, filled
+            for layer, rows, reads in _one_ahead(map(begin, files.layout.moe_layers, _memory(files))):
+                for read in reads:
+                    done += _came(read, layer)
+                    progress(min(done, total), total)
+                yield layer, rows
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _one_ahead(every: Iterator[T]) -> Iterator[T]:
+    """The same; each is begun before the one ahead of it is given."""
+    before = next(every, None)
+    for item in every:
+        if before is not None:
+            yield before
+        before = item
+    if before is not None:
+        yield before
 
 
 def _came(read: "Future[int]", layer: int) -> int:
@@ -101,19 +113,36 @@ def _came(read: "Future[int]", layer: int) -> int:
 def _memory(files: ExpertFiles) -> Iterator[np.ndarray]:
     """For one layer after the other; where it is copied to a device, two places in turn."""
     layout = files.layout
-    shared: list[np.ndarray] = []
+    words = [layout.records[layer].stride // 4 for layer in layout.moe_layers]
     if backend.name() == "cuda":
-        shared = [page_aligned(1, layout.largest_layer // 4) for _ in range(2)]
-    for i, layer in enumerate(layout.moe_layers):
-        words = layout.layer_bytes(layer) // 4
-        memory = shared[i % 2][0, :words] if shared else page_aligned(1, words)
-        yield memory.reshape(layout.num_experts, -1)
+        places = [page_aligned(layout.num_experts, max(words)) for _ in range(2)]
+        return (places[i % 2].reshape(-1)[: layout.num_experts * n].reshape(-1, n) for i, n in enumerate(words))
+    return _touched(page_aligned(layout.num_experts, n) for n in words)
 
 
-def _runs(files: ExpertFiles, layer: int) -> list[Run]:
-    """The reads of a whole layer, in the order of its files."""
+def _touched(every: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Memory that the system has given and cleared, by several threads; the next while this one is being filled.
+
+    The threads that read would have it cleared as they go, but where two of them come to one large page at once both
+    clear one (results.tsv, "load"). The first is left to them: nothing could be read meanwhile.
+    """
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, DEFAULT_WORKERS), "expert-memory") as pool:
+
+        def begin(rows: np.ndarray) -> tuple[np.ndarray, list[Future[None]]]:
+            memory = rows.reshape(-1).view(np.uint8)
+            parts = [memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] for at in range(0, len(memory), TOUCHED_BYTES)]
+            return rows, [pool.submit(part.fill, 0) for part in parts]
+
+        first = ((rows, list[Future[None]]()) for rows in itertools.islice(every, 1))
+        for rows, touches in _one_ahead(itertools.chain(first, map(begin, every))):
+            wait(touches)
+            yield rows
+
+
+def _shares(files: ExpertFiles, opened: OpenFiles, layer: int) -> Iterator[Share]:
+    """The reads of a whole layer, one after the other, in the order of its files."""
     layout = files.layout
     stride = layout.records[layer].stride
     experts = range(layout.num_experts)
     pieces = [piece.moved(expert * stride) for expert in experts for piece in files.pieces(layer, expert)]
-    return runs_of(pieces, layout.layer_bytes(layer))
+    return (opened.share([run]) for run in runs_of(pieces, layout.layer_bytes(layer)))

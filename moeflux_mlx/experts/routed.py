@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import Array, computes_at_once
-from ..ops.experts import expert_down_combine, expert_ffn, expert_gate_up
+from ..ops.experts import Shared, chosen_ffn, expert_down_combine, expert_ffn, expert_gate_up
 from ..ops.tiles import MAX_TOKENS
 from .lookahead import Lookahead
 from .routing import Report, Routing, unheard
@@ -38,13 +38,16 @@ class RoutedExperts:
             expect(self.source, layer, tokens)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
         if len(x) > MAX_TOKENS:
+            assert not isinstance(shared, Shared)
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
         records = self.source.whole(routing.layer)
         if records is not None:
+            if routing.choice is not None and isinstance(x, mx.array):
+                return chosen_ffn(x, routing.choice, records, residual, shared)
             return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
         if routing.guess is not None:
             mx.eval(routing.ids, routing.guess.ids, routing.guess.weights)  # one wait for both
@@ -55,7 +58,7 @@ class RoutedExperts:
             return decode(lease, routing.weights, x, residual, shared)
 
 
-def _awaited(lease: Lease, weights: Array, x: Array, residual: Array, shared: Array | None) -> Array:
+def _awaited(lease: Lease, weights: Array, x: Array, residual: Array, shared: Array | Shared | None) -> Array:
     """All experts once they are in memory; the records are held until the result is computed."""
     lease.wait()
     records, slots = lease.records()
@@ -65,9 +68,10 @@ def _awaited(lease: Lease, weights: Array, x: Array, residual: Array, shared: Ar
 
 
 def _overlapped(
-    lease: Lease, weights: np.ndarray, x: np.ndarray, residual: np.ndarray, shared: np.ndarray | None
+    lease: Lease, weights: np.ndarray, x: np.ndarray, residual: np.ndarray, shared: np.ndarray | Shared | None
 ) -> np.ndarray:
-    """Gate and up of the experts that are in memory run while the others of a single token are read."""
+    """The shared expert, and gate and up of those in memory, run while the others of a single token are read."""
+    rows = shared.rows(x) if isinstance(shared, Shared) else shared
     records, slots = lease.records()
     ready = lease.ready[0]
     if len(x) > 1 or ready.all() or not ready.any():
@@ -78,4 +82,4 @@ def _overlapped(
         act[:, ready] = expert_gate_up(x, np.ascontiguousarray(slots[:, ready]), records)
         lease.wait()
         act[:, ~ready] = expert_gate_up(x, np.ascontiguousarray(slots[:, ~ready]), records)
-    return expert_down_combine(act, slots, records, weights, residual, shared)
+    return expert_down_combine(act, slots, records, weights, residual, rows)

@@ -8,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import Array
+from ..ops.experts import Shared
+from ..ops.route import Choice
 from .source import ExpertLoader
 
 Report = Callable[[float], Any]  # told the share of the work that is done; whatever it raises stops the work
@@ -22,13 +24,14 @@ class Routing:
     """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
 
     `guess` is the same for the next layer with experts, foreseen from this layer's hidden state; it is computed only
-    when asked for, and may be wrong.
+    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes.
     """
 
     layer: int
     ids: mx.array | np.ndarray
     weights: mx.array | np.ndarray
     guess: "Routing | None" = None
+    choice: Choice | None = None
 
 
 class RoutedExpertsCall(Protocol):
@@ -40,9 +43,12 @@ class RoutedExpertsCall(Protocol):
         ...
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
-        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]."""
+        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H].
+
+        `shared` is the shared expert's output, or of up to `MAX_TOKENS` tokens that expert itself.
+        """
         ...
 
     def expect(self, layer: int, tokens: int) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -183,7 +183,7 @@ class ExpertLoader(ABC):
         every = range(self.layout.num_experts)
         return [((layer, expert), IN_MEMORY) for layer in self.layout.moe_layers for expert in every]
 
-    def _note_asked(self, keys: Sequence[Key], ready: np.ndarray) -> None:
+    def _note_asked(self, keys: Sequence[Key], ready: Sequence[bool]) -> None:
         if self._is_watched:
             self._asked.update((key, HIT if there else MISSED) for key, there in zip(keys, ready, strict=True))
 
@@ -230,6 +230,17 @@ class ExpertLoader(ABC):
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
         """These records are the first to be replaced."""
+
+    def holds(self, layer: int) -> bool:
+        """Whether every expert of `layer` is in memory or on its way, so that nothing need be foreseen."""
+        return True
+
+    @contextlib.contextmanager
+    def guest(self, per_layer: int) -> Iterator[None]:
+        """Meanwhile the model computes for somebody who interrupts what it was at: what is read for him replaces no
+        more records than a token uses, `per_layer` of each layer, or than what is asked for at once; then his own.
+        """
+        yield
 
     def slots_of(self, layer: int) -> int:
         """Slots of the memory that serves `layer`, and others; 0 when every expert is in memory."""
@@ -313,5 +324,8 @@ class ExpertLoader(ABC):
 
 def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:
     """The different experts among `ids`, ascending, and each id's place among them, int32."""
-    wanted, inverse = np.unique(ids, return_inverse=True)
-    return [(layer, expert) for expert in wanted.tolist()], inverse.reshape(ids.shape).astype(np.int32)
+    flat = ids.reshape(-1).tolist()
+    wanted = sorted(set(flat))
+    place = {expert: i for i, expert in enumerate(wanted)}
+    inverse = np.array([place[expert] for expert in flat], np.int32)
+    return [(layer, expert) for expert in wanted], inverse.reshape(ids.shape)

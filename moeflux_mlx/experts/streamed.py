@@ -88,6 +88,7 @@ class StreamedExperts(ExpertLoader):
             for group in np.array_split(np.array(one.layers), len(part))
         ]
         self._pool_of = {layer: pool for pool, group in zip(self._pools, self._groups, strict=True) for layer in group}
+        self._records = {layer: len(group) * self.layout.num_experts for group in self._groups for layer in group}
 
     @property
     def stats(self) -> LoaderStats:
@@ -175,7 +176,7 @@ class StreamedExperts(ExpertLoader):
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         keys, inverse = asked_for(layer, ids)
-        ready = np.ones(len(keys), bool)
+        ready = [True] * len(keys)
         lease = Lease(self, keys, inverse, np.ones(ids.shape, bool))
         self._collect()
         try:
@@ -183,7 +184,8 @@ class StreamedExperts(ExpertLoader):
         except BaseException:
             lease.release()
             raise
-        lease.ready[...] = ready[inverse]
+        if not all(ready):
+            lease.ready[...] = np.array(ready)[inverse]
         self._note_asked(keys, ready)
         return lease
 
@@ -231,6 +233,19 @@ class StreamedExperts(ExpertLoader):
         for expert in ids if self._pools else ():
             self._pool_of[layer].intended.discard((layer, expert))
             self._pool_of[layer].demote((layer, expert))
+
+    def holds(self, layer: int) -> bool:
+        return len(self._pool_of[layer]) == self._records[layer]
+
+    @contextlib.contextmanager
+    def guest(self, per_layer: int) -> Iterator[None]:
+        for pool, layers in zip(self._pools, self._groups, strict=False):
+            pool.begin_guest(max(per_layer * len(layers), self._least))
+        try:
+            yield
+        finally:
+            for pool in self._pools:
+                pool.end_guest()
 
     def slots_of(self, layer: int) -> int:
         return self._pool_of[layer].slots
@@ -281,8 +296,9 @@ class StreamedExperts(ExpertLoader):
             return
         if out is not None:
             self._guards.append(out)
+        pool = self._pool_of[keys[0][0]]  # a lease is of one layer
         for key in keys:
-            self._pool_of[key[0]].unpin(key, out)
+            pool.unpin(key, out)
 
     def _let_go(self) -> None:
         self._stop()
@@ -291,7 +307,7 @@ class StreamedExperts(ExpertLoader):
             self._empty(pool)
         self._pools = []
 
-    def _admit(self, pool: SlotPool, keys: list[Key], ready: np.ndarray) -> None:
+    def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:
         """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
         held = pool.pinned_besides(keys)
         for key in keys:
@@ -300,12 +316,16 @@ class StreamedExperts(ExpertLoader):
             raise ValueError(
                 f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots, {held} in use"
             )
+        missing = []
         for i, key in enumerate(keys):
             slot = pool.find(key)
-            ready[i] = slot is not None and slot.future is None
-            if slot is not None:
+            if slot is None:
+                missing.append(key)
+                ready[i] = False
+            else:
+                ready[i] = slot.future is None
                 self._count(slot)
-        for key in [key for key in keys if key not in pool]:
+        for key in missing:
             self._stats.misses += 1
             slot = self._claim(pool)
             assert slot is not None  # as it is no guess

@@ -56,6 +56,7 @@ def multiplied(
     report: Report,
     tokens: np.ndarray | None = None,
     owned: Owned = all_of,
+    every: np.ndarray | None = None,
 ) -> GroupedRows:
     """What the experts make of the rows of x that go to them, as `in_waves` has it.
 
@@ -63,10 +64,15 @@ def multiplied(
         ids: [T, K], the experts of each token of x; with `tokens` [P, 1] those of row `tokens[p]` of x.
         top_k: experts of a token, by which waves are cut.
         owned: which experts the source serves.
+        every: the experts [T, K] of all processes, of which `ids` are this one's: waves and products are cut as one
+            process would cut them.
     """
     counts = np.bincount(ids.reshape(-1), minlength=source.layout.num_experts)
-    waves = waves_of(counts, wave_size(source.layout, top_k))
-    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer], tokens)
+    total = counts if every is None else np.bincount(every.reshape(-1), minlength=len(counts))
+    whole = [wave for wave in waves_of(total, wave_size(source.layout, top_k)) if counts[wave].any()]
+    waves = [wave[counts[wave] > 0] for wave in whole]
+    among = [(total[wave], np.flatnonzero(counts[wave])) for wave in whole]
+    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer], tokens, among)
     path = _Path(source, layer, waves, counts, reads_ahead, owned)
     under_way: deque[Any] = deque()
     done = 0

@@ -35,7 +35,7 @@ class WholeExperts(ExpertLoader):
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         keys, inverse = asked_for(layer, ids)
-        self._note_asked(keys, np.ones(len(keys), bool))
+        self._note_asked(keys, [True] * len(keys))
         return Lease(self, keys, inverse, np.ones(ids.shape, bool))
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

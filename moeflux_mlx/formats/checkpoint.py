@@ -126,6 +126,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, read_json(path / "config.json"), merge_tensors(map(read_header, files)), tuple(files))
 
 
+def has_weights(path: Path) -> bool:
+    """Whether the directory holds weights of a checkpoint, whatever they are."""
+    moeflux = (_find(path, f"model_weights.{kind}", "artifacts") for kind in ("json", "bin"))
+    return any(path.glob("*.safetensors")) or any(found is not None for found in moeflux)
+
+
 # ---- safetensors ----
 
 

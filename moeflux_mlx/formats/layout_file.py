@@ -10,6 +10,9 @@ that have it, `record_size` and `record_stride` in bytes, and `fields` as versio
 `group_size` and `mode` of its matrix. It has neither `expert_size` nor `components`, so that a reader that looks only
 for those fails instead of reading nonsense.
 
+Version 3 is version 2 with `held`: the files hold the experts of one of several ranks only, `rank` of those that have
+`shares`, and nothing but zeros and samples where the others would be. Offsets and lengths are those of a whole model.
+
 Nothing in such a file is believed: it must be what the model's config.json gives, field by field.
 """
 
@@ -21,6 +24,7 @@ from typing import Any
 from ..errors import ConfigError, ModelFileError
 from ..quant import SUPPORTED, Quant, is_computed
 from ..spec import ModelArgs
+from .owners import MOST_RANKS, MOST_SHARE, Owners, Share
 from .record import (
     BLOCK_BYTES,
     LOAD_BYTES,
@@ -34,12 +38,32 @@ from .record import (
     stated_quants,
 )
 
-UNIFORM_VERSION, VERSION = 1, 2
+UNIFORM_VERSION, VERSION, SHARE_VERSION = 1, 2, 3
 
 
-def to_json(layout: ExpertLayout) -> dict[str, Any]:
-    """The contents of `layout.json`."""
+def to_json(layout: ExpertLayout, share: Share | None = None) -> dict[str, Any]:
+    """The contents of `layout.json`; with `share`, of a directory that holds no more than that."""
+    if share is not None:
+        held = {"shares": list(share.owners.shares), "rank": share.rank}
+        return {**_varied(layout), "format_version": SHARE_VERSION, "held": held}
     return _uniform(layout) if layout.is_uniform else _varied(layout)
+
+
+def held_by(found: Mapping[str, Any], where: object) -> Share | None:
+    """The share that the file `where` says the directory holds; None: everything.
+
+    Raises:
+        ModelFileError: it says nothing that makes sense.
+    """
+    if found.get("format_version") != SHARE_VERSION:
+        return None
+    held: Any = found.get("held")
+    shares, rank = (held.get("shares"), held.get("rank")) if isinstance(held, Mapping) else (None, None)
+    if not isinstance(shares, list) or not all(type(one) is int and 1 <= one <= MOST_SHARE for one in shares):
+        raise ModelFileError(f"{where}: held {reprlib.repr(held)} has no shares, integers from 1 to {MOST_SHARE}")
+    if type(rank) is not int or not 0 <= rank < len(shares) <= MOST_RANKS:
+        raise ModelFileError(f"{where}: held {reprlib.repr(held)} names no rank of its {len(shares)}")
+    return Share(Owners(tuple(shares)), rank)
 
 
 def from_json(found: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
@@ -49,8 +73,8 @@ def from_json(found: Mapping[str, Any], args: ModelArgs, where: object) -> Exper
         ModelFileError: it is of another version, or contradicts the model's configuration.
     """
     version = found.get("format_version", UNIFORM_VERSION)
-    if type(version) is not int or version not in (UNIFORM_VERSION, VERSION):
-        raise ModelFileError(f"{where}: format_version {reprlib.repr(version)} is not 1 or 2")
+    if type(version) is not int or version not in (UNIFORM_VERSION, VERSION, SHARE_VERSION):
+        raise ModelFileError(f"{where}: format_version {reprlib.repr(version)} is not 1, 2 or 3")
     return _read_uniform(found, args, where) if version == UNIFORM_VERSION else _read_varied(found, args, where)
 
 

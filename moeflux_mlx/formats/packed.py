@@ -8,7 +8,8 @@ from pathlib import Path
 from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
-from .layout_file import from_json
+from .layout_file import from_json, held_by
+from .owners import Share
 from .pieces import Piece
 from .record import ExpertLayout
 
@@ -17,11 +18,12 @@ LAYOUT = "layout.json"  # in it; what has one is a finished model
 
 
 class PackedExperts:
-    """The layer files of one model: `layout`, and the checked path of each MoE layer."""
+    """The layer files of one model: `layout`, the checked path of each MoE layer, and the share that they hold."""
 
-    def __init__(self, layout: ExpertLayout, paths: dict[int, Path]):
+    def __init__(self, layout: ExpertLayout, paths: dict[int, Path], share: Share | None = None):
         self.layout = layout
         self.paths = paths
+        self.share = share
 
     @property
     def sizes(self) -> dict[Path, int]:
@@ -37,11 +39,12 @@ class PackedExperts:
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
         layout_file = folder / LAYOUT
-        layout = from_json(read_json(layout_file), args, layout_file)
+        found = read_json(layout_file)
+        layout, share = from_json(found, args, layout_file), held_by(found, layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))
-        return cls(layout, paths)
+        return cls(layout, paths, share)
 
 
 def check_length(path: Path, wanted: int) -> None:

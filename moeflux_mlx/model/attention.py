@@ -3,9 +3,8 @@
 import mlx.nn as nn
 
 from ..kinds import GroupedQuery
-from ..ops.attend import Positions, attend
+from ..ops.attend import Steps, attend
 from ..ops.backend import Array
-from ..ops.elementwise import split
 from ..ops.rope import Rope
 from .layers import Linear, RMSNorm, Stack
 
@@ -16,8 +15,7 @@ class Attention(nn.Module):
     def __init__(self, mixer: GroupedQuery, hidden_size: int, eps: float):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = mixer.heads, mixer.kv_heads, mixer.head_dim
-        self.gated = mixer.gate
-        self.q_proj = Linear(hidden_size, self.heads * self.head_dim * (2 if self.gated else 1))
+        self.q_proj = Linear(hidden_size, self.heads * self.head_dim * (2 if mixer.gate else 1))
         self.k_proj = Linear(hidden_size, self.kv_heads * self.head_dim)
         self.v_proj = Linear(hidden_size, self.kv_heads * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, hidden_size)
@@ -30,12 +28,13 @@ class Attention(nn.Module):
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj)
 
-    def __call__(self, x: Array, cache: Positions) -> Array:
+    def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
+        """x plus what is mixed of norm(x)."""
         B, L, _ = x.shape
-        q, k, v = self._inputs(x)
+        q, k, v = self._inputs(x, norm)
         q = q.reshape(B, L, self.heads, -1)
         k = k.reshape(B, L, self.kv_heads, -1)
         v = v.reshape(B, L, self.kv_heads, -1)
-        q, gate = split(q, self.head_dim) if self.gated else (q, None)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(attend(q, k, v, cache, rope=self.rope, scale=self.head_dim**-0.5, gate=gate))
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        out = attend(q, k, v, cache, **norms, rope=self.rope, scale=self.head_dim**-0.5)
+        return self.o_proj(out, residual=x)

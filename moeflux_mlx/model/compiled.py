@@ -2,12 +2,13 @@
 
 Building the graph of a token in Python costs milliseconds; `mx.compile` traces it once for each capacity of
 the caches and replays it. The traced caches have fixed shapes: the position is an array, new entries are
-written at it, and attention masks what lies beyond.
+written at it, in the cache or in an array of the newest, and attention takes no notice of what lies beyond.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -39,23 +40,24 @@ class DecodeStep:
         for layer in cache:
             layer.reserve(1)
         offset = mx.array(cache[0].offset, mx.int32)
-        state: list[Any] = [array for layer in cache for array in layer.state[:2]]
+        state: list[Any] = [array for layer in cache for array in layer.step_arrays()]
         thread = threading.get_ident()
         if thread not in self._compiled:
-            self._compiled[thread] = mx.compile(self._trace([type(layer).traced for layer in cache]))
+            self._compiled[thread] = mx.compile(self._trace([layer.traced for layer in cache]))
         logits, *arrays = self._compiled[thread](tokens, offset, *state)
-        for layer, first, second in zip(cache, arrays[::2], arrays[1::2], strict=True):
-            layer.state = (first, second, layer.offset + 1)
+        left = iter(arrays)
+        for layer in cache:
+            layer.take_step(list(islice(left, layer.traced.gives)))
         return logits
 
-    def _trace(self, kinds: "Sequence[Callable[..., Traced]]") -> Callable[..., list[mx.array]]:
+    def _trace(self, kinds: Sequence[Any]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
             @lru_cache
             def seen(capacity: int) -> mx.array:
                 return up_to(offset, capacity)
 
-            pairs = zip(kinds, arrays[::2], arrays[1::2], strict=True)
-            caches = [kind(first, second, offset, seen) for kind, first, second in pairs]
+            left = iter(arrays)
+            caches = [kind(*islice(left, kind.takes), offset, seen) for kind in kinds]
             out = [self._run(tokens, caches)]
             for cache in caches:
                 out += cache.arrays

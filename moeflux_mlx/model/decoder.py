@@ -12,9 +12,9 @@ import numpy as np
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
-from ..ops import backend
+from ..ops import backend, native
 from ..ops.backend import Array
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, Traced, make_cache
 from .attention import Attention
@@ -47,7 +47,7 @@ def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn
 
 
 class DecoderLayer(nn.Module):
-    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). The MLP adds h itself: the MoE combine includes it."""
+    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do."""
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
@@ -59,12 +59,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
     def __call__(self, x: Array, cache: Any) -> Array:
-        return self.mlp.end(self._begin(x, cache))
+        return self.mlp.add_to(self._mixed(x, cache), self.post_attention_layernorm)
 
-    def _begin(self, x: Array, cache: Any) -> tuple[Array, ...]:
-        """Up to where rows of different tokens meet in the experts."""
-        h = x + self[self._mixer_name](self.input_layernorm(x), cache)
-        return self.mlp.begin(self.post_attention_layernorm(h), h)
+    def _mixed(self, x: Array, cache: Any) -> Array:
+        return self[self._mixer_name](x, self.input_layernorm, cache)
 
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
@@ -74,7 +72,8 @@ class DecoderLayer(nn.Module):
         parts: list[tuple[Array, ...]] = []
         cache.expect(span.length)
         for start, end in span.blocks(cache):
-            part = self._begin(backend.contiguous(x[:, start:end]), cache)
+            h = self._mixed(backend.contiguous(x[:, start:end]), cache)
+            part = self.mlp.begin(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
             backend.start(*part, *cache.state[:2])
             span.passed(span.layer, end, cache)
             if parts:
@@ -88,9 +87,13 @@ class DecoderLayer(nn.Module):
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
-    def begin(self, x: Array, residual: Array) -> tuple[Array, ...]:
-        """All of it; x [B, L, D] is normed, `residual` the stream it was taken from."""
-        return (residual + self(x),)
+    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+        """`residual` [B, L, D] and what the MLP makes of it, normed."""
+        return residual + self(norm(residual))
+
+    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+        """All of it."""
+        return (self.add_to(residual, norm),)
 
     def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
         """What `begin` gave."""
@@ -117,10 +120,14 @@ class Model(nn.Module):
         experts: who reads and computes routed experts; None for a model that is made for its shapes only.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
         sizes: how prompts are cut.
+        tiles: of the kernels, in everything that the model computes.
+        cpu_activations: bits to which the native products round activations.
 
     Attributes:
         args: the hyper-parameters.
         sizes: how prompts are cut.
+        tiles: of the kernels.
+        cpu_activations: as given.
         experts: the source of routed experts, an `ExpertLoader`.
     """
 
@@ -130,9 +137,11 @@ class Model(nn.Module):
         experts: RoutedExpertsCall | None,
         split_latent: bool = False,
         sizes: PromptSizes = PromptSizes(),  # noqa: B008
+        tiles: Tiles = CODE,
+        cpu_activations: int = native.EXACT,
     ):
         super().__init__()
-        self.args, self.sizes = args, sizes
+        self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
         self.lm_head = Linear(args.hidden_size, args.vocab_size)
@@ -181,9 +190,11 @@ class Model(nn.Module):
     def _turn(self, tokens: mx.array, cache: list[Cache]) -> Iterator[bool]:
         """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
         count = getattr(tokens, "size", 0)  # `_check` may still refuse them
-        with nullcontext(False) if self.experts is None else self.experts.turn(count) as shared:
+        turn = nullcontext(False) if self.experts is None else self.experts.turn(count)
+        with native.activations(self.cpu_activations), turn as shared:
             self._check(tokens, cache)
-            yield shared
+            with using(self.tiles):
+                yield shared
 
     def _check(self, tokens: mx.array, cache: list[Cache]) -> None:
         if not isinstance(tokens, mx.array) or tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):

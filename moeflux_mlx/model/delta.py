@@ -31,7 +31,8 @@ class GatedDeltaNet(nn.Module):
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
 
-    def __call__(self, x: Array, cache: State) -> Array:
-        qkv, z, b, a = self._inputs(x)
+    def __call__(self, x: Array, norm: RMSNorm, cache: State) -> Array:
+        """x plus what is mixed of norm(x)."""
+        qkv, z, b, a = self._inputs(x, norm)
         weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps)
-        return self.out_proj(delta(qkv, z, b, a, cache, weights, self.mixer))
+        return self.out_proj(delta(qkv, z, b, a, cache, weights, self.mixer), residual=x)

@@ -7,11 +7,10 @@ from ..kinds import Latent
 from ..ops import backend
 from ..ops.attend import Positions
 from ..ops.backend import Array
-from ..ops.elementwise import split
 from ..ops.latent import HeadMatrices, attend_latent
 from ..ops.linear import part_of_heads
 from ..ops.rope import Rope, mscale
-from .layers import Linear, RMSNorm, Weight
+from .layers import Linear, RMSNorm, Stack, Weight
 
 LORA_NORM_EPS = 1e-6  # of the two latent norms, fixed in the published model code
 
@@ -41,15 +40,20 @@ class MLA(nn.Module):
         self.rope = Rope(mixer.rotation)
         self.scale = softmax_scale(mixer)
 
-    def __call__(self, x: Array, cache: Positions) -> Array:
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the layers that read x; called again once they have their tensors."""
+        self._inputs = Stack(self.q_a_proj, self.kv_a_proj_with_mqa)
+
+    def __call__(self, x: Array, norm: RMSNorm, cache: Positions) -> Array:
+        """x plus what is mixed of norm(x)."""
         B, L, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).reshape(B, L, self.heads, -1)
-        q_nope, q_pe = split(q, self.nope)
-        latent, k_pe = split(self.kv_a_proj_with_mqa(x), self.latent)
-        latent = self.kv_a_layernorm(latent)
-        matrices = self._key(), self._value()
-        out = attend_latent(q_nope, q_pe, latent, k_pe[:, :, None], cache, *matrices, rope=self.rope, scale=self.scale)
-        return self.o_proj(out)
+        q, kv = self._inputs(x, norm)
+        q = self.q_b_proj(q, self.q_a_layernorm).reshape(B, L, self.heads, -1)
+        key, value, rope, scale = self._key(), self._value(), self.rope, self.scale
+        out = attend_latent(q, kv, cache, key, value, norm=self.kv_a_layernorm, rope=rope, scale=scale)
+        return self.o_proj(out, residual=x)
 
     def _key(self) -> HeadMatrices:
         """Each head's [nope, latent]."""

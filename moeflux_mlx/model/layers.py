@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..ops.backend import Array
 from ..ops.elementwise import silu_mul, split
 from ..ops.linear import embed, linear
-from ..ops.norm import rms_norm
+from ..ops.norm import Norm, rms_norm
 from ..quant import Quant
 
 
@@ -41,8 +41,8 @@ class Linear(Weight):
     def __init__(self, in_features: int, out_features: int):
         super().__init__(out_features, in_features)
 
-    def __call__(self, x: Array) -> Array:
-        return linear(x, self)
+    def __call__(self, x: Array, norm: Norm | None = None, residual: Array | None = None) -> Array:
+        return linear(x, self, norm, residual)
 
 
 class Stack:
@@ -69,10 +69,12 @@ class Stack:
                 setattr(layer, part, joined[part][start:end])
         return joined
 
-    def __call__(self, x: Array) -> list[Array]:
+    def __call__(self, x: Array, norm: Norm | None = None) -> list[Array]:
+        """What each layer makes of norm(x)."""
         if self.stacked is None:
+            x = x if norm is None else norm(x)
             return [layer(x) for layer in self.layers]
-        return split(self.stacked(x), *self.ends[:-1])
+        return split(self.stacked(x, norm), *self.ends[:-1])
 
 
 class Embedding(Weight):
@@ -110,6 +112,11 @@ class MLP(nn.Module):
     def arrange(self) -> None:
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.gate_proj, self.up_proj)
+
+    @property
+    def gate_up(self) -> Linear | None:
+        """Gate's rows and then up's, if they are stored alike."""
+        return self._inputs.stacked
 
     def __call__(self, x: Array, scale: Array | None = None) -> Array:
         """`scale` [..., 1] multiplies the result: before the last product, where MLX fuses it with the SwiGLU."""

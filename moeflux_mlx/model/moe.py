@@ -7,8 +7,10 @@ import mlx.nn as nn
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..ops.backend import Array
-from ..ops.elementwise import float32, sigmoid
-from ..ops.route import route
+from ..ops.elementwise import float32
+from ..ops.experts import Shared
+from ..ops.route import Choice, route, router_logits
+from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .layers import MLP, Linear, RMSNorm, Stack
 
@@ -40,23 +42,37 @@ class MoE(nn.Module):
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
 
-    def begin(self, x: Array, residual: Array) -> tuple[Array, ...]:
-        """What each token needs of itself alone; `end` takes it, of one block of tokens or of several joined.
+    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+        """`residual` [B, L, D] and what the block makes of it, normed."""
+        B, L, D = residual.shape
+        if B * L > MAX_TOKENS:
+            return self.end(self.begin(residual, norm))
+        rows = residual.reshape(B * L, D)
+        x, logits, gates = self._routed(rows, norm)
+        ids, weights = self.route(logits)
+        assert self.experts is not None
+        routing = Routing(self.layer, ids, weights, self._guess(rows), Choice(logits, self.rule, self._bias))
+        return self.experts(routing, x, rows, self._shared(gates)).reshape(B, L, D)
+
+    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+        """What each token of many needs of itself alone; `end` takes it, of one block of tokens or of several joined.
 
         Args:
-            x: the normed input [B, L, D].
-            residual: the stream it was taken from, same shape.
+            residual: the stream [B, L, D].
+            norm: what the block's input is normed with.
 
         Returns:
-            `residual`, `x`, ids and weights [B, L, K], and the shared expert's output [B, L, D] if there is one.
+            `residual`, the normed input [B, L, D], ids and weights [B, L, K], and the shared expert's output [B, L, D]
+            if there is one.
         """
-        B, L, _ = x.shape
-        found = self._gates(float32(x))  # the router's logits, and the shared expert's gate
-        ids, weights = self.route(found[0].reshape(B * L, -1))
-        parts: tuple[Array, ...] = residual, x, ids.reshape(B, L, -1), weights.reshape(B, L, -1)
-        if "shared_expert" in self:
-            parts += (self._shared(x, found[1] if len(found) > 1 else None),)
-        return parts
+        B, L, D = residual.shape
+        x, logits, gates = self._routed(residual.reshape(B * L, D), norm)
+        ids, weights = self.route(logits)
+        parts = [residual, x, ids, weights]
+        shared = self._shared(gates)
+        if shared is not None:
+            parts.append(shared.rows(x))
+        return tuple(part.reshape(B, L, -1) for part in parts)
 
     def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
         """The routed experts over all tokens, from what `begin` gave: [B, L, D].
@@ -77,13 +93,27 @@ class MoE(nn.Module):
         following, norm = self._following()
         if not self.experts.wants_guess(following.layer, len(residual)):
             return None
-        logits = following.gate(float32(norm(residual)))
-        return Routing(following.layer, *following.route(logits))
+        return Routing(following.layer, *following.route(following._routed(residual, norm)[1]))
+
+    def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
+        """The normed rows [T, D]; logits [T, O], the experts' first; and what has the shared expert's gate last."""
+        if self._gates.stacked is not None:
+            x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
+            return x, logits, logits
+        x = norm(residual)
+        found = self._gates(float32(x))
+        return x, found[0], found[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:
-        """logits [T, E] float32 -> (ids [T, K], weights [T, K] float32)."""
-        return route(logits, self.rule, self.e_score_correction_bias if self.rule.correction_bias else None)
+        """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
+        return route(logits, self.rule, self._bias)
 
-    def _shared(self, x: Array, gate: Array | None = None) -> Array:
-        """Every token's expert, scaled by the sigmoid of `gate` [..., 1] where there is one."""
-        return self.shared_expert(x, None if gate is None else sigmoid(gate))
+    @property
+    def _bias(self) -> mx.array | None:
+        return self.e_score_correction_bias if self.rule.correction_bias else None
+
+    def _shared(self, gates: Array) -> Shared | None:
+        if "shared_expert" not in self:
+            return None
+        mlp = self.shared_expert
+        return Shared(mlp, mlp.gate_up, mlp.down_proj, gates if "shared_expert_gate" in self else None)

@@ -16,15 +16,16 @@ from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
-from .launch import Kernel, Launch, Shape, ceildiv, count, number
+from .launch import SHARED_BYTES, Kernel, Launch, Shape, ceildiv, count, number, require
 from .norm import rms_norm
-from .tiles import MAX_TOKENS, TILES, Tile, lanes_of
+from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
 GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out next")
 DELTA_INPUTS = Kernel("delta_inputs", "qkv a b A_log dt_bias length", "qk gates")
 GATED_DELTA_TOKENS = Kernel("gated_delta_tokens", "qkv qk gates state length", "out next")
 GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
+DELTA_STEP = Kernel("delta_step", "qkv z a b A_log dt_bias conv taps state weight eps", "out next_conv next")
 SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
@@ -180,12 +181,52 @@ def _kernels(
     if conv is None or recurrent is None:
         conv = mx.zeros((1, sizes.taps - 1, sizes.channels), qkv.dtype)
         recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
-    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
-    recurrent = recurrent.reshape(recurrent.shape[1:])
+    conv, recurrent = conv.reshape(conv.shape[1:]), recurrent.reshape(recurrent.shape[1:])
+    if L == 1:
+        out, conv, recurrent = delta_step(qkv, z, a, b, conv, recurrent, w, sizes)
+        state.conv, state.recurrent = conv[None], recurrent[None]
+        return out
+    qkv, conv = conv_silu(qkv, conv, w.conv.reshape(sizes.channels, -1))
     steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
     out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
     state.conv, state.recurrent = conv[None], recurrent[None]
     return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(L, -1)
+
+
+def delta_step(
+    qkv: mx.array,
+    z: mx.array,
+    a: mx.array,
+    b: mx.array,
+    conv: mx.array,
+    recurrent: mx.array,
+    w: DeltaWeights,
+    sizes: Delta,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """One token's `conv_silu`, `gated_delta` and `gated_norm` in one launch, with the same bits.
+
+    Args:
+        qkv: [1, channels]. z: [1, value width]. a, b: [1, value heads].
+        conv: [taps - 1, channels]. recurrent: [value heads, value dim, key dim] float32.
+
+    Returns (out [1, value width], the next conv, the next recurrent).
+    """
+    launch = _plan_step(backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
+    conv, taps = conv.astype(qkv.dtype), w.conv.reshape(sizes.channels, -1)
+    out, conv, recurrent = launch(qkv, z, a, b, w.A_log, w.dt_bias, conv, taps, recurrent, w.norm, number(w.eps))
+    return out, conv, recurrent
+
+
+@planned(PLANS)
+def _plan_step(target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.Dtype, sizes: Delta) -> Launch:
+    heads, v_dim, k_dim = sizes.value_heads, sizes.value_dim, sizes.key_dim
+    rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
+    simdgroups = ceildiv(v_dim, rows)
+    template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
+    template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups}
+    kept = sizes.taps - 1, sizes.channels
+    outputs = [((1, sizes.value_width), dtype), (kept, dtype), ((heads, v_dim, k_dim), mx.float32)]
+    return Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -245,19 +286,17 @@ def gated_delta_tokens(
     """
     T = qkv.shape[0]
     target = backend.name()
-    tile = TILES[target]["gated_delta_tokens"]
-    prepare, steps = _plan_tokens(target, T, qkv.dtype, state.shape, key_heads, tile)
+    prepare, steps = _plan_tokens(target, T, qkv.dtype, state.shape, key_heads)
     qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
     out, following = steps(qkv, qk, gates, state, count(T))
     return out, following
 
 
-@lru_cache(PLANS)
-def _plan_tokens(
-    target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, tile: Tile
-) -> tuple[Launch, Launch]:
+@planned(PLANS)
+def _plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> tuple[Launch, Launch]:
     """The launch that prepares what the steps read, and that of the steps."""
     heads, v_dim, k_dim = state
+    tile = tile_of(target, "gated_delta_tokens", f"{key_heads} keys, {heads}x{v_dim}x{k_dim}")
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim}
     inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
     shapes = (T, 2, key_heads, k_dim), (T, 2, heads)
@@ -266,6 +305,9 @@ def _plan_tokens(
     prepare = Launch(target, DELTA_INPUTS, inputs, groups, 32 * SIMDGROUPS, prepared)
 
     lanes = lanes_of(k_dim // 4, tile.lanes)
+    rows = tile.rows * tile.simdgroups * 32 // lanes
+    shared = 32 * tile.ahead * (k_dim // 2 + rows)  # bytes, as the text declares them
+    require(shared <= SHARED_BYTES, f"{tile} takes {shared} bytes of threadgroup memory; there are {SHARED_BYTES}")
     template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "B": tile.ahead}
     groups = (ceildiv(v_dim * lanes, 32 * tile.rows * tile.simdgroups), heads)
     outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]

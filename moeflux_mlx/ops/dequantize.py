@@ -1,7 +1,5 @@
 """Packed records taken apart, for products large enough to pay for it: into dense arrays of their fields, or floats."""
 
-from functools import cache
-
 import mlx.core as mx
 import numpy as np
 
@@ -11,7 +9,7 @@ from .backend import FLOATS
 from .experts import Records, check_blob, is_read, places_of
 from .forms import DTYPES, form_of, unpacked_float32
 from .launch import Kernel, Launch, Shape, ceildiv, require
-from .tiles import TILES
+from .tiles import planned, tile_of
 
 DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "out")
 LARGEST_INDEX = 2**31 - 1
@@ -43,7 +41,7 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
     return gate_up, down
 
 
-@cache
+@planned()
 def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | None:
     """For gate and up (0), or down (1)."""
     check_blob(blob, record)
@@ -53,7 +51,8 @@ def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Recor
         return None
     first, last = (record.down, record.down) if which else (record.gate, record.up)
     count, rows, columns = 2 - which, first.rows, first.columns
-    tile, form = TILES[target]["expert_dequantize"], form_of(first)
+    form = form_of(first)
+    tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
     template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.template}
     template |= {"MX": int(first.quant.mode == "mxfp4"), "R": tile.rows, "SG": tile.simdgroups}
     template |= places_of("FIRST", first) | places_of("LAST", last)

@@ -1,10 +1,12 @@
-"""The routed experts of a few tokens, read straight from their packed records by slot, and what sums them.
+"""The experts of a few tokens, the routed ones read straight from their packed records by slot, and what sums them.
 
-Two kernels: gate and up, and down with the weighted sum. All sums are float32. The result of a token does not depend
-on the slots its experts lie in, nor on what else the records hold.
+Two kernels: gate and up, and down with the weighted sum. The shared expert goes with the routed ones where it is stored
+as they are. All sums are float32. The result of a token does not depend on the slots its experts lie in, nor on what
+else the records hold.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,13 +14,16 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
+from ..kinds import Router
 from . import backend, forms, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
-from .forms import form_of, matmul_float32
+from .elementwise import sigmoid
+from .forms import Form, form_of, matmul_float32
 from .launch import Kernel, Launch, Shape, ceildiv, require
-from .linear import check_activations
-from .tiles import TILES, down_lanes, lanes_of
+from .linear import Weights, check_activations, inputs_of
+from .route import Choice, beside, choice_template, is_known, route
+from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
 MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
@@ -44,8 +49,61 @@ class Records:
         return Records(mx.array(self.blob[used]), self.record, lasting=True), local.reshape(slots.shape)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """The expert that every token uses.
+
+    Args:
+        layer: computes it by products of its own: of x [T, H] and a scale [T, 1] or None its output [T, H].
+        gate_up: gate's rows and then up's, [2 I, H], where they are stored alike; else None.
+        down: [H, I].
+        gates: [T, O] float32, the last column each token's scale before the sigmoid; None: nothing scales it.
+    """
+
+    layer: Callable[[Any, Any], Any]
+    gate_up: Weights | None
+    down: Weights
+    gates: Any = None  # mx.array | np.ndarray | None
+
+    def rows(self, x: Array) -> Array:
+        """The output [T, H] in x's dtype."""
+        found: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
+        return found
+
+    def joins(self, record: Record, top_k: int) -> bool:
+        """Whether the kernels compute it beside `top_k` such records."""
+        if self.gate_up is None or not backend.has_kernels() or top_k >= MAX_SLOTS or not is_read(record):
+            return False
+        pairs = (self.gate_up, record.gate, 2), (self.down, record.down, 1)
+        return all(
+            w.quant is not None
+            and Form(w.quant, w.scales.dtype) == form_of(part)
+            and w.shape == (times * part.rows, part.columns)
+            for w, part, times in pairs
+        )
+
+
+def chosen_ffn(
+    x: mx.array, choice: Choice, records: Records, residual: mx.array, shared: mx.array | Shared | None
+) -> mx.array:
+    """`expert_ffn` with all experts of a layer, whose records lie in their order: the first kernel chooses."""
+    if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
+        shared = shared.rows(x)
+    launch = None
+    if is_known(choice.rule):
+        shapes = x.shape, records.blob.shape, choice.logits.shape
+        rule = choice.rule, choice.bias is not None
+        launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
+    if launch is None:
+        ids, weights = route(choice.logits, choice.rule, choice.bias)
+        return expert_ffn(x, ids, records, weights, residual, shared)
+    own = _first_of(shared, records.blob)
+    act, ids, weights = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
+    return expert_down_combine(act, ids, records, weights, residual, shared)
+
+
 def expert_ffn(
-    x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: Array | None
+    x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
 ) -> Array:
     """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, all [T, H], for up to 8 tokens on MLX's side.
 
@@ -53,25 +111,59 @@ def expert_ffn(
         x: [T, H], as for `expert_gate_up`.
         slots: [T, K] integers, rows of the records.
         weights: [T, K] float32.
-        residual, shared: [T, H]; no shared expert: None.
+        residual: [T, H].
+        shared: the shared expert, or its output [T, H]; None: there is none.
     """
     if isinstance(x, mx.array) and isinstance(slots, np.ndarray):
         records, slots = records.for_mlx(slots)
         slots = mx.array(slots.astype(np.uint32))
-    act = expert_gate_up(x, slots, records)
+    if isinstance(shared, Shared) and not shared.joins(records.record, slots.shape[1]):
+        shared = shared.rows(x)
+    act = expert_gate_up(x, slots, records, shared if isinstance(shared, Shared) else None)
     return expert_down_combine(act, slots, records, weights, residual, shared)
 
 
-def expert_gate_up(x: Array, slots: Slots, records: Records) -> Array:
+def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
+    """What `expert_ffn` with `top_k` such records adds last, [T, H]: the same bits."""
+    if not shared.joins(record, top_k):
+        return shared.rows(x)
+    assert isinstance(x, mx.array)
+    (tokens, hidden), own = x.shape, _first_of(shared, None)
+    target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
+    first = _plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
+    assert first is not None
+    act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
+    dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
+    columns = 0 if shared.gates is None else shared.gates.shape[1]
+    last = _plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
+    assert last is not None
+    zeros = mx.zeros((tokens, hidden), mx.float32)
+    return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
+
+
+def _first_of(shared: Any, other: Any) -> list[Any]:
+    """What the first kernel takes of a shared expert that it computes; `other` where there is none."""
+    return inputs_of(shared.gate_up) if isinstance(shared, Shared) and shared.gate_up is not None else [other] * 3
+
+
+def _last_of(shared: Any, other: mx.array) -> list[Any]:
+    """What the second kernel takes of a shared expert that it computes; `other` in place of what is missing."""
+    if not isinstance(shared, Shared):
+        return [other] * 4
+    return [*inputs_of(shared.down), other if shared.gates is None else shared.gates]
+
+
+def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None) -> Array:
     """silu(gate x) * (up x) for every slot of every token.
 
     Args:
         x: [T, H] float32, bfloat16 or float16; on MLX's side up to 8 tokens, each at a multiple of 16 bytes.
         slots: [T, K], rows of the records: int32 or uint32, K from 1 to 16; beside numpy int32 and any K.
         records: whose gate and up are [I, H].
+        shared: one that `joins` them, or None.
 
     Returns:
-        [T, K, I] in x's dtype.
+        [T, K, I] in x's dtype; with a shared expert [T, K + 1, I], its row last.
 
     Raises:
         RequestError: a shape or dtype the kernels do not take.
@@ -82,8 +174,11 @@ def expert_gate_up(x: Array, slots: Slots, records: Records) -> Array:
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
-    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, records.blob.shape, slots.shape, records.record)
-    return launch(x, records.blob, slots)[0] if launch else _gate_up_ops(x, slots, records)
+    shapes = records.blob.shape, slots.shape
+    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, shared is not None)
+    if launch is None:
+        return _gate_up_ops(x, slots, records)
+    return launch(x, records.blob, slots, *_first_of(shared, records.blob))[0]
 
 
 def expert_down_combine(
@@ -92,16 +187,16 @@ def expert_down_combine(
     records: Records,
     weights: Array,
     residual: Array,
-    shared: Array | None = None,
+    shared: "Array | Shared | None" = None,
 ) -> Array:
     """residual + sum_k weights[k] * (down_k act[k]) + shared, k ascending, rounded once.
 
     Args:
-        act: [T, K, I], as `expert_gate_up` returns it.
+        act: as `expert_gate_up` returns it.
         slots, records: as there.
         weights: [T, K] float32.
         residual: [T, H], the stream before the experts.
-        shared: [T, H], the shared expert's output, or None.
+        shared: the shared expert's output [T, H], the shared expert that `act` has a row of, or None.
 
     Returns:
         [T, H] in residual's dtype.
@@ -110,6 +205,7 @@ def expert_down_combine(
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(act, np.ndarray):
+        assert not isinstance(shared, Shared)
         if is_read(records.record):
             return native.expert_down_combine(act, records.blob, slots, records.record, weights, residual, shared)
         copies, index = records.for_mlx(np.asarray(slots))
@@ -117,14 +213,17 @@ def expert_down_combine(
         sums = _down_combine_ops(mx.array(act), mx.array(index), copies, mx.array(weights), mx.array(residual), other)
         return view(sums)
     assert isinstance(slots, mx.array)
-    other = residual if shared is None else shared  # an input cannot be left out; it is not read
-    dtypes = act.dtype, residual.dtype, None if shared is None else other.dtype
+    joined = isinstance(shared, Shared)
+    rows = residual if shared is None or isinstance(shared, Shared) else shared  # an input cannot be left out
+    columns = shared.gates.shape[1] if isinstance(shared, Shared) and shared.gates is not None else 0
+    dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
     shapes = act.shape, residual.shape, records.blob.shape, slots.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record)
+    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns)
     weights = weights.astype(mx.float32)
     if launch is None:
+        assert not isinstance(shared, Shared)
         return _down_combine_ops(act, slots, records, weights, residual, shared)
-    return launch(act, records.blob, slots, weights, residual, other)[0]
+    return launch(act, records.blob, slots, weights, residual, rows, *_last_of(shared, records.blob))[0]
 
 
 @cache
@@ -141,9 +240,9 @@ def check_blob(blob: Shape, record: Record) -> None:
     require(good, f"blob is {blob}; expected [S, words], words a multiple of 4 and at least {least}")
 
 
-def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record) -> None:
+def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:
     check_blob(blob, record)
-    good = len(slots) == 2 and slots[0] == tokens and 1 <= slots[1] <= MAX_SLOTS
+    good = len(slots) == 2 and slots[0] == tokens and least <= slots[1] <= MAX_SLOTS
     require(good, f"slots are {slots}; expected [{tokens}, K], K from 1 to {MAX_SLOTS}")
 
 
@@ -156,27 +255,60 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": codes, f"{name}_S": scales, f"{name}_B": projection.words[-1]}
 
 
-@cache
-def _plan_gate_up(target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Shape, record: Record) -> Launch | None:
+@planned()
+def _plan_gate_up(
+    target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Shape, record: Record, joined: bool = False
+) -> Launch | None:
+    _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
+    kernel = Kernel("expert_gate_up", "x blob slots codes scales biases", "act")
+    return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined)
+
+
+@planned()
+def _plan_choice(
+    target: str,
+    x: Shape,
+    blob: Shape,
+    logits: Shape,
+    dtype: mx.Dtype,
+    record: Record,
+    rule: Router,
+    has_bias: bool,
+    joined: bool,
+) -> Launch | None:
+    _check_slots(blob, (logits[0], rule.top_k), x[0], record)
+    require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
+    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act ids weights")
+    launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined)
+    if launch is None:
+        return None
+    chosen = (logits[0], rule.top_k)
+    outputs = [*launch.outputs, (chosen, mx.uint32), (chosen, mx.float32)]
+    return replace(launch, template=launch.template | choice_template(rule, logits[1], has_bias), outputs=outputs)
+
+
+def _first_launch(
+    target: str, kernel: Kernel, x: Shape, dtype: mx.Dtype, blob: Shape, record: Record, top_k: int, joined: bool
+) -> Launch | None:
+    """Of gate and up of so many slots, and of the shared expert if it is `joined`; None: no kernel does it."""
     check_activations("x", x, dtype)
     tokens, hidden = x
-    inner = record.moe_intermediate_size
+    inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
-    _check_slots(blob, slots, tokens, record)
     if target == "ops" or not is_read(record):
         return None
-    top_k, form = slots[1], form_of(record.gate)
-    tile = TILES[target]["expert_gate_up"]
+    form = form_of(record.gate)
+    tile = tile_of(target, "expert_gate_up", f"{inner}x{hidden} {form}")
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
-    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **form.template}
-    template |= places_of("GATE", record.gate) | places_of("UP", record.up)
+    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(joined), "WORDS": blob[1]}
+    template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
-    groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * top_k)
-    kernel = Kernel("expert_gate_up", "x blob slots", "act", form.header)
-    return Launch(target, kernel, template, groups, 32 * tile.simdgroups, [((tokens, top_k, inner), dtype)])
+    groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
+    outputs = [((tokens, each, inner), dtype)]
+    return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
 
 
-@cache
+@planned()
 def _plan_down(
     target: str,
     act: Shape,
@@ -185,26 +317,31 @@ def _plan_down(
     slots: Shape,
     dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype | None],
     record: Record,
+    joined: bool = False,
+    gates: int = 0,
 ) -> Launch | None:
     check_activations("act", act, dtypes[0], rank=3)
     check_activations("residual", residual, dtypes[1])
-    tokens, top_k, inner = act
-    hidden = residual[1]
+    tokens, each, inner = act
+    hidden, top_k = residual[1], each - joined
     fits = (hidden, inner) == (record.hidden_size, record.moe_intermediate_size)
     require(
         fits, f"act is {act}, residual {residual}; the records' down is {record.down.rows} by {record.down.columns}"
     )
-    _check_slots(blob, slots, tokens, record)
+    _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
         return None
-    tile, form = TILES[target]["expert_down_combine"], form_of(record.down)
+    form = form_of(record.down)
+    tile = tile_of(target, "expert_down_combine", f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
+    template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates}
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
-    kernel = Kernel("expert_down_combine", "act blob slots weights h_mid shared", "out", form.header)
-    return Launch(target, kernel, template, groups, 32 * top_k, [((tokens, hidden), dtypes[1])])
+    names = "act blob slots weights h_mid shared codes scales biases gates"
+    kernel = Kernel("expert_down_combine", names, "out", form.header)
+    return Launch(target, kernel, template, groups, 32 * each, [((tokens, hidden), dtypes[1])])
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:

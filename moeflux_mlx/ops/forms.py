@@ -26,6 +26,9 @@ class Form:
     quant: Quant
     scales: mx.Dtype
 
+    def __str__(self) -> str:
+        return f"{self.quant}, {self.scales}".replace("mlx.core.", "")
+
     @cached_property
     def header(self) -> str:
         """The text that unpacks its codes: `metal/{header}.h.metal`."""

@@ -34,6 +34,10 @@ NATIVE_ROWS = 1024  # the same for the native kernels, which lose nothing by it
 COMBINED = 8192  # tokens whose outputs are gathered at a time
 NO_OWNERS = np.zeros(0, np.uint32)
 
+# A product's bits may depend on how many are made at once. So of several processes each makes as many as one alone
+# would: for a wave, the rows of all its experts, and which of these are the process's own.
+Among = tuple[np.ndarray, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -44,12 +48,24 @@ class Batch:
         rows: places that each of them has; 0: as many as it needs, in blocks.
         start: the place of their first row among all places.
         owners: where `rows` is 0, each block's number among `experts`.
+        seats: where each of them is among those that one process multiplies together.
+        size: how many those are.
     """
 
     experts: slice
     rows: int
     start: int
     owners: np.ndarray
+    seats: np.ndarray
+    size: int
+
+    def parts(self, most: int) -> Iterator[tuple[slice, int]]:
+        """Those of its experts that are multiplied together, and as how many: at most `most`."""
+        for first in range(0, self.size, max(most, 1)):
+            last = min(first + max(most, 1), self.size)
+            begin, end = np.searchsorted(self.seats, [first, last]).tolist()
+            if begin < end:
+                yield slice(begin, end), last - first
 
 
 class GroupedRows:
@@ -62,6 +78,7 @@ class GroupedRows:
         waves: the experts in use, in those groups, and in that order, in which they are multiplied.
         record: how the experts are stored.
         tokens: [T], where `ids` are those of some rows of x only: which rows.
+        among: what one process would multiply in each wave, where these are the experts of one of several.
     """
 
     def __init__(
@@ -72,6 +89,7 @@ class GroupedRows:
         waves: Sequence[np.ndarray],
         record: Record,
         tokens: np.ndarray | None = None,
+        among: Sequence[Among] | None = None,
     ):
         flat, experts = ids.reshape(-1), np.concatenate(waves)
         rank = np.zeros(len(counts), np.uint8 if len(experts) <= 256 else np.uint16)  # sorted by radix: short is fast
@@ -90,7 +108,7 @@ class GroupedRows:
         else:
             if isinstance(x, np.ndarray):
                 self._x = mx.array(x)
-            self._batches, own, source = arrange([counts[wave] for wave in waves], backend.name())
+            self._batches, own, source = arrange([counts[wave] for wave in waves], backend.name(), among)
             self._source, self._outputs = mx.array(rows[source]), []
         places = np.empty(flat.size, np.int32)
         places[order] = own
@@ -119,9 +137,7 @@ class GroupedRows:
             stop = min(start + NATIVE_ROWS, last)
             owners = np.searchsorted(self._ends[experts], np.arange(start, stop), side="right")
             taken, where = self._x[self._rows[start:stop]], slots[owners].astype(np.int32)
-            if len(taken) == 1:  # a call of one row would have other bits than one of several
-                taken, where = np.repeat(taken, 2, axis=0), np.repeat(where, 2)
-            self._outputs[0][start:stop] = expert_rows(taken, where, records)[: stop - start]
+            self._outputs[0][start:stop] = expert_rows(taken, where, records)
         return self._outputs[0]
 
     def outputs(self) -> Any:
@@ -137,20 +153,27 @@ class GroupedRows:
 
         Every wave must have been multiplied.
         """
-        out = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
+        out: Any = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
-        if isinstance(residual, np.ndarray):
-            return combine(view(out), self._places, weights, residual, shared)
-        parts: list[Any] = []
-        for start in range(0, len(residual), COMBINED):
-            part = slice(start, start + COMBINED)
-            rest = None if shared is None else shared[part]
-            parts.append(combine(out, self._places[part], weights[part], residual[part], rest))
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return combined(out, self._places, weights, residual, shared)
+
+
+def combined(rows: Array, where: np.ndarray, weights: Array, residual: Array, shared: Array | None) -> Array:
+    """As `combine`, for any number of tokens."""
+    if isinstance(residual, np.ndarray):
+        return combine(view(rows), where, weights, residual, shared)
+    parts: list[Any] = []
+    for start in range(0, len(residual), COMBINED):
+        part = slice(start, start + COMBINED)
+        rest = None if shared is None else shared[part]
+        parts.append(combine(rows, where[part], weights[part], residual[part], rest))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels."""
+    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels, each as one of several rows."""
+    if len(x) == 1:  # a call of one row has other bits
+        return expert_rows(np.repeat(x, 2, axis=0), np.repeat(slots, 2), records)[:1]
     ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), records.record.hidden_size), np.float32)
     where = slots.reshape(-1, 1)
     return expert_down_combine(expert_gate_up(x, where, records), where, records, ones, zeros)
@@ -159,25 +182,30 @@ def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarra
 # ---- where rows go on MLX's side
 
 
-def arrange(waves: Sequence[np.ndarray], target: str) -> tuple[list[list[Batch]], np.ndarray, np.ndarray]:
+def arrange(
+    waves: Sequence[np.ndarray], target: str, among: Sequence[Among] | None = None
+) -> tuple[list[list[Batch]], np.ndarray, np.ndarray]:
     """Gives each row, sorted by wave and expert, its place among the rows of the products.
 
     Args:
         waves: for each wave the rows of its experts; best in such an order that about equal ones are neighbours.
         target: the backend.
+        among: as `GroupedRows` has it.
 
     Returns:
         The batches of each wave; each row's place, int32 [N]; the row at each place, int32 [P]: where an expert has
         more places than rows, they repeat its first.
     """
     counts, block = np.concatenate(waves), BLOCK_ROWS[target]
-    sizes = np.where(counts < DENSE_FROM[target], 0, filled(counts))
+    sizes = sizes_of(counts, target)
     taken = np.where(sizes, sizes, -(-counts // block) * block)
     first = np.cumsum(taken) - taken  # of each expert's places
     batches, start = [], 0
-    for wave in waves:
+    for i, wave in enumerate(waves):
         part = slice(start, start + len(wave))
-        batches.append(list(_batches(sizes[part], taken[part], int(first[start]), block)))
+        every, own = (wave, np.arange(len(wave))) if among is None else among[i]
+        runs = np.cumsum(np.diff(sizes_of(every, target), prepend=0) != 0)  # neighbours of one size
+        batches.append(list(_batches(sizes[part], taken[part], int(first[start]), block, runs, own)))
         start = part.stop
     counts, taken, first = (array.astype(np.int32) for array in (counts, taken, first))
     begin = np.cumsum(counts, dtype=np.int32) - counts  # of each expert's rows
@@ -187,14 +215,21 @@ def arrange(waves: Sequence[np.ndarray], target: str) -> tuple[list[list[Batch]]
     return batches, own, source
 
 
-def _batches(sizes: np.ndarray, taken: np.ndarray, start: int, block: int) -> Iterator[Batch]:
-    """Neighbours of one size together."""
-    cuts = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+def _batches(
+    sizes: np.ndarray, taken: np.ndarray, start: int, block: int, runs: np.ndarray, own: np.ndarray
+) -> Iterator[Batch]:
+    """One for each of the `runs` of one process's experts that some of these, `own`, are in."""
+    cuts = [0, *(np.flatnonzero(np.diff(runs[own])) + 1).tolist(), len(sizes)]
     for one, end in pairwise(cuts):
-        rows = int(sizes[one])
+        rows, (begin, stop) = int(sizes[one]), np.searchsorted(runs, [runs[own[one]], runs[own[one]] + 1]).tolist()
         owners = NO_OWNERS if rows else np.repeat(np.arange(end - one, dtype=np.uint32), taken[one:end] // block)
-        yield Batch(slice(one, end), rows, start, owners)
+        yield Batch(slice(one, end), rows, start, owners, own[one:end] - begin, stop - begin)
         start += (end - one) * rows if rows else int(taken[one:end].sum())
+
+
+def sizes_of(counts: np.ndarray, target: str) -> np.ndarray:
+    """The places that experts with so many rows have in a batched product; 0: they go in blocks."""
+    return np.where(counts < DENSE_FROM[target], 0, filled(counts))
 
 
 def filled(counts: np.ndarray) -> np.ndarray:
@@ -215,7 +250,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
         source: [P] the row of x at each place.
         slots: where the batch's experts lie in the records.
     """
-    start, H, n = batch.start, x.shape[1], len(slots)
+    start, H = batch.start, x.shape[1]
     if not batch.rows:
         size = BLOCK_ROWS[backend.name()]
         parts, owners = dense(records, slots, x.dtype), mx.array(batch.owners)
@@ -224,15 +259,18 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
             taken = mx.take(x, source[at : at + own.size * size], axis=0).reshape(own.size, size, H)
             yield grouped_ffn(taken, parts, records, own).reshape(-1, H)
         return
-    gate_up, down = dequantized_records(records, mx.array(slots.astype(np.uint32)), x.dtype)
-    for part in _parts(n, PIECE_ROWS // batch.rows):
-        whole = n == part.stop - part.start
-        up, back = (gate_up, down) if whole else (gate_up[part], down[part])
+    for part, width in batch.parts(PIECE_ROWS // batch.rows):
+        count = part.stop - part.start
+        some = np.concatenate([slots[part], np.repeat(slots[part][:1], width - count)])  # others' places
+        gate_up, down = dequantized_records(records, mx.array(some.astype(np.uint32)), x.dtype)
         for rows in _parts(batch.rows, PIECE_ROWS):
-            count, width = part.stop - part.start, rows.stop - rows.start
+            length = rows.stop - rows.start
             at = start + part.start * batch.rows + rows.start
-            taken = mx.take(x, source[at : at + count * width], axis=0).reshape(count, width, H)
-            yield dense_ffn(taken, up, back).reshape(-1, H)
+            places = source[at : at + count * length]
+            if width > count:
+                places = mx.concatenate([places, mx.broadcast_to(places[:1], ((width - count) * length,))])
+            made = dense_ffn(mx.take(x, places, axis=0).reshape(width, length, H), gate_up, down)
+            yield made[:count].reshape(-1, H)
 
 
 def _parts(n: int, size: int) -> Iterator[slice]:

@@ -7,16 +7,22 @@ that is less arithmetic.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
-from . import native
+from . import backend, native
 from .attend import Positions, in_parts
 from .backend import Array, stack, view
+from .elementwise import split
+from .launch import Kernel, Launch, Shape, ceildiv, number
 from .linear import Weights, by_head, multiply, part_of_heads
+from .norm import Norm
 from .rope import Rope
 
+LATENT_STEP = Kernel("latent_step", "q kv weight periods offset eps magnitude", "q_nope q_pe latent k_pe")
+SIMDGROUPS = 4  # of a threadgroup, each with a head
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
 
@@ -51,43 +57,70 @@ class HeadMatrices:
 
 
 def attend_latent(
-    q_nope: Array,
-    q_pe: Array,
-    latent: Array,
-    k_pe: Array,
+    q: Array,
+    kv: Array,
     cache: Positions,
     key: HeadMatrices,
     value: HeadMatrices,
     *,
+    norm: Norm,
     rope: Rope,
     scale: float,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all that `cache` has seen.
 
     Args:
-        q_nope: [B, L, heads, nope]. q_pe: [B, L, heads, R].
-        latent: [B, L, N], normed. k_pe: [B, L, 1, R]. Both are appended to `cache`, k_pe rotated.
+        q: [B, L, heads, nope + R], q_nope and q_pe of each head.
+        kv: [B, L, N + R], latent and k_pe. Both are appended to `cache`, the latent normed, k_pe turned.
         key: matrices [nope, N]. value: matrices [v, N].
+        norm: of the latent.
         rope: turns q_pe and k_pe by their positions.
 
     Returns:
         [B, L, heads * v]
     """
-    B, L = q_nope.shape[:2]
-    position = cache.offset
-    if isinstance(q_nope, np.ndarray):
-        q_pe, k_pe = rope(q_pe, position), rope(k_pe, position)
+    B, L = q.shape[:2]
+    if isinstance(q, np.ndarray):
+        q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = _absorbed_native if L <= ABSORB_AT_MOST else _expanded_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
-    q_nope, q_pe, k_pe = (part.transpose(0, 2, 1, 3) for part in (q_nope, q_pe, k_pe))  # [B, heads, L, ...]
-    q_pe, k_pe = rope(q_pe, position), rope(k_pe, position)
+    parts = _step if B * L == 1 and backend.has_kernels() else _parts
+    q_nope, q_pe, latent, k_pe = parts(q, kv, norm, rope, cache.offset)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = _absorbed if L <= ABSORB_AT_MOST else _expanded
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
+
+
+def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) -> tuple[Array, Array, Array, Array]:
+    """(q_nope, turned q_pe, normed latent [B, L, N], turned k_pe), all but the latent laid out as attention wants it of
+    each kind of array (`Rope`)."""
+    latent, k_pe = split(kv, kv.shape[-1] - rope.dims)
+    k_pe = k_pe[:, :, None]
+    q_nope, q_pe = split(q, q.shape[-1] - rope.dims)
+    if isinstance(q, mx.array):
+        q_nope, q_pe, k_pe = (part.transpose(0, 2, 1, 3) for part in (q_nope, q_pe, k_pe))
+    return q_nope, rope(q_pe, offset), norm(latent), rope(k_pe, offset)
+
+
+def _step(q: mx.array, kv: mx.array, norm: Norm, rope: Rope, offset: int | mx.array) -> tuple[mx.array, ...]:
+    """`_parts` of one token on a GPU in one launch."""
+    position = offset[None] if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
+    launch = _plan(backend.name(), q.shape, kv.shape, q.dtype, norm.weight.dtype, rope.dims, rope.interleaved)
+    return tuple(launch(q, kv, norm.weight, rope.periods, position, number(norm.eps), number(rope.magnitude)))
+
+
+@lru_cache(64)
+def _plan(target: str, q: Shape, kv: Shape, dtype: mx.Dtype, weight: mx.Dtype, dims: int, interleaved: bool) -> Launch:
+    heads, nope, latent = q[2], q[3] - dims, kv[2] - dims
+    template = {"X": dtype, "W": weight, "H": heads, "NOPE": nope, "R": dims, "N": latent}
+    template |= {"NEXT": int(interleaved), "SG": SIMDGROUPS}
+    shapes = (1, heads, 1, nope), (1, heads, 1, dims), (1, 1, latent), (1, 1, 1, dims)
+    outputs = [(shape, dtype) for shape in shapes]
+    return Launch(target, LATENT_STEP, template, (ceildiv(heads + 1, SIMDGROUPS), 1), 32 * SIMDGROUPS, outputs)
 
 
 def _absorbed(

@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..files import directory
 
+SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
 
 Shape = tuple[int, ...]
@@ -42,6 +43,17 @@ def _headers() -> list[str]:
     return sorted(file.name for file in directory("metal").iterdir() if file.name.endswith(".h.metal"))
 
 
+def _used(source: str, form: str) -> list[str]:
+    """The headers that a text needs, itself or for one of them; that of `form` stands behind codes.h.metal."""
+    own = f"{form}.h.metal"
+    used: list[str] = []
+    for name in sorted(_headers(), key=lambda name: "codes.h.metal~" if name == own else name, reverse=True):
+        if name == own or f"{name.split('.')[0]}_" in source:
+            used.insert(0, name)
+            source += _text(name)
+    return used
+
+
 @dataclass(frozen=True)
 class Kernel:
     """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces.
@@ -57,12 +69,11 @@ class Kernel:
     def build(self, target: str) -> Any:
         """MLX's object for it, compiled at first use with each set of template arguments.
 
-        A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. CUDA's build
-        hashes the whole text at every launch.
+        A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. It may use
+        headers whose names come before its own. CUDA's build hashes the whole text at every launch.
         """
         source = _text(f"{self.name}.metal")
-        used = [name for name in _headers() if f"{name.split('.')[0]}_" in source]
-        header = "".join(map(_text, [*used, f"{self.form}.h.metal"] if self.form else used))
+        header = "".join(map(_text, _used(source, self.form)))
         make: Any = mx.fast.metal_kernel
         if target == "cuda":
             header = _text("cuda_shim.h") + header

@@ -5,8 +5,7 @@ The GPU kernels take up to 8 rows of x and sum in float32. They, like the native
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -15,14 +14,16 @@ from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, require
-from .tiles import MAX_TOKENS, TILES, Tile, lanes_of, split_of
+from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, number, require
+from .norm import Norm
+from .tiles import MAX_TOKENS, Tile, lanes_of, planned, split_of, tile_of
 
 # Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
 # (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
 DENSE_ROWS = 256
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
+INPUTS = {"qmv": "x w scales biases norm eps residual", "qmv_tokens": "x w scales biases"}
 
 
 class Weights(Protocol):
@@ -64,17 +65,34 @@ class Part:
         return (*self.weight.shape[:-1], columns if self.quant is None else columns * 32 // self.quant.bits)
 
 
-def linear(x: Array, w: Weights) -> Array:
-    """x [..., I] @ W.T -> [..., O]."""
-    if isinstance(x, np.ndarray):
-        rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-        out = native.linear(rows, w.quant, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
-        return out.reshape(*x.shape[:-1], -1)
+def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
+    """norm(x) [..., I] @ W.T + residual [..., O], for one token on a GPU in one launch where `qmv` pays."""
+    y = _product(x, w, norm, residual) if isinstance(x, mx.array) else None
+    if y is not None:
+        return y
+    x = x if norm is None else norm(x)
+    y = multiply(x, w, transpose=True) if isinstance(x, mx.array) else _native(x, w)
+    return y if residual is None else residual + y
+
+
+def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
+    """`linear` by the kernels for a few rows; None where they do not take it or do not pay."""
     count = x.size // x.shape[-1]
-    if w.quant is not None and len(w.shape) == 2 and is_read(w.quant, w.shape[1]) and qmv_pays(count, *w.shape):
-        y = qmv(x.reshape(count, -1), w.quant, *_parts(w))
-        return y.reshape(*x.shape[:-1], -1)
-    return multiply(x, w, transpose=True)
+    if w.quant is None or len(w.shape) > 2 or not is_read(w.quant, w.shape[1]) or not qmv_pays(count, *w.shape):
+        return None
+    if count == 1:
+        more = None if residual is None else residual.reshape(1, -1)
+        return qmv(x.reshape(1, -1), w.quant, *_parts(w), norm=norm, residual=more).reshape(*x.shape[:-1], -1)
+    x = x if norm is None else norm(x)
+    y = qmv(x.reshape(count, -1), w.quant, *_parts(w)).reshape(*x.shape[:-1], -1)
+    return y if residual is None else residual + y
+
+
+def _native(x: np.ndarray, w: Weights) -> np.ndarray:
+    """x @ W.T on the CPU."""
+    rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+    out = native.linear(rows, w.quant, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
@@ -145,10 +163,38 @@ def _parts(w: Weights) -> list[Any]:
     return [w.weight, w.scales, w.biases] if w.quant.has_biases else [w.weight, w.scales]
 
 
+def inputs_of(w: Weights) -> list[Any]:
+    """The arrays that a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
+    parts = _parts(w)
+    return [*parts, parts[-1]] if len(parts) == 2 else parts
+
+
 # ---- the kernel for a few rows
 
 
-def qmv(x: mx.array, quant: Quant, w: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+class Around(NamedTuple):
+    """What the kernel for one row does beside its product, as far as its text depends on it."""
+
+    norm: mx.Dtype | None = None  # of its weight
+    adds: bool = False
+
+    def template(self, x: mx.Dtype) -> dict[str, Any]:
+        return {"W": self.norm or x, "NORM": int(self.norm is not None), "ADD": int(self.adds)}
+
+
+PLAIN = Around()
+
+
+def qmv(
+    x: mx.array,
+    quant: Quant,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
     """x times the transpose of a quantised matrix.
 
     Args:
@@ -157,6 +203,8 @@ def qmv(x: mx.array, quant: Quant, w: mx.array, scales: mx.array, biases: mx.arr
         quant: of the matrix, one that `forms.is_read`.
         w: codes.
         scales, biases: both of one floating dtype, or E8M0 scales and None.
+        norm: of x, of one row.
+        residual: [1, O] in x's dtype, is added to the product of one row.
 
     Returns:
         [T, O] in x's dtype.
@@ -164,10 +212,17 @@ def qmv(x: mx.array, quant: Quant, w: mx.array, scales: mx.array, biases: mx.arr
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
-    launch = _plan(backend.name(), x.shape, x.dtype, w.shape, scales.shape, Form(quant, scales.dtype))
+    around = Around(None if norm is None else norm.weight.dtype, residual is not None)
+    launch = _plan(backend.name(), x.shape, x.dtype, w.shape, scales.shape, Form(quant, scales.dtype), around)
     if launch is None:
-        return matmul_float32(x, quant, w, scales, biases).astype(x.dtype)
-    return launch(x, w, scales, scales if biases is None else biases)[0]  # an input cannot be left out
+        x = x if norm is None else norm(x)
+        y = matmul_float32(x, quant, w, scales, biases).astype(x.dtype)
+        return y if residual is None else residual + y
+    biases = scales if biases is None else biases  # an input cannot be left out
+    if x.shape[0] > 1:
+        return launch(x, w, scales, biases)[0]
+    weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+    return launch(x, w, scales, biases, weight, number(eps), x if residual is None else residual)[0]
 
 
 def qmv_pays(tokens: int, rows: int, columns: int) -> bool:
@@ -183,14 +238,17 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-def _choose(target: str, tokens: int, rows: int, columns: int) -> tuple[str, Tile]:
+def _choose(target: str, tokens: int, rows: int, columns: int, form: Form) -> tuple[str, Tile]:
     """The kernel and tile for a [rows, columns] matrix."""
     name = "qmv_tokens" if tokens > 1 else "qmv"
-    return name, TILES[target]["qmv_large" if tokens == 1 and rows * columns >= LARGE else name]
+    kind = "qmv_large" if tokens == 1 and rows * columns >= LARGE else name
+    return name, tile_of(target, kind, f"{rows}x{columns} {form}")
 
 
-@cache
-def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form) -> Launch | None:
+@planned()
+def _plan(
+    target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
+) -> Launch | None:
     check_activations("x", x, x_dtype)
     tokens, columns = x
     rows, quant = w[0], form.quant
@@ -198,16 +256,17 @@ def _plan(target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, for
     codes, groups = quant.words(columns), quant.groups(columns)
     good = w == (rows, codes) and scales == (rows, groups)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
+    require(tokens == 1 or around == PLAIN, f"x has {tokens} tokens; a norm and a sum are for one")
     if target == "ops" or rows * groups < LEAST_ELEMENTS:
         return None
-    name, tile = _choose(target, tokens, rows, columns)
+    name, tile = _choose(target, tokens, rows, columns, form)
     chunks = form.chunks(columns)
     lanes = lanes_of(chunks, tile.lanes)
     blocks = ceildiv(rows * lanes, tile.rows * 32)
     split = split_of(tile, blocks, chunks, lanes)
     template = {"X": x_dtype, "O": rows, "I": columns, "R": tile.rows, "L": lanes, **form.template}
     template |= {"SG": tile.simdgroups, "SPLIT": split}
-    template |= {"T": tokens} if tokens > 1 else {"AHEAD": form.ahead(tile.ahead)}
+    template |= {"T": tokens} if tokens > 1 else {"AHEAD": form.ahead(tile.ahead), **around.template(x_dtype)}
     grid = (ceildiv(blocks * split, tile.simdgroups), 1)
-    kernel = Kernel(name, "x w scales biases", "y", form.header)
+    kernel = Kernel(name, INPUTS[name], "y", form.header)
     return Launch(target, kernel, template, grid, 32 * tile.simdgroups, [((tokens, rows), x_dtype)])

@@ -5,6 +5,10 @@ number of threads, the slots an expert sits in, or the values of other rows in t
 (a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
 One thing about the other rows does count: with AVX-512 VNNI, a call that has a single row multiplies
 4-bit weights in groups of 64 in integers, as exactly, but not with the bits that the row has among several.
+Other forms are multiplied in integers, where that is faster, whatever the number of rows.
+Inside `activations(8)` or `activations(16)` products round the activations of each group of weights to so many bits,
+where a form and the processor have such a product: then a row has the same bits alone and among others, on every
+x86-64 instruction set that is used.
 Calls release the GIL and may come from several threads; they take turns. The thread team is as large
 as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
 
@@ -23,7 +27,10 @@ import importlib
 import json
 import os
 import shlex
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +44,8 @@ from ..formats.record import Projection, Record
 from ..quant import Quant
 
 Buffer = Any  # numpy array, mx.array or memoryview
+EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
+ACTIVATIONS = (8, 16, EXACT)
 KINDS = ("BF16", "F16", "F32", "U8")  # dtypes of a record's scales, by the number that the kernels know them by
 
 MISSING = (
@@ -44,6 +53,23 @@ MISSING = (
     "install a C compiler (gcc or clang), then "
 )
 _warned = False
+
+
+class _Chosen(threading.local):
+    bits = EXACT
+
+
+_chosen = _Chosen()
+
+
+@contextmanager
+def activations(bits: int) -> Iterator[None]:
+    """Products of this thread round activations to 8 or 16 bits, or to EXACT, until the block is left."""
+    before, _chosen.bits = _chosen.bits, bits
+    try:
+        yield
+    finally:
+        _chosen.bits = before
 
 
 def _load() -> ModuleType | None:
@@ -154,7 +180,7 @@ def linear(
     """
     out = _result(out, x.shape[0], w.shape[0])
     bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
-    _kernels().linear(x, w, scales, biases, bits, group, out)
+    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, out)
     return out
 
 
@@ -181,7 +207,7 @@ def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: 
     [T, K] are rows of it. An expert that several tokens share is read once per call.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
-    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), out)
+    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, out)
     return out
 
 
@@ -200,7 +226,7 @@ def expert_down_combine(
     act [T, K, I]; blob, slots and record as in expert_gate_up; weights [T, K]; mid and shared [T, H].
     """
     out = _result(out, *mid.shape)
-    _kernels().expert_down_combine(act, blob, slots, _places(record.down), weights, mid, shared, out)
+    _kernels().expert_down_combine(act, blob, slots, _places(record.down), _chosen.bits, weights, mid, shared, out)
     return out
 
 

@@ -1,10 +1,21 @@
 """x / sqrt(mean(x^2) + eps) * weight, in float32 inside (arXiv:1910.07467)."""
 
+from typing import Any, Protocol
+
 import mlx.core as mx
 import numpy as np
 
 from . import native
 from .backend import Array
+
+
+class Norm(Protocol):
+    """An RMS norm over the last axis (`rms_norm`)."""
+
+    weight: Any
+    eps: float
+
+    def __call__(self, x: Array) -> Array: ...
 
 
 def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Array:

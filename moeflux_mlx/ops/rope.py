@@ -19,14 +19,13 @@ class Rope:
 
     def __init__(self, rotation: Rotation):
         self.dims, self.interleaved, self.base = rotation.dims, rotation.interleaved, rotation.theta
-        self.periods: mx.array | None = None
         self.magnitude = 1.0
         frequencies = self.base ** -(np.arange(0, self.dims, 2) / self.dims)
         if rotation.yarn is not None:
             frequencies = yarn_inv_freq(self.dims, self.base, rotation.yarn)
-            self.periods = mx.array(1.0 / frequencies, mx.float32)
             self.magnitude = yarn_magnitude(rotation.yarn)
         self.frequencies = frequencies.tobytes()
+        self.periods = mx.array(1.0 / frequencies, mx.float32)
 
     def __call__(self, x: Array, offset: int | mx.array) -> Array:
         """x at positions offset .. offset + L - 1, laid out as attention wants it of each kind: numpy arrays
@@ -43,7 +42,7 @@ class Rope:
             x,
             self.dims,
             traditional=self.interleaved,
-            base=None if self.periods is not None else self.base,
+            base=None,
             scale=1.0,
             offset=offset,
             freqs=self.periods,

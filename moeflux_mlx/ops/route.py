@@ -3,7 +3,9 @@
 Ties are broken by the lowest index, so that a result never depends on the backend.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,10 +13,29 @@ import numpy as np
 from ..kinds import Router
 from . import backend
 from .backend import Array, view
-from .elementwise import pick, sigmoid, softmax
-from .launch import Kernel, Launch, Shape
+from .elementwise import float32, pick, sigmoid, softmax
+from .forms import MULTIPLE, Form, is_read
+from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, number
+from .linear import Weights, inputs_of, linear
+from .norm import rms_norm
+from .tiles import MAX_TOKENS, planned, tile_of
 
-SOFTMAX_TOPK = Kernel("softmax_topk", "logits", "ids weights")
+TOPK = Kernel("topk", "logits bias scale", "ids weights")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a router has to choose from, and its rule.
+
+    Args:
+        logits: [T, O] float32, of which the first columns are the experts'.
+        rule: the router.
+        bias: [E] float32, where the rule has a correction bias.
+    """
+
+    logits: Any  # mx.array | np.ndarray
+    rule: Router
+    bias: mx.array | None = None
 
 
 def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Array, Array]:
@@ -25,16 +46,16 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     its two best experts; experts of dropped groups are masked with -inf, so a negative score never loses to them.
 
     Args:
-        logits: [T, E] float32.
+        logits: [T, O] float32, of which the first columns are the experts'.
         rule: the router.
         bias: [E] float32, where the rule has a correction bias.
 
     Returns:
         (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
     """
-    is_plain = rule.score == "softmax" and bias is None and rule.groups == 1 and rule.scale == 1.0
-    if is_plain and isinstance(logits, mx.array) and backend.has_kernels():
-        return softmax_topk(logits, rule.top_k, rule.normalise)
+    if isinstance(logits, mx.array) and backend.has_kernels() and is_known(rule):
+        return topk(logits, rule, bias)
+    logits = logits[:, : rule.experts]
     scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
     choice = scores if bias is None else scores + (view(bias) if isinstance(logits, np.ndarray) else bias)
     ids = top_k(_of_kept_groups(choice, rule), rule.top_k)
@@ -65,18 +86,79 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
     return library.where(keep[..., None], groups, -mx.inf).reshape(T, E)
 
 
-def softmax_topk(logits: mx.array, k: int, norm_topk_prob: bool) -> tuple[mx.array, mx.array]:
-    """The kernel for softmax scores: logits [T, E] float32 -> (ids [T, k] uint32, weights [T, k] float32).
+# ---- the kernel of a choice
 
-    Weights sum to one with `norm_topk_prob`.
-    """
-    ids, weights = _plan(backend.name(), logits.shape, k, norm_topk_prob)(logits)
+
+def topk(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
+    ids, weights = _plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
     return ids, weights
 
 
+def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+    """What the text reads beside the logits; an input cannot be left out."""
+    return logits if bias is None else bias, number(rule.scale)
+
+
+def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
+    """Constants of the text, for logits of so many columns."""
+    template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SIGMOID": int(rule.score != "softmax")}
+    template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
+    return template
+
+
+def is_known(rule: Router) -> bool:
+    """Whether the kernels know the rule: they choose by logit where scores are the softmax."""
+    return rule.score != "softmax" or (rule.groups == 1 and not rule.correction_bias)
+
+
 @lru_cache(512)
-def _plan(target: str, shape: Shape, k: int, norm_topk_prob: bool) -> Launch:
-    T, E = shape
-    template = {"E": E, "K": k, "NORM": int(norm_topk_prob)}
-    outputs = [((T, k), mx.uint32), ((T, k), mx.float32)]
-    return Launch(target, SOFTMAX_TOPK, template, (1, T), 32, outputs)
+def _plan(target: str, shape: Shape, rule: Router, has_bias: bool) -> Launch:
+    tokens, columns = shape
+    outputs = [((tokens, rule.top_k), mx.uint32), ((tokens, rule.top_k), mx.float32)]
+    return Launch(target, TOPK, choice_template(rule, columns, has_bias), (1, tokens), 32, outputs)
+
+
+# ---- the norm and the logits
+
+
+def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Array, Array]:
+    """The RMS norm of a few rows or of many, and its product with a router's matrix.
+
+    Args:
+        h: [T, H], in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
+        norm: [H], the norm's weight.
+        eps: the norm's.
+        w: [O, H].
+
+    Returns:
+        (x [T, H] normed, in h's dtype, logits [T, O] float32).
+    """
+    launch = None
+    if isinstance(h, mx.array) and len(h) <= MAX_TOKENS:
+        form = None if w.quant is None else Form(w.quant, w.scales.dtype)
+        launch = _plan_logits(backend.name(), h.shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
+    if launch is None:
+        x = rms_norm(h, norm, eps)
+        return x, linear(float32(x), w)
+    x, logits = launch(h, norm, number(eps), *inputs_of(w))
+    return x, logits
+
+
+@planned()
+def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | None:
+    tokens, hidden = h
+    rows = w[0]
+    if target == "ops" or hidden % MULTIPLE:
+        return None
+    if form and not (is_read(form.quant, hidden) and rows * form.quant.groups(hidden) >= LEAST_ELEMENTS):
+        return None
+    tile = tile_of(target, "router", f"{rows}x{hidden} {form}")
+    blocks = ceildiv(rows, tile.rows)
+    template = {"X": dtypes[0], "H": hidden, "O": rows, "R": tile.rows, "SG": tile.simdgroups, "BLOCKS": blocks}
+    kernel = Kernel("router_floats", "h norm eps w", "x logits")
+    if form is not None:
+        kernel = Kernel("router_codes", "h norm eps w scales biases", "x logits", form.header)
+        template |= form.template
+    outputs = [((tokens, hidden), dtypes[0]), ((tokens, rows), mx.float32)]
+    return Launch(target, kernel, template, (blocks, tokens), 32 * tile.simdgroups, outputs)

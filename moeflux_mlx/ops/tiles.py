@@ -1,13 +1,23 @@
-"""The tiles of the kernels: how each cuts its matrix. The constants that were tuned."""
+"""The tiles of the kernels: how each cuts its matrix. The constants that were tuned, and which of them are used.
 
-from dataclasses import dataclass
+A model is computed under one choice of tiles, `using`; what a launch is made of asks `tile_of`.
+"""
 
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 MAX_TOKENS = 8  # rows of x that the kernels for few tokens take
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its matrix: codes, or the state that `gated_delta_tokens` keeps in registers."""
+    """How a kernel cuts its matrix: codes, or the state that the delta rule keeps in registers."""
 
     rows: int  # rows a simdgroup takes in turn with one load of x
     lanes: int  # lanes that share a row, at most; 32 / lanes rows lie abreast in a simdgroup
@@ -24,7 +34,7 @@ class Tile:
 #   qmv_tokens: 2 rows load x twice as often.
 #   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
 #     registers, and blocks of 16 steps are not unrolled.
-#   expert_dequantize: not measured.
+#   router, expert_dequantize: not measured.
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
 TILES = {
@@ -34,6 +44,8 @@ TILES = {
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
+        "delta_step": Tile(rows=4, lanes=32),
+        "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },
@@ -43,10 +55,108 @@ TILES = {
         "qmv": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_large": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_tokens": Tile(rows=2, lanes=32, simdgroups=2),
+        "delta_step": Tile(rows=8, lanes=32),
+        "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
     },
 }
+
+
+# What of a kernel's tile makes a difference, in the order in which it is tried, and the sizes that are.
+TUNED = {
+    "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead"),
+    "expert_down_combine": ("rows", "lanes", "ahead", "narrow"),
+    "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread"),
+    "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread"),
+    "qmv_tokens": ("rows", "lanes", "simdgroups", "spread"),
+    "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
+    "expert_dequantize": ("rows", "simdgroups"),
+}
+UNROLLED = {"cuda": tuple(TUNED), "metal": ("gated_delta_tokens",)}  # kernels whose text does something with `ahead`
+LIMITS = {
+    "rows": (1, 8),
+    "lanes": (4, 32),
+    "simdgroups": (1, 8),
+    "ahead": (1, 8),
+    "spread": (512, 8192),
+    "narrow": (64, 1024),
+}
+
+
+def neighbours(target: str, kernel: str, tile: Tile) -> Iterator[Tile]:
+    """Tiles that differ from `tile` in one field: half of it, or twice; where it is 0, the least there is."""
+    for name in TUNED[kernel]:
+        value, (least, most) = getattr(tile, name), LIMITS[name]
+        if name == "ahead" and kernel not in UNROLLED[target]:
+            continue
+        for other in (value // 2, 2 * value) if value else (least,):
+            if least <= other <= most:
+                yield replace(tile, **{name: other})
+
+
+def is_usable(kernel: str, tile: Tile) -> bool:
+    """Whether `tile` is one that `neighbours` can lead to."""
+    values = {name: getattr(tile, name) for name in LIMITS}
+    powers = all(type(value) is int and value & (value - 1) == 0 for value in values.values())
+    within = (value == 0 or LIMITS[name][0] <= value <= LIMITS[name][1] for name, value in values.items())
+    return kernel in TUNED and powers and all(within) and 0 not in (tile.rows, tile.lanes, tile.ahead)
+
+
+class Tiles:
+    """A choice: the code's tiles, but for some kernels on some shapes others, in `found` by `spot_of`."""
+
+    def __init__(self, found: Mapping[str, Tile] | None = None):
+        self.found = found or {}
+
+    def tile(self, target: str, kernel: str, shape: str) -> Tile:
+        """Of a kernel on matrices that `shape` describes. It must hold nothing that differs between two ways to one
+        result: neither slots nor tokens."""
+        return self.found.get(spot_of(kernel, shape)) or TILES[target][kernel]
+
+    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """What a function that is `planned` makes under this choice."""
+        return make(*given)
+
+
+CODE = Tiles()
+_used: ContextVar[Tiles] = ContextVar("tiles", default=CODE)
+
+
+def spot_of(kernel: str, shape: str) -> str:
+    """The name of a kernel on matrices of one shape and form."""
+    return f"{kernel} {shape}"
+
+
+@contextmanager
+def using(tiles: Tiles) -> Iterator[None]:
+    """What is launched inside, by this thread, has these tiles."""
+    token = _used.set(tiles)
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
+
+def tile_of(target: str, kernel: str, shape: str) -> Tile:
+    """Under the choice in use, as `Tiles.tile`."""
+    return _used.get().tile(target, kernel, shape)
+
+
+def planned(most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """`functools.lru_cache` for a function that asks `tile_of`: each choice of tiles has results of its own."""
+
+    def decorate(make: Callable[P, R]) -> Callable[P, R]:
+        kept = functools.lru_cache(most)(lambda tiles, *given: tiles.plan(make, given))
+
+        @functools.wraps(make)
+        def call(*given: P.args, **named: P.kwargs) -> R:
+            return kept(_used.get(), *given)
+
+        call.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def lanes_of(chunks: int, limit: int) -> int:

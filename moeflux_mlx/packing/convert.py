@@ -13,14 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError
+from ..errors import ConfigError, ModelFileError
 from ..files import read_json, user_path
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint
+from ..formats.owners import MOST_RANKS, Owners, Share
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.record import PROJECTIONS, ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
-from .layer_files import LayerFile, find_experts, layout_json, packed_layers, plan_experts
+from .layer_files import (
+    HeldLayerFile,
+    LayerFile,
+    PackedLayerFile,
+    find_experts,
+    layout_json,
+    packed_layers,
+    plan_experts,
+)
 from .resident import override, plan_resident
 from .sanitize import canonical_tensors
 from .shards import Scattering
@@ -67,6 +76,7 @@ class ConversionPlan:
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
+    share: Share | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -86,6 +96,8 @@ def convert(
     verify: bool = False,
     revision: str | None = None,
     delete_source: bool = False,
+    ranks: int | None = None,
+    rank: int | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -107,6 +119,7 @@ def convert(
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
             are links, or have another name, are refused.
+        ranks, rank: write no more of the experts than that rank of so many owns; the others' places stay empty.
         progress: called with bytes done, bytes in all, and the name of the file.
 
     Raises:
@@ -114,20 +127,21 @@ def convert(
         is unusable, damaged or too large for the disk.
     """
     wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
+    share = _share(ranks, rank, is_here=user_path(hf_path).exists() and not delete_source)
     path = user_path(mlx_path)
     supply, checkpoint = _open(hf_path, path, revision, delete_source)
     args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, wanted)
+    plan = make_plan(checkpoint, args, wanted, share)
     origin = {"hf_path": str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)}
     stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
     output = Output(
         path,
-        {"source": checkpoint_digest(checkpoint, stamps), "options": wanted.options},
+        {"source": checkpoint_digest(checkpoint, stamps), "options": {**wanted.options, **_of_rank(share)}},
         {**origin, "revision": revision, "delete_source": delete_source},
     )
     report = progress or (lambda done, total, name: None)
     if supply is None:
-        check_space(path, output.missing_bytes(plan.units))
+        check_space(path, output.missing_bytes(plan.units) - _left_out(output, plan))
     with output.opened():
         if supply is None:
             kept, repaired = _at_once(output, plan, checkpoint, report, verify)
@@ -136,6 +150,27 @@ def convert(
     return ConversionReport(
         path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
     )
+
+
+def _share(ranks: int | None, rank: int | None, is_here: bool) -> Share | None:
+    """Raises ConfigError: there is no such rank, or the checkpoint comes, or goes, shard by shard."""
+    if ranks is None and rank is None:
+        return None
+    if ranks is None or rank is None or not 2 <= ranks <= MOST_RANKS or not 0 <= rank < ranks:
+        raise ConfigError(f"--ranks {ranks} --rank {rank}: give 2 to {MOST_RANKS} ranks, and one of them, from 0 on")
+    if not is_here:
+        raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
+    return Share(Owners((1,) * ranks), rank)
+
+
+def _of_rank(share: Share | None) -> dict[str, int]:
+    return {} if share is None else {"ranks": len(share.owners.shares), "rank": share.rank}
+
+
+def _left_out(output: Output, plan: ConversionPlan) -> int:
+    """Bytes of the files to be written that take no room."""
+    held = (unit for unit in plan.units if isinstance(unit, HeldLayerFile) and unit.name not in output.files)
+    return sum(unit.left_out for unit in held)
 
 
 def _at_once(
@@ -192,7 +227,7 @@ def read_args(checkpoint: Checkpoint) -> ModelArgs:
     return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
 
 
-def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted) -> ConversionPlan:
+def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Share | None = None) -> ConversionPlan:
     """Finds and checks every tensor before a byte is written.
 
     Raises:
@@ -202,7 +237,7 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted) -> Conver
     tensors = canonical_tensors(checkpoint.tensors.values(), args.num_hidden_layers)
     resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}
-    layers, lossy, made = list[Unit](), list(resident.lossy), False
+    layers, lossy, made = list[LayerFile | PackedLayerFile](), list(resident.lossy), False
     if checkpoint.packed is not None:
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
@@ -216,14 +251,16 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted) -> Conver
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
     _check_all_used(tensors, used)
-    units = (*resident.files(), *layers)
-    quantization = _with_experts(resident.quantization(), layout)
-    return ConversionPlan(layout, units, quantization, tuple(lossy), resident.quantized(wanted.resident), made)
+    held = layers if share is None else [HeldLayerFile(layer, share) for layer in layers]
+    units = (*resident.files(), *held)
+    quantization = _with_experts(resident.quantization(), layout, share)
+    quantized = resident.quantized(wanted.resident)
+    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share)
 
 
-def _with_experts(quantization: dict[str, Any], layout: ExpertLayout) -> dict[str, Any]:
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Share | None) -> dict[str, Any]:
     """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
-    if layout.is_uniform:
+    if layout.is_uniform and share is None:
         return quantization
     usual = parse("the model", quantization)
     for layer, record in layout.records.items():
@@ -290,7 +327,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout)
+    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share)
     return files
 
 

@@ -16,6 +16,7 @@ from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field
+from ..ops import native
 from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, Sampled, fingerprint_of
@@ -61,11 +62,11 @@ class InPlace:
             tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
         return tensors
 
-    def fingerprint(self, dtype: mx.Dtype) -> Fingerprint:
+    def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
         """That of the packed model which a conversion makes: the weights are the same."""
         resident = [ResidentSamples(unit) for unit in self.units if isinstance(unit, ResidentFile)]
         layers = [LayerSamples(one.name, self.experts, one.layer) for one in self.units if isinstance(one, LayerFile)]
-        return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype)
+        return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype, bits)
 
 
 def _by_name(files: Iterable[Sampled]) -> list[Sampled]:

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Tensor, header_tensors
-from .writer import Output
+from .writer import Output, begin_again, deletes_source
 
 JOURNAL, SHARDS = "convert_journal.json", "convert_shards.json"
 
@@ -53,8 +53,8 @@ class Listing:
     commit: str = ""
 
     @classmethod
-    def read(cls, path: Path) -> "Listing | None":
-        """What an earlier run noted in the directory `path`; None if it noted nothing.
+    def read(cls, path: Path, alone: bool) -> "Listing | None":
+        """What an earlier run noted in the directory `path`; None if it noted nothing. `alone` as for `begin_again`.
 
         Raises:
             ModelFileError: the file is damaged.
@@ -68,7 +68,7 @@ class Listing:
                 return cls(shards, str(value["commit"]))
         except (KeyError, TypeError):
             pass
-        raise ModelFileError(f"{path / SHARDS} is damaged; delete {path} and convert again")
+        raise ModelFileError(f"{path / SHARDS} is damaged; {begin_again(path, alone)}")
 
     def write(self, output: Output) -> None:
         output.put(SHARDS, json.dumps(asdict(self)).encode())
@@ -83,7 +83,7 @@ class Journal:
         file = output.path / JOURNAL
         done: Mapping[str, Any] = read_json(file) if file.exists() else {}
         if not all(isinstance(value, int) for value in done.values()):
-            raise ModelFileError(f"{file} is damaged; delete {output.path} and convert again")
+            raise ModelFileError(f"{file} is damaged; {begin_again(output.path, deletes_source(output.origin))}")
         self.done: dict[str, int] = dict(done)
 
     def add(self, name: str, nbytes: int) -> None:

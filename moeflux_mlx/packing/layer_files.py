@@ -17,11 +17,13 @@ from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.finite import not_finite
-from ..formats.layout_file import from_json, to_json
+from ..formats.layout_file import from_json, held_by, to_json
+from ..formats.owners import Share
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout, Quants
 from ..quant import Quant
 from ..spec import ModelArgs
+from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
 from .lookup import find_matrix
 from .matrix import Matrix
 from .resident import array_bytes, not_kept
@@ -205,10 +207,10 @@ class LayerFile:
         self.geometry = layout.records[layer]
 
     def chunks(self) -> Iterator[Bytes]:
-        for expert in range(self.layout.num_experts):
-            yield self._record(expert)
+        return map(self.record, range(self.layout.num_experts))
 
-    def _record(self, expert: int) -> bytearray:
+    def record(self, expert: int) -> bytearray:
+        """One expert's, with what fills its stride."""
         record = bytearray(self.geometry.stride)
         for i, part in enumerate(self.experts.parts(expert)):
             for offset, data in self.fields(part, i):
@@ -235,10 +237,13 @@ class PackedLayerFile:
         self.link = self.file if source.records[layer].stride == self.geometry.size == self.geometry.stride else None
 
     def chunks(self) -> Iterator[Bytes]:
-        for expert in range(self.layout.num_experts):
-            record = read_bytes(self.file, self.source.start(self.layer, expert), self.geometry.size)
-            self._check_scales(record, expert)
-            yield record + bytes(self.geometry.stride - len(record))
+        return map(self.record, range(self.layout.num_experts))
+
+    def record(self, expert: int) -> bytearray:
+        """One expert's, with what fills its stride."""
+        record = read_bytes(self.file, self.source.start(self.layer, expert), self.geometry.size)
+        self._check_scales(record, expert)
+        return record + bytes(self.geometry.stride - len(record))
 
     def _check_scales(self, record: bytearray, expert: int) -> None:
         found = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
@@ -248,15 +253,56 @@ class PackedLayerFile:
             )
 
 
+class HeldLayerFile:
+    """A layer file that holds one rank's experts. The others' places are zeros, which take no room on the disk, but for
+    the samples that tell one model from another: all ranks must find them alike.
+    """
+
+    link: Path | None = None
+
+    def __init__(self, whole: LayerFile | PackedLayerFile, share: Share):
+        self.whole, self.share = whole, share
+        self.name, self.size, self.stride = whole.name, whole.size, whole.geometry.stride
+        self._samples = offsets_of(self.size, EXPERT_SAMPLES)
+
+    def chunks(self) -> Iterator[Bytes]:
+        for expert in range(self.whole.layout.num_experts):
+            kept = self._kept(expert)
+            if kept == [slice(0, self.stride)]:
+                yield self.whole.record(expert)
+                continue
+            record = bytearray(self.stride)
+            made = self.whole.record(expert) if kept else record
+            for part in kept:
+                record[part] = made[part]
+            yield record
+
+    @property
+    def left_out(self) -> int:
+        """Bytes that take no room."""
+        return sum(self.stride for expert in range(self.whole.layout.num_experts) if not self._kept(expert))
+
+    def _kept(self, expert: int) -> list[slice]:
+        """What of its record is written."""
+        if self.share.has(self.whole.layer, expert):
+            return [slice(0, self.stride)]
+        start = expert * self.stride
+        ends = [(max(at - start, 0), min(at + SAMPLE_BYTES - start, self.stride)) for at in self._samples]
+        return [slice(first, last) for first, last in ends if first < last]
+
+
 def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[PackedLayerFile]:
     """The files of another tool's `packed_experts/`, of version 1.
 
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    source = from_json(read_json(folder / LAYOUT), args, folder / LAYOUT)
+    found = read_json(folder / LAYOUT)
+    source, share = from_json(found, args, folder / LAYOUT), held_by(found, folder / LAYOUT)
+    if share is not None:
+        raise ModelFileError(f"{folder} holds the experts of {share} only; convert what it was made from")
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
-def layout_json(layout: ExpertLayout) -> bytes:
-    return json.dumps(to_json(layout), indent=2).encode()
+def layout_json(layout: ExpertLayout, share: Share | None) -> bytes:
+    return json.dumps(to_json(layout, share), indent=2).encode()

@@ -22,7 +22,7 @@ from .journal import Journal
 from .layer_files import LayerFile
 from .resident import ResidentFile, Source, array_bytes
 from .supply import Supply
-from .writer import READ_BYTES, Bytes, Output, Unit, check_space, writing
+from .writer import READ_BYTES, Bytes, Output, Unit, begin_again, check_space, deletes_source, writing
 
 Progress = Callable[[int, int, str], None]
 
@@ -37,16 +37,11 @@ class Job:
 
 
 def jobs_of(unit: Unit) -> Iterator[Job]:
-    """Everything that a file consists of, but for zeros.
-
-    Raises:
-        ModelFileError: its bytes do not come from tensors.
-    """
+    """Everything that a file consists of, but for zeros."""
     if isinstance(unit, ResidentFile):
         return _resident_jobs(unit)
-    if isinstance(unit, LayerFile):
-        return _layer_jobs(unit)
-    raise ModelFileError(f"{unit.name} is packed already; convert the checkpoint without --delete-source")
+    assert isinstance(unit, LayerFile), "what is packed already has no shards"
+    return _layer_jobs(unit)
 
 
 def _resident_jobs(unit: ResidentFile) -> Iterator[Job]:
@@ -208,7 +203,8 @@ class Scattering:
                 if {found, *again} != {one.digest}:
                     raise ModelFileError(
                         f"{self.output.path / job.unit.name} does not hold what was made of {name}, read back from the "
-                        "disk; it was not deleted: check the disk, delete the directory and convert again"
+                        f"disk; {name} was not deleted: check the disk, then "
+                        + begin_again(self.output.path, deletes_source(self.output.origin))
                     )
         return sum(length for one in written for _, length in one.spans)
 

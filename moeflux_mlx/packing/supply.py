@@ -65,10 +65,10 @@ def find_supply(
     """
     local = user_path(hf_path)
     if local.exists() or not looks_like_repo(str(hf_path)):
-        return OwnFiles(local, Listing.read(output)) if delete_source else local
+        return _own_files(local, output) if delete_source else local
     if delete_source:
         raise RequestError(f"{hf_path} is a repository, whose shards are never kept; leave --delete-source out")
-    listing = Listing.read(output)
+    listing = Listing.read(output, alone=False)
     cached = None if listing else cached_snapshot(str(hf_path), revision, CHECKPOINT)
     if cached is not None and _is_whole(cached):
         return cached
@@ -81,6 +81,24 @@ def _is_whole(folder: Path) -> bool:
         return bool(safetensors_files(folder))
     except ModelFileError:
         return False
+
+
+def _own_files(folder: Path, output: Path) -> "OwnFiles":
+    """The shards of a directory that go as they are packed.
+
+    Raises:
+        ModelFileError: there are none, or they may not go.
+    """
+    listing = Listing.read(output, alone=True)
+    if listing is None and not folder.is_dir():
+        raise ModelFileError(f"{folder} does not exist")
+    if listing is None and (folder / FOLDER / LAYOUT).exists():
+        raise ModelFileError(f"{folder} is packed already, and has no shards to delete: leave --delete-source out")
+    if listing is None and not any(folder.glob("*.safetensors")):
+        if (output / FOLDER / LAYOUT).exists():
+            raise ModelFileError(f"{output} is finished, and {folder} has no shards any more: there is nothing to do")
+        raise ModelFileError(f"{folder} holds no *.safetensors, and nothing else is deleted: leave --delete-source out")
+    return OwnFiles(folder, listing)
 
 
 class Downloads:
@@ -143,8 +161,6 @@ class OwnFiles:
             )
         self.folder = folder
         self.listing = listing or Listing(tuple(map(_shard, safetensors_files(folder))))
-        if not self.listing.shards:
-            raise ModelFileError(f"{folder} holds no *.safetensors; leave --delete-source out")
         for name in self.present():
             why = self._why_kept(name)
             if why:

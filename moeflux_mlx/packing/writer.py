@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..errors import ModelFileError
 from ..files import read_json, sync, sync_folder
 
@@ -24,6 +26,7 @@ STATE_VERSION = 1
 PARTIAL = ".partial"
 BEGUN = {"source": "from another checkpoint", "options": "with other options", "version": "by another version"}
 READ_BYTES = 1 << 22
+HOLE_BYTES = 1 << 18  # zeros that are not written
 
 Advance = Callable[[int], None]
 Bytes = bytes | bytearray | memoryview
@@ -45,6 +48,21 @@ class Unit(Protocol):
     def link(self) -> Path | None: ...
 
     def chunks(self) -> Iterator[Bytes]: ...
+
+
+def deletes_source(origin: object) -> bool:
+    """Whether the conversion whose origin this is deletes files of its checkpoint."""
+    return isinstance(origin, dict) and origin.get("delete_source") is True
+
+
+def begin_again(path: Path, alone: bool) -> str:
+    """What to do if the conversion into `path` cannot go on; `alone`: what is there may be left of deleted files."""
+    if not alone:
+        return f"delete {path} and convert again"
+    return (
+        f"files of the checkpoint may have been packed into {path} and deleted: download what is missing of them, "
+        "and convert again into an empty directory"
+    )
 
 
 class Output:
@@ -78,7 +96,7 @@ class Output:
         state = read_json(self.path / STATE)
         files = state.pop("files", None)
         origin = state.pop("origin", None)
-        alone = isinstance(origin, dict) and origin.get("delete_source") is True
+        alone = deletes_source(origin)
         remedy = "; this one may hold all that is left of deleted files" if alone else ", or delete this one"
         for key in self.identity.keys() | state.keys():
             if state.get(key) != self.identity.get(key):
@@ -86,7 +104,7 @@ class Output:
                     f"{self.path} was begun {BEGUN.get(key, 'otherwise')}; choose another directory{remedy}"
                 )
         if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-            raise ModelFileError(f"{self.path / STATE} is damaged; delete {self.path} and convert again")
+            raise ModelFileError(f"{self.path / STATE} is damaged; {begin_again(self.path, alone)}")
         return files
 
     def missing_bytes(self, units: Iterable[Unit]) -> int:
@@ -199,12 +217,12 @@ class Output:
         self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())
 
 
-def _slices(chunks: Iterable[Bytes]) -> Iterator[memoryview]:
+def _slices(chunks: Iterable[Bytes], size: int = READ_BYTES) -> Iterator[memoryview]:
     """In the sizes that one read fills, whatever the system's limit."""
     for chunk in chunks:
         view = memoryview(chunk)
-        for start in range(0, len(view), READ_BYTES):
-            yield view[start : start + READ_BYTES]
+        for start in range(0, len(view), size):
+            yield view[start : start + size]
 
 
 def check_space(path: Path, needed: int) -> None:
@@ -240,10 +258,14 @@ def _reading(file: Path) -> Iterator[None]:
 def _write_all(partial: Path, unit: Unit, advance: Advance) -> str:
     digest = hashlib.sha256()
     with open(partial, "wb") as opened:
-        for chunk in unit.chunks():
-            opened.write(chunk)
+        for chunk in _slices(unit.chunks(), HOLE_BYTES):
+            if np.frombuffer(chunk, np.uint8).any():
+                opened.write(chunk)
+            else:  # it takes no room on the disk
+                opened.seek(len(chunk), os.SEEK_CUR)
             digest.update(chunk)
             advance(len(chunk))
+        opened.truncate()
         opened.flush()
         sync(opened.fileno())
         assert opened.tell() == unit.size, f"{unit.name}: {opened.tell()} bytes written, {unit.size} planned"

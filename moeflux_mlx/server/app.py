@@ -5,6 +5,7 @@ worker's. What cannot be served is refused before the headers of an answer are s
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -43,7 +44,10 @@ APIS = {
     "/v1/messages": messages,
     "/v1/responses": responses,
 }
+# By which agents name a conversation where their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
+T = TypeVar("T")
+LARGE_BODY = 4 << 20  # bytes; such bodies are read one after the other, because JSON grows when it is read
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Served:
     keepalive: float = KEEPALIVE
     started: float = field(default_factory=time.time)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
     _preparer: Preparer | None = None
 
     @property
@@ -78,6 +83,12 @@ class Served:
             spellings = self.worker.spellings
             self._preparer = Preparer(engine.tokenizer, size, context, self.defaults(engine), spellings)
         return self._preparer
+
+    async def read(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
+        """What `make` makes of the body's JSON, in a thread of its own."""
+        data = await http.body()
+        async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
+            return await asyncio.to_thread(lambda: make(parse(data)))
 
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
@@ -125,14 +136,15 @@ def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpReq
 
 
 async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
-    preparer, body = served.preparer, await http.body()
+    preparer = served.preparer
 
-    def read() -> tuple[Request, Prepared]:
-        asked: Request = wire.read(parse(body), keep_agent_headers=served.keep_agent_headers)
-        asked = replace(asked, model=asked.model or served.name)
+    def read(body: dict[str, Any]) -> tuple[Request, Prepared]:
+        asked: Request = wire.read(body, keep_agent_headers=served.keep_agent_headers)
+        named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
+        asked = replace(asked, model=asked.model or served.name, session=asked.session or named)
         return asked, preparer(asked)
 
-    asked, prepared = await asyncio.to_thread(read)
+    asked, prepared = await served.read(http, read)
     events, ids = Events(served.worker, prepared), Ids()
 
     def over() -> None:
@@ -152,24 +164,24 @@ async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
-    preparer, body = served.preparer, await http.body()
+    preparer = served.preparer
 
-    def count() -> int:
-        return preparer.count(messages.read(parse(body), keep_agent_headers=served.keep_agent_headers))
+    def count(body: dict[str, Any]) -> int:
+        return preparer.count(messages.read(body, keep_agent_headers=served.keep_agent_headers))
 
-    return JSONResponse(messages.count(await asyncio.to_thread(count)))
+    return JSONResponse(messages.count(await served.read(http, count)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
-    preparer, body = served.preparer, await http.body()
+    preparer = served.preparer
 
-    def reply() -> Response:
-        asked = tokenize.read(parse(body))
+    def reply(body: dict[str, Any]) -> Response:
+        asked = tokenize.read(body)
         tokens, spelt = preparer.encode(asked.content, asked.add_special), preparer.tokenizer.token_bytes
         pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
         return JSONResponse(tokenize.whole(tokens, pieces))
 
-    return await asyncio.to_thread(reply)
+    return await served.read(http, reply)
 
 
 def _description(served: Served) -> dict[str, Any]:
@@ -216,7 +228,7 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
             "expert_bytes_read_total": stats.bytes_read,
             "expert_wait_seconds_total": stats.wait_seconds,
         }
-    return PlainTextResponse(metrics.text(values), media_type=metrics.CONTENT_TYPE)
+    return PlainTextResponse(metrics.text(values, metrics.HELP), media_type=metrics.CONTENT_TYPE)
 
 
 async def _page(served: Served, http: HttpRequest) -> Response:
@@ -232,6 +244,8 @@ async def _live(served: Served, http: HttpRequest) -> Response:
                 if watch.latest is not None:
                     yield f"data: {json.dumps({**watch.latest, 'model': served.name})}\n\n".encode()
 
+    if http.method == "HEAD":
+        return Response(media_type="text/event-stream")
     return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
@@ -252,9 +266,8 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 async def _body_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BodyError)
     # What is left of the body is not read, so the connection cannot be used again.
-    return JSONResponse(
-        error_body(request.url.path, error.status, None, str(error)), error.status, {"Connection": "close"}
-    )
+    headers = {**error_headers(error.status), "Connection": "close"}
+    return JSONResponse(error_body(request.url.path, error.status, None, str(error)), error.status, headers)
 
 
 async def _left(*_: Any) -> Response:

@@ -1,7 +1,8 @@
 """Who may ask, from where, with what: everything that is decided before a request is looked into.
 
 Pure ASGI, so that the application hears of clients that leave. A page of another site cannot get at the server: its
-requests carry its Origin, or, after its name was bound to this machine's address, its Host.
+requests carry its Origin or say that they come from there, or, after its name was bound to this machine's address, have
+its Host.
 """
 
 import asyncio
@@ -16,13 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import error_reply
 
 MAX_BODY = 64 << 20
+MAX_BODIES = 256 << 20
 BODY_SECONDS = 60.0  # in which a body must have come
 OPEN_PATHS = ("/", "/health")  # without a key: what tells nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
+OWN_SITES = ("none", "same-origin")  # what browsers say of a request that no other site's page has made
+BUSY = "the requests under way hold as much as may be held; try again later"
 
 
 class BodyError(Exception):
-    """Raised by `receive`: the body is too large, or too slow."""
+    """Raised by `receive`: the body is too large or too slow, or there are too many."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -48,11 +52,20 @@ class Guard:
     rules: who may ask.
     max_body: bytes that a body may have.
     body_seconds: in which it must have come.
+    max_bodies: bytes that the bodies of all requests under way may have together.
     """
 
-    def __init__(self, app: ASGIApp, rules: Rules, max_body: int = MAX_BODY, body_seconds: float = BODY_SECONDS):
+    def __init__(
+        self,
+        app: ASGIApp,
+        rules: Rules,
+        max_body: int = MAX_BODY,
+        body_seconds: float = BODY_SECONDS,
+        max_bodies: int = MAX_BODIES,
+    ):
         self.app, self.rules = app, rules
-        self.max_body, self.body_seconds = max_body, body_seconds
+        self.max_body, self.body_seconds, self.max_bodies = max_body, body_seconds, max_bodies
+        self._held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,7 +73,7 @@ class Guard:
             return
         headers = _headers(scope)
         origin = headers.get("origin")
-        allowed = self._cors(origin)
+        allowed = self._cors(origin, headers.get("access-control-request-headers", ""))
         send = _with_headers(send, allowed)
         refused = self._refusal(scope, headers, allowed)
         if refused is not None:
@@ -68,7 +81,21 @@ class Guard:
         elif scope["method"] == "OPTIONS" and allowed:
             await _answer(send, 204, [], b"")
         else:
-            await self.app(scope, _Body(receive, self.max_body, self.body_seconds), send)
+            body = _Body(receive, self)
+            try:
+                await self.app(scope, body, send)
+            finally:
+                self._held -= body.size
+
+    def hold(self, nbytes: int) -> None:
+        """More of a body has come, and is held until its request is answered.
+
+        Raises:
+            BodyError: all bodies together have become too large.
+        """
+        self._held += nbytes
+        if self._held > self.max_bodies:
+            raise BodyError(503, BUSY)
 
     def _refusal(
         self, scope: Scope, headers: dict[str, str], allowed: list[tuple[bytes, bytes]]
@@ -81,6 +108,8 @@ class Guard:
             return 403, "origin_not_allowed", "pages of this Origin may not ask; name it with --cors-origin"
         if scope["method"] == "OPTIONS" and allowed:
             return None
+        if headers.get("sec-fetch-site", "none") not in OWN_SITES and not allowed and scope["path"] not in OPEN_PATHS:
+            return 403, "origin_not_allowed", "pages of other sites may not ask; name theirs with --cors-origin"
         if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             return 401, "invalid_api_key", "the API key is missing or wrong; send it as Authorization: Bearer KEY"
         return self._body_refusal(scope, headers)
@@ -95,6 +124,8 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body:
             return 413, "request_too_large", f"the body may have {self.max_body} bytes"
+        if length.isdecimal() and self._held + int(length) > self.max_bodies:
+            return 503, "overloaded", BUSY
         return None
 
     def _knows(self, name: str) -> bool:
@@ -109,14 +140,17 @@ class Guard:
         given = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
         return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in given])
 
-    def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Headers that let a page of `origin` read the answer; none where it may not."""
+    def _cors(self, origin: str | None, asked: str) -> list[tuple[bytes, bytes]]:
+        """Headers that let a page of `origin` read the answer; none where it may not.
+
+        It may send whatever headers it asks for: clients have many of their own.
+        """
         if origin is None or not {"*", origin} & set(self.rules.origins):
             return []
         return [
             (b"access-control-allow-origin", origin.encode()),
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+            (b"access-control-allow-headers", asked.encode("latin-1") or b"authorization, content-type, x-api-key"),
             (b"vary", b"Origin"),
         ]
 
@@ -124,24 +158,27 @@ class Guard:
 class _Body:
     """`receive` that counts what comes, and how long it takes."""
 
-    def __init__(self, receive: Receive, most: int, seconds: float):
-        self._receive, self._most, self._seconds = receive, most, seconds
-        self._size, self._whole = 0, False
+    def __init__(self, receive: Receive, guard: Guard):
+        self._receive, self._guard = receive, guard
+        self.size, self._whole = 0, False
         self._until: float | None = None
 
     async def __call__(self) -> Message:
         if self._whole:
             return await self._receive()
         loop = asyncio.get_running_loop()
-        self._until = self._until or loop.time() + self._seconds
+        seconds, most = self._guard.body_seconds, self._guard.max_body
+        self._until = self._until or loop.time() + seconds
         try:
             message = await asyncio.wait_for(self._receive(), self._until - loop.time())
         except asyncio.TimeoutError:
-            raise BodyError(408, f"the body did not come within {self._seconds:g} s") from None
-        self._size += len(message.get("body", b""))
+            raise BodyError(408, f"the body did not come within {seconds:g} s") from None
+        nbytes = len(message.get("body", b""))
+        self.size += nbytes
         self._whole = not message.get("more_body", False)
-        if self._size > self._most:
-            raise BodyError(413, f"the body may have {self._most} bytes")
+        self._guard.hold(nbytes)
+        if self.size > most:
+            raise BodyError(413, f"the body may have {most} bytes")
         return message
 
 

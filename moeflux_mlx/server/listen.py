@@ -1,6 +1,7 @@
 """Listening: a socket, uvicorn on it, and an orderly end.
 
-uvicorn waits for ever for the headers of a request, and answers nonsense in plain text; here it does neither.
+uvicorn waits for ever for the headers of a request and for readers that do not read, and answers nonsense in plain
+text; here it does none of it.
 """
 
 import asyncio
@@ -22,19 +23,23 @@ from .errors import error_reply
 
 HEADER_SECONDS = 30.0  # in which the headers of a request must have come
 IDLE_SECONDS = 75  # that a connection may stay open between requests
+READ_SECONDS = 60.0  # in which a client must have read some of what waits for it
 END_SECONDS = 2  # that answers under way have to say that they end
 BACKLOG = 256
 LAST_PORT = 65535
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 with a limit of time for headers, and errors in JSON."""
+    """HTTP/1.1 with a limit of time for headers and for reading, and errors in JSON."""
 
     header_seconds = HEADER_SECONDS
+    read_seconds = READ_SECONDS
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # whatever waits to be read is watched, and no more is added to it
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -46,7 +51,34 @@ class PatientProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
+        self._read_all()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._read_all()
+        super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        """Ends the connection if nothing of what waits now is read in time."""
+        waiting = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < waiting:
+                self._watch_reader()
+            else:
+                self.transport.abort()
+
+        self._read_all()
+        self._unread = self.loop.call_later(self.read_seconds, look)
+
+    def _read_all(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _wait(self) -> None:
         """Headers are to come, or the rest of them."""

@@ -23,6 +23,10 @@ from ..text.tokenizer import TokenizerWrapper
 from .request import Request, Sampling
 from .wire.replies import context_exceeded
 
+# Text is suspected to be too long from this many characters for each token of the context on. Such text is counted in
+# pieces, up to so many times the context: cut within words it has more tokens than whole, but not twice as many.
+SUSPECT, PIECE, ENOUGH = 8, 1 << 15, 2
+
 
 @dataclass(frozen=True)
 class Defaults:
@@ -107,7 +111,7 @@ class Preparer:
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
         try:
-            prompt = self._prompt(request)
+            prompt = self._prompt(request, self._check_length)
             sampling = self._sampling(request.sampling)
         except BadRequestError:
             raise
@@ -115,15 +119,14 @@ class Preparer:
             raise BadRequestError(_without_remedy(error)) from error
         room = self.context - len(prompt.tokens)
         if room < 1:
-            failed = context_exceeded(len(prompt.tokens), self.context)
-            raise BadRequestError(failed.message, None, failed.status, failed.code)
+            raise self._too_long(len(prompt.tokens))
         most = room if request.max_tokens is None else min(request.max_tokens, room)
         return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
 
     def count(self, request: Request) -> int:
         """Tokens of the prompt. Raises BadRequestError."""
         try:
-            return len(self._prompt(request).tokens)
+            return len(self._prompt(request, lambda text: None).tokens)
         except (RequestError, TokenizerError) as error:
             raise BadRequestError(_without_remedy(error)) from error
 
@@ -134,10 +137,28 @@ class Preparer:
         except RequestError as error:
             raise BadRequestError(str(error)) from error
 
-    def _prompt(self, request: Request) -> Prepared:
+    def _check_length(self, text: str) -> None:
+        """Refuses text far beyond the context before all of it is tokenised, which can take a minute."""
+        if len(text) <= SUSPECT * self.context:
+            return
+        count = 0
+        for start in range(0, len(text), PIECE):
+            count += len(self.tokenizer.encode_after(text[start : start + PIECE]))
+            if count >= ENOUGH * self.context:
+                raise self._too_long(count, at_least=start + PIECE < len(text))
+
+    def _too_long(self, count: int, at_least: bool = False) -> BadRequestError:
+        failed = context_exceeded(count, self.context, at_least)
+        return BadRequestError(failed.message, None, failed.status, failed.code)
+
+    def _prompt(self, request: Request, check: Callable[[str], None]) -> Prepared:
+        """`check` is given the text before it is tokenised."""
         if request.prompt is None:
-            return self._chat(request)
-        tokens = request.prompt if not isinstance(request.prompt, str) else self._raw(request.prompt)
+            return self._chat(request, check)
+        tokens = request.prompt
+        if isinstance(tokens, str):
+            check(tokens)
+            tokens = self._raw(tokens)
         if not tokens:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
@@ -148,15 +169,17 @@ class Preparer:
         bos = self.tokenizer.bos_token
         return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
 
-    def _chat(self, request: Request) -> Prepared:
+    def _chat(self, request: Request, check: Callable[[str], None]) -> Prepared:
         messages = list(request.messages)
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
             variables.setdefault("enable_thinking", request.thinking)
         rendering = _Rendered(self.history, list(request.tools), variables)
         marked = rendering.text(messages)
+        text = self.history.plain(marked)
+        check(text)
         rendering.known = max(self.spellings(), key=lambda one: one.known(marked)[0], default=None)
-        tokens, text = rendering.encode(marked), self.history.plain(marked)
+        tokens = rendering.encode(marked)
         inside, opening = opens_thinking(text), ""
         if request.tools and request.tool_choice not in ("auto", "none"):
             opening = self._call_opening(request, inside)

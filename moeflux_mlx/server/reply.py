@@ -15,6 +15,8 @@ from .wire.replies import Reply
 from .worker import Worker
 
 KEEPALIVE = 8.0  # seconds without an event after which a client is told that the work goes on
+MOST_UNREAD = 1 << 13  # events that may wait for a client to read
+UNREAD = Failed(503, "not_read", "the answer was not read as fast as it was written, and is given up")
 
 
 class Events:
@@ -30,12 +32,21 @@ class Events:
 
         def emit(event: ServerEvent) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._queue.put_nowait, event)
+                loop.call_soon_threadsafe(self._put, event)
 
+        self._given_up = False
         self._calls: list[CallEnd] = []
         self._text: list[str] = []
         self._worker, self.job = worker, Job(prepared, emit)
         worker.submit(self.job)
+
+    def _put(self, event: ServerEvent) -> None:
+        if not self._given_up and self._queue.qsize() >= MOST_UNREAD:
+            self._given_up = True
+            self.cancel()
+            self._queue.put_nowait(UNREAD)
+        elif not self._given_up:
+            self._queue.put_nowait(event)
 
     async def next(self, seconds: float | None) -> ServerEvent | None:
         """The next event; None if none comes in time."""

@@ -209,14 +209,18 @@ class Worker:
         return job.overtaken < IN_A_ROW and any(_is_short(other) for other in tuple(self._jobs))
 
     def _let_pass(self, job: Job) -> None:
-        """Runs the first short job that waits; the long one's half-done span stays in its session."""
+        """Runs the first short job that waits; the long one's half-done span stays in its session, and its experts in
+        memory but for as many as a token uses.
+        """
         with self._wake:
             other = next((one for one in self._jobs if _is_short(one)), None)
             if other is not None:
                 self._jobs.remove(other)
         job.overtaken += 1
-        if other is not None:
-            self._serve(other, may_give_way=False)
+        engine = self.state.engine
+        if other is not None and engine is not None:
+            with engine.experts.guest(engine.model.args.num_experts_per_tok):
+                self._serve(other, may_give_way=False)
 
     def _look(self, progress: tuple[int, int] | None) -> None:
         if self.state.engine is not None:

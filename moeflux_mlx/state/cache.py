@@ -6,6 +6,7 @@ trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot
 """
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend
+from ..ops.attend import RECENT, Held, takes_step
 
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
@@ -22,7 +24,10 @@ State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and
 
 
 class Traced(Protocol):
-    """What stands for a cache while a step is traced: two arrays of fixed shape, and a position that is an array."""
+    """What stands for a cache while a step is traced: arrays of fixed shape, and a position that is an array."""
+
+    takes: ClassVar[int]  # arrays
+    gives: ClassVar[int]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -35,6 +40,9 @@ class FixedCache:
 
     `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
     """
+
+    takes: ClassVar[int] = 2
+    gives: ClassVar[int] = 2
 
     def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
         self.keys, self.values, self.offset, self._seen = keys, values, offset, seen
@@ -53,8 +61,39 @@ class FixedCache:
         return self._seen(self.keys.shape[2])
 
 
+class FixedKeys:
+    """Keys and values that a step reads, and the newest, which it copies with its own."""
+
+    takes: ClassVar[int] = 4
+    gives: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        recent: mx.array,
+        positions: mx.array,
+        offset: mx.array,
+        seen: Callable[[int], mx.array],
+    ):
+        self._held = Held(keys, values, recent, positions)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self._held.recent]
+
+    def held(self, key: mx.array) -> Held:
+        return self._held
+
+    def advance(self, recent: mx.array) -> None:
+        self._held = self._held._replace(recent=recent)
+
+
 class FixedState:
     """A recurrent cache's two arrays; what it computes depends on no position."""
+
+    takes: ClassVar[int] = 2
+    gives: ClassVar[int] = 2
 
     def __init__(self, conv: mx.array, recurrent: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
         self.conv, self.recurrent, self.offset = conv, recurrent, 0  # `offset` is an array that others share
@@ -89,7 +128,7 @@ class _Growing(_Cache):
 
     step = 256
     counts: ClassVar[bool] = True  # a snapshot holds as much as there are positions
-    traced: ClassVar[type] = FixedCache
+    traced: Any = FixedCache
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -115,7 +154,7 @@ class _Growing(_Cache):
     def stored(self) -> Pair:
         """What a snapshot holds of a single text; None: zeros."""
         first, second = (
-            None if array is None else array[0, :, : self.offset].swapaxes(0, 1) for array in (self.keys, self.values)
+            None if array is None else array[0, :, : self.offset].swapaxes(0, 1) for array in self.state[:2]
         )
         return first, second
 
@@ -131,6 +170,7 @@ class _Growing(_Cache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions so far, or, for
         one token on a GPU, all there is room for."""
+        self._settle()
         start, self.offset = self.offset, self.offset + keys.shape[2]
         length = max(self.offset, self._expected)
         self._expected = length if length > self.offset else 0
@@ -141,6 +181,18 @@ class _Growing(_Cache):
         if _sees_capacity(keys.shape[2]):
             return self.keys, self.values
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+
+    def _settle(self) -> None:
+        """Brings all entries into the two arrays."""
+
+    def step_arrays(self) -> list[mx.array | None]:
+        """What stands for the cache in a compiled step; there is room for its token."""
+        return [self.keys, self.values]
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """What the step has made of them."""
+        self.keys, self.values = arrays
+        self.offset += 1
 
     def expect(self, n: int) -> None:
         """n more positions are to come, in several steps: room is made for all of them at once."""
@@ -163,10 +215,12 @@ class _Growing(_Cache):
 
     @property
     def state(self) -> State:
+        self._settle()
         return self.keys, self.values, self.offset
 
     @state.setter
     def state(self, value: State) -> None:
+        self._settle()
         self.keys, self.values, self.offset = value
 
     def empty(self) -> bool:
@@ -177,6 +231,7 @@ class _Growing(_Cache):
 
     def trim(self, n: int) -> int:
         """Forgets the last n positions; returns how many there were to forget."""
+        self._settle()
         n = min(self.offset, n)
         self.offset -= n
         self._expected = 0
@@ -184,13 +239,16 @@ class _Growing(_Cache):
 
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position; nothing need be kept for it."""
+        self._settle()
         self.offset, self._expected = position, 0
 
     def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
         """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
         capacity = -(-position // self.step) * self.step
-        if position and other.keys is not None:
-            self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (other.keys, other.values))
+        self._settle()
+        keys, values, _ = other.state
+        if position and keys is not None:
+            self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (keys, values))
         self.offset = position
 
 
@@ -216,12 +274,87 @@ def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, lengt
     return room if array is None else mx.concatenate([array[..., :used, :], room], axis=2)
 
 
+@lru_cache(8)
+def _positions(offset: int, begun: int, capacity: int) -> mx.array:
+    """Of `Held`, one array for all layers."""
+    return mx.array([offset, begun, capacity], mx.int32)
+
+
+@lru_cache(8)
+def _no_recent(heads: int, width: int, dtype: mx.Dtype) -> mx.array:
+    """Of `Held`, before the first token; evaluated, because what is not belongs to the thread that made it."""
+    recent = mx.zeros((2, heads, RECENT, width), dtype)
+    mx.eval(recent)
+    return recent
+
+
 class KVCache(_Growing):
-    """Keys (after norm and rotation) and values of grouped-query attention."""
+    """Keys (after norm and rotation) and values of grouped-query attention.
+
+    On a GPU single tokens add to `recent`, an array of their own, until it is full or somebody asks for the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent: mx.array | None = None
+        self._begun = 0  # the first position of `recent`
 
     @classmethod
     def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         return ((mixer.kv_heads, mixer.head_dim),) * 2
+
+    def held(self, key: mx.array) -> Held:
+        """What there is before a token with such a key [1, 1, heads, width]."""
+        if self._recent is None or self.offset - self._begun == RECENT:
+            self._settle()
+            heads, width = key.shape[2:]
+            if self.keys is None:
+                self.keys, self.values = (mx.zeros((1, heads, self.step, width), key.dtype) for _ in range(2))
+            self._recent, self._begun = _no_recent(heads, width, key.dtype), self.offset
+        assert self.keys is not None and self.values is not None
+        return Held(self.keys, self.values, self._recent, _positions(self.offset, self._begun, self.keys.shape[2]))
+
+    def advance(self, recent: mx.array) -> None:
+        """`recent` with one token more takes its place."""
+        self._recent = recent
+        self.offset += 1
+
+    @property
+    def traced(self) -> Any:
+        return FixedKeys if self._takes_steps() else FixedCache
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n more positions; there must be some already."""
+        if not self._takes_steps():
+            super().reserve(n)
+
+    def step_arrays(self) -> list[mx.array | None]:
+        if not self._takes_steps():
+            return super().step_arrays()
+        assert self.keys is not None
+        return list(self.held(self.keys.swapaxes(1, 2)))
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        if len(arrays) == FixedKeys.gives:
+            self.advance(arrays[0])
+        else:
+            super().take_step(arrays)
+
+    def _takes_steps(self) -> bool:
+        return self.keys is not None and takes_step(self.keys.shape[-1])
+
+    def _settle(self) -> None:
+        if self._recent is None or self.offset == self._begun:
+            self._recent = None
+            return
+        assert self.keys is not None and self.values is not None
+        kept = []
+        for array, part in zip((self.keys, self.values), self._recent, strict=True):
+            new = part[None, :, : self.offset - self._begun]
+            room = _grown(array, new.shape, new.dtype, self._begun, self.offset, self.step)
+            room[..., self._begun : self.offset, :] = new
+            kept.append(room)
+        (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
 
 
 class LatentCache(_Growing):
@@ -237,7 +370,7 @@ class RecurrentCache(_Cache):
     `recurrent`, float32 [B, value_heads, value_dim, key_dim]."""
 
     counts: ClassVar[bool] = False
-    traced: ClassVar[type] = FixedState
+    traced: Any = FixedState
 
     def __init__(self) -> None:
         self.conv: mx.array | None = None
@@ -275,6 +408,15 @@ class RecurrentCache(_Cache):
 
     def empty(self) -> bool:
         return self.recurrent is None
+
+    def step_arrays(self) -> list[mx.array | None]:
+        """What stands for the cache in a compiled step."""
+        return [self.conv, self.recurrent]
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """What the step has made of them."""
+        self.conv, self.recurrent = arrays
+        self.offset += 1
 
     def expect(self, n: int) -> None:
         """Its size does not depend on positions."""

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.packed import FOLDER
+from ..ops import native
 from ..spec import ModelArgs
 
 SAMPLE_BYTES = 4096
@@ -26,7 +27,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What a saved state depends on besides its tokens; `model` and `tokenizer` are hexadecimal digests."""
+    """What a saved state depends on besides its tokens; `model` and `tokenizer` are hexadecimal digests.
+
+    `dtype` is that of caches; behind a slash follow the bits to which activations were rounded, if they were.
+    """
 
     model: str
     tokenizer: str
@@ -39,9 +43,14 @@ class Fingerprint:
 
     def difference(self, other: "Fingerprint") -> str | None:
         """The first part that differs, in words, or None."""
-        words = {"model": "another model", "tokenizer": "another tokenizer", "dtype": "another cache dtype"}
-        parts = (name for name in words if getattr(self, name) != getattr(other, name))
-        return next((words[name] for name in parts), None)
+        ours, theirs = self.dtype.split("/"), other.dtype.split("/")
+        parts = {
+            "another model": (self.model, other.model),
+            "another tokenizer": (self.tokenizer, other.tokenizer),
+            "another cache dtype": (ours[0], theirs[0]),
+            "another --cpu-activations": (ours, theirs),
+        }
+        return next((words for words, (one, two) in parts.items() if one != two), None)
 
 
 class Sampled(Protocol):
@@ -81,14 +90,21 @@ class SampledFile:
 
 
 def fingerprint_of(
-    args: ModelArgs, resident: Iterable[Sampled], layers: Iterable[Sampled], folder: Path, dtype: mx.Dtype
+    args: ModelArgs,
+    resident: Iterable[Sampled],
+    layers: Iterable[Sampled],
+    folder: Path,
+    dtype: mx.Dtype,
+    bits: int = native.EXACT,
 ) -> Fingerprint:
-    """The fingerprint of a model whose caches hold `dtype` (`model.activation_dtype`).
+    """The fingerprint of a model.
 
     Args:
         args: of the model, as its packed directory has them.
         resident, layers: the files of resident tensors and of experts, by name.
         folder: of the tokenizer.
+        dtype: that caches hold, `model.activation_dtype`.
+        bits: to which products round activations, `model.cpu_activations`.
 
     Raises:
         ModelFileError: a file cannot be read.
@@ -97,15 +113,16 @@ def fingerprint_of(
         parts = [json.dumps(_shape(args), sort_keys=True, default=str).encode()]
         parts += [_samples(file, RESIDENT_SAMPLES) for file in resident]
         parts += [_samples(file, EXPERT_SAMPLES) for file in layers]
-        return Fingerprint(_digest(*parts), _tokenizer_digest(folder), str(dtype).rpartition(".")[2])
+        rounded = "" if bits == native.EXACT else f"/{bits}"
+        return Fingerprint(_digest(*parts), _tokenizer_digest(folder), str(dtype).rpartition(".")[2] + rounded)
     except OSError as error:
         raise ModelFileError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
 
 
-def packed_fingerprint(path: Path, args: ModelArgs, dtype: mx.Dtype) -> Fingerprint:
+def packed_fingerprint(path: Path, args: ModelArgs, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
     """Of a packed model directory; as `fingerprint_of`."""
     resident, layers = (sorted(path.glob(pattern)) for pattern in ("resident*.safetensors", f"{FOLDER}/*.bin"))
-    return fingerprint_of(args, map(SampledFile, resident), map(SampledFile, layers), path, dtype)
+    return fingerprint_of(args, map(SampledFile, resident), map(SampledFile, layers), path, dtype, bits)
 
 
 def _shape(args: ModelArgs) -> dict[str, Any]:
@@ -115,10 +132,14 @@ def _shape(args: ModelArgs) -> dict[str, Any]:
 
 def _samples(file: Sampled, count: int) -> bytes:
     """Name, size and evenly spaced pieces, the first and the last bytes included."""
-    size = file.size
+    parts = (file.read(offset, SAMPLE_BYTES) for offset in offsets_of(file.size, count))
+    return _digest(f"{file.name} {file.size}".encode(), *parts).encode()
+
+
+def offsets_of(size: int, count: int) -> list[int]:
+    """Where `count` samples of a file of so many bytes begin."""
     last = max(size - SAMPLE_BYTES, 0)
-    offsets = sorted({last * i // (count - 1) for i in range(count)})
-    return _digest(f"{file.name} {size}".encode(), *(file.read(offset, SAMPLE_BYTES) for offset in offsets)).encode()
+    return sorted({last * i // (count - 1) for i in range(count)})
 
 
 def _tokenizer_digest(path: Path) -> str:

@@ -1,12 +1,14 @@
 """Makes a prompt of a chat with tools, whatever form its template wants the messages in.
 
 What a template takes is found once, by rendering small chats: whether a call's arguments are an object or text, and
-whether a system message may come later than first. Texts of users, systems, tools and their descriptions never become
-control tokens, and answers with calls are shown as the model wrote them.
+whether a system message may come later than first. Texts and names of users, systems and tools never become control
+tokens, nor does an assistant's text but for its tags of reasoning and calls. Answers with calls are shown as the model
+wrote them.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from ..errors import MoefluxError
@@ -80,8 +82,9 @@ class History:
     ) -> str:
         """The prompt with every marker broken that neither the template nor the model wrote."""
         normal = self.normalised(messages)
-        found = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
-        normal = [one if one["role"] == "assistant" else self._protected(one) for one in normal]
+        known = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
+        found = {n: replace(answer, raw=self._guard.protect(answer.raw, own=True)) for n, answer in known.items()}
+        normal = [self._protected(one) for one in normal]
         tools, variables = self._guard.protect(tools) if tools else None, self._guard.protect(variables)
         return self._replayed(normal, found, lambda shown: self._render(shown, tools, add_generation_prompt, variables))
 
@@ -103,7 +106,8 @@ class History:
         return self._replayed(messages, {n: answer for n, answer in found.items() if n not in hidden}, render)
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {**message, "content": self._guard.protect(message["content"])}
+        own = message["role"] == "assistant"
+        return {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
 
     def _render(
         self,

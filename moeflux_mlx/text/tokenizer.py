@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 THINK_TAGS = ("<think>", "</think>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SPACE = "\u2581"  # how sentencepiece writes a space
+LONG_TEXT = 1 << 14  # characters from which encoding takes milliseconds, in which other threads are to run
 
 
 def load_tokenizer(path: str | Path) -> "TokenizerWrapper":
@@ -98,7 +99,11 @@ class BytePairVocabulary:
         self.markers = frozenset(token.content for token in added.values())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` keeps all other threads from running until it is done, the encoding of batches does not.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
 
     def encode_after(self, text: str) -> list[int]:
         return self.encode(text, False)

@@ -1,5 +1,7 @@
 """Text that must not become control tokens: a "<|im_end|>" that a user wrote must not end the user's turn.
 
+Nor must one that a model spelt out: of its own text only the tags of reasoning and calls count.
+
 Each marker in such text is broken by a mark of random letters after its first character. The template copies the mark
 like any text, and the rendered prompt is cut there before it is encoded, piece by piece: no piece has the marker whole.
 All other text is encoded as ever.
@@ -7,10 +9,11 @@ All other text is encoded as ever.
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
-from .tokenizer import TokenizerWrapper
+from .calls.dialect import CALL_TAGS
+from .tokenizer import THINK_TAGS, TokenizerWrapper
 
 
 class Guard:
@@ -21,17 +24,19 @@ class Guard:
     def __init__(self, tokenizer: TokenizerWrapper):
         self._tokenizer = tokenizer
         self._mark = f"mark{secrets.token_hex(12)}"
-        markers = sorted(marker for marker in tokenizer.markers | _control(tokenizer) if len(marker) > 1)
-        # A look ahead, because markers can overlap and each must be broken.
-        self._start = re.compile("(?=" + "|".join(map(re.escape, markers)) + ")") if markers else None
+        markers = {marker for marker in tokenizer.markers | _control(tokenizer) if len(marker) > 1}
+        self._any, self._others = _start_of(markers), _start_of(markers - CALL_TAGS.union(THINK_TAGS))
 
-    def protect(self, value: Any) -> Any:
-        """A copy of JSON data whose strings have every marker broken, keys too: templates write schemas whole."""
+    def protect(self, value: Any, own: bool = False) -> Any:
+        """A copy of JSON data whose strings have every marker broken, keys too: templates write schemas whole.
+
+        `own`: the model wrote it, so tags of reasoning and calls stay.
+        """
         if isinstance(value, str):
-            return self._broken(value)
+            return self._broken(value, self._others if own else self._any)
         if isinstance(value, Mapping):
-            return {self.protect(key): self.protect(item) for key, item in value.items()}
-        return [self.protect(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {self.protect(key, own): self.protect(item, own) for key, item in value.items()}
+        return [self.protect(item, own) for item in value] if isinstance(value, (list, tuple)) else value
 
     def encode(self, prompt: str, is_begun: bool = False) -> list[int]:
         """Token ids of a prompt that was rendered from what `protect` gave; `is_begun`: some text stands before it."""
@@ -44,11 +49,16 @@ class Guard:
         """The prompt without marks."""
         return prompt.replace(self._mark, "")
 
-    def _broken(self, text: str) -> str:
-        if self._start is None:
+    def _broken(self, text: str, start: "re.Pattern[str] | None") -> str:
+        if start is None:
             return text
-        edges = [0, *(match.start() + 1 for match in self._start.finditer(text)), len(text)]
+        edges = [0, *(match.start() + 1 for match in start.finditer(text)), len(text)]
         return self._mark.join(text[a:b] for a, b in zip(edges, edges[1:], strict=False))
+
+
+def _start_of(markers: Set[str]) -> "re.Pattern[str] | None":
+    """Where any of the markers begins: a look ahead, because markers can overlap and each must be broken."""
+    return re.compile("(?=" + "|".join(map(re.escape, sorted(markers))) + ")") if markers else None
 
 
 def _control(tokenizer: TokenizerWrapper) -> frozenset[str]:

@@ -4,19 +4,25 @@
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
     python scripts/bench/bench_cpu.py MODEL
 
-Every round times, one after the other, a plain read of memory by the kernels' threads, our decode, and mlx-lm's
-(float32 and bfloat16, the same weights and tokens), so that a disturbance hits neighbours alike; ratios are taken
-within a round, and medians over the rounds are reported. The bound is the read bandwidth over the weight bytes
-of a token. Prefill alternates in the same way; mlx-lm's takes a minute, so it runs once, before the rounds.
-The last line is JSON.
+Every round times, one after the other, a plain read of memory by the kernels' threads, our decode with activations of
+8, 16 and 24 bits, and mlx-lm's (float32 and bfloat16, the same weights and tokens), so that a disturbance hits
+neighbours alike; ratios are taken within a round, and medians over the rounds are reported. The bound is the read
+bandwidth over the weight bytes of a token. Prefill alternates in the same way; mlx-lm's takes a minute, so it runs
+once, before the rounds. The last line is JSON.
+
+On a machine with other work `--alone --threads 1 --cpu-time` is the steadiest. `--busy` keeps one core busy by a
+process of its own, which threads must bear.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -37,7 +43,10 @@ from moeflux_mlx.ops import native
 from moeflux_mlx.quant import PARTS
 
 READ_BYTES = 1 << 30
-OURS, FLOAT32, BFLOAT16 = "moeflux-mlx float32", "mlx-lm float32", "mlx-lm bfloat16"
+FORMS = {f"moeflux-mlx {bits} bits": bits for bits in native.ACTIVATIONS}
+OURS, FLOAT32, BFLOAT16 = f"moeflux-mlx {native.EXACT} bits", "mlx-lm float32", "mlx-lm bfloat16"
+BUSY = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhile True: pass"
+clock = time.perf_counter
 
 
 class Runner:
@@ -122,9 +131,9 @@ def token_bytes(model: Model) -> int:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def one_round(runners: dict[str, Runner], tokens: dict[str, int], words: np.ndarray, bytes_: int) -> dict[str, float]:
@@ -136,33 +145,59 @@ def one_round(runners: dict[str, Runner], tokens: dict[str, int], words: np.ndar
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
-    parser.add_argument("--no-bfloat16", action="store_true", help="leave out mlx-lm's slowest form")
-    options = parser.parse_args()
-    ours = load_model(options.model, dtype=mx.float32)
+    global clock
+    options = parsed()
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    native.set_threads(options.threads or native.threads())
+    models = {name: load_model(options.model, cpu_activations=bits) for name, bits in FORMS.items()}
+    ours = models[OURS]
     prompt = np.random.default_rng(0).integers(0, ours.args.vocab_size, max(options.prompt, 256))
-    runners = {OURS: Runner(ours, prompt)}
-    tokens = {OURS: 24, FLOAT32: 2, BFLOAT16: 1}
-    for name, dtype in ((FLOAT32, mx.float32), (BFLOAT16, mx.bfloat16)):
-        if name == FLOAT32 or not options.no_bfloat16:
-            runners[name] = Runner(peer(options.model, ours, dtype), prompt)
+    runners = {name: Runner(model, prompt) for name, model in models.items()}
+    tokens = dict.fromkeys(FORMS, 24) | {FLOAT32: 2, BFLOAT16: 1}
+    peers = [] if options.alone else [(FLOAT32, mx.float32), (BFLOAT16, mx.bfloat16)][: 2 - options.no_bfloat16]
+    for name, dtype in peers:
+        runners[name] = Runner(peer(options.model, ours, dtype), prompt)
     words = np.ones(READ_BYTES // 4, np.uint32)
-    runners[OURS].start(options.prompt)
-    runners[OURS].decode(200)  # every expert's pages are mapped
-    check_same(runners)
-    slow = seconds(lambda: runners[FLOAT32].start(options.prompt))
+    for name in FORMS:
+        runners[name].start(options.prompt)
+        runners[name].decode(200)  # every expert's pages are mapped
+    slow = None
+    if FLOAT32 in runners:
+        check_same(runners)
+        slow = seconds(lambda: runners[FLOAT32].start(options.prompt))
     if BFLOAT16 in runners:
         runners[BFLOAT16].start(8)
     for runner in runners.values():
         runner.decode(1)
     rounds, prefill = [], []
-    for _ in range(options.rounds):
-        rounds.append(one_round(runners, tokens, words, token_bytes(ours)))
-        prefill.append(seconds(lambda: runners[OURS].start(options.prompt)))
+    with busy_core() if options.busy else nullcontext():
+        for _ in range(options.rounds):
+            rounds.append(one_round(runners, tokens, words, token_bytes(ours)))
+            prefill.append({name: seconds(lambda r=runners[name]: r.start(options.prompt)) for name in FORMS})
     report(options, ours, rounds, prefill, slow)
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Another process that wants all of one core's time."""
+    other = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        yield
+    finally:
+        other.kill()
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
+    parser.add_argument("--threads", type=int, help="default: one for each core")
+    parser.add_argument("--alone", action="store_true", help="without mlx-lm")
+    parser.add_argument("--no-bfloat16", action="store_true", help="leave out mlx-lm's slowest form")
+    parser.add_argument("--cpu-time", action="store_true", help="count the process's CPU time, not the clock's")
+    parser.add_argument("--busy", action="store_true", help="another process keeps one core busy")
+    return parser.parse_args()
 
 
 def check_same(runners: dict[str, Runner]) -> None:
@@ -174,30 +209,36 @@ def check_same(runners: dict[str, Runner]) -> None:
         raise SystemExit(f"error: logits differ from mlx-lm's by {spread:.3g} standard deviations")
 
 
-def report(options, ours: Model, rounds: list[dict[str, float]], prefill: list[float], slow: float) -> None:
+def report(options, ours: Model, rounds: list[dict[str, float]], prefill: list[dict[str, float]], slow) -> None:
     middle = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    ratio = {name: statistics.median(r[OURS] / r[name] for r in rounds) for name in rounds[0] if name != OURS}
-    ours_prefill, their_prefill = options.prompt / statistics.median(prefill), options.prompt / slow
+    ratios = {
+        form: {name: statistics.median(r[form] / r[name] for r in rounds) for name in rounds[0] if name not in FORMS}
+        for form in FORMS
+    }
+    rates = {form: options.prompt / statistics.median(p[form] for p in prefill) for form in FORMS}
+    if slow is not None:
+        rates[FLOAT32] = options.prompt / slow
     result = {
         "instructions": native.instruction_paths()[0],
         "threads": native.threads(),
+        "cpu_time": options.cpu_time,
+        "busy": options.busy,
         "load_average": os.getloadavg()[0],
         "layers": ours.args.num_hidden_layers,
         "token_bytes": token_bytes(ours),
         "decode": middle,
-        "decode_ratio": ratio,
-        "prefill": {OURS: ours_prefill, FLOAT32: their_prefill, "ratio": ours_prefill / their_prefill},
+        "decode_ratios": ratios,
+        "prefill": rates,
         "rounds": rounds,
         "prefill_seconds": prefill,
     }
     head = "{instructions}, {threads} threads, load average {load_average:.1f}, {token_bytes} weight bytes per token"
     print(head.format(**result))
-    print(f"{'decode':24} {'tokens/s':>9} {'ours is':>9}")
+    others = [name for name in middle if name not in FORMS]
+    print(f"{'tokens/s':24} {'prefill':>9} {'decode':>9}  " + "".join(f"{'/ ' + name:>19}" for name in others))
     for name, rate in middle.items():
-        print(f"{name:24} {rate:9.2f} " + (f"{ratio[name]:8.2f}x" if name in ratio else ""))
-    print(f"{f'prefill, {options.prompt} tokens':24} {'tokens/s':>9}")
-    print(f"{OURS:24} {ours_prefill:9.2f}")
-    print(f"{FLOAT32:24} {their_prefill:9.2f} {ours_prefill / their_prefill:8.2f}x")
+        shares = "".join(f"{ratios[name][other]:18.2f}x" for other in others) if name in FORMS else ""
+        print(f"{name:24} {rates.get(name, float('nan')):9.2f} {rate:9.2f}  {shares}")
     print(json.dumps(result))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whole-model decode and prefill on a GPU, ours beside mlx-lm's, same shapes, 4-bit random weights, one run.
 
-    scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--skip-mlx-lm]
+    scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--skip-mlx-lm] [--tiles FILE]
 
 Every expert is resident. Weights are drawn on the GPU, so nothing is read from disk. Prints a table and ends with
 one JSON line: tokens per second, milliseconds that Python takes to build one token's graph, milliseconds of the
@@ -21,6 +21,7 @@ from bench_kernels import random_words
 from mlx.utils import tree_flatten
 
 from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.files import directory, read_json
@@ -30,6 +31,7 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layers import Weight
 from moeflux_mlx.model.tensors import KEPT_FLOAT32, ROUTER_BITS, ROUTERS
 from moeflux_mlx.model.weights import arrange
+from moeflux_mlx.ops.tiles import CODE, Tiles
 from moeflux_mlx.quant import DEFAULT, Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
@@ -86,8 +88,8 @@ def quantise(module: Weight, bits: int, dtype: mx.Dtype) -> None:
     mx.eval(module.weight, module.scales, module.biases)
 
 
-def ours(args: ModelArgs) -> Model:
-    model = Model(args, RoutedExperts(RandomExperts(ExpertLayout.from_args(args))))
+def ours(args: ModelArgs, tiles: Tiles = CODE) -> Model:
+    model = Model(args, RoutedExperts(RandomExperts(ExpertLayout.from_args(args))), tiles=tiles)
     random_resident(model, args)
     return model
 
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
     parser.add_argument("--layers", type=int)
     parser.add_argument("--skip-mlx-lm", action="store_true")
+    parser.add_argument("--tiles", default="code", help="auto, code or a file that moeflux tune wrote (%(default)s)")
     options = parser.parse_args()
     configure_mlx()  # as every command does; mlx-lm runs under the same settings
     config = read_json(directory("configs") / f"{options.variant}.json")
@@ -198,7 +201,7 @@ def main() -> None:
     if not options.skip_mlx_lm:
         results["mlx_lm"] = measure("mlx-lm", theirs(config))
         mx.clear_cache()
-    results["ours"] = measure("ours", ours(args))
+    results["ours"] = measure("ours", ours(args, choose(options.tiles)))
     if not options.skip_mlx_lm:
         results["ratio"] = results["ours"]["tokens_per_second"] / results["mlx_lm"]["tokens_per_second"]
     print(json.dumps(results))

@@ -33,7 +33,7 @@ import numpy as np
 
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, dequantize, experts, launch
+from moeflux_mlx.ops import backend, delta, dequantize, experts, launch
 from moeflux_mlx.ops.combine import moe_combine
 from moeflux_mlx.ops.delta import gated_delta, gated_delta_ops, gated_delta_tokens
 from moeflux_mlx.ops.dequantize import dequantized_records
@@ -64,6 +64,7 @@ SHIFTS = np.arange(8, dtype=np.uint32) * 4
 Matrix = tuple[mx.array, mx.array, mx.array]
 Stored = tuple[mx.array, ...]  # codes, scales and, where the form has them, biases
 MXFP4 = Quant(4, 32, "mxfp4")
+COVER = 0.02  # seconds that the GPU is kept busy while the host encodes a chain
 
 
 # ---- random weights
@@ -221,7 +222,7 @@ class Times:
         return f"{self.gpu:7.2f} us gpu {self.wall:7.2f} wall {self.build:5.1f} build"
 
 
-def seconds(build: Callable[[], mx.array]) -> tuple[float, float]:
+def seconds(build: Callable[[], mx.array | list[mx.array]]) -> tuple[float, float]:
     """(evaluation, building) of one graph."""
     start = time.perf_counter()
     out = build()
@@ -393,7 +394,7 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
 
 def set_tile(kernel: str, tile: Tile) -> None:
     TILES[backend.name()][kernel] = tile
-    for plan in (dequantize._plan, experts._plan_gate_up):  # the delta rule's plans have the tile in their key
+    for plan in (dequantize._plan, delta._plan_tokens, experts._plan_gate_up):
         plan.cache_clear()
 
 
@@ -596,18 +597,53 @@ def check_forms() -> list[dict]:
     return [*rows, check_form((Quant(3, 64), Quant(3, 64), Quant(6, 64)), mx.bfloat16, "BF16")]
 
 
-def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, tuple[Callable, mx.array, float]]:
-    """By name, a chain of launches over rotating data, what it starts from, and the bytes that one launch reads."""
+FORM_PRODUCTS = ((20480, 4096), (61440, 4096))  # of either tile for one token; a launch takes longer than the host
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches over rotating weights: what builds them of a start, the start, and the bytes that one launch reads.
+
+    A chain's launches wait for each other, as in a model, and hide behind other work until the host has encoded them.
+    Others do not, and their time is that of the whole evaluation.
+    """
+
+    build: Callable[[mx.array], mx.array | list[mx.array]]
+    start: mx.array
+    size: float
+    is_chain: bool = True
+
+    def seconds(self) -> float:
+        """Of all launches."""
+        if not self.is_chain:
+            return seconds(lambda: self.build(self.start))[0]
+        alone = seconds(lambda: self.start + busy(COVER))[0]
+        return seconds(lambda: self.build(self.start + busy(COVER)))[0] - alone
+
+
+def form_products(quant: Quant, rows: int, columns: int, gib: float, launches: int) -> Launches:
+    matrices = [[a[0] for a in random_stored(1, rows, columns, quant)] for _ in range(2)]
+    while len(matrices) * sum(a.nbytes for a in matrices[0]) < gib * 2**30:
+        matrices.append([a[0] for a in random_stored(1, rows, columns, quant)])
+    start = mx.random.normal((1, columns)).astype(mx.bfloat16)
+    mx.eval(matrices, start)
+
+    def build(x: mx.array) -> list[mx.array]:
+        return [qmv(x, quant, *matrices[i % len(matrices)]) for i in range(launches)]
+
+    return Launches(build, start, sum(a.nbytes for a in matrices[0]), is_chain=False)
+
+
+def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
+    """By name; each rotates over `gib`."""
     hidden, inner, count = SHAPES["397B-A17B"]
     packed = Record.make(hidden, inner, (quant,) * 3, Record.make(hidden, inner, (quant,) * 3).size)
     groups = max(4, int(gib * 2**30 / (packed.size * count)))
     records = [random_records(count, packed)[0] for _ in range(groups)]
     slots = mx.array(np.random.permutation(count).astype(np.uint32)[None]) + mx.array(0, mx.uint32)
     weights, act = mx.random.uniform(0, 2e-2, (1, count)), mx.random.normal((1, count, inner)).astype(mx.bfloat16)
-    rows, columns = 8192, 4096
-    matrices = [random_stored(1, rows, columns, quant) for _ in range(max(4, int(gib * 2**30 / (rows * columns))))]
     start = mx.random.normal((1, hidden)).astype(mx.bfloat16)
-    mx.eval(slots, weights, act, matrices, start)
+    mx.eval(slots, weights, act, start)
 
     def gate_up(x: mx.array) -> mx.array:
         for i in range(launches):
@@ -619,19 +655,12 @@ def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, tuple[Call
             x = expert_down_combine(act, slots, records[i % groups], weights, x)
         return x
 
-    def product(x: mx.array) -> mx.array:
-        for i in range(launches):
-            parts = [a[0] for a in matrices[i % len(matrices)]]
-            x = qmv(x, quant, *parts).reshape(-1)[:columns][None]
-        return x
-
     down_bytes = count * (packed.size - packed.down.fields[0].offset)
-    each = sum(a.nbytes for a in matrices[0])
-    return {
-        "gate_up": (gate_up, start, count * packed.size - down_bytes),
-        "down": (down, start, down_bytes),
-        f"qmv {rows}x{columns}": (product, start, each),
+    chains = {
+        "gate_up": Launches(gate_up, start, count * packed.size - down_bytes),
+        "down": Launches(down, start, down_bytes),
     }
+    return chains | {f"qmv {r}x{c}": form_products(quant, r, c, gib, launches) for r, c in FORM_PRODUCTS}
 
 
 def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
@@ -639,21 +668,18 @@ def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
     quants = [Quant(4, 64), *(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), MXFP4]
     chains = {quant: form_chains(quant, gib / 2, launches) for quant in quants}
     for parts in chains.values():
-        for chain, start, _ in parts.values():
-            mx.eval(chain(start))
-    cover = 0.02
+        for one in parts.values():
+            mx.eval(one.build(one.start))
     rows = []
     for name in chains[quants[0]]:
         rates: dict[Quant, list[float]] = {quant: [] for quant in quants}
         for _ in range(rounds):
             for quant in quants:
-                chain, start, size = chains[quant][name]
-                alone = seconds(lambda start=start: start + busy(cover))[0]
-                took = seconds(lambda chain=chain, start=start: chain(start + busy(cover)))[0] - alone
-                rates[quant].append(launches * size / took)
+                one = chains[quant][name]
+                rates[quant].append(launches * one.size / one.seconds())
         for quant in quants:
             ratio = statistics.median(a / b for a, b in zip(rates[quant], rates[quants[0]], strict=True))
-            rate, size = statistics.median(rates[quant]), chains[quant][name][2]
+            rate, size = statistics.median(rates[quant]), chains[quant][name].size
             rows.append({"op": name, "form": str(quant), "us": 1e6 * size / rate, "TB/s": rate / 1e12, "x4": ratio})
             print(
                 f"{name:14s} {quant!s:38s} {1e6 * size / rate:7.2f} us {rate / 1e12:6.2f} TB/s {ratio:5.2f} of 4 bits'"

@@ -5,6 +5,10 @@ Shapes are those of Qwen3-30B-A3B (hidden 2048, expert width 768, 8 of 128 exper
 with random weights, larger together than any cache. Each round times the plain read and every kernel
 once, so a disturbance hits neighbours alike; reported are medians over the rounds, and the median of
 each round's ratio to the read just before. Small operations are in microseconds. The last line is JSON.
+
+With --forms instead: the experts of one layer of 397B-A17B in every stored form, on each instruction path. A round
+times a form and 4 bits in groups of 64 one after the other, in CPU time of the process, which other processes disturb
+less than the wall clock; reported are medians of GB a CPU second and of the rounds' ratios.
 """
 
 import argparse
@@ -16,10 +20,12 @@ import numpy as np
 
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import native
-from moeflux_mlx.quant import EXPERTS
+from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, Quant
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 RECORD = Record.make(HIDDEN, WIDTH)
+LAYER = 4096, 1024, 10  # hidden size, expert width and experts of a token of 397B-A17B
+FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), Quant(4, 32, "mxfp4")]
 
 
 def matrix(rng, rows, columns):
@@ -121,14 +127,64 @@ def measure_weights(words, cases, rounds):
     return {name: (rate, statistics.median(ratios.get(name, [1.0]))) for name, rate in middle.items()}
 
 
+def layer_of(quant, rng, layers=2):
+    """Of {operation: (call, bytes)} for experts of this form, `layers` of them in turn."""
+    hidden, width, count = LAYER
+    kind = "BF16" if quant.has_biases else "U8"
+    record = Record.make(hidden, width, (quant,) * 3, Record.make(hidden, width, (quant,) * 3, None, kind).size, kind)
+    blob = rng.integers(0, 2**32, (layers * count, record.size // 4), dtype=np.uint32)
+    blob &= np.uint32(0x3DFF3DFF if quant.has_biases else 0x7B7B7B7B)  # scales of a sensible size
+    slots = [np.arange(i * count, (i + 1) * count, dtype=np.int32)[None] for i in range(layers)]
+    x, weights = rng.standard_normal((1, hidden), dtype=np.float32), np.full((1, count), 0.1, np.float32)
+    act, out = np.empty((1, count, width), np.float32), np.empty_like(x)
+
+    def gate_up():
+        for s in slots:
+            native.expert_gate_up(x, blob, s, record, act)
+
+    def down():
+        for s in slots:
+            native.expert_down_combine(act, blob, s, record, weights, x, None, out)
+
+    return {"gate_up": (gate_up, blob.nbytes * 2 / 3), "down": (down, blob.nbytes / 3)}
+
+
+def cpu_rate(call, size):
+    """Bytes a second of the process's CPU time."""
+    start = time.process_time()
+    call()
+    return size / (time.process_time() - start)
+
+
+def measure_forms(rounds, rng):
+    rows, base = [], layer_of(EXPERTS, rng)
+    for quant in FORMS:
+        cases = layer_of(quant, rng)
+        for path in native.instruction_paths():
+            native._kernels()._force(path)
+            for name, case in cases.items():
+                case[0](), base[name][0]()
+                pairs = [(cpu_rate(*case), cpu_rate(*base[name])) for _ in range(rounds)]
+                rate, four = (statistics.median(side) / 1e9 for side in zip(*pairs, strict=True))
+                ratio = statistics.median(a / b for a, b in pairs)
+                rows.append({"form": str(quant), "path": path, "op": name, "GB/s": rate, "x4": ratio})
+                text = f"{rate:6.2f} GB/s, {ratio:5.2f} of 4 bits' {four:6.2f}"
+                print(f"{quant!s:38} {path:10} {name:8} {text}", flush=True)
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1, help="rows per call (default 1)")
     parser.add_argument("--rounds", type=int, default=7, help="repetitions (default 7)")
     parser.add_argument("--threads", type=int, default=native.cores(), help="team size (default: the cores)")
+    parser.add_argument("--forms", action="store_true", help="every stored form beside 4 bits in groups of 64")
     args = parser.parse_args()
     native.set_threads(args.threads)
     rng = np.random.default_rng(0)
+    if args.forms:
+        print(json.dumps({"threads": native.threads(), "forms": measure_forms(args.rounds, rng)}))
+        return
     words, cases = weight_cases(args.tokens, rng)
     for call, _ in cases.values():
         call()

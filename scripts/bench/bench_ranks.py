@@ -2,19 +2,22 @@
 """Measures one model over several processes of this machine, each with a slowed drive of its own.
 
     scripts/bench/bench_ranks.py --model DIR --ranks 1 2 3 --share 0.25 --drive-gb-per-s 0.1
-    scripts/bench/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --prompt-tokens 4096
-    scripts/bench/bench_ranks.py --model DIR --ranks 2 --link-gb-per-s 0.5 --prompt-tokens 4096
+    scripts/bench/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --warm-up \\
+        --rounds 1 --repeats 3 --first-tokens 4096 --link-gb-per-s 0.5 1 3
 
-Every process's pool holds `--share` of all experts, and its reads take no less time than a drive of its own would need:
-the processes share one. The first token and those after it are timed apart; the text is random (`--temp`). Reported
-are medians over rounds, in which the numbers of ranks take turns, the digest of the tokens, which must not depend on
-the number of ranks, and what bare exchanges of as many words take of a token. The last line is JSON.
+Every process's pool holds `--share` of all experts, and its reads take no less time than a drive of its own would
+need: the processes share one. With a share of 1 a process that is alone holds every expert without a pool. The first
+token and those after it are timed apart; the text is random (`--temp`), and a pool that reads is empty when it begins.
+A longer prompt (`--first-tokens`) is timed over each of the links. Reported are medians over rounds, in which the
+numbers of ranks take turns, the digest of the tokens, which must not depend on the number of ranks, and what bare
+exchanges of as many words take of a token. The last line is JSON.
 """
 
 import argparse
 import functools
 import hashlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -28,6 +31,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine import ranks as engine_ranks
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.joining import join
@@ -40,7 +45,6 @@ from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.ops import backend, native
 
 EXCHANGES = 200
-PORT = 29500  # where NCCL's first rank listens
 
 
 def main() -> None:
@@ -64,12 +68,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--share", type=float, default=0.25, help="of all experts, in each rank's pool")
     made.add_argument("--total-share", type=float, help="of all experts, in all pools together, in place of --share")
     made.add_argument("--drive-gb-per-s", type=float, help="of each rank; default: as fast as it is")
-    made.add_argument("--link-gb-per-s", type=float, help="what a rank receives in a second; default: as it is")
+    made.add_argument("--first-tokens", type=int, help="of a prompt whose first token is timed, link by link")
+    made.add_argument("--link-gb-per-s", type=float, nargs="+", default=[], help="what a rank receives in a second")
+    made.add_argument("--warm-up", action="store_true", help="begin with a run at full speed that is not counted")
+    made.add_argument("--repeats", type=int, default=1, help="runs in a process")
     made.add_argument("--prompt-tokens", type=int, default=16)
     made.add_argument("--max-tokens", type=int, default=24)
     made.add_argument("--temp", type=float, default=5.0)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--backend", choices=("ring", "nccl"), default="ring")
+    made.add_argument("--static", action="store_true", help="each expert is read by its owner; default: dealt out")
     made.add_argument("--gpus", action="store_true", help="give each rank a GPU of its own")
     made.add_argument("--threads", type=int, default=1, help="of each rank's CPU kernels")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -92,7 +100,7 @@ def together(options: argparse.Namespace, count: int) -> dict:
         raise SystemExit("error: a rank has failed")
     results = [json.loads(text.splitlines()[-1]) for text in found]
     if len({one["tokens"] for one in results}) != 1:
-        raise SystemExit("error: the ranks came to different tokens")
+        results[0]["tokens"] = "unlike"
     return results[0] | {"hits": statistics.mean(one["hits"] for one in results)}
 
 
@@ -113,15 +121,16 @@ def environment(options: argparse.Namespace, rank: int, count: int, file: Path) 
         more |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
     elif count > 1:
         more |= {"MLX_RANK": str(rank), "MLX_WORLD_SIZE": str(count), "NCCL_NVLS_ENABLE": "0"}
-        more |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(PORT)}
+        host, port = json.loads(file.read_text())[0][0].split(":")
+        more |= {"NCCL_HOST_IP": host, "NCCL_PORT": port}
     return os.environ | more
 
 
 class Drive:
-    """Reads that take no less time than a drive of its own would need."""
+    """Reads that take no less time than a drive of its own would need; without a rate, as they are."""
 
-    def __init__(self, bytes_per_second: float):
-        self.rate, self.lock, self.free = bytes_per_second, threading.Lock(), 0.0
+    def __init__(self) -> None:
+        self.rate, self.lock, self.free = math.inf, threading.Lock(), 0.0
 
     def preadv(self, file, targets, offset):
         got = os.preadv(file, targets, offset)
@@ -135,10 +144,11 @@ class Drive:
 class Link:
     """A group whose messages take no less time than a link of so many bytes a second would need."""
 
-    def __init__(self, group, bytes_per_second: float):
-        self.group, self.rate, self.rank, self.size = group, bytes_per_second, group.rank, group.size
+    def __init__(self, group):
+        self.group, self.rate, self.rank, self.size = group, math.inf, group.rank, group.size
+        self.on_device = group.on_device
 
-    def gather(self, words: np.ndarray) -> np.ndarray:
+    def gather(self, words):
         start = time.monotonic()
         found = self.group.gather(words)
         wanted = words.nbytes * (self.size - 1) / self.rate
@@ -148,29 +158,55 @@ class Link:
 
 def work(options: argparse.Namespace) -> dict:
     """What one rank measures."""
+    configure_mlx()
     if not backend.has_kernels():
         native.set_threads(options.threads)
+    drive = Drive()
     if options.drive_gb_per_s is not None:
-        drive = Drive(options.drive_gb_per_s * 1e9)
         streamed.ExpertReader = functools.partial(ExpertReader, preadv=drive.preadv)
-    group = join(os.environ)
-    if group is not None and options.link_gb_per_s is not None:
-        group = Link(group, options.link_gb_per_s * 1e9)
-    ranks = None if group is None else Ranks(Exchange(group), say=lambda text: print(text, file=sys.stderr))
+    if options.static:
+        engine_ranks.Dealing = lambda owners, slots: None
+    joined = join(os.environ)
+    link = None if joined is None else Link(joined)
+    model = opened(options, link)
+    if options.warm_up:
+        first_token(options, model, options.first_tokens or options.prompt_tokens)
+        generated(options, model)
+    if options.drive_gb_per_s is not None:
+        drive.rate = options.drive_gb_per_s * 1e9
+    runs = [generated(options, model) for _ in range(options.repeats)]
+    found = {name: statistics.median(run[name] for run in runs) for name in runs[0] if name != "tokens"}
+    return found | prompts(options, model, link) | exchange_cost(link, model) | {"tokens": digest_of(runs)}
+
+
+def opened(options: argparse.Namespace, link: Link | None):
+    """The model, whose pool is as large as the options say."""
+    ranks = None if link is None else Ranks(Exchange(link), say=lambda text: print(text, file=sys.stderr))
     total = open_weights(options.model).experts.layout.total_bytes
-    engine = open_engine(
+    longest = max(options.prompt_tokens, options.first_tokens or 0)
+    return open_engine(
         options.model,
-        expert_io="pread",
+        expert_io="auto" if ranks is None and options.share >= 1 else "pread",
         expert_cache_bytes=int(options.share * total),
-        context=options.prompt_tokens + options.max_tokens + 16,
-        span=options.prompt_tokens,
+        context=longest + options.max_tokens + 16,
+        span=longest,
         ranks=ranks,
-    )
-    return generated(options, engine.model) | ({} if group is None else exchange_cost(group, engine.model))
+    ).model
+
+
+def emptied(options: argparse.Namespace, model) -> None:
+    """Empties the pool, unless it is to hold everything."""
+    if options.share < 1:
+        model.experts.invalidate()
+
+
+def random_prompt(model, tokens: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, model.args.vocab_size, tokens).tolist()
 
 
 def generated(options: argparse.Namespace, model) -> dict:
-    prompt = np.random.default_rng(0).integers(0, model.args.vocab_size, options.prompt_tokens).tolist()
+    prompt = random_prompt(model, options.prompt_tokens)
+    emptied(options, model)
     mx.random.seed(0)
     start, tokens, moments = time.perf_counter(), [], []
     sampler = make_sampler(temp=options.temp)
@@ -191,33 +227,67 @@ def generated(options: argparse.Namespace, model) -> dict:
     }
 
 
-def exchange_cost(group, model) -> dict:
-    """Milliseconds that a token's exchanges take when nobody is late."""
+def digest_of(runs: list[dict]) -> str:
+    """Of the tokens, which were the same in all runs, or it says that they were not."""
+    found = {run["tokens"] for run in runs}
+    return found.pop() if len(found) == 1 else "unlike"
+
+
+def first_token(options: argparse.Namespace, model, tokens: int) -> float:
+    """Seconds until the first token after a prompt of so many."""
+    emptied(options, model)
+    start = time.perf_counter()
+    next(iter(generate_step(random_prompt(model, tokens), model, max_tokens=1)))
+    return time.perf_counter() - start
+
+
+def prompts(options: argparse.Namespace, model, link: Link | None) -> dict:
+    """Seconds to the first token of a longer prompt, over the link as it is and each slower one."""
+    if options.first_tokens is None:
+        return {}
+    name = f"{options.first_tokens} tokens"
+    found = {name: first_token(options, model, options.first_tokens)}
+    for rate in [] if link is None else options.link_gb_per_s:
+        link.rate = rate * 1e9
+        found[f"{name} at {rate:g} GB/s"] = first_token(options, model, options.first_tokens)
+        link.rate = math.inf
+    return found
+
+
+def exchange_cost(link: Link | None, model) -> dict:
+    """What exchanges take when nobody is late: microseconds of one, milliseconds of a token's."""
+    if link is None:
+        return {}
     args = model.args
-    words = np.zeros(-(-args.num_experts_per_tok // group.size) * args.hidden_size + 5, np.uint32)
+    words = np.zeros(-(-args.num_experts_per_tok // link.size) * args.hidden_size + 5, np.uint32)
+    if link.on_device:
+        words = mx.array(words) + 0  # where the GPU computes
+        mx.eval(words)
     seconds = []
     for _ in range(EXCHANGES):
         start = time.perf_counter()
-        group.gather(words)
+        link.gather(words)
         seconds.append(time.perf_counter() - start)
-    return {"exchange ms/token": statistics.median(seconds) * 1000 * len(args.moe_layers)}
+    one = statistics.median(seconds)
+    return {"exchange us": one * 1e6, "exchange ms/token": one * 1000 * len(args.moe_layers)}
 
 
 def report(options: argparse.Namespace, runs: dict[int, list[dict]]) -> None:
-    if len({run["tokens"] for results in runs.values() for run in results}) != 1:
-        raise SystemExit("error: the tokens depend on the number of ranks")
-    names = [name for name in next(iter(runs.values()))[0] if name != "tokens"]
-    table = {count: {name: statistics.median(run[name] for run in of) for name in names} for count, of in runs.items()}
-    for count, of in runs.items():
-        if "exchange ms/token" in of[0]:
-            exchange = statistics.median(run["exchange ms/token"] for run in of)
-            table[count]["exchange share"] = exchange / 1000 * table[count]["tokens/s"]
+    names = {count: [name for name in of[0] if name != "tokens"] for count, of in runs.items()}
+    table = {
+        count: {name: statistics.median(run[name] for run in of) for name in names[count]} for count, of in runs.items()
+    }
     first = table[options.ranks[0]]
     for count, row in table.items():
+        if "exchange ms/token" in row:
+            row["exchange share"] = row["exchange ms/token"] / 1000 * row["tokens/s"]
         row["against"] = row["tokens/s"] / first["tokens/s"]
         row["first against"] = first["first"] / row["first"]
         print(f"{count} ranks: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
-    print(json.dumps({"bench": "ranks", "share": options.share, "ranks": table}))
+    digests = sorted({run["tokens"] for results in runs.values() for run in results})
+    print(json.dumps({"bench": "ranks", "share": options.share, "ranks": table, "tokens": digests}))
+    if len(digests) != 1:
+        raise SystemExit("error: the tokens depend on the number of ranks")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,37 @@
 #!/usr/bin/env python3
 """Measures what serving adds: to a token against the library, and what remembering saves a chat's second turn.
 
-    scripts/bench/bench_server.py --model DIR [--tokens 4000 --rounds 9] [--beside URL]
+    scripts/bench/make_random_model.py --variant qwen3.6-35b-a3b --layers 4 OUT --checkpoint OUT-mlx
+    scripts/bench/bench_server.py --model OUT [--tokens 4000 --rounds 9 --turns 3] [--beside OUT-mlx]
 
-A server is started on the model, and the library opens the same one in this process; they run in turn, never at once,
-and must give the same text. Answers are kept to plain letters, so that every token is a piece of text. Reported:
+A server is started on the model, and the library opens the same one in this process, both with experts that stream
+through a pool; they run in turn, never at once, and must give the same text. Answers are kept to plain letters, so
+that every token is a piece of text. Reported:
 
-    token          milliseconds in server and library, and the paired ratios of the rounds (quartiles, median)
+    token          milliseconds in server and library; what the server adds to the same token of the same answer, the
+                   median of all pairs with its interval of 95 %, in milliseconds and as a share; on Linux the processor
+                   time of each too, which says more where other programs run
     turns          seconds to the first piece of a chat's first and second turn, and their ratios
     after a kill   the same second turn from a server that was killed and begun again with the same prompt directory,
-                   beside the same prompt in the library with that directory
+                   beside the same prompt in the library with a copy of that directory
 
-`--beside` names another server of OpenAI's API on the same weights (mlx_lm.server); it runs in the same rounds. The
-last line is JSON.
+`--beside` is a checkpoint of the same weights on which mlx_lm.server is started, or the URL of a server of OpenAI's API
+that runs already; it takes part in the same rounds. mlx-lm holds text back until a word ends, so its tokens are timed
+by answers of two lengths. The last line is JSON.
 """
 
 import argparse
+import contextlib
 import http.client
+import itertools
 import json
+import math
 import os
 import random
 import re
 import shutil
+import signal
+import socket
 import statistics
 import string
 import subprocess
@@ -30,11 +40,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.sampling import make_logits_processors
 from moeflux_mlx.engine.session import Session
+from moeflux_mlx.formats.packed import FOLDER
 from moeflux_mlx.state.prompt_store import PromptDirectory
 
 SHORT = 64  # tokens of the prompt before answers that are timed token by token
@@ -45,11 +58,11 @@ class Server:
     """`python -m moeflux_mlx.serve` in a process of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: str | None = None):
-        more = ["--prompt-cache-dir", folder] if folder else []
         command = [sys.executable, "-m", "moeflux_mlx.serve", "--model", options.model, "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--context", str(context(options)), *more], stderr=subprocess.PIPE, text=True
-        )
+        command += ["--context", str(context(options)), "--expert-io", "pread"]
+        command += ["--expert-cache-gb", str(cache_bytes(options) / 1e9), "--prefetch", options.prefetch]
+        command += ["--prompt-cache-dir", folder] if folder else []
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.url = ""
         for line in self.process.stderr:
@@ -63,10 +76,42 @@ class Server:
         self.process.wait()
 
 
+class Beside:
+    """mlx_lm.server on a checkpoint, or a server that runs already."""
+
+    def __init__(self, where: str):
+        self.url, self.process = where, None
+        if where.startswith("http"):
+            return
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "mlx_lm.server", "--model", where, "--port", str(port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while self.process.poll() is None:
+            with contextlib.suppress(OSError), urlopen(f"{self.url}/health", timeout=1):
+                return
+            time.sleep(0.5)
+        raise SystemExit("error: mlx_lm.server did not start; pip install mlx-lm")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
 def main() -> None:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives it
     load = os.getloadavg()[0]
-    engine = open_engine(Path(options.model), context=context(options))
+    engine = open_engine(
+        Path(options.model),
+        context=context(options),
+        expert_io="pread",
+        expert_cache_bytes=cache_bytes(options),
+        prefetch=options.prefetch,
+    )
     bias = {engine.tokenizer.encode(letter)[-1]: 100.0 for letter in string.ascii_letters + string.digits}
     with tempfile.TemporaryDirectory(prefix="bench-server-") as folder:
         results = bench(options, engine, bias, folder)
@@ -78,10 +123,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("--model", required=True)
     made.add_argument("--tokens", type=int, default=4000, help="of the first turn's prompt (%(default)s)")
+    made.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds (%(default)s)")
+    made.add_argument("--prefetch", choices=("auto", "off"), default="auto", help="off: both read alike (%(default)s)")
     made.add_argument("--rounds", type=int, default=9)
     made.add_argument("--answer", type=int, default=48, help="tokens of answers that are timed (%(default)s)")
     made.add_argument("--turns", type=int, default=3, help="chats whose turns are timed (%(default)s)")
-    made.add_argument("--beside", metavar="URL", help="another server of the same weights")
+    made.add_argument("--beside", metavar="DIR|URL", help="a checkpoint of the same weights for mlx_lm.server")
     return made
 
 
@@ -89,70 +136,129 @@ def context(options: argparse.Namespace) -> int:
     return options.tokens + 1024
 
 
+def cache_bytes(options: argparse.Namespace) -> int:
+    """Of the pool, in whole megabytes, so that both ways of saying it mean the same."""
+    experts = sum(file.stat().st_size for file in Path(options.model, FOLDER).iterdir())
+    return round(options.share * experts / 1e6) * 10**6
+
+
 def bench(options: argparse.Namespace, engine: Engine, bias: dict[int, float], folder: str) -> dict:
     server = Server(options)
+    servers: dict[str, Server | Beside] = {"server": server}
     try:
-        tokens = bench_tokens(options, engine, server.url, bias)
-        turns = [two_turns(server.url, bias, options.tokens) for _ in range(options.turns)]
+        if options.beside:
+            servers["beside"] = Beside(options.beside)
+        urls = {name: one.url for name, one in servers.items()}
+        tokens = bench_tokens(options, engine, urls, server.process.pid, bias)
+        turns = bench_turns(options, urls, bias)
     finally:
-        server.kill()
-    ratios = quartiles([first / second for first, second in turns])
-    print(f"turns: first {turns[0][0]:.2f} s, second {turns[0][1]:.3f} s; first / second {shown(ratios)}")
+        for one in servers.values():
+            one.kill()
     killed = after_kill(options, engine, bias, folder)
     print(f"after a kill: server {killed['server']:.2f} s, library {killed['library']:.2f} s")
-    return {**tokens, "turns": turns, "turn_ratios": ratios, "after_kill": killed}
+    return {**tokens, **turns, "after_kill": killed}
 
 
-def bench_tokens(options: argparse.Namespace, engine: Engine, url: str, bias: dict[int, float]) -> dict:
-    """Milliseconds of a token, and paired ratios to the library."""
-    urls = {"server": url} | ({"beside": options.beside} if options.beside else {})
-    found: dict[str, list[float]] = {name: [] for name in ("library", *urls)}
+def bench_tokens(
+    options: argparse.Namespace, engine: Engine, urls: dict[str, str], pid: int, bias: dict[int, float]
+) -> dict:
+    """Milliseconds of a token, and what the server adds to each; `pid` is its process."""
+    times: dict[str, list[float]] = {name: [] for name in ("library", *urls)}
+    busy: dict[str, list[float]] = {"library": [], "server": []}
     for n in range(options.rounds + 1):  # the first warms up
-        prompt = letters(SHORT)
-        runs = {"library": in_library(engine, prompt, bias, options.answer)}
-        runs |= {name: over_http(one, prompt, bias, options.answer) for name, one in urls.items()}
-        if runs["server"][1] != runs["library"][1]:
+        prompt, texts = letters(SHORT), set()
+        for name, process in (("library", os.getpid()), ("server", pid))[:: -1 if n % 2 else 1]:
+            before = processor_seconds(process)
+            if name == "library":
+                found, text = in_library(engine, prompt, bias, options.answer)
+            else:
+                found, text = over_http(urls[name], prompt, bias, options.answer)
+            times[name] += found if n else []
+            busy[name] += [(processor_seconds(process) - before) / options.answer * 1e3] if n else []
+            texts.add(text)
+        if len(texts) > 1:
             raise SystemExit("error: server and library answer differently")
-        for name, (seconds, _) in runs.items():
-            found[name] += [seconds * 1e3] if n else []
-    medians = {name: statistics.median(times) for name, times in found.items()}
-    paired = {name: quartiles([a / b for a, b in zip(found[name], found["library"], strict=True)]) for name in urls}
-    added = {name: quartiles([a - b for a, b in zip(found[name], found["library"], strict=True)]) for name in urls}
-    print(f"{'':10} {'ms/token':>9}  to the library  (ms more)")
-    for name, median in medians.items():
-        more = f"{shown(paired[name])}  {shown(added[name])}" if name in urls else ""
-        print(f"{name:10} {median:9.2f}  {more}")
-    return {"milliseconds": medians, "ratios": paired, "added_ms": added}
+        if "beside" in urls:
+            other = by_lengths(urls["beside"], prompt, bias, options.answer)
+            times["beside"] += [other] if n else []
+    return added(times, busy, engine.experts.stats.hit_rate)
 
 
-def in_library(engine: Engine, prompt: str, bias: dict[int, float], count: int) -> tuple[float, str]:
-    """Seconds of a token, and the text."""
+def added(times: dict[str, list[float]], busy: dict[str, list[float]], hits: float) -> dict:
+    """What the server adds to a token, from seconds of tokens and milliseconds of processors."""
+    pairs = list(zip(times["library"], times["server"], strict=True))
+    more, share = interval([(b - a) * 1e3 for a, b in pairs]), interval([b / a - 1 for a, b in pairs])
+    wall = {name: statistics.median(found) * 1e3 for name, found in times.items()}
+    processor = {name: statistics.median(found) for name, found in busy.items()}
+    print(f"experts in the pool when asked for, in the library: {100 * hits:.0f} %")
+    print("ms/token: " + ", ".join(f"{name} {median:.2f}" for name, median in wall.items()))
+    print(f"the server adds {shown(more)} ms to a token, {shown([100 * one for one in share])} %")
+    print("processor ms/token, the prompt's share included: " + ", ".join(f"{k} {v:.2f}" for k, v in processor.items()))
+    found = {"milliseconds": wall, "processor_ms": processor, "added_ms": more, "added_share": share}
+    return {**found, "pairs": len(pairs), "hits": hits}
+
+
+def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[int, float]) -> dict:
+    """Seconds to the first piece of the first and the second turn of several chats."""
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
+    for _ in range(options.turns):
+        for name, url in urls.items():
+            turns[name].append(two_turns(url, bias, options.tokens))
+    ratios = {name: quartiles([first / second for first, second in pairs]) for name, pairs in turns.items()}
+    for name, pairs in turns.items():
+        first, second = (statistics.median(times) for times in zip(*pairs, strict=True))
+        print(f"turns, {name}: first {first:.2f} s, second {second:.3f} s; first / second {shown(ratios[name])}")
+    return {"turns": turns, "turn_ratios": ratios}
+
+
+def in_library(engine: Engine, prompt: str, bias: dict[int, float], count: int) -> tuple[list[float], str]:
+    """Seconds of each token after the first, and the text."""
     session, times, text = engine.session(), [], ""
     for response in session.respond(
         engine.tokenizer.encode(prompt), max_tokens=count, logits_processors=make_logits_processors(bias)
     ):
         times.append(time.perf_counter())
         text += response.text
-    return (times[-1] - times[0]) / (len(times) - 1), text
+    return gaps(times), text
 
 
-def over_http(url: str, prompt: str, bias: dict[int, float], count: int) -> tuple[float, str]:
+def over_http(url: str, prompt: str, bias: dict[int, float], count: int) -> tuple[list[float], str]:
     """As `in_library`."""
-    body = {"prompt": prompt, "max_tokens": count, **asked(bias)}
     times, text = [], ""
-    for when, chunk in events(url, "/v1/completions", body):
+    for when, chunk in events(url, "/v1/completions", {"prompt": prompt, "max_tokens": count, **asked(bias)}):
         piece = chunk["choices"][0].get("text") if chunk["choices"] else ""
         if piece:
             times.append(when)
             text += piece
-    return (times[-1] - times[0]) / (count - 1), text
+    return gaps(times), text
+
+
+def processor_seconds(pid: int) -> float:
+    """That all threads of a process have run; 0 where the system does not say."""
+    found = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[0]) for one in found) / 1e9
+
+
+def by_lengths(url: str, prompt: str, bias: dict[int, float], count: int) -> float:
+    """Seconds of a token: what a long answer takes more than a short one, the prompt being known."""
+
+    def seconds(length: int) -> float:
+        start = time.perf_counter()
+        for _ in events(url, "/v1/completions", {"prompt": prompt, "max_tokens": length, **asked(bias)}):
+            pass
+        return time.perf_counter() - start
+
+    seconds(1)
+    short = seconds(1)
+    return (seconds(count) - short) / (count - 1)
 
 
 def two_turns(url: str, bias: dict[int, float], tokens: int) -> tuple[float, float]:
     """Seconds to the first piece of each turn."""
     messages = [{"role": "user", "content": letters(tokens)}]
-    first, answer = turn(url, messages, bias)
-    second, _ = turn(url, second_turn(messages, answer), bias)
+    first, _ = turn(url, messages, bias, 1)
+    _, answer = turn(url, messages, bias, ANSWER)
+    second, _ = turn(url, second_turn(messages, answer), bias, 1)
     return first, second
 
 
@@ -160,10 +266,10 @@ def second_turn(messages: list[dict[str, str]], answer: str) -> list[dict[str, s
     return [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": letters(32)}]
 
 
-def turn(url: str, messages: list[dict[str, str]], bias: dict[int, float]) -> tuple[float, str]:
+def turn(url: str, messages: list[dict[str, str]], bias: dict[int, float], count: int) -> tuple[float, str]:
     """Seconds to the first piece, and the answer."""
     start, first, text = time.perf_counter(), 0.0, ""
-    for when, chunk in events(url, "/v1/chat/completions", {"messages": messages, "max_tokens": ANSWER, **asked(bias)}):
+    for when, chunk in events(url, "/v1/chat/completions", {"messages": messages, "max_tokens": count, **asked(bias)}):
         piece = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
         first = when - start if piece and not text else first
         text += piece or ""
@@ -174,19 +280,19 @@ def after_kill(options: argparse.Namespace, engine: Engine, bias: dict[int, floa
     """Seconds to the second turn's first piece, in a new server and in the library, from the same directory."""
     server, messages = Server(options, folder), [{"role": "user", "content": letters(options.tokens)}]
     try:
-        _, answer = turn(server.url, messages, bias)
+        _, answer = turn(server.url, messages, bias, ANSWER)
     finally:
         server.kill()
     messages, copy = second_turn(messages, answer), f"{folder}-copy"  # what the server adds must not help the library
     shutil.copytree(folder, copy)
     server = Server(options, folder)
     try:
-        turn(server.url, [{"role": "user", "content": "warm"}], bias)
-        served, _ = turn(server.url, messages, bias)
+        turn(server.url, [{"role": "user", "content": "warm"}], bias, 1)
+        served, _ = turn(server.url, messages, bias, 1)
     finally:
         server.kill()
     session = Session(engine.model, engine.tokenizer, store=PromptDirectory(Path(copy), engine.fingerprint))
-    prompt = engine.tokenizer.encode("".join(f"{one['content']}\n" for one in messages))
+    prompt = cast(list[int], engine.tokenizer.apply_chat_template(messages))
     for _ in session.respond(prompt, max_tokens=1, logits_processors=make_logits_processors(bias)):
         pass
     shutil.rmtree(copy)
@@ -195,7 +301,7 @@ def after_kill(options: argparse.Namespace, engine: Engine, bias: dict[int, floa
 
 def asked(bias: dict[int, float]) -> dict:
     wanted = {str(token): more for token, more in bias.items()}
-    return {"model": "any", "stream": True, "temperature": 0, "logit_bias": wanted}
+    return {"model": "default_model", "stream": True, "temperature": 0, "logit_bias": wanted}
 
 
 def events(url: str, path: str, body: dict) -> Iterator[tuple[float, dict]]:
@@ -213,6 +319,17 @@ def events(url: str, path: str, body: dict) -> Iterator[tuple[float, dict]]:
 
 def letters(count: int) -> str:
     return "".join(random.choices(string.ascii_letters, k=count))
+
+
+def gaps(times: list[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def interval(values: list[float]) -> list[float]:
+    """The median, between the ends of its interval of 95 %."""
+    ordered, spread = sorted(values), 0.98 * math.sqrt(len(values))
+    low, high = round(len(values) / 2 - spread), round(len(values) / 2 + spread)
+    return [ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(values) - 1)]]
 
 
 def quartiles(values: list[float]) -> list[float]:

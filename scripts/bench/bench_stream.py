@@ -6,6 +6,7 @@
     scripts/bench/bench_stream.py pool --model DIR --shares 0.25 0.5
     scripts/bench/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25]
     scripts/bench/bench_stream.py load --model DIR
+    scripts/bench/bench_stream.py host --model DIR
 
 `loader` reads 7 MB experts (Qwen3.5-397B's) through the loader and, in turn, with bare O_DIRECT reads from
 as many threads, the best of several counts being the ceiling. `decode` needs root and a version 1 memory
@@ -15,11 +16,14 @@ against the time a token took), what computing alone costs (the same run with ev
 peak rss + shmem beside the plan's figure. `pool` does the same without a limit, the pool holding a share of the
 experts: for GPUs, whose peak memory it reports. `places` compares the speed of a packed model with that of the
 checkpoint of the same weights, read in place, in alternating rounds of one process (make_random_model.py writes
-both). `load` reads all experts of a model into memory and, in turn, the same files with bare parallel reads. Reported
-are medians; the last line is JSON.
+both). `load` reads all experts of a model into memory and, in turn, the same files with bare parallel reads, into
+memory that is used again and into memory that is new. `host` decodes with every expert in the pool and nothing to read,
+and says what each part of the pool's work takes of a layer, and on a GPU what a token takes beyond one whose experts
+are resident. Reported are medians; the last line is JSON.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -29,13 +33,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx.cli.planning import measure_disk
-from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.sampling import make_sampler
 from moeflux_mlx.engine.weights import open_weights
@@ -45,6 +50,7 @@ from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -107,6 +113,12 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--model", type=Path, required=True)
     load.add_argument("--rounds", type=int, default=5)
     load.set_defaults(run=bench_load)
+    host = commands.add_parser("host")
+    host.add_argument("--model", type=Path, required=True)
+    host.add_argument("--rounds", type=int, default=9)
+    host.add_argument("--max-tokens", type=int, default=32)
+    host.add_argument("--prefetch", choices=("auto", "previous", "off"), default="auto")
+    host.set_defaults(run=bench_host)
     drive = commands.add_parser("drive", help="the drive's speed for `decode`; prints JSON")
     drive.add_argument("--model", type=Path, required=True)
     drive.set_defaults(run=run_drive)
@@ -358,42 +370,43 @@ def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
 def bench_load(options: argparse.Namespace) -> dict:
     """GB/s of reading all experts into memory that is kept, and of bare reads of as many bytes of the same files.
 
-    Both fill memory that the process did not have before, which takes the system time of its own. A first loading that
-    does not count lets a virtual machine have its memory.
+    Bare reads fill one place again and again, which is the drive's rate, or memory that the process did not have
+    before, which is the most that a loader can reach: the system clears it first. A first loading that does not count
+    lets a virtual machine have its memory.
     """
     files = open_weights(options.model).experts
     wanted = sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
-    bare: dict[int, list] = {count: [] for count in THREADS}
+    check = getattr(files, "check_scales", None)
+    bare: dict[str, dict[int, list]] = {kind: {count: [] for count in THREADS} for kind in ("reused", "fresh")}
     loaded = []
-    ResidentExperts(files).close()
+    ResidentExperts(files, check=check).close()
     for _ in range(options.rounds):
-        for count in THREADS:
-            bare[count].append(timed(lambda count=count: sequential_reads(files.sizes, wanted, count)))
-        loaded.append(timed(lambda: ResidentExperts(files) and wanted))
-    ceilings = [max(bare[count][i][0] for count in THREADS) for i in range(options.rounds)]
-    ratios = [speed / ceiling for (speed, _), ceiling in zip(loaded, ceilings, strict=True)]
-    rows = {f"{count} threads": bare[count] for count in THREADS} | {"loading": loaded}
-    for name, runs in rows.items():
-        print(f"{name:12} {median(r[0] for r in runs):7.2f} GB/s {median(r[1] for r in runs):7.3f} CPU s/GB")
-    print(f"loading / best of the bare reads in the same round: {median(ratios):.2f}")
-    return {
-        "bench": "load",
-        "GB/s": {name: median(r[0] for r in runs) for name, runs in rows.items()},
-        "ratio": median(ratios),
-    }
+        for (kind, runs), count in itertools.product(bare.items(), THREADS):
+            runs[count].append(timed(lambda kind=kind, count=count: sequential_reads(files.sizes, wanted, count, kind)))
+        loaded.append(timed(lambda: ResidentExperts(files, check=check) and wanted))
+    rows = {f"{kind}, {count} threads": runs for kind in bare for count, runs in bare[kind].items()}
+    for name, runs in (rows | {"loading": loaded}).items():
+        print(f"{name:18} {median(r[0] for r in runs):7.2f} GB/s {median(r[1] for r in runs):7.3f} CPU s/GB")
+    speeds = {name: median(r[0] for r in runs) for name, runs in (rows | {"loading": loaded}).items()}
+    ratios = {kind: speeds["loading"] / max(v for name, v in speeds.items() if name.startswith(kind)) for kind in bare}
+    for kind, ratio in ratios.items():
+        print(f"loading / bare reads into {kind} memory by the best number of threads: {ratio:.2f} (of medians)")
+    return {"bench": "load", "GB/s": speeds, "ratios": ratios}
 
 
-def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int) -> int:
+def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: str) -> int:
     """Reads the files past the page cache in blocks of 4 MiB, until `wanted` bytes have come."""
     block = 4 << 20
     blocks = [(path, start) for path, size in sizes.items() for start in range(0, size, block)][: -(-wanted // block)]
     files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sizes}
-    memory, came = memoryview(page_aligned(len(blocks), block // 4)).cast("B"), [0] * threads
+    places = page_aligned(threads if kind == "reused" else len(blocks), block // 4)
+    memory, came = memoryview(places).cast("B"), [0] * threads
 
     def work(index: int) -> None:
         for i in range(index, len(blocks), threads):
             path, start = blocks[i]
-            came[index] += os.preadv(files[path], [memory[i * block : (i + 1) * block]], start)
+            at = (i % len(places)) * block
+            came[index] += os.preadv(files[path], [memory[at : at + block]], start)
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
     for one in workers:
@@ -403,6 +416,86 @@ def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int) -> int:
     for file in files.values():
         os.close(file)
     return sum(came)
+
+
+PARTS = ("request", "finish", "locate", "hint", "unpin")  # of a source, as a layer calls them
+
+
+def bench_host(options: argparse.Namespace) -> dict:
+    """Microseconds a layer."""
+    plain = {"dtype": None, "context": 512, "prefetch": options.prefetch}
+    streamed = open_engine(options.model, expert_io="pread", expert_cache_bytes=1 << 60, **plain)
+    layers, source = len(streamed.model.args.moe_layers), streamed.experts
+    warm(source)
+    engines = {"streamed": streamed}
+    if backend.has_kernels():
+        engines["resident"] = open_engine(options.model, expert_io="resident", **plain)
+    for engine in engines.values():
+        token_seconds(engine, options.max_tokens)
+    source.reset_stats()
+    runs: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(options.rounds):
+        for name, engine in engines.items():
+            runs[name].append(token_seconds(engine, options.max_tokens))
+    parts = parts_of(streamed, options.max_tokens)
+    row = {name: 1e6 * statistics.median(times) / layers for name, times in runs.items()}
+    row |= {"pool": sum(parts.values()), "parts": parts, "misses": source.stats.misses, "layers": layers}
+    if "resident" in runs:
+        pairs = zip(runs["streamed"], runs["resident"], strict=True)
+        row["beyond"] = 1e6 * statistics.median(one - other for one, other in pairs) / layers
+    print(", ".join(f"{name} {value:.1f}" for name, value in row.items() if isinstance(value, float)), "us a layer")
+    print(", ".join(f"{name} {value:.1f}" for name, value in parts.items()), "us of them")
+    return row
+
+
+def warm(source: StreamedExperts) -> None:
+    """Reads every expert, as far as the pool holds them."""
+    for layer in source.layout.moe_layers:
+        for first in range(0, source.layout.num_experts, WAVE):
+            ids = np.arange(first, min(first + WAVE, source.layout.num_experts))
+            with source.turn(1), source.request(layer, ids) as lease:
+                lease.wait()
+
+
+def token_seconds(engine: Engine, tokens: int) -> float:
+    """Of a token whose logits are waited for."""
+    model, times = engine.model, []
+    cache = model.make_cache()
+    for i in range(tokens):
+        start = time.perf_counter()
+        mx.eval(model(mx.array([[i * 37 % 251]]), cache))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[tokens // 4 :])
+
+
+def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
+    """Microseconds of the processor that each part of the source takes of a layer, and what the lookahead adds.
+
+    Each is the median over the calls: whatever else runs here would make a mean of it.
+    """
+    source, ahead = engine.experts, engine.model.layers[-1].mlp.experts.lookahead
+    spent: dict[str, list[float]] = {name: [] for name in (*PARTS, "lookahead")}
+
+    def timed(name: str, call: Callable) -> Callable:
+        def run(*given: object) -> object:
+            start = time.thread_time()
+            try:
+                return call(*given)
+            finally:
+                spent[name].append(time.thread_time() - start)
+
+        return run
+
+    for name in PARTS:
+        setattr(source, name, timed(name, getattr(source, name)))
+    ahead.requested = timed("lookahead", ahead.requested)
+    token_seconds(engine, tokens)
+    for name in PARTS:
+        delattr(source, name)
+    del ahead.requested
+    calls = tokens * len(engine.model.args.moe_layers)
+    each = {name: 1e6 * statistics.median(found or [0.0]) * len(found) / calls for name, found in spent.items()}
+    return {**each, "lookahead": each["lookahead"] - each["hint"]}
 
 
 def run_drive(options: argparse.Namespace) -> dict:

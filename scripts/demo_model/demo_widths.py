@@ -21,7 +21,7 @@ import numpy as np
 from moeflux_mlx.files import directory
 from moeflux_mlx.formats.packed import FOLDER, PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS, Field
-from moeflux_mlx.quant import unquantized
+from moeflux_mlx.quant import Quant, unquantized
 from moeflux_mlx.spec import ModelArgs
 
 DEMO = directory("demo")
@@ -35,7 +35,16 @@ def held_out_text(count: int) -> str:
     return "<|endoftext|>".join(sample.story for sample in stories.held_out_samples(count))
 
 
-def resident_floats() -> dict[str, mx.array]:
+def floats(codes: mx.array, scales: mx.array, biases: mx.array, quant: Quant, drawn: bool) -> mx.array:
+    """What the codes stand for; `drawn`: evenly from all that would have been rounded to it."""
+    values = mx.dequantize(codes, scales, biases, quant.group_size, quant.bits)
+    if not drawn:
+        return values
+    noise = mx.random.uniform(-0.5, 0.5, values.shape, key=mx.random.key(values.size))
+    return values + noise * mx.repeat(scales, quant.group_size, axis=-1)
+
+
+def resident_floats(drawn: bool) -> dict[str, mx.array]:
     """Every tensor that is not of a routed expert, in float32."""
     tensors, args, found = mx.load(str(DEMO / "resident.safetensors")), ModelArgs.from_file(DEMO), {}
     assert isinstance(tensors, dict) and args.quantization is not None
@@ -46,12 +55,12 @@ def resident_floats() -> dict[str, mx.array]:
         elif part == "weight":
             quant = args.quantization.of(path)
             assert quant is not None
-            groups = (tensors[f"{path}.{of_groups}"].astype(mx.float32) for of_groups in ("scales", "biases"))
-            found[name] = mx.dequantize(tensor, *groups, quant.group_size, quant.bits)
+            scales, biases = (tensors[f"{path}.{of_groups}"].astype(mx.float32) for of_groups in ("scales", "biases"))
+            found[name] = floats(tensor, scales, biases, quant, drawn)
     return found
 
 
-def expert_floats() -> dict[str, mx.array]:
+def expert_floats(drawn: bool) -> dict[str, mx.array]:
     """The routed experts as MLX names them, [E, rows, columns] in float32."""
     experts, found = PackedExperts.open(DEMO, ModelArgs.from_file(DEMO)), {}
     for layer, path in experts.paths.items():
@@ -60,7 +69,7 @@ def expert_floats() -> dict[str, mx.array]:
         for name, projection in zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True):
             codes, *groups = (_field(rows, field) for field in projection.fields)
             scales, biases = (part.view(mx.bfloat16).astype(mx.float32) for part in groups)
-            values = mx.dequantize(codes, scales, biases, projection.quant.group_size, projection.quant.bits)
+            values = floats(codes, scales, biases, projection.quant, drawn)
             found[f"model.layers.{layer}.mlp.switch_mlp.{name}.weight"] = values
     return found
 
@@ -70,15 +79,15 @@ def _field(rows: np.ndarray, field: Field) -> mx.array:
     return mx.array(part.view(NUMPY[field.dtype]).reshape(len(rows), *field.shape))
 
 
-def write_floats(out: Path) -> None:
-    """The float32 checkpoint."""
+def write_floats(out: Path, drawn: bool = False) -> None:
+    """The float32 checkpoint; `drawn` as for `floats`."""
     out.mkdir()
     for file in DEMO.iterdir():
         if file.name not in (FOLDER, "config.json", "resident.safetensors"):
             shutil.copyfile(file, out / file.name)
     config = unquantized(json.loads((DEMO / "config.json").read_text()))
     (out / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(out / "model.safetensors"), resident_floats() | expert_floats())
+    mx.save_safetensors(str(out / "model.safetensors"), resident_floats(drawn) | expert_floats(drawn))
 
 
 def moeflux(*words: object) -> str:

@@ -46,6 +46,13 @@ def test_a_packed_model_can_be_resident_too(capfd):
     assert code == 0 and "expert I/O: resident (forced)" in err
 
 
+def test_a_checkpoint_without_its_weights_is_said_to_be_one(capfd, checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        if file.name != "model.safetensors.index.json" and file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert f"{tmp_path} has a config.json and no weights" in fails(capfd, "--model", tmp_path, *BASE)
+
+
 def test_mapping_is_refused_with_the_command_that_would_do(capfd, checkpoint, monkeypatch):
     wanted = rf"python -m moeflux_mlx\.convert --hf-path {checkpoint} --mlx-path tiny-4bit-moeflux$"
     assert re.search(wanted, fails(capfd, "--model", checkpoint, *BASE, "--expert-io", "mmap"))

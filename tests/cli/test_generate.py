@@ -582,6 +582,13 @@ def test_a_prompt_that_is_known_is_counted_as_such(capfd, model_dir, tmp_path):
     assert re.search(r"prompt: \d+ tokens, 1 of them computed, first token after \d+\.\d\d s\n", err)
 
 
+def test_float32_is_never_rounded(capfd, model_dir):
+    base = ["--model", model_dir, "-p", "a", "-m", "1", "--cpu-activations", "8"]
+    assert command(capfd, *base, "--dtype", "bfloat16")[2].count("note: --cpu-activations has no effect") == 1
+    code, _, err = command(capfd, *base, "--dtype", "float32")
+    assert code == 1 and "error: dtype float32 is computed exactly, cpu_activations 8 is not" in err
+
+
 def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
     idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]

@@ -1,10 +1,12 @@
-"""Processes on this machine that are the ranks of a ring, with deadlines and exit codes of their own."""
+"""Processes on this machine that are ranks of one model, with deadlines and exit codes of their own."""
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from tiny_models import child_environment
 
@@ -45,7 +47,7 @@ def ended(processes, inputs=()):
     found = []
     try:
         for process, text in zip(processes, given, strict=True):
-            out, err = process.communicate(text, timeout=LIMIT)
+            out, err = process.communicate(text if process.stdin else None, timeout=LIMIT)
             found.append((process.returncode, out, err))
     finally:
         for process in processes:
@@ -65,3 +67,16 @@ def together(folder, ranks, *arguments, options=(), text=""):
     file = ring(folder, ranks)
     more = [*options, *([()] * (ranks - len(options)))]
     return ended([started(file, rank, *command(*arguments, *more[rank])) for rank in range(ranks)], [text])
+
+
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def by_mpi(ranks, *arguments):
+    """`python *arguments` on all ranks of MPI: (the launcher's exit code, all that was printed, all that was said)."""
+    library = Path(MPIRUN).parent.parent / "lib" / "libmpi.so.40"
+    environment = child_environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment |= {"MLX_MPI_LIBNAME": str(library)} if library.exists() else {}
+    launch = [MPIRUN, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n", str(ranks), sys.executable]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return ended([subprocess.Popen([*launch, *map(str, arguments)], env=environment, **streams)])[0]

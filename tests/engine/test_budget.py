@@ -23,7 +23,6 @@ from moeflux_mlx.cli import planning
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.budget import (
     MODES,
-    RUNTIME_BYTES,
     Breath,
     Demand,
     activation_bytes,
@@ -41,6 +40,7 @@ from moeflux_mlx.engine.engine import load_model, open_engine
 from moeflux_mlx.engine.machine import Figures, group_limits
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.experts.reader import in_pieces_bytes
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
@@ -289,7 +289,7 @@ def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
         allowed = Breath(args, layout, made)(span, 12345)
     sizes = PromptSizes(span, min(made.sizes.block, span))
     need = activation_bytes(args, layout, demand, made.context, sizes) + state_bytes(args, span + 256, 4)
-    assert allowed + GB + max(held, 0) + RUNTIME_BYTES + need <= room(made.figures) or allowed == least_pool(
+    assert allowed + GB + max(held, 0) + made.runtime + need <= room(made.figures) or allowed == least_pool(
         args, layout
     )
     assert least_pool(args, layout) <= allowed <= made.most
@@ -483,10 +483,21 @@ def test_what_lies_in_place_is_read_once_where_all_of_it_fits_and_else_as_it_is_
     assert tight.mode is IoMode.PREAD and tight.pool > 0 and "leave less than" in tight.decision
     assert "16.31 GB in place" in roomy.decision and "threshold" not in roomy.decision + tight.decision
     forced = replace(demand, expert_io="resident")
-    with pytest.raises(RequestError, match=r"16\.31 GB experts.* of memory would do"):
+    with pytest.raises(RequestError, match=r"16\.31 GB experts.* of memory would do; --expert-io pread"):
         plan_memory(args, layout, Figures((edge - 8) * GB), forced)
     metal = plan_memory(args, layout, METAL, demand)
     assert metal.mode is IoMode.RESIDENT and metal.wired == GB + metal.state + metal.activations + layout.total_bytes
+
+
+def test_what_reads_pieces_is_planned():
+    args, layout = named("qwen3-30b-a3b")
+    packed, pieces = (
+        plan_memory(args, layout, Figures(8 * GB), Demand(GB, 4096, 2, expert_io="pread", in_place=in_place))
+        for in_place in (False, True)
+    )
+    more = in_pieces_bytes(layout)
+    assert pieces.runtime == packed.runtime + more and 30 << 20 < more < 50 << 20
+    assert packed.pool - layout.expert_stride <= pieces.pool + more <= packed.pool + layout.expert_stride
 
 
 def test_a_pool_that_is_not_used_is_said(capsys):

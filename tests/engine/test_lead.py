@@ -55,6 +55,7 @@ class Pair:
 
     def __exit__(self, *_):
         self.lead.quit(7)
+        assert "ranks-idle" not in {thread.name for thread in threading.enumerate()}, "it holds on to the group"
         self.thread.join(30)
         assert not self.thread.is_alive()
 
@@ -184,7 +185,7 @@ def test_sessions_that_are_forgotten_are_dropped_by_all():
 @pytest.mark.parametrize("words, said", [([99, 0], "ordered 99"), ([4, 1 << 50], "which nobody knows")])
 def test_an_order_that_is_none_is_refused(words, said):
     class Echo:
-        rank, size = 0, 1
+        rank, size, on_device = 0, 1, False
 
         def gather(self, sent):
             found = sent.copy()[None]

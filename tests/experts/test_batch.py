@@ -2,11 +2,12 @@
 
 import errno
 import os
+import sys
 from array import array
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reading_pieces import EXPERTS, write_stacks
 from test_source import blocks
@@ -15,6 +16,7 @@ from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import batch, files
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.memory import private_pages
+from moeflux_mlx.experts.reader import READS_BYTES
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.pieces import Piece, Run, runs_of
 
@@ -30,27 +32,32 @@ REAL = batch._reads
 
 
 class Faulty:
-    """Native reads of which every third call has the result `result` for each run, and moves nothing."""
+    """Native reads of which every third call finds `descriptor` in the place of the first file's."""
 
-    def __init__(self, result):
-        self.result, self.count, self.queue = result, 0, REAL and REAL.queue
+    def __init__(self, descriptor):
+        self.descriptor, self.count, self.missed, self.queue = descriptor, 0, 0, REAL and REAL.queue
 
-    def read(self, queue, target, scratch, numbers):
+    def read(self, queue, files, *rest):
         self.count += 1
-        runs = REAL.read(queue, bytearray(len(target)) if self.count % 3 == 0 else target, scratch, numbers)
-        return [self.result] * len(runs) if self.count % 3 == 0 else runs
+        files = array("i", [self.descriptor, *files[1:]]) if self.count % 3 == 0 else files
+        came, missed = REAL.read(queue, files, *rest)
+        self.missed += len(missed)
+        return came, missed
 
 
 @built
-@pytest.mark.parametrize("result", [0, 100, -errno.EINTR, -errno.EIO, -errno.EAGAIN])
-def test_what_fails_is_read_with_care(stacks, monkeypatch, result):
+@pytest.mark.parametrize("fault", ["closed", "short"])
+def test_what_fails_is_read_with_care(stacks, tmp_path, monkeypatch, fault):
     where, truth = stacks
-    faulty = Faulty(result)
+    (tmp_path / "short").write_bytes(bytes(100))
+    short = os.open(tmp_path / "short", os.O_RDONLY)
+    faulty = Faulty(short if fault == "short" else -1)
     monkeypatch.setattr(batch, "_reads", faulty)
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS))), truth[0])
-    assert faulty.count > 2 and loader.note == ""
+    assert faulty.missed and loader.note == ""
     loader.close()
+    os.close(short)
 
 
 @pytest.mark.parametrize("way", ["refused", "not built"])
@@ -83,7 +90,9 @@ def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch):
     monkeypatch.setattr(OpenFiles, "read", None)  # nothing needs care
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
-    assert len(calls) == EXPERTS and loader.stats.bytes_read == sum(map(sum, calls))
+    kept = loader._reader._in_pieces
+    assert kept and all(sum(map(sys.getsizeof, (key, shares, *shares))) < READS_BYTES for key, shares in kept.items())
+    assert len(calls) == EXPERTS and loader.stats.bytes_read == sum(came for came, missed in calls)
     loader.close()
 
 
@@ -114,14 +123,14 @@ def test_a_file_that_was_cut_short_is_an_error(stacks):
 def test_a_failed_read_is_told_and_moves_nothing(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(bytes(range(1, 256)) * 100)
-    good, closed = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
-    os.close(closed)
+    good = os.open(path, os.O_RDONLY)
     target, scratch = (memoryview(private_pages(1 << 16)) for _ in range(2))
-    runs = [Run(tmp_path / name, 10, 20, (Piece(tmp_path / name, 10, 10, at),)) for name, at in (("a", 0), ("b", 50))]
-    files = {tmp_path / "a": good, tmp_path / "b": closed}
-    found = batch.Queue().read(files, runs, target, scratch)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    runs = [Run(one, 10, 20, (Piece(one, 10, 10, 50 * at),)) for at, one in enumerate(paths)]
+    numbers = batch.encode(runs, {one: i for i, one in enumerate(paths)})
+    found = batch.Queue().read(array("i", [good, -1]), numbers, target, scratch)
     os.close(good)
-    assert found == [4096, -errno.EBADF] or found[1] in (-errno.EBADF, -errno.EAGAIN)
+    assert found == (4096, [1])
     assert bytes(target[:10]) == bytes(range(11, 21)) and not any(target[10:])
 
 
@@ -133,25 +142,41 @@ def test_a_failed_read_is_told_and_moves_nothing(tmp_path):
         (0, 0, 4096, 0, 1, 0),  # behind the target's end
         (0, 0, 4096, 4097, 0, 0),  # needs more than it asks for
         (0, -1, 4096, 1, 0, 0),
+        (1, 0, 4096, 0, -1, 0),  # there is one file
+        (-1, 0, 4096, 0, -1, 0),
         (0, 0, 4096, 10, -1, 1, 5, 0, 6),  # a piece behind what is needed
         (0, 0, 4096, 10, -1, 1, 0, 4090, 7),  # a piece behind the target's end
         (0, 0, 4096, 10, -1, 1, 0, -1, 7),
         (0, 0, 4096, 10, -1, 2, 0, 0, 7),  # a piece is missing
         (0, 0, 4096, 10, -1),
-        (0, 0, 0, 0, 0, 0) * (batch.MOST_READS + 1),
     ],
 )
 def test_native_reads_stay_in_their_memory(numbers):
     target, scratch = bytearray(4096), bytearray(4096)
     with pytest.raises(ValueError, match="leaves its memory"):
-        REAL.read(REAL.queue(), target, scratch, array("q", numbers))
+        REAL.read(REAL.queue(), array("i", [0]), target, scratch, array("q", numbers))
 
 
-@given(sizes=st.lists(st.tuples(st.integers(1, 50_000), st.booleans()), min_size=1, max_size=80))
-def test_batches_hold_every_run_once_and_fit(sizes):
-    runs = [Run(None, 0, size, (), is_aligned) for size, is_aligned in sizes]
-    batches = list(batch.batches_of(runs, 65_536))
-    assert [run for some in batches for run in some] == runs
-    for some in batches:
-        assert 0 < len(some) <= batch.MOST_READS
-        assert sum(run.window[1] for run in some if not run.is_aligned) <= 65_536
+@built
+@settings(max_examples=50)
+@given(
+    residue=st.integers(0, 4095),
+    lengths=st.lists(st.sampled_from([1, 15, 63, 64, 127, 128, 200, 5000]), min_size=1, max_size=80),
+)
+def test_any_number_of_runs_and_pieces_of_any_length(tmp_path_factory, residue, lengths):
+    """More than are under way together, and more than scratch memory holds."""
+    path, data = tmp_path_factory.mktemp("one") / "x", np.random.default_rng(0).bytes(500_000)
+    path.write_bytes(data)
+    offsets = [residue + sum(lengths[:i]) + i for i in range(len(lengths))]  # a byte between two pieces
+    pieces = [Piece(path, offset, length, offset) for offset, length in zip(offsets, lengths, strict=True)]
+    runs = [Run(path, one.offset, one.offset + one.length, (one,)) for one in pieces]
+    numbers = batch.encode(runs, {path: 0})
+    assert batch.decode(numbers, [path]) == runs
+    target, scratch = bytearray(len(data)), memoryview(private_pages(1 << 16))
+    file = os.open(path, os.O_RDONLY)
+    _, missed = batch.Queue().read(array("i", [file]), numbers, memoryview(target), scratch)
+    os.close(file)
+    truth = bytearray(len(data))
+    for one in pieces:
+        truth[one.place : one.place + one.length] = data[one.offset : one.offset + one.length]
+    assert missed == [] and target == truth

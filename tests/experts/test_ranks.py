@@ -12,18 +12,20 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError, RankError, RankStopped
+from moeflux_mlx.experts import waves
 from moeflux_mlx.experts.group import FAILED, Exchange
 from moeflux_mlx.experts.ranks import Owners, RankedExperts
-from moeflux_mlx.ops import backend
+from moeflux_mlx.ops import backend, grouped
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
 
 
 class Meeting:
-    """Where threads meet to gather."""
+    """Where threads meet to gather; `on_device`: MLX's arrays."""
 
-    def __init__(self, size):
+    def __init__(self, size, on_device=False):
+        self.on_device = on_device
         self.barrier, self.words = threading.Barrier(size, timeout=20), [None] * size
 
     def member(self, rank):
@@ -33,8 +35,12 @@ class Meeting:
 class Member:
     def __init__(self, meeting, rank):
         self.meeting, self.rank, self.size = meeting, rank, len(meeting.words)
+        self.on_device = meeting.on_device
 
     def gather(self, words):
+        if isinstance(words, mx.array):
+            assert self.on_device
+            return mx.array(self.gather(np.array(words)))
         try:
             self.meeting.words[self.rank] = words.copy()
             self.meeting.barrier.wait()
@@ -47,9 +53,9 @@ class Member:
         return found
 
 
-def together(size, work):
+def together(size, work, on_device=False):
     """work(rank, exchange) of every rank at once: what each returned or raised."""
-    meeting = Meeting(size)
+    meeting = Meeting(size, on_device)
 
     def run(rank):
         try:
@@ -61,12 +67,33 @@ def together(size, work):
         return list(pool.map(run, range(size)))
 
 
-def ranked(family, exchange, owners, **options):
+def ranked(family, exchange, owners, dtype=mx.float32, **options):
     """A model whose experts are spread."""
-    model = load_model(tiny_directory(family), dtype=mx.float32, **options)
+    model = load_model(tiny_directory(family), dtype=dtype, **options)
     for layer in model.args.moe_layers:
         model.layers[layer].mlp.experts = RankedExperts(model.experts, exchange, owners)
     return model
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dense_from", [1, 32])
+def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
+    """A product's bits may depend on its shape, so that none may be made which one process does not make."""
+    monkeypatch.setitem(grouped.DENSE_FROM, "ops", dense_from)
+    monkeypatch.setattr(grouped, "LEAST_STEP", 1)
+    monkeypatch.setattr(waves, "WAVE_BYTES", 5 * 10240)
+    right, made = grouped.dense_ffn, set()
+    monkeypatch.setattr(grouped, "dense_ffn", lambda *given: made.add(tuple(a.shape for a in given)) or right(*given))
+    family = "qwen3_5_moe"
+    alone = logits_of(load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="pread"), (1, 9, 60), 1)
+    expected = made.copy()
+
+    def work(rank, exchange):
+        model = ranked(family, exchange, Owners((1, 1, 1)), dtype=mx.bfloat16, expert_io="pread")
+        return logits_of(model, (1, 9, 60), 1)
+
+    assert together(3, work, on_device) == [alone] * 3
+    assert made == expected and bool(made) == (dense_from == 1)
 
 
 def logits_of(model, lengths=(1, 8, 31), decoded=4):
@@ -76,7 +103,7 @@ def logits_of(model, lengths=(1, 8, 31), decoded=4):
         cache = model.make_cache()
         tokens = (np.arange(length) * 7 % 200).tolist()
         for chunk in [tokens, *([i] for i in range(decoded))]:
-            found.append(np.array(model(mx.array([chunk]), cache)).tobytes())
+            found.append(np.array(model(mx.array([chunk]), cache).astype(mx.float32)).tobytes())
     return found
 
 

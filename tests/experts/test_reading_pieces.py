@@ -1,6 +1,7 @@
 """Records whose bytes lie in pieces of several files at odd offsets: read whole, whatever a read does, or an error."""
 
 import itertools
+import mmap
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from test_packed import tiny_args
 from test_source import Faults, blocks, slow
 
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import files, reader
+from moeflux_mlx.experts import files, reader, resident
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
@@ -243,3 +244,19 @@ def test_files_are_closed_once_resident_experts_are_read(stacks, monkeypatch):
     source = ResidentExperts(where)
     assert closed
     source.close()
+
+
+def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
+    monkeypatch.setattr(resident, "TOUCHED_BYTES", 3 * mmap.PAGESIZE)
+    begun = []
+
+    def memory():
+        for i in range(1, 4):
+            begun.append(i)
+            yield np.ones((i, 2 * mmap.PAGESIZE), np.uint32)
+
+    for i, rows in enumerate(resident._touched(memory()), 1):
+        pages = rows.view(np.uint8).reshape(-1, mmap.PAGESIZE)
+        assert len(pages) == 8 * i and pages[:, 4].all()
+        assert pages[:, 0].all() if i == 1 else not pages[:, 0].any()
+        assert len(begun) == min(i + 1, 3)

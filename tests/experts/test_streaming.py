@@ -326,6 +326,21 @@ def test_nothing_is_read_once_everything_is_there():
     model.experts.close()
 
 
+def test_nothing_is_foreseen_where_every_expert_is_in_memory():
+    """A guess costs a product and a wait; it is made again once a record is gone."""
+    model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
+    routed, source, layers = model.layers[0].mlp.experts, model.experts, model.args.moe_layers
+    every = np.arange(model.args.num_experts)
+    for layer in layers:
+        assert routed.wants_guess(layers[-1], 1) and not source.holds(layer)
+        with source.turn(1), source.request(layer, every) as lease:
+            lease.wait()
+    assert all(source.holds(layer) for layer in layers) and not routed.wants_guess(layers[-1], 1)
+    source.invalidate()
+    assert not source.holds(layers[0]) and routed.wants_guess(layers[-1], 1)
+    source.close()
+
+
 def test_the_hottest_experts_of_a_chunk_stay(small_waves):
     """Each layer keeps its share, though all layers together are larger than the pool."""
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=20 * 16384)
@@ -352,6 +367,32 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
         hottest = np.argsort(-np.bincount(ids, minlength=EXPERTS), kind="stable")[:share]
         assert model.experts.request(layer, hottest).ready.all()
     model.experts.close()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
+def test_who_interrupts_evicts_no_more_than_a_request_needs(copied, prefetch, small_waves, monkeypatch):
+    """A prompt and an answer of his own, in a pool that others have filled."""
+    monkeypatch.setattr(native, "available", lambda: not copied)
+    model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=24 * 16384, copied=copied)
+    loader, tokens, layers = model.experts, tokens_of("qwen3_moe"), model.args.moe_layers
+    alone = run(model, tokens, 20), run(model, tokens, 1)
+    (pool,) = loader._pools
+    others = {(layer, expert) for layer in layers for expert in range(8)}
+    loader.invalidate()
+    for layer in layers:
+        loader.request(layer, np.arange(8)).wait()
+    before = loader.stats.misses
+    with loader.guest(1):  # 1 of each layer is less than a request's 4
+        assert np.array_equal(run(model, tokens, 20), alone[0]) and np.array_equal(run(model, tokens, 1), alone[1])
+        loader.drain()
+        own = set(pool.records()) - others
+        assert loader.stats.misses - before > 5 * TOP_K  # he read far more than he may replace
+        assert len(others & set(pool.records())) >= len(others) - TOP_K
+    for layer, expert in sorted(others - set(pool.records())):
+        loader.request(layer, np.array([expert])).wait()
+    assert set(pool.records()) == others and own  # his are the first to go
+    loader.close()
 
 
 def test_a_pool_smaller_than_one_token_still_hits():

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from test_packed import tiny_args
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.formats.layout_file import from_json, to_json
+from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
+from moeflux_mlx.formats.owners import Owners, Share
 from moeflux_mlx.formats.record import (
     BLOCK_BYTES,
     PROJECTIONS,
@@ -121,7 +122,7 @@ def changed(stated, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (["format_version"], 3, "format_version 3 is not 1 or 2"),
+        (["format_version"], 4, "format_version 4 is not 1, 2 or 3"),
         (["format_version"], True, "format_version True"),
         (["format_version"], "2", "format_version '2'"),
         (["format_version"], 1, "expert_size is None"),
@@ -199,3 +200,34 @@ def test_any_change_is_refused_or_harmless(data):
 
 def test_records_that_are_alike_are_one_object():
     assert Record.make(128, 64) is Record.make(128, 64)
+
+
+def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model():
+    share = Share(Owners((1, 2, 1)), 1)
+    for layout, args in (varied()[::-1], varied(dict.fromkeys(range(LAYERS), UNIFORM))[::-1]):
+        stated = json.loads(json.dumps(to_json(layout, share)))
+        assert stated["format_version"] == 3 and held_by(stated, "layout.json") == share
+        assert from_json(stated, args, "layout.json").records == layout.records
+        assert held_by(json.loads(json.dumps(to_json(layout))), "layout.json") is None
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        None,
+        7,
+        {"shares": [1, 1]},
+        {"shares": [1, 1], "rank": 2},
+        {"shares": [1, 1], "rank": -1},
+        {"shares": [1, 1], "rank": True},
+        {"shares": [], "rank": 0},
+        {"shares": [1, 0], "rank": 0},
+        {"shares": [1, 65], "rank": 0},
+        {"shares": [1] * 65, "rank": 0},
+        {"shares": {"0": 1}, "rank": 0},
+    ],
+)
+def test_a_share_that_is_none(held):
+    _, layout = varied()
+    with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
+        held_by({**to_json(layout, Share(Owners((1, 1)), 0)), "held": held}, "x/layout.json")

@@ -6,24 +6,26 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory
+from tiny_models import tiny_directory, tiny_model
 
+from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.model.compiled import DecodeStep
-from moeflux_mlx.ops import native
+from moeflux_mlx.ops import linear, native
+from moeflux_mlx.ops.experts import Shared
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
 
 
-def make_resident(monkeypatch, family):
+def make_resident(monkeypatch, family, dtype=mx.float32):
     """A model as on a GPU: MLX operations only, every layer's experts one array, tokens by the compiled step."""
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(mapped, "_map", copied)
-        return load_model(tiny_directory(family), dtype=mx.float32, expert_io="mmap")
+        return load_model(tiny_directory(family), dtype=dtype, expert_io="mmap")
 
 
 def copied(path, experts, size):
@@ -51,6 +53,24 @@ def test_compiled_step_equals_the_plain_one(resident_model):
     assert [c.offset for c in fixed] == [c.offset for c in plain]
 
 
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
+    """Single tokens of a whole model through every kernel there is, Metal's text executed by the harness."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    model = tiny_model(family, mx.float32)
+    caches = [model.make_cache() for _ in range(2)]
+    for cache in caches:
+        mx.eval(model(mx.array([list(range(5, 25))]), cache))
+    for token in ([[7]], [[3]]):
+        want = np.array(model(mx.array(token), caches[0]))
+        with msl.launching():
+            got = np.array(model(mx.array(token), caches[1]))
+        np.testing.assert_allclose(got, want, atol=2e-4)
+
+
 @pytest.mark.parametrize("resident_model", ["qwen3_5_moe", "deepseek_v3"], indirect=True)
 def test_capacity_grows_in_the_middle(resident_model):
     """The step that no longer fits the arrays' capacity sees everything before it."""
@@ -63,6 +83,25 @@ def test_capacity_grows_in_the_middle(resident_model):
     for token in (1, 2, 3):
         want, got = model(mx.array([[token]]), plain), step(mx.array([[token]]), fixed)
         np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5)
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, family):
+    """The first are chosen in the launch that multiplies them, the others before it."""
+    joined, joins = [], Shared.joins
+    monkeypatch.setattr(Shared, "joins", lambda *args: joined.append(joins(*args)) or joined[-1])
+    models = [make_resident(monkeypatch, family, mx.bfloat16), load_model(tiny_directory(family), dtype=mx.bfloat16)]
+    models[0].decode_step = None  # which the harness of the kernels cannot trace
+    found = []
+    with msl.launching():
+        for model in models:
+            cache = model.make_cache()
+            parts = [model(mx.array([chunk]), cache) for chunk in ([5, 6, 7], [9])]
+            found.append(mx.concatenate(parts, axis=1))
+        assert mx.array_equal(*found)
+    assert joined and all(joined), "the shared expert goes with the routed ones"
 
 
 def test_an_empty_cache_is_not_taken():

@@ -11,10 +11,9 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Router
-from moeflux_mlx.model import moe
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layers import Embedding, Linear, Weight
-from moeflux_mlx.ops import attend, backend, delta, latent, native
+from moeflux_mlx.ops import attend, backend, delta, experts, latent, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax
 from moeflux_mlx.ops.latent import HeadMatrices
@@ -64,7 +63,7 @@ def test_both_paths_give_the_same_logits(by_mlx, family, chunk):
 
 @pytest.mark.parametrize(
     "module, family",
-    [(attend, "qwen3_5_moe"), (delta, "qwen3_5_moe"), (moe, "qwen3_5_moe"), (router, "deepseek_v3")],
+    [(attend, "qwen3_5_moe"), (delta, "qwen3_5_moe"), (experts, "qwen3_5_moe"), (router, "deepseek_v3")],
 )
 def test_the_comparison_sees_a_fault(by_mlx, monkeypatch, module, family):
     monkeypatch.setattr(module, "sigmoid", lambda x: 1 / (1 + np.exp(-1.05 * x)))

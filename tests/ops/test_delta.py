@@ -4,13 +4,11 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
-import oracle
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from metal import msl
-from moeflux_mlx.kinds import Delta
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.kinds import Delta, Router
 from moeflux_mlx.ops import delta, launch, route
 from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 
@@ -121,10 +119,20 @@ def test_gated_delta_tokens(host, T, heads, key_heads, v_dim, k_dim, dtype):
 @pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 8), (8, 3, 2, 1), (16, 1, 4, 2), (32, 4, 2, 4)])
 def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdgroups, ahead):
     monkeypatch.setitem(TILES["metal"], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
+    delta._plan_tokens.cache_clear()
     case = delta_case(np.random.default_rng(lanes), 11, 2, 1, 19, 128, mx.float32)
     want, state = delta_oracle(*case)
     out, following = delta.gated_delta_tokens(*case)
+    delta._plan_tokens.cache_clear()
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
+
+
+def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host, monkeypatch):
+    monkeypatch.setitem(TILES["metal"], "gated_delta_tokens", Tile(rows=8, lanes=8, simdgroups=8, ahead=8))
+    delta._plan_tokens.cache_clear()
+    with pytest.raises(RequestError, match="bytes of threadgroup memory"):
+        delta.gated_delta_tokens(*delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32))
+    delta._plan_tokens.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -138,15 +146,63 @@ def test_twin_of_gated_delta(dtype):
 @pytest.mark.parametrize("T", [1, MAX_TOKENS, MAX_TOKENS + 1])
 def test_layer_on_kernels_equals_plain_operations(host, T):
     rng, sizes = np.random.default_rng(T), Delta(1, 2, 32, 16, 4)
-    qkv, z, b, a = (random(rng, 1, T, n) for n in (sizes.channels, sizes.value_width, 2, 2))
-    weights = delta.DeltaWeights(
-        random(rng, sizes.channels, 4, 1), random(rng, 2), random(rng, 2), random(rng, sizes.value_dim), 1e-6
-    )
-    conv, recurrent = random(rng, 1, 3, sizes.channels), random(rng, 1, 2, sizes.value_dim, sizes.key_dim)
-    states = [SimpleNamespace(offset=0, conv=conv, recurrent=recurrent) for _ in range(2)]
+    qkv, z, b, a = (part[None] for part in step_inputs(rng, sizes, T=T))
+    conv, recurrent, weights = step_state(rng, sizes)
+    states = [SimpleNamespace(offset=0, conv=conv[None], recurrent=recurrent[None]) for _ in range(2)]
     got = delta._kernels(*(part[0] for part in (qkv, z, b, a)), states[0], weights, sizes)
     assert error(got, wide(delta._ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
     assert error(states[0].recurrent, wide(states[1].recurrent)) < 1e-4
+
+
+STEP_CASES = [(1, 2, 32, 16, 4), (2, 4, 64, 20, 4), (3, 3, 32, 7, 2), (2, 2, 96, 40, 3), (1, 2, 128, 128, 4)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", STEP_CASES)
+def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
+    """The parts are compared with the oracle above."""
+    sizes, rng = Delta(*sizes), np.random.default_rng(sizes)
+    qkv, z, b, a = step_inputs(rng, sizes, dtype)
+    conv, recurrent, weights = step_state(rng, sizes, dtype)
+    got = delta.delta_step(qkv, z, a, b, conv, recurrent, weights, sizes)
+    mixed, next_conv = delta.conv_silu(qkv, conv, weights.conv.reshape(sizes.channels, -1))
+    out, following = delta.gated_delta(mixed, a, b, weights.A_log, weights.dt_bias, recurrent, sizes.key_heads)
+    out = delta.gated_norm(out, z.reshape(out.shape), weights.norm, weights.eps)
+    for one, want in zip(got, (out.reshape(1, -1), next_conv, following), strict=True):
+        assert np.array_equal(wide(one), wide(want))
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("NK + head / SHARED) * DK", "NK + head % NK) * DK"),
+        ("head % SHARED == 0", "head == 0"),
+        ("next_conv[(j - 1) * C", "next_conv[(KEPT - j) * C"),
+        ("mixed[i] = float(X(sum", "mixed[i] = float((sum"),
+        ("outs[first + r] = float(X(sum))", "outs[first + r] = sum"),
+        ("z[head * DV + i]", "z[i]"),
+    ],
+)
+def test_a_planted_fault_in_the_step_is_caught(host, monkeypatch, old, new):
+    text = launch._text
+    assert old in text("delta_step.metal")
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == "delta_step.metal" else text(n))
+    with pytest.raises((AssertionError, msl.Failure)):
+        test_delta_step_has_the_bits_of_its_parts(None, (2, 4, 64, 20, 4), mx.bfloat16)
+
+
+def step_inputs(rng, sizes, dtype=mx.float32, T=1):
+    widths = sizes.channels, sizes.value_width, sizes.value_heads, sizes.value_heads
+    return [random(rng, T, n, dtype=dtype) for n in widths]
+
+
+def step_state(rng, sizes, dtype=mx.float32):
+    heads, conv = sizes.value_heads, (sizes.channels, sizes.taps, 1)
+    weights = (random(rng, *conv, dtype=dtype), random(rng, heads), random(rng, heads))
+    weights = delta.DeltaWeights(*weights, random(rng, sizes.value_dim, dtype=dtype), 1e-6)
+    recurrent = random(rng, heads, sizes.value_dim, sizes.key_dim)
+    return random(rng, sizes.taps - 1, sizes.channels, dtype=dtype), recurrent, weights
 
 
 @pytest.mark.parametrize("steps, T, cut", [("gated_delta", 5, 2), ("gated_delta_tokens", 14, 3)])
@@ -179,34 +235,6 @@ def test_gated_norm(host, shape, dtype):
     assert error(got, want * wide(z) / (1 + np.exp(-wide(z)))) < LIMITS[dtype]
 
 
-@settings(max_examples=12)
-@given(
-    st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([(16, 4), (40, 10), (128, 8), (512, 10)]), st.booleans()
-)
-def test_softmax_topk(seed, T, shape, norm):
-    E, K = shape
-    rng = np.random.default_rng(seed)
-    logits = rng.permuted(np.tile(np.arange(E) * 0.05, (T, 1)), axis=1).astype(np.float32)
-    with msl.launching():
-        ids, weights = route.softmax_topk(mx.array(logits), K, norm)
-        mx.eval(ids, weights)
-    want_ids, want_weights = oracle.softmax_topk(logits, K, norm)
-    assert np.array_equal(np.array(ids), want_ids)
-    np.testing.assert_allclose(np.array(weights), want_weights, rtol=1e-5)
-
-
-def test_topk_ties_go_to_the_lowest_index(host):
-    logits = np.zeros((1, 70), np.float32)
-    logits[0, [3, 40, 69]] = 1
-    ids, _ = route.softmax_topk(mx.array(logits), 6, True)
-    assert np.array(ids)[0].tolist() == [3, 40, 69, 0, 1, 2]
-
-
-def test_topk_of_nan_stays_in_range(host):
-    ids, _ = route.softmax_topk(mx.full((1, 64), float("nan")), 4, True)
-    assert np.array(ids).max() < 64
-
-
 NAMED = {  # value heads, key heads, experts, experts per token
     "Qwen3-Next-80B-A3B": (32, 16, 512, 10),
     "Qwen3.6-35B-A3B": (32, 16, 256, 8),
@@ -227,8 +255,11 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     out, _ = delta.gated_delta(*case)
     delta.gated_delta_tokens(*case)
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
-    route.softmax_topk(mx.zeros((1, E)), K, True)
-    assert len(msl.TextKernel.texts) == 6 and all(text.isascii() for text in msl.TextKernel.texts)
+    sizes = Delta(key_heads, heads, 128, 128, 4)
+    qkv, z, b, a = step_inputs(rng, sizes, mx.bfloat16)
+    delta.delta_step(qkv, z, a, b, *step_state(rng, sizes, mx.bfloat16), sizes)
+    route.route(mx.zeros((1, E)), Router(E, K))
+    assert len(msl.TextKernel.texts) == 7 and all(text.isascii() for text in msl.TextKernel.texts)
 
 
 @msl.needed

@@ -95,8 +95,8 @@ def test_every_way_of_multiplying_gives_the_same(monkeypatch, block, piece, dens
 
 
 def shifted(arrange):
-    def wrong(waves, target):
-        batches, places, source = arrange(waves, target)
+    def wrong(*given):
+        batches, places, source = arrange(*given)
         return batches, places, np.roll(source, 20)
 
     return wrong

@@ -15,11 +15,12 @@ from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.files import directory
 from moeflux_mlx.formats.record import Record
+from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import backend, combine, experts, launch, linear
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.tiles import TILES
-from moeflux_mlx.quant import EXPERTS
+from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -158,6 +159,58 @@ def test_qmv_matches_oracle(host, T, O, I, dtype):
     assert error(linear.qmv(x, EXPERTS, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[dtype]
 
 
+class Fused:
+    """A product of one row with a norm before and a sum behind it, and its float64 value."""
+
+    def __init__(self, what, O, I, dtype):
+        rng = np.random.default_rng([O, I])
+        self.matrix = Matrix(rng, O, I)
+        self.x, self.residual = (mx.array(rng.normal(size=(1, n)).astype(np.float32)).astype(dtype) for n in (I, O))
+        self.norm, x = None, wide(self.x)
+        if "norm" in what:
+            self.norm = RMSNorm(I, 0.1)
+            self.norm.weight = mx.array(rng.normal(size=I).astype(np.float32)).astype(dtype)
+            x = x / np.sqrt((x**2).mean() + 0.1) * wide(self.norm.weight)
+        self.want = x @ self.matrix.values.T + (wide(self.residual) if "sum" in what else 0)
+        self.residual = self.residual if "sum" in what else None
+
+    def error(self):
+        got = linear.qmv(self.x, EXPERTS, *self.matrix.arrays(), norm=self.norm, residual=self.residual)
+        return error(got, self.want)
+
+
+FUSED = ["norm", "sum", "norm and sum"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("what, O, I", [(what, *shape) for what in FUSED for shape in [(40, 256), (9, 2048), (1, 64)]])
+def test_qmv_with_what_is_around_it_matches_oracle(host, what, O, I, dtype):
+    assert Fused(what, O, I, dtype).error() < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_fused_qmv_at_tiles_of_cuda_matches_oracle(host, monkeypatch, what):
+    cuda_tiles(monkeypatch)
+    assert Fused(what, 40, 512, mx.float32).error() < LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_twin_of_a_fused_qmv_matches_oracle(ops, what):
+    assert Fused(what, 40, 512, mx.float32).error() < LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_fused_qmv_reads_every_form(host, bits):
+    """Each column of x is read once, in whatever order a form's codes ask for them."""
+    quant = Quant(bits, 64)
+    parts = mx.quantize(mx.random.normal((24, 256), key=mx.random.key(bits)), 64, bits)
+    case = Fused("norm and sum", 24, 256, mx.float32)
+    x = case.norm(case.x)
+    want = wide(x @ mx.dequantize(*parts, 64, bits).T + case.residual)
+    got = linear.qmv(case.x, quant, *parts, norm=case.norm, residual=case.residual)
+    assert error(got, want) < LIMITS[mx.float32]
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
 def test_experts_match_oracle(host, T, K, H, I, dtype):
@@ -271,7 +324,7 @@ FAULTS = {
     "high nibble first": ("affine4.h.metal", "CODES_PAIR(word >> (4 * j)", "CODES_PAIR(word >> (12 - 4 * j)"),
     "next group": ("codes.h.metal", "(chunk * CHUNK) / GROUP", "(chunk * CHUNK + CHUNK) / GROUP"),
     "constant of the high codes": ("affine4.h.metal", "128.259765625f", "128.0f"),
-    "up before gate": ("expert_gate_up.metal", "gate = record + GATE_W", "gate = record + UP_W"),
+    "up before gate": ("expert_gate_up.metal", "(record, GATE_W,", "(record, UP_W,"),
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
     "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
@@ -293,6 +346,29 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     except msl.Failure:
         caught = True
     assert caught
+
+
+FUSED_FAULTS = {
+    "squares of half a row": ("qmv.metal", "m < SPLIT; m++) {\nwhole", "m < 1; m++) {\nwhole"),
+    "no epsilon": ("qmv.metal", "+ eps[0]", ""),
+    "the residual's first rows": ("qmv.metal", "residual[top + i]", "residual[i]"),
+    "weights of the row's beginning": (
+        "input.h.metal",
+        "codes_x8(row.norm + row.at, weight)",
+        "codes_x8(row.norm, weight)",
+    ),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", FUSED_FAULTS)
+def test_planted_fault_around_a_product_is_caught(host, monkeypatch, name):
+    file, old, new = FUSED_FAULTS[name]
+    text = launch._text
+    assert old in text(file)
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    cuda_tiles(monkeypatch)  # more than one simdgroup to a row
+    assert Fused("norm and sum", 40, 1024, mx.float32).error() > LIMITS[mx.float32]
 
 
 # ---- the text

@@ -214,7 +214,7 @@ def test_a_moved_branch_does_not_matter_to_one_that_is_begun(hub, whole, tmp_pat
     assert json.loads((out / SHARDS).read_text())["commit"] == begun
     convert("org/model", out)
     assert tree(out) == whole
-    assert Listing.read(out) is None and not any((tmp_path / "cache").rglob("f" * 40))
+    assert Listing.read(out, alone=False) is None and not any((tmp_path / "cache").rglob("f" * 40))
 
 
 # ---- the disk ----
@@ -403,7 +403,7 @@ def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, ow
         convert(own, out, delete_source=True)
     monkeypatch.undo()
     assert (out / JOURNAL).exists() and not (out / SHARDS).exists()
-    with pytest.raises(ModelFileError, match=f"{NAMES[0]} does not exist"):
+    with pytest.raises(ModelFileError, match=f"{out} is finished, and {own} has no shards any more"):
         convert(own, out, delete_source=True)
     assert (tree(out).keys() - {JOURNAL}) == whole.keys()
 
@@ -422,7 +422,7 @@ def test_a_listing_that_names_other_files_is_refused(own, tmp_path, change):
     listing = json.loads((out / SHARDS).read_text())
     listing["shards"][0].update(change)
     (out / SHARDS).write_text(json.dumps(listing))
-    with pytest.raises(ModelFileError, match=f"{SHARDS} is damaged; delete .* and convert again"):
+    with pytest.raises(ModelFileError, match=f"{SHARDS} is damaged; files of the checkpoint may have been .* deleted"):
         convert(own, out, delete_source=True)
 
 
@@ -434,9 +434,26 @@ def test_progress_counts_what_is_downloaded(hub, source, tmp_path):
     assert during[-1] - during[0] == size and len(during) > size >> 17
 
 
-def test_deleting_is_for_directories(hub, tmp_path):
-    with pytest.raises(ModelFileError, match=r"holds no \*.safetensors; leave --delete-source out"):
+@pytest.mark.parametrize("damaged", [JOURNAL, STATE])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_to_do_with_a_damaged_directory_depends_on_what_was_deleted(hub, own, tmp_path, damaged, alone):
+    out, checkpoint = tmp_path / "out", own if alone else "org/model"
+    stopped(checkpoint, out, f"pack {NAMES[2]}", delete_source=alone)
+    entry = {"files": 1} if damaged == STATE else {NAMES[0]: "all"}
+    (out / damaged).write_text(json.dumps({**json.loads((out / damaged).read_text()), **entry}))
+    remedy = "download what is missing of them" if alone else f"delete {out} and convert again"
+    with pytest.raises(ModelFileError, match=f"{damaged} is damaged; .*{remedy}"):
+        convert(checkpoint, out, delete_source=alone)
+
+
+def test_deleting_is_for_directories(hub, own, tmp_path):
+    with pytest.raises(ModelFileError, match=r"holds no \*.safetensors, .*: leave --delete-source out"):
         convert(tmp_path, tmp_path / "out", delete_source=True)
+    with pytest.raises(ModelFileError, match="nowhere does not exist"):
+        convert(tmp_path / "nowhere", tmp_path / "out", delete_source=True)
+    convert(own, tmp_path / "packed")
+    with pytest.raises(ModelFileError, match="packed is packed already, and has no shards to delete"):
+        convert(tmp_path / "packed", tmp_path / "out", delete_source=True)
     with pytest.raises(RequestError, match="org/model is a repository, whose shards are never kept"):
         convert("org/model", tmp_path / "out", delete_source=True)
 

@@ -30,21 +30,21 @@ from moeflux_mlx.text.tokenizer import load_tokenizer
 
 
 class Live:
-    """Attributes: url, worker, listener."""
+    """Attributes: url, socket, worker, listener."""
 
     def __init__(self, load, sessions=3, queue=64, rules=Rules(), keepalive=8.0, idle=1 << 30):  # noqa: B008
-        socket_ = bind("127.0.0.1", 0)
-        self.port = socket_.getsockname()[1]
+        self.socket = bind("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.worker = Worker(load, lambda engine: Sessions(engine.session, sessions, idle), queue)
         served = Served(self.worker, "tiny", lambda engine: Defaults(Sampling(temperature=0.0), {}), False, keepalive)
         self.listener = Listener(make_app(served, rules), self.worker.begin_stop)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(socket_)), daemon=True)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
-    async def _serve(self, socket_):
+    async def _serve(self):
         self.listener.loop_begun()
         self.worker.start()
-        await self.listener.serve([socket_])
+        await self.listener.serve([self.socket])
 
     def __enter__(self):
         self.thread.start()
@@ -161,6 +161,9 @@ class FakeExperts:
     def picture(self):
         return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
 
+    def guest(self, per_layer):
+        return contextlib.nullcontext()
+
     def close(self):
         self.closed = True
 
@@ -173,7 +176,7 @@ class FakeEngine:
         self.prompt_seconds, self.token_seconds = prompt_seconds, token_seconds
         self.path = Path("/nowhere/tiny")
         self.tokenizer = load_tokenizer(tiny_directory("qwen3_moe", template=template))
-        self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256))
+        self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256, num_experts_per_tok=2))
         self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
         self.experts = FakeExperts()
         self.prompts = []

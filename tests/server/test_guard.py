@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from live_server import FakeEngine, Live
+from live_server import FakeEngine, Live, wait_for
 
 from moeflux_mlx.server.guard import Rules
 from moeflux_mlx.server.listen import PatientProtocol
@@ -97,6 +97,8 @@ REFUSED = [
     (403, {"Origin": "https://evil.example"}),
     (403, {"Origin": "null"}),
     (403, {"Origin": "http://localhost:1"}),
+    (403, {"Sec-Fetch-Site": "cross-site"}),
+    (403, {"Sec-Fetch-Site": "same-site"}),
     (415, {"Content_Type": "text/plain"}),
     (415, {"Content_Type": None}),
     (415, {"Content_Type": "application/x-www-form-urlencoded"}),
@@ -125,6 +127,8 @@ def test_requests_that_may(live):
         {"Host": "[::1]:8080"},
         {"Host": "192.168.1.7"},
         {"Origin": "http://localhost"},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Origin": "https://chat.example", "Sec-Fetch-Site": "cross-site"},
         {"Content-Type": "application/json; charset=utf-8"},
     ):
         assert answer(live, request(PATHS[0], **change))[0] == 200, change
@@ -136,8 +140,20 @@ def test_pages_of_other_sites_only_if_asked_for(live):
     origin = {"Origin": "https://chat.example"}
     status, headers, _ = answer(live, request(PATHS[0], b"", "OPTIONS", Authorization=None, **origin))
     assert status == 204 and headers["access-control-allow-origin"] == origin["Origin"]
+    asked = {"Access-Control-Request-Headers": "content-type,x-stainless-os"}
+    _, headers, _ = answer(live, request(PATHS[0], b"", "OPTIONS", Authorization=None, **origin, **asked))
+    assert headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
     status, headers, _ = answer(live, request(PATHS[0], **origin))
     assert status == 200 and headers["access-control-allow-origin"] == origin["Origin"]
+
+
+def test_pages_of_other_sites_see_nothing_live(live):
+    """A request without Origin, as an image or a link makes it."""
+    elsewhere = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    for path in ("/live", "/metrics", "/v1/models"):
+        status, _, body = answer(live, request(path, b"", "GET", **elsewhere))
+        assert status == 403 and b"--cors-origin" in body
+    assert answer(live, request("/", b"", "GET", **elsewhere))[0] == 200
 
 
 def chunked(live, piece, count):
@@ -168,6 +184,24 @@ def test_a_body_in_pieces_is_counted():
         found = chunked(live, b" " * (4 << 20), 20)
         assert not found or found.startswith(b"HTTP/1.1 413") and b'"request_too_large"' in found
         assert answer(live, request(PATHS[0]))[0] == 200
+
+
+def test_bodies_are_bounded_together():
+    with Live(lambda: FakeEngine(lambda prompt: "Yes.")) as live:
+        guard = live.listener.config.app
+        guard.max_bodies = 1000
+        padded = CHAT + b" " * 600
+        with socket.create_connection(("127.0.0.1", live.port), timeout=5) as half:
+            half.sendall(request(PATHS[0], padded)[:-10])
+            wait_for(lambda: guard._held > 500)
+            status, headers, body = answer(live, request("/v1/messages", MESSAGES + b" " * 600))
+            assert status == 503 and int(headers["retry-after"]) >= 1 and b"overloaded_error" in body
+            found = chunked(live, b" " * 600, 1)
+            assert found.startswith(b"HTTP/1.1 503") and b"retry-after: " in found.lower()
+            assert answer(live, request(PATHS[0]))[0] == 200
+        wait_for(lambda: not guard._held)
+        assert answer(live, request(PATHS[0], padded))[0] == 200
+        wait_for(lambda: not guard._held)
 
 
 def test_floods_of_headers_and_no_http(live):

@@ -10,8 +10,11 @@ import time
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
+from moeflux_mlx.server import reply
+from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.live import used_memory
 
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ANSWER = "</think>" + "An owl flew over the lake. " * 4
 
 
@@ -23,8 +26,7 @@ def body(n, **more):
 def send(live, data):
     """A connection that has asked."""
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return connection
 
 
@@ -80,6 +82,47 @@ def test_a_slow_reader_holds_nobody_up():
             with send(live, body(1)) as quick:
                 assert b"[DONE]" in read_whole(quick)
             assert read_whole(slow).count(b"data: ") > 2000
+
+
+def send_and_never_read(live, data):
+    """A connection through which little goes that is not read."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", live.port))
+    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_never_reads_is_given_up(monkeypatch, stream):
+    monkeypatch.setattr(PatientProtocol, "read_seconds", 0.3)
+    endless = "</think>" + "word " * 20_000
+    with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
+        live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        many = body(1, max_tokens=None if stream else 2000, stream=stream, logprobs=not stream)
+        with send_and_never_read(live, many) as connection:
+            wait_for(lambda: live.worker.state.running)
+            wait_for(lambda: not live.worker.state.running)
+            assert live.worker.state.totals.cancelled == stream
+            wait_for(lambda: not live.listener.server_state.connections, 5)
+            connection.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(1 << 20):
+                    pass
+        with send(live, body(2, max_tokens=3)) as connection:
+            assert b"[DONE]" in read_whole(connection)
+
+
+def test_what_waits_to_be_read_is_bounded(monkeypatch):
+    monkeypatch.setattr(reply, "MOST_UNREAD", 50)
+    monkeypatch.setattr(PatientProtocol, "read_seconds", 20)
+    endless = "</think>" + "word " * 20_000
+    with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
+        live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with send_and_never_read(live, body(1, max_tokens=None)) as connection:
+            wait_for(lambda: live.worker.state.totals.cancelled)
+            connection.settimeout(20)
+            assert b'"not_read"' in read_whole(connection)[-400:]
 
 
 @pytest.mark.full

@@ -471,6 +471,19 @@ def test_the_keyboard_is_enough(open_page, keys):
     assert open_page.count("[tabindex]:not([tabindex='-1'], [tabindex='0'])") == 0, "the order is the document's"
 
 
+def test_icons_stand_in_the_middle_of_their_buttons(open_page):
+    away = """
+        const middle = (e) => (r => [r.left + r.width / 2, r.top + r.height / 2])(e.getBoundingClientRect());
+        const away = (b) => middle(b).map((x, i) => Math.abs(x - middle(b.querySelector("svg"))[i]));
+        return [...document.querySelectorAll(".send, .round")].filter((b) => b.offsetParent).map(away);"""
+    open_page.send("one")
+    open_page.ended()
+    for width in (1360, 390):
+        resize(open_page.browser, width, 860)
+        found = open_page.browser.execute_script(away)
+        assert len(found) > 3 and max(map(max, found)) < 1, found
+
+
 def test_colours_follow_the_choice(open_page):
     ground = "getComputedStyle(document.body).backgroundColor"
     seen = {}

@@ -68,6 +68,37 @@ def test_the_same_seed_says_the_same(chat):
     assert said[0] == said[1] != said[2]
 
 
+def test_a_top_p_of_nothing_takes_the_likeliest(chat):
+    options = {"model": "m", "messages": QUESTION, "max_tokens": 16}
+    said = [
+        chat.chat.completions.create(**options, **more).choices[0].message.content
+        for more in ({"temperature": 0}, {"temperature": 2, "top_p": 0})
+    ]
+    assert said[0] == said[1]
+
+
+def test_a_conversation_is_known_by_its_header_or_field(live, chat):
+    taken, take = [], live.worker._sessions.take
+    live.worker._sessions.take = lambda tokens, hint=None: taken.append(hint) or take(tokens, hint)
+    for more in (
+        {"extra_headers": {"X-Claude-Code-Session-Id": "a"}},
+        {"extra_headers": {"session_id": "b"}},
+        {"extra_headers": {"session_id": "b"}, "prompt_cache_key": "c"},
+        {},
+    ):
+        chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=1, **more)
+    live.worker._sessions.take = take
+    assert taken == ["a", "b", "c", None]
+
+
+def test_looking_without_reading_ends(live):
+    import urllib.request
+
+    for path in ("/live", "/", "/health", "/v1/models"):
+        with urllib.request.urlopen(urllib.request.Request(f"{live.url}{path}", method="HEAD"), timeout=5) as reply:
+            assert reply.status == 200 and reply.read() == b""
+
+
 def test_stop_texts(chat):
     whole = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40).choices[0].message.content
     word = whole.split()[5]
@@ -165,6 +196,32 @@ def test_what_does_not_fit_says_both_numbers(chat, claude):
         claude.messages.create(model="m", messages=long, max_tokens=4)
 
 
+def test_text_far_beyond_the_context_is_not_tokenised_whole(live, chat, monkeypatch):
+    tokenizer, encoded = live.worker.state.engine.tokenizer, []
+    for name in ("encode", "encode_after"):
+        real = getattr(tokenizer, name)
+
+        def counting(text, *more, real=real, **options):
+            encoded.append(len(text))
+            return real(text, *more, **options)
+
+        monkeypatch.setattr(tokenizer, name, counting)
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "owl " * 500_000}]}),
+        ("completions", {"prompt": "owl " * 500_000}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"too long: (\d+) tokens > 1024 maximum \(at least") as error:
+            chat.post(path, body=body, cast_to=object)
+        assert error.value.code == "context_length_exceeded"
+        assert 2048 <= int(error.value.message.split(" tokens >")[0].split()[-1]) < 40_000
+    assert sum(encoded) < 200_000
+    # What only looks too long is counted in pieces, and served.
+    monkeypatch.setattr("moeflux_mlx.server.prepare.SUSPECT", 1)
+    monkeypatch.setattr("moeflux_mlx.server.prepare.PIECE", 64)
+    words = [{"role": "user", "content": "Tell me of an owl. " * 150}]
+    assert chat.chat.completions.create(model="m", messages=words, max_tokens=1).usage.prompt_tokens < 1024
+
+
 def test_a_limit_beyond_the_context_is_cut(chat):
     words = [{"role": "user", "content": "owl " * 480}]
     found = chat.chat.completions.create(model="m", messages=words, max_tokens=100000)
@@ -174,7 +231,7 @@ def test_a_limit_beyond_the_context_is_cut(chat):
 def test_health_metrics_and_page(live):
     assert json.loads(live.get("/health")) == {"status": "ok"}
     text = live.get("/metrics")
-    assert "moeflux_tokens_generated_total" in text and 'path="/health",status="200"' in text
+    assert "\n# HELP moeflux_tokens_generated_total Tokens" in text and 'path="/health",status="200"' in text
     assert "moeflux" in live.get("/").lower()
 
 

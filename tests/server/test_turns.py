@@ -38,6 +38,36 @@ def test_a_short_prompt_in_the_middle_of_a_long_one(alone, monkeypatch):
     assert found == [("short", alone[0]), ("long", alone[1])]
 
 
+def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
+    monkeypatch.setattr(worker, "SHORT", 60)
+    monkeypatch.setattr(worker, "LONG", 100)
+    record = demo_engine().experts.layout.expert_stride
+    options = {"expert_io": "pread", "expert_cache_bytes": 64 * record, "prefetch": "off"}
+    with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
+        engine = live.worker.state.engine
+        (pool,) = engine.experts._pools
+        evicted, tokens, serve, guest = [], [], live.worker._serve, engine.experts.guest
+        # One expert of each layer in place of a token's 4, so that a request's 16 are the limit.
+        engine.experts.guest = lambda per_layer: tokens.append(per_layer) or guest(1)
+
+        def counting(job, may_give_way=True):
+            before, misses = set(pool.records()), engine.experts.stats.misses
+            serve(job, may_give_way)
+            if not may_give_way:
+                evicted.append((len(before - set(pool.records())), engine.experts.stats.misses - misses))
+
+        live.worker._serve = counting
+        found = []
+        long = threading.Thread(target=lambda: found.append(ask(live, LONG)[0]))
+        long.start()
+        wait_for(lambda: live.worker.state.running and pool.slots == len(pool))
+        found.append(ask(live, SHORT)[0])
+        long.join()
+    assert found == [alone[0], alone[1]]
+    ((gone, read),) = evicted
+    assert gone <= 16 < 64 < read and tokens == [engine.model.args.num_experts_per_tok]
+
+
 def test_agents_share_what_they_have_in_common(alone):
     """Copies of a session answer as if each were alone, and go on as such."""
     system = {"role": "system", "content": STORY * 12}

@@ -494,6 +494,13 @@ def test_text_after_other_text_begins_with_no_space_of_its_own(any_tokenizer, te
     assert after == [] or text
 
 
+def test_long_text_is_encoded_as_short_text_is(bpe, monkeypatch):
+    text = "<|im_start|>The owl flew é over\n\n\tthe lake. <think>"
+    short = [bpe.encode(text, special) for special in (True, False)]
+    monkeypatch.setattr("moeflux_mlx.text.tokenizer.LONG_TEXT", 0)
+    assert [bpe.encode(text, special) for special in (True, False)] == short
+
+
 def test_text_after_other_text_without_any_marker(spm_dirs):
     tokenizer = load_tokenizer(spm_dirs["prefix"])
     tokenizer._vocabulary.markers = frozenset()

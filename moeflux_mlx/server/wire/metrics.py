@@ -7,6 +7,25 @@ Labelled = Mapping[tuple[tuple[str, str], ...], float]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "moeflux_"
+HELP = {
+    "requests_total": "Answers begun, by path and HTTP status.",
+    "requests_running": "Requests that the model works on.",
+    "requests_waiting": "Requests in the queue.",
+    "requests_cancelled_total": "Requests whose client left, or that the end of the server cut off.",
+    "requests_failed_total": "Requests that a fault ended.",
+    "prompt_tokens_total": "Tokens of all prompts, known ones too.",
+    "prompt_tokens_cached_total": "Tokens of prompts that needed no computing.",
+    "prompt_seconds_total": "Time spent on prompts.",
+    "tokens_generated_total": "Tokens of all answers.",
+    "generation_seconds_total": "Time spent on answers, but for their first tokens.",
+    "memory_used_bytes": "Memory that the process holds.",
+    "memory_planned_bytes": "Memory that the plan gives it.",
+    "expert_pool_bytes": "Memory for experts that are streamed.",
+    "expert_hits_total": "Experts that were in memory when asked for.",
+    "expert_misses_total": "Experts that were not.",
+    "expert_bytes_read_total": "Bytes of experts that were read.",
+    "expert_wait_seconds_total": "Time in which the model waited for experts.",
+}
 
 
 def text(values: Mapping[str, float | Labelled], help: Mapping[str, str] | None = None) -> str:

@@ -97,10 +97,14 @@ def anthropic_error(status: int, code: str | None, message: str, param: str | No
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def context_exceeded(prompt_tokens: int, context: int) -> Failed:
-    """A prompt that leaves no room to answer, in words that clients of both kinds look for."""
+def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -> Failed:
+    """A prompt that leaves no room to answer, in words that clients of both kinds look for.
+
+    `at_least`: the prompt has more tokens, which were not counted.
+    """
+    rest = " (at least: the rest was not counted)" if at_least else ""
     message = (
-        f"prompt is too long: {prompt_tokens} tokens > {context} maximum; "
+        f"prompt is too long: {prompt_tokens} tokens > {context} maximum{rest}; "
         f"this model's maximum context length is {context} tokens, set by --context"
     )
     return Failed(400, "context_length_exceeded", message)

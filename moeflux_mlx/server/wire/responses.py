@@ -177,6 +177,8 @@ class ResponseReply(Reply):
 
     def step(self, step: Step) -> Iterable[bytes]:
         block = step.block
+        if self.answer.failed:
+            return  # a client keeps what is done, and asks again: it would have it twice
         if step.what == "open":
             yield self._event("response.output_item.added", output_index=block.index, item=self._items.added(block))
         if block.kind == "call":

@@ -18,6 +18,7 @@ RESERVED = frozenset(
 # In the order of their weight.
 TOKEN_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict")
 MOST_STOPS = 64
+LEAST_TOP_P = 1e-6
 
 
 def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
@@ -26,7 +27,7 @@ def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     return Sampling(
         temperature=body.number("temperature", 0, 100),
-        top_p=body.number("top_p", 0, 1),
+        top_p=_top_p(body),
         top_k=None if top_k is None else max(top_k, 0),
         min_p=body.number("min_p", 0, 1),
         repetition_penalty=body.number("repeat_penalty", 1e-3, 100) if repetition is None else repetition,
@@ -36,6 +37,12 @@ def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
         seed=None if seed is None else seed % 2**64,
         top_logprobs=top_logprobs,
     )
+
+
+def _top_p(body: Fields) -> float | None:
+    """None of the probability still leaves the likeliest token; the sampler would take 0 for no limit."""
+    top_p = body.number("top_p", 0, 1)
+    return None if top_p is None else max(top_p, LEAST_TOP_P)
 
 
 def _logit_bias(body: Fields) -> dict[int, float]:

@@ -1,0 +1,27 @@
+// As expert_gate_up, with the choice in front: ids[T, K] uint and weights[T, K] float are what topk makes of
+// logits[T, STRIDE], bias and scale, and an id is the row of the blob. Every simdgroup chooses for itself.
+//
+// grid and threadgroup as there.
+  const uint lane = thread_index_in_simdgroup % L;
+  const uint pair = threadgroup_position_in_grid.y;
+  const uint token = pair / (K + SHARED), k = pair % (K + SHARED);
+  const uint block = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
+  const uint first = block * (R * (32 / L)) + thread_index_in_simdgroup / L;
+
+  const device S* own_scales = (const device S*)scales;
+  const device S* own_biases = (const device S*)biases;
+  swiglu_matrix<S> gate = swiglu_from_row<S, H, BITS, GROUP>(0, codes, own_scales, own_biases);
+  swiglu_matrix<S> up = swiglu_from_row<S, H, BITS, GROUP>(I, codes, own_scales, own_biases);
+  if (k < K) {
+    float weight = 0;
+    const uint id = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM>(
+        logits + token * STRIDE, bias, scale, thread_index_in_simdgroup, k, weight);
+    if (block == 0 && thread_index_in_simdgroup == 0) {
+      ids[token * K + k] = id;
+      weights[token * K + k] = weight;
+    }
+    const device uint32_t* record = blob + codes_record(id, WORDS);
+    gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
+    up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
+  }
+  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(x + token * H, gate, up, first, lane, act + pair * I);

@@ -1,0 +1,107 @@
+// The K best of E experts of a token by their logits, found by one simdgroup: lane l holds experts l, l + 32, ...
+// Largest first, ties by lowest index.
+
+#define TOPK_NONE -3.4e38f  // the value of what is taken or left out
+
+inline float topk_sigmoid(float v) {
+  return 1.0f / (1.0f + metal::exp(-v));
+}
+
+// Leaves out all but the KEPT best of GROUPS groups of neighbours; a group is as good as its two best experts.
+template <int E, int GROUPS, int KEPT>
+inline void topk_groups(thread float* value, uint lane) {
+  constexpr uint N = (E + 31) / 32, SIZE = E / GROUPS;
+  float score[GROUPS];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint g = 0; g < GROUPS; g++) {
+    float first = TOPK_NONE, second = TOPK_NONE;
+    for (uint i = 0; i < N; i++) {
+      const uint e = lane + 32 * i;
+      const float v = e < E && e / SIZE == g ? value[i] : TOPK_NONE;
+      second = v > first ? first : v > second ? v : second;
+      first = v > first ? v : first;
+    }
+    for (uint o = 1; o < 32; o *= 2) {
+      const float there = simd_shuffle_xor(first, ushort(o));
+      const float next = simd_shuffle_xor(second, ushort(o));
+      const float lower = there > first ? first : there;
+      second = next > second ? next : second;
+      second = lower > second ? lower : second;
+      first = there > first ? there : first;
+    }
+    score[g] = SIZE > 1 ? first + second : first;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint g = 0; g < GROUPS; g++) {
+    uint better = 0;
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint other = 0; other < GROUPS; other++) {
+      better += score[other] > score[g] || (score[other] == score[g] && other < g) ? 1 : 0;
+    }
+    for (uint i = 0; i < N; i++) {
+      value[i] = better >= KEPT && (lane + 32 * i) / SIZE == g ? TOPK_NONE : value[i];
+    }
+  }
+}
+
+// Choice number `wanted`, which may differ from lane to lane: its expert, and in `weight` its weight.
+//
+// Softmax: by logit, weighed by the softmax over all experts. SIGMOID: by sigmoid, to which BIAS adds bias[E]; weighed
+// without the bias. NORM: the weights of the K sum to one. All are multiplied by scale[0].
+template <int E, int K, int SIGMOID, int BIAS, int GROUPS, int KEPT, int NORM, typename P, typename Q, typename R>
+inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, thread float& weight) {
+  constexpr uint N = (E + 31) / 32;
+  float value[N];
+  float top = TOPK_NONE, total = 0;
+  for (uint i = 0; i < N; i++) {
+    const uint e = lane + 32 * i;
+    value[i] = e < E ? float(logits[e]) : TOPK_NONE;
+    if (SIGMOID) {
+      value[i] = e < E ? topk_sigmoid(value[i]) + (BIAS ? float(bias[e]) : 0.0f) : TOPK_NONE;
+    }
+    top = value[i] > top ? value[i] : top;
+  }
+  if (!SIGMOID) {
+    for (uint o = 1; o < 32; o *= 2) {
+      const float other = simd_shuffle_xor(top, ushort(o));
+      top = other > top ? other : top;
+    }
+    for (uint i = 0; i < N; i++) {
+      total += lane + 32 * i < E ? metal::exp(value[i] - top) : 0.0f;
+    }
+    total = lane_sum<32>(total);
+  }
+  if (KEPT < GROUPS) {
+    topk_groups<E, GROUPS, KEPT>(value, lane);
+  }
+
+  float kept = 0;
+  uint found = 0;
+  for (uint k = 0; k < K; k++) {
+    float best = TOPK_NONE;
+    uint where = E;
+    for (uint i = 0; i < N; i++) {
+      if (value[i] > best) {
+        best = value[i];
+        where = lane + 32 * i;
+      }
+    }
+    for (uint o = 1; o < 32; o *= 2) {
+      const float other = simd_shuffle_xor(best, ushort(o));
+      const uint there = simd_shuffle_xor(where, ushort(o));
+      const bool better = other > best || (other == best && there < where);
+      best = better ? other : best;
+      where = better ? there : where;
+    }
+    where = metal::min(where, uint(E - 1));  // logits that are not numbers choose nothing
+    for (uint i = 0; i < N; i++) {
+      value[i] = lane + 32 * i == where ? TOPK_NONE : value[i];
+    }
+    const float own = SIGMOID ? topk_sigmoid(float(logits[where])) : metal::exp(best - top) / total;
+    kept += own;
+    weight = wanted == k ? own : weight;
+    found = wanted == k ? where : found;
+  }
+  weight = (NORM ? weight / (SIGMOID ? kept + 1e-20f : kept) : weight) * scale[0];
+  return found;
+}

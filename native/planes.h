@@ -1,0 +1,324 @@
+/* Products in integers, as exact as float32, with every form whose codes unpack to bytes faster than to floats.
+ *
+ * native.c includes this after kernels.h with PATH, TARGET and W of the same names: 16 needs AVX-512 VNNI and VBMI, 8
+ * needs AVX2 and takes 2 and 4 bits only. As in vnni.h, the activations of a group are 24-bit integers times one float,
+ * in three planes of signed bytes. Codes become BYTES(bits) vectors of unsigned bytes: over all of them, lane i of 32
+ * bits holds those of consecutive columns, in an order that is cheap to make and that packing follows.
+ *
+ * So that a lane's sum fits 32 bits, a middle is taken off codes of 5 and 6 bits, in the activations' place: each lane
+ * gets a start of minus the middle times its activations, and the bias gets the middle times the scale. E2M1 codes are
+ * bytes of twice their value plus a middle of 16.
+ *
+ * A packed row: for each step of 4 W BYTES columns three planes, low byte first, and W starts; then a float for each
+ * group, and each group's plain sum.
+ */
+#define CAT_(a, b) a##_##b
+#define CAT(a, b) CAT_(a, b)
+#define FN(name) CAT(name, PATH)
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#define BYTES(bits) ((bits) == 2 ? 4 : 2)
+
+#define vf FN(vf)
+#define vi FN(vi)
+#define vu FN(vu)
+
+#if W == 16
+typedef __m512i FN(bytes);
+
+/* Codes 16 q + 8 n .. 16 q + 8 n + 7 of 3, 5 or 6 bits in the lowest bits of 64-bit lane q, as a choice of bytes. */
+#define FROM1(at, bits)                                                                                          \
+    at, at + 1, at + 2, at + ((bits) > 3 ? 3 : 0), at + ((bits) > 3 ? 4 : 0), at + ((bits) > 5 ? 5 : 0), at, at
+#define FROM(n, bits)                                                                                              \
+    FROM1((n) * (bits), bits), FROM1((n + 2) * (bits), bits), FROM1((n + 4) * (bits), bits),                       \
+        FROM1((n + 6) * (bits), bits), FROM1((n + 8) * (bits), bits), FROM1((n + 10) * (bits), bits),              \
+        FROM1((n + 12) * (bits), bits), FROM1((n + 14) * (bits), bits)
+#define SHIFTS(bits) 0, bits, 2 * (bits), 3 * (bits), 4 * (bits), 5 * (bits), 6 * (bits), 7 * (bits)
+#define CHOICE(bits) {{FROM(0, bits)}, {FROM(1, bits)}}
+
+/* The codes of a step. */
+INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_mx, __m512i *out) {
+    static const uint8_t choice[3][2][64] = {CHOICE(3), CHOICE(5), CHOICE(6)};
+    static const uint8_t shift[3][8] = {{SHIFTS(3)}, {SHIFTS(5)}, {SHIFTS(6)}};
+    const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1));
+    if (bits == 2 || bits == 4) {
+        const __m512i v = _mm512_loadu_si512(from);
+        for (int n = 0; n < BYTES(bits); n++)
+            out[n] = _mm512_and_si512(_mm512_srli_epi16(v, (unsigned)(n * bits)), mask);
+        const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_BYTES));
+        if (is_mx) out[0] = _mm512_shuffle_epi8(table, out[0]), out[1] = _mm512_shuffle_epi8(table, out[1]);
+        return;
+    }
+    const __m512i v = bits == 3 ? _mm512_maskz_loadu_epi8(0xFFFFFFFFFFFFull, from) : _mm512_loadu_si512(from);
+    const __m512i more = bits == 3   ? v
+                         : bits == 5 ? _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(from + 64)))
+                                     : _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(from + 64)));
+    const int form = bits == 3 ? 0 : bits - 4;
+    int64_t by;
+    memcpy(&by, shift[form], 8);
+    UNROLL for (int n = 0; n < 2; n++) {
+        const __m512i which = _mm512_loadu_si512(choice[form][n]);
+        __m512i q = bits == 3 ? _mm512_permutexvar_epi8(which, v) : _mm512_permutex2var_epi8(v, which, more);
+        out[n] = _mm512_and_si512(_mm512_multishift_epi64_epi8(_mm512_set1_epi64(by), q), mask);
+    }
+}
+#undef FROM1
+#undef FROM
+#undef SHIFTS
+#undef CHOICE
+
+/* `sum` plus the products of n vectors of codes with one plane, by lane. */
+INLINE __m512i FN(plus)(__m512i sum, const __m512i *codes, const int8_t *x, const int n) {
+    UNROLL for (int i = 0; i < n; i++) sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_loadu_si512(x + 64 * i));
+    return sum;
+}
+
+/* Sums of the products of n vectors of codes with the integers in three planes, by lane. */
+INLINE vu FN(products)(const __m512i *codes, const int8_t *x, const int n) {
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i high = _mm512_slli_epi32(FN(plus)(zero, codes, x + 128 * n, n), 8);
+    high = _mm512_slli_epi32(FN(plus)(high, codes, x + 64 * n, n), 8);
+    return (vu)_mm512_add_epi32(high, FN(plus)(zero, codes, x, n));
+}
+
+INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm512_permutexvar_ps((__m512i)from, (__m512)values); }
+#else
+typedef __m256i FN(bytes);
+
+INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_mx, __m256i *out) {
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1)), v = _mm256_loadu_si256((const __m256i *)from);
+    for (int n = 0; n < BYTES(bits); n++) out[n] = _mm256_and_si256(_mm256_srli_epi16(v, n * bits), mask);
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_BYTES));
+    if (is_mx) out[0] = _mm256_shuffle_epi8(table, out[0]), out[1] = _mm256_shuffle_epi8(table, out[1]);
+}
+
+/* Of the products of n vectors of codes with one plane, times `weight`. Sums of 16 bits do not overflow: they are of at
+ * most 8 products of codes of 2 bits or 4 of up to 28. */
+INLINE __m256i FN(product)(const __m256i *codes, const int8_t *x, const int n, const short weight) {
+    __m256i sum = _mm256_setzero_si256();
+    UNROLL for (int i = 0; i < n; i++) {
+        __m256i two = _mm256_maddubs_epi16(codes[i], _mm256_loadu_si256((const __m256i *)(x + 32 * i)));
+        sum = i ? _mm256_add_epi16(sum, two) : two;
+    }
+    return _mm256_madd_epi16(sum, _mm256_set1_epi16(weight));
+}
+
+/* Sums of the products of n vectors of codes with the integers in three planes, by lane. */
+INLINE vu FN(products)(const __m256i *codes, const int8_t *x, const int n) {
+    __m256i high = _mm256_add_epi32(FN(product)(codes, x + 64 * n, n, 256), FN(product)(codes, x + 32 * n, n, 1));
+    return (vu)_mm256_add_epi32(_mm256_slli_epi32(high, 8), FN(product)(codes, x, n, 1));
+}
+
+INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm256_permutevar8x32_ps((__m256)values, (__m256i)from); }
+#endif
+
+/* What is taken off a code. */
+#define MIDDLE(bits, is_mx) ((is_mx) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
+
+static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m->bits); }
+
+/* Whether this path multiplies such a matrix in integers. */
+static int FN(in_planes)(const Matrix *m) {
+    return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
+}
+
+/* Bytes of a step: planes and starts. */
+#define STEP_BYTES(bits) (3 * 4 * W * BYTES(bits) + 4 * W)
+
+static inline float *FN(plane_factors)(const Matrix *m, const float *packed) {
+    return (float *)((char *)packed + chunks_of(m->in, FN(plane_step)(m)) * STEP_BYTES(m->bits));
+}
+
+static inline ptrdiff_t FN(plane_groups)(const Matrix *m) { return chunks_of(m->in / m->group, W) * W; }
+
+/* 0: in the other layout. */
+static ptrdiff_t FN(plane_floats)(const Matrix *m) {
+    if (!FN(in_planes)(m)) return 0;
+    return FN(plane_factors)(m, NULL) - (float *)NULL + 2 * FN(plane_groups)(m);
+}
+
+/* Column of a step that byte `at` of the vectors of a plane stands for. */
+INLINE ptrdiff_t FN(column)(ptrdiff_t at, const int bits) {
+    const ptrdiff_t n = at / (4 * W), byte = at % (4 * W);
+    if (bits == 2 || bits == 4) return byte * BYTES(bits) + n;
+    return byte / 8 * 16 + 8 * n + byte % 8;
+}
+
+/* The planes and starts of a step's integers. */
+INLINE void FN(split)(const int32_t *x, int8_t *out, const int middle, const int bits) {
+    enum { MOST = 4 * 4 * W };
+    const int size = 4 * W * BYTES(bits);
+    int32_t mixed[MOST], start[W] = {0};
+    for (int at = 0; at < size; at++) mixed[at] = x[FN(column)(at, bits)];
+    for (int at = 0; at < size; at++) start[at / 4 % W] -= middle * mixed[at];
+    for (int p = 0; p < 3; p++)
+        for (int at = 0; at < size; at++) {
+            out[p * size + at] = (int8_t)mixed[at];
+            mixed[at] = (mixed[at] + 128) >> 8;
+        }
+    memcpy(out + 3 * size, start, sizeof start);
+}
+
+/* A group's activations as integers; returns the float that they are times. */
+INLINE float FN(integers)(const float *x, ptrdiff_t n, int32_t *out, float *sum) {
+    float lanes[W];
+    vf top = FN(splat)(VNNI_LEAST), total = {0};
+    for (ptrdiff_t i = 0; i < n; i += W) {
+        const vf v = *(const vf *)(x + i), size = (vf)((vi)v & 0x7FFFFFFF);
+        top = FN(pick)((vi)(size > top), size, top);
+        total += v;
+    }
+    *(vf *)lanes = top, *sum = FN(hsum)(total);
+    float peak = lanes[0];
+    for (int i = 1; i < W; i++) peak = lanes[i] > peak ? lanes[i] : peak;
+    for (ptrdiff_t i = 0; i < n; i++) out[i] = (int32_t)rintf(x[i] * (VNNI_PEAK / peak));
+    return peak / VNNI_PEAK;
+}
+
+static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) {
+    enum { MOST = 4 * 4 * W };
+    const ptrdiff_t step = FN(plane_step)(m), unit = step > m->group ? step : m->group, padded = FN(plane_groups)(m);
+    float *factor = FN(plane_factors)(m, out);
+    int8_t *to = (int8_t *)out;
+    const int middle = MIDDLE(m->bits, m->is_mx);
+    int32_t whole[MOST];
+    memset(factor, 0, (size_t)(2 * padded) * sizeof *factor);
+    for (ptrdiff_t c = 0; c < m->in; c += unit) {
+        for (ptrdiff_t i = 0; i < unit; i += m->group, factor++)
+            *factor = FN(integers)(x + c + i, m->group, whole + i, factor + padded);
+        for (ptrdiff_t i = 0; i < unit; i += step, to += STEP_BYTES(m->bits)) {
+            if (m->bits == 2) FN(split)(whole + i, to, middle, 2);
+            else if (m->bits == 4) FN(split)(whole + i, to, middle, 4);
+            else FN(split)(whole + i, to, middle, 3);
+        }
+    }
+}
+
+/* Up to W scales or biases from `first`, then zeros: what they multiply is zero too. */
+INLINE vf FN(table)(const void *all, ptrdiff_t first, ptrdiff_t n, const Kind kind) {
+    const char *from = (const char *)all + first * unit_of(kind);
+#if W == 16
+    const __mmask16 some = (__mmask16)(n < 16 ? (1 << n) - 1 : 0xFFFF);
+    if (kind == F32) return (vf)_mm512_maskz_loadu_ps(some, from);
+    if (kind == E8M0) return FN(decoded)((vu)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, from)), E8M0);
+    const vu bits = (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
+#else
+    char few[32] = {0};
+    if (n < 8) from = memcpy(few, from, (size_t)(n * unit_of(kind)));
+    if (kind == F32) return *(const vf *)from;
+    if (kind == E8M0) return FN(decoded)((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)), E8M0);
+    const vu bits = (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#endif
+    return kind == BF16 ? FN(decoded)(bits, BF16) : FN(decoded)(bits, F16);
+}
+
+/* Rows r..r+R-1 (those below r1) against T activations. */
+INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
+                           float *const *y, const int R, const int T, const int BITS, const int MX) {
+    enum { MOST = 4 };
+    static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int n = BYTES(BITS), shift = __builtin_ctzl((unsigned long)(m->group / (4 * n))), each = n * W * BITS / 2;
+    const ptrdiff_t groups = m->in / m->group, row_bytes = m->words * 4, padded = FN(plane_groups)(m);
+    const int middle = MIDDLE(BITS, MX);
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * row_bytes)), first[MOST], at = 0;
+    const char *soon = (const char *)soon_of(m, ahead, r1);
+    const uint8_t *w[MOST];
+    vf acc[8];
+    UNROLL for (int i = 0; i < R; i++) {
+        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
+        w[i] = (const uint8_t *)(m->w + row * m->words), first[i] = row * groups;
+        fetch_tables(m, ahead + i, r1);
+    }
+    UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
+    for (ptrdiff_t g = 0; g < groups; g += W) {
+        vf scale[8];
+        UNROLL for (int i = 0; i < R; i++) {
+            const vf scales = FN(table)(m->s, first[i] + g, groups - g, MX ? E8M0 : m->kind);
+            vf biases = {0};
+            if (!MX) biases = FN(table)(m->b, first[i] + g, groups - g, m->kind) + (float)middle * scales;
+            UNROLL for (int t = 0; t < T; t++) {
+                const float *factor = FN(plane_factors)(m, x[t]) + g;
+                scale[i * T + t] = scales * *(const vf *)factor * (MX ? 0.5f : 1.0f);
+                if (!MX) acc[i * T + t] += biases * *(const vf *)(factor + padded);
+            }
+        }
+        for (ptrdiff_t s = 0; s < 1 << shift && at < row_bytes; s++, at += each) {
+            const vi from = (*(const vi *)lane + (int32_t)s * W) >> shift;
+            UNROLL for (int i = 0; i < R; i++) {
+                FN(bytes) codes[4];
+                for (int b = 0; b < each; b += 64) __builtin_prefetch(soon + i * row_bytes + at + b);
+                FN(unpacked)(w[i] + at, BITS, MX, codes);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const int8_t *plane = (const int8_t *)x[t] + at / each * STEP_BYTES(BITS);
+                    vu sum = FN(products)(codes, plane, n);
+                    if (middle) sum += *(const vu *)(plane + 3 * 4 * W * n);
+                    const vf value = __builtin_convertvector((vi)sum, vf);
+                    acc[i * T + t] += value * FN(chosen)(scale[i * T + t], from);
+                }
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < R; i++) {
+        if (r + i >= r1) break;
+        UNROLL for (int t = 0; t < T; t++) y[t][r - r0 + i] = FN(hsum)(acc[i * T + t]);
+    }
+}
+
+#define PLANES(R, T, BITS, MX)                                                                                \
+    static __attribute__((noinline)) TARGET void FN(planes_##T##_##BITS##_##MX)(                              \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r += R) FN(plane_rows)(m, r0, r, r1, x, y, R, T, BITS, MX);            \
+    }
+#define EVERY(BITS, MX) PLANES(4, 1, BITS, MX) PLANES(2, 2, BITS, MX) PLANES(2, 4, BITS, MX)
+#define THREE(BITS, MX) {FN(planes_1_##BITS##_##MX), FN(planes_2_##BITS##_##MX), FN(planes_4_##BITS##_##MX)}
+EVERY(2, 0)
+EVERY(4, 0)
+EVERY(4, 1)
+#if W == 16
+EVERY(3, 0)
+EVERY(5, 0)
+EVERY(6, 0)
+#endif
+
+/* As pack_blocks and rows_of_blocks, which do the rest. */
+static TARGET void FN(pack_any)(const Matrix *m, const float *x, float *out) {
+    FN(in_planes)(m) ? FN(pack_planes)(m, x, out) : FN(pack_blocks)(m, x, out);
+}
+
+static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
+                                   float *const *y) {
+    typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
+    static Rows *const mx[3] = THREE(4, 1);
+#if W == 16
+    static Rows *const affine[7][3] = {
+        [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0), [5] = THREE(5, 0), [6] = THREE(6, 0)};
+#else
+    static Rows *const affine[5][3] = {[2] = THREE(2, 0), [4] = THREE(4, 0)};
+#endif
+    if (!FN(in_planes)(m)) {
+        FN(rows_of_blocks)(m, r0, r1, n, x, y);
+        return;
+    }
+    Rows *const *kernels = m->is_mx ? mx : affine[m->bits];
+    if (n == 4) {
+        kernels[2](m, r0, r1, x, y);
+        return;
+    }
+    if (n > 1) kernels[1](m, r0, r1, x, y);
+    if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
+}
+#undef PLANES
+#undef EVERY
+#undef THREE
+#undef STEP_BYTES
+#undef MIDDLE
+#undef BYTES
+#undef vf
+#undef vi
+#undef vu
+#undef FN
+#undef CAT
+#undef CAT_
+#undef INLINE
+#undef PATH
+#undef TARGET
+#undef W

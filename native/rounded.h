@@ -1,0 +1,403 @@
+/* Products with activations rounded to 8 or 16 bits, in integers: compiled once per instruction set.
+ *
+ * native.c includes this file after defining
+ *   PATH    suffix of every name made here
+ *   TARGET  function attribute that switches the instruction set on
+ *   DOT     DPBUSD, MADDUBS, SDOT or USDOT: who multiplies bytes
+ *
+ * In each of the matrix's groups the activations are integers times one float, the factor: one signed byte (a plane)
+ * each, or two, the low one first. Their products with a group's codes are summed without rounding. What is rounded is
+ * summed in one order, whatever the instruction set and however many rows of x there are: lane g % 8 takes group g's
+ * product times scale and factor, then its bias times the sum of its activations; at last the upper lanes go onto the
+ * lower ones, and those are added in pairs. So a row of x has the same bits alone and among others, on every path.
+ *
+ * A packed row of x is made of words of 32 bits: for each group its planes in the order in which codes are unpacked;
+ * then the factors; then the groups' sums. A block is eight packed rows, word by word beside each other.
+ */
+#define CAT_(a, b) a##_##b
+#define CAT(a, b) CAT_(a, b)
+#define FN(name) CAT(name, PATH)
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+typedef float FN(f8) __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t FN(i8) __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t FN(u8) __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint16_t FN(h8) __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint16_t FN(h16) __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint8_t FN(c8) __attribute__((vector_size(8), aligned(1), may_alias));
+typedef uint8_t FN(c16) __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint64_t FN(b32) __attribute__((vector_size(32), aligned(1), may_alias)); /* 32 bytes */
+#define f8 FN(f8)
+#define i8 FN(i8)
+#define u8 FN(u8)
+#define h8 FN(h8)
+#define b32 FN(b32)
+#define NIBBLES 0x0F0F0F0F0F0F0F0Full
+
+/* ---- what an instruction set does ---- */
+
+#if DOT == SDOT || DOT == USDOT
+INLINE f8 FN(fma8)(f8 a, f8 b, f8 c) {
+    float32x4_t low = vfmaq_f32(vld1q_f32((float *)&c), vld1q_f32((float *)&a), vld1q_f32((float *)&b));
+    float32x4_t high = vfmaq_f32(vld1q_f32((float *)&c + 4), vld1q_f32((float *)&a + 4), vld1q_f32((float *)&b + 4));
+    vst1q_f32((float *)&c, low), vst1q_f32((float *)&c + 4, high);
+    return c;
+}
+
+/* acc + the products of four neighbouring bytes, codes below 16. */
+INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
+    const int8_t *c = (const int8_t *)&codes, *v = (const int8_t *)&x;
+    int32_t *a = (int32_t *)&acc;
+#if DOT == SDOT
+    int32x4_t low = vdotq_s32(vld1q_s32(a), vld1q_s8(c), vld1q_s8(v));
+    int32x4_t high = vdotq_s32(vld1q_s32(a + 4), vld1q_s8(c + 16), vld1q_s8(v + 16));
+#else
+    int32x4_t low = vusdotq_s32(vld1q_s32(a), vld1q_u8((const uint8_t *)c), vld1q_s8(v));
+    int32x4_t high = vusdotq_s32(vld1q_s32(a + 4), vld1q_u8((const uint8_t *)c + 16), vld1q_s8(v + 16));
+#endif
+    vst1q_s32(a, low), vst1q_s32(a + 4, high);
+    return acc;
+}
+
+/* Lane n: the sum of v[n]. */
+INLINE i8 FN(sums)(const i8 *v) {
+    int32x4_t half[8];
+    i8 out;
+    UNROLL for (int n = 0; n < 8; n++)
+        half[n] = vaddq_s32(vld1q_s32((const int32_t *)(v + n)), vld1q_s32((const int32_t *)(v + n) + 4));
+    UNROLL for (int n = 0; n < 8; n += 4)
+        vst1q_s32((int32_t *)&out + n,
+                  vpaddq_s32(vpaddq_s32(half[n], half[n + 1]), vpaddq_s32(half[n + 2], half[n + 3])));
+    return out;
+}
+
+INLINE b32 FN(e2m1)(b32 codes) {
+    const uint8_t values[16] = {E2M1_BYTES};
+    uint8_t *c = (uint8_t *)&codes;
+    const uint8x16_t table = vld1q_u8(values);
+    vst1q_u8(c, vqtbl1q_u8(table, vld1q_u8(c))), vst1q_u8(c + 16, vqtbl1q_u8(table, vld1q_u8(c + 16)));
+    return codes;
+}
+#else
+INLINE f8 FN(fma8)(f8 a, f8 b, f8 c) { return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+
+INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
+#if DOT == DPBUSD
+    return (i8)_mm256_dpbusd_epi32((__m256i)acc, (__m256i)codes, (__m256i)x);
+#else
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+    return (i8)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
+INLINE i8 FN(sums)(const i8 *v) {
+    __m256i four[2];
+    UNROLL for (int n = 0; n < 2; n++) {
+        const __m256i *of = (const __m256i *)(v + 4 * n);
+        four[n] = _mm256_hadd_epi32(_mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));
+    }
+    __m256i low = _mm256_permute2x128_si256(four[0], four[1], 0x20);
+    return (i8)_mm256_add_epi32(low, _mm256_permute2x128_si256(four[0], four[1], 0x31));
+}
+
+/* Twice their value plus 16, by byte. */
+INLINE b32 FN(e2m1)(b32 codes) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_BYTES));
+    return (b32)_mm256_shuffle_epi8(table, (__m256i)codes);
+}
+#endif
+
+/* The same for codes of BITS: MADDUBS and SDOT take bytes of 8 bits in two halves, so that nothing overflows. */
+INLINE i8 FN(dot_of)(i8 acc, b32 codes, b32 x, const int BITS) {
+    if (BITS <= 4 || DOT == DPBUSD || DOT == USDOT) return FN(dot)(acc, codes, x);
+    return FN(dot)(acc, codes & NIBBLES, x) + (FN(dot)((i8){0}, codes >> 4 & NIBBLES, x) << 4);
+}
+
+/* ---- activations ---- */
+
+/* A group's bytes in the order in which FN(codes) gives its codes: of nibbles even ones, then odd ones. */
+INLINE void FN(ordered)(const int8_t *plain, int8_t *out, const int GROUP, const int BITS) {
+    const int unit = GROUP < 64 ? GROUP : 64;
+    if (BITS == 8) memcpy(out, plain, GROUP);
+    else
+        UNROLL for (int i = 0; i < GROUP; i += 32) {
+            FN(h16) pairs = *(const FN(h16) *)(plain + i);
+            int8_t *to = out + i / unit * unit + i % unit / 2;
+            *(FN(c16) *)to = __builtin_convertvector(pairs & 255, FN(c16));
+            *(FN(c16) *)(to + unit / 2) = __builtin_convertvector(pairs >> 8, FN(c16));
+        }
+}
+
+INLINE void FN(round_groups)(const float *x, int planes, ptrdiff_t groups, int8_t *out, float *factor, float *sum,
+                             const int GROUP, const int BITS) {
+    const float most = planes == 1 ? 127 : 32639; /* 127 in both bytes */
+    const f8 zero = {0}, magic = zero + 12582912.0f; /* 1.5 * 2^23: rounds, and leaves an integer */
+    for (ptrdiff_t g = 0; g < groups; g++, x += GROUP, out += GROUP * planes) {
+        int8_t plain[2][128];
+        f8 top = zero + ROUNDED_LEAST, spoilt = zero;
+        i8 total = {0};
+        UNROLL for (int i = 0; i < GROUP; i += 8) {
+            f8 v = *(const f8 *)(x + i), size = (f8)((u8)v & 0x7FFFFFFFu);
+            i8 more = size > top;
+            top = (f8)(((i8)size & more) | ((i8)top & ~more));
+            spoilt += v * 0.0f; /* not a number if any is none, or infinite */
+        }
+        float peak = top[0], bad = spoilt[0];
+        for (int i = 1; i < 8; i++) peak = top[i] > peak ? top[i] : peak, bad += spoilt[i];
+        const f8 up = zero + most / peak;
+        UNROLL for (int i = 0; i < GROUP; i += 8) {
+            i8 n = (i8)FN(fma8)(*(const f8 *)(x + i), up, magic) - 0x4B400000;
+            total += n;
+            *(FN(c8) *)(plain[0] + i) = __builtin_convertvector(n, FN(c8));
+            *(FN(c8) *)(plain[1] + i) = __builtin_convertvector((n + 128) >> 8, FN(c8)); /* without the low byte */
+        }
+        int all = 0;
+        for (int i = 0; i < 8; i++) all += total[i];
+        factor[g] = peak / most + bad, sum[g] = factor[g] * (float)all;
+        for (int p = 0; p < planes; p++) FN(ordered)(plain[p], out + p * GROUP, GROUP, BITS);
+    }
+}
+
+static TARGET void FN(round_row)(const Matrix *m, const float *x, int planes, uint32_t *out) {
+    const ptrdiff_t groups = m->groups;
+    float *factor = (float *)out + m->in / 4 * planes, *sum = factor + rounded_groups(m);
+    int8_t *bytes = (int8_t *)out;
+    memset(factor, 0, (size_t)rounded_groups(m) * 2 * sizeof *factor);
+    if (m->group == 32 && m->bits == 4) FN(round_groups)(x, planes, groups, bytes, factor, sum, 32, 4);
+    else if (m->group == 32) FN(round_groups)(x, planes, groups, bytes, factor, sum, 32, 8);
+    else if (m->group == 64 && m->bits == 4) FN(round_groups)(x, planes, groups, bytes, factor, sum, 64, 4);
+    else if (m->group == 64) FN(round_groups)(x, planes, groups, bytes, factor, sum, 64, 8);
+    else if (m->bits == 4) FN(round_groups)(x, planes, groups, bytes, factor, sum, 128, 4);
+    else FN(round_groups)(x, planes, groups, bytes, factor, sum, 128, 8);
+}
+
+/* ---- weights ---- */
+
+/* The codes of a group, a byte each. */
+INLINE void FN(codes)(const uint8_t *w, b32 *out, const int BITS, const int GROUP, const int MX) {
+    if (BITS == 8) {
+        UNROLL for (int i = 0; i < GROUP / 32; i++) out[i] = ((const b32 *)w)[i];
+    } else if (GROUP == 32) {
+        uint64_t half[2];
+        memcpy(half, w, 16);
+        out[0] = ((b32){half[0], half[1], half[0] >> 4, half[1] >> 4}) & NIBBLES;
+    } else {
+        UNROLL for (int i = 0; i < GROUP / 64; i++) {
+            b32 both = ((const b32 *)w)[i];
+            out[2 * i] = both & NIBBLES, out[2 * i + 1] = both >> 4 & NIBBLES;
+        }
+    }
+    if (MX) out[0] = FN(e2m1)(out[0]);
+}
+
+/* Scales or biases of eight groups, of which `left` are the row's; zeros beyond. `whole`: eight can be read. */
+INLINE f8 FN(table)(const void *table, ptrdiff_t first, ptrdiff_t left, int whole, const Kind kind) {
+    static const int32_t kept[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    float some[8] = {0};
+    const char *from = (const char *)table + first * unit_of(kind);
+    if (!whole && left < 8) from = memcpy(some, from, (size_t)(left * unit_of(kind)));
+    u8 bits;
+    if (kind == F32) bits = *(const u8 *)from;
+    else if (kind == E8M0) bits = __builtin_convertvector(*(const FN(c8) *)from, u8);
+    else bits = __builtin_convertvector(*(const h8 *)from, u8);
+    if (kind == BF16) bits = bits << 16;
+    if (kind == E8M0) bits = bits << 23 | ((u8)(bits == 0) & 0x00400000u);
+    if (kind == F16) {
+        u8 value = (u8)((f8)((bits & 0x7FFFu) << 13) * 0x1p112f);
+        bits = value | ((u8)((bits & 0x7C00u) == 0x7C00u) & 0x7F800000u) | (bits & 0x8000u) << 16;
+    }
+    return left < 8 ? (f8)(bits & *(const u8 *)(kept + 8 - left)) : (f8)bits;
+}
+
+/* Sums of codes times integers of `count` groups, each spread over the lanes of a vector. */
+INLINE void FN(group_dots)(i8 *dots, const uint8_t *w, const int8_t *x, const int count, const int BITS,
+                           const int GROUP, const int PLANES, const int MX) {
+    UNROLL for (int n = 0; n < count; n++, w += GROUP * BITS / 8) {
+        b32 codes[4];
+        i8 sum[2] = {{0}, {0}};
+        FN(codes)(w, codes, BITS, GROUP, MX);
+        UNROLL for (int p = 0; p < PLANES; p++, x += GROUP)
+            UNROLL for (int i = 0; i < GROUP / 32; i++)
+                sum[p] = FN(dot_of)(sum[p], codes[i], *(const b32 *)(x + 32 * i), BITS);
+        dots[n] = sum[0];
+        if (PLANES == 2) dots[n] += sum[1] << 8;
+    }
+}
+
+typedef struct {
+    const void *s, *b; /* a row's */
+    int whole;         /* whether more follow, so that eight can be read anywhere in it */
+} FN(Tables);
+
+INLINE FN(Tables) FN(tables_of)(const Matrix *m, ptrdiff_t row) {
+    ptrdiff_t at = row * table_bytes(m);
+    return (FN(Tables)){(const char *)m->s + at, m->is_mx ? NULL : (const char *)m->b + at,
+                        m->groups * (m->rows - row - 1) >= 7};
+}
+
+/* Scales and biases of eight groups from g on. E2M1 codes are twice their value plus 16. */
+INLINE void FN(scales)(FN(Tables) t, ptrdiff_t g, ptrdiff_t left, const Kind kind, const int MX, f8 *scale, f8 *bias) {
+    *scale = FN(table)(t.s, g, left, t.whole, MX ? E8M0 : kind);
+    if (MX) *bias = *scale * -8.0f, *scale *= 0.5f;
+    else *bias = FN(table)(t.b, g, left, t.whole, kind);
+}
+
+/* ---- one row of x ---- */
+
+INLINE float FN(row_dot)(const Matrix *m, ptrdiff_t row, const uint32_t *soon, const uint32_t *x, const int BITS,
+                         const int GROUP, const int PLANES, const int MX) {
+    enum { LINE = 64 };
+    const int bytes = GROUP * BITS / 8;
+    const ptrdiff_t groups = m->groups;
+    const uint8_t *w = (const uint8_t *)(m->w + row * m->words), *ahead = (const uint8_t *)soon;
+    const int8_t *planes = (const int8_t *)x;
+    const float *factor = (const float *)x + m->in / 4 * PLANES, *sum = factor + rounded_groups(m);
+    const FN(Tables) tables = FN(tables_of)(m, row);
+    f8 acc = {0}, scale, bias;
+    for (ptrdiff_t g = 0; g < groups; g += 8) {
+        const ptrdiff_t left = groups - g;
+        i8 dots[8] = {{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}};
+        UNROLL for (int n = 0; n < 8 * bytes; n += LINE) __builtin_prefetch(ahead + g * bytes + n);
+        if (left >= 8) FN(group_dots)(dots, w + g * bytes, planes + g * GROUP * PLANES, 8, BITS, GROUP, PLANES, MX);
+        else if (left == 4) FN(group_dots)(dots, w + g * bytes, planes + g * GROUP * PLANES, 4, BITS, GROUP, PLANES, MX);
+        else
+            UNROLL for (int n = 0; n < 7; n++) {
+                if (n == left) break;
+                FN(group_dots)(dots + n, w + (g + n) * bytes, planes + (g + n) * GROUP * PLANES, 1, BITS, GROUP, PLANES, MX);
+            }
+        FN(scales)(tables, g, left, m->kind, MX, &scale, &bias);
+        scale *= *(const f8 *)(factor + g);
+        acc = FN(fma8)(__builtin_convertvector(FN(sums)(dots), f8), scale, acc);
+        acc = FN(fma8)(bias, *(const f8 *)(sum + g), acc);
+    }
+    const float a = acc[0] + acc[4], b = acc[1] + acc[5], c = acc[2] + acc[6], d = acc[3] + acc[7];
+    return (a + b) + (c + d);
+}
+
+/* ---- eight rows of x at a time ---- */
+
+/* Rows r..r+7 (those below r1): their codes, each `stride` bytes long, and scales and biases [groups, 8]. */
+INLINE void FN(unpack_tile)(const Matrix *m, ptrdiff_t r, ptrdiff_t r1, uint8_t *codes, ptrdiff_t stride, float *scale,
+                            float *bias, const int BITS, const int GROUP, const int MX) {
+    const int bytes = GROUP * BITS / 8;
+    const ptrdiff_t groups = m->groups;
+    for (int i = 0; i < 8; i++, codes += stride) {
+        const ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
+        const uint8_t *w = (const uint8_t *)(m->w + row * m->words), *ahead = (const uint8_t *)soon_of(m, r + i + 8, r1);
+        const FN(Tables) tables = FN(tables_of)(m, row);
+        fetch_tables(m, r + i + 8, r1);
+        for (ptrdiff_t g = 0; g < groups; g++) {
+            if (bytes >= 64 || g % 2 == 0) __builtin_prefetch(ahead + g * bytes);
+            if (bytes == 128) __builtin_prefetch(ahead + g * bytes + 64);
+            FN(codes)(w + g * bytes, (b32 *)(codes + g * GROUP), BITS, GROUP, MX);
+        }
+        for (ptrdiff_t g = 0; g < groups; g += 8) {
+            f8 s, b;
+            FN(scales)(tables, g, groups - g, m->kind, MX, &s, &b);
+            for (int j = 0; j < 8; j++) scale[8 * (g + j) + i] = s[j], bias[8 * (g + j) + i] = b[j];
+        }
+    }
+}
+
+INLINE f8 FN(all)(float v) { return (f8){v, v, v, v, v, v, v, v}; }
+
+/* The tile times a block of eight rows of x: y[i] holds row i of the tile. */
+INLINE void FN(tile_times_block)(const Matrix *m, const uint8_t *codes, ptrdiff_t stride, const float *scale,
+                                 const float *bias, const uint32_t *x, f8 *y, const int BITS, const int GROUP,
+                                 const int PLANES) {
+    const ptrdiff_t groups = m->groups, padded = rounded_groups(m);
+    const f8 *factor = (const f8 *)x + m->in / 4 * PLANES, *sum = factor + padded;
+    const b32 *v = (const b32 *)x;
+    f8 acc[8][8]; /* by lane and row */
+    memset(acc, 0, sizeof acc);
+    for (ptrdiff_t g = 0; g < groups; g++, codes += GROUP) {
+        i8 dots[2][8];
+        UNROLL for (int p = 0; p < PLANES; p++, v += GROUP / 4) {
+            i8 s[8] = {{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}};
+            for (int k = 0; k < GROUP / 4; k++)
+                UNROLL for (int i = 0; i < 8; i++) {
+                    uint32_t four;
+                    memcpy(&four, codes + i * stride + 4 * k, 4);
+                    s[i] = FN(dot_of)(s[i], (b32)((u8){0} + four), v[k], BITS);
+                }
+            UNROLL for (int i = 0; i < 8; i++) dots[p][i] = s[i];
+        }
+        UNROLL for (int i = 0; i < 8; i++) {
+            i8 dot = dots[0][i];
+            if (PLANES == 2) dot += dots[1][i] << 8;
+            f8 *to = &acc[g % 8][i];
+            *to = FN(fma8)(__builtin_convertvector(dot, f8), factor[g] * FN(all)(scale[8 * g + i]), *to);
+            *to = FN(fma8)(FN(all)(bias[8 * g + i]), sum[g], *to);
+        }
+    }
+    UNROLL for (int i = 0; i < 8; i++) {
+        f8 a = acc[0][i] + acc[4][i], b = acc[1][i] + acc[5][i], c = acc[2][i] + acc[6][i], d = acc[3][i] + acc[7][i];
+        y[i] = (a + b) + (c + d);
+    }
+}
+
+/* Rows r0..r1 of m times n rows of x in blocks of eight. */
+INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room,
+                      float *const *y, const int BITS, const int GROUP, const int PLANES, const int MX) {
+    const ptrdiff_t stride = m->in + 64, padded = rounded_groups(m);
+    uint8_t *codes = room;
+    float *scale = (float *)(codes + 8 * stride), *bias = scale + 8 * padded;
+    f8 out[8];
+    for (ptrdiff_t r = r0; r < r1; r += 8) {
+        FN(unpack_tile)(m, r, r1, codes, stride, scale, bias, BITS, GROUP, MX);
+        for (ptrdiff_t t = 0; t < n; t += 8) {
+            FN(tile_times_block)(m, codes, stride, scale, bias, x[t], out, BITS, GROUP, PLANES);
+            for (ptrdiff_t j = 0; j < least(8, n - t); j++)
+                for (ptrdiff_t i = 0; i < least(8, r1 - r); i++) y[t + j][r - r0 + i] = out[i][j];
+        }
+    }
+}
+
+/* ---- every form ---- */
+
+#define FORM(BITS, GROUP, PLANES, MX)                                                               \
+    static __attribute__((noinline)) TARGET void FN(row_##BITS##_##GROUP##_##PLANES##_##MX)(        \
+    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *x, float *y) {                     \
+        const ptrdiff_t ahead = 1 + PREFETCH_BYTES / (m->words * 4);                                \
+        for (ptrdiff_t r = r0; r < r1; r++) {                                                       \
+            fetch_tables(m, r + ahead, r1);                                                         \
+            y[r - r0] = FN(row_dot)(m, r, soon_of(m, r + ahead, r1), x, BITS, GROUP, PLANES, MX);   \
+        }                                                                                           \
+    }                                                                                               \
+    static __attribute__((noinline)) TARGET void FN(tiles_##BITS##_##GROUP##_##PLANES##_##MX)(      \
+    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room, \
+    float *const *y) {                                                                              \
+        FN(tiles)(m, r0, r1, n, x, room, y, BITS, GROUP, PLANES, MX);                               \
+    }
+#define EVERY(BITS, GROUP, MX) FORM(BITS, GROUP, 1, MX) FORM(BITS, GROUP, 2, MX)
+EVERY(4, 32, 0)
+EVERY(4, 64, 0)
+EVERY(4, 128, 0)
+EVERY(8, 32, 0)
+EVERY(8, 64, 0)
+EVERY(8, 128, 0)
+EVERY(4, 32, 1)
+
+#define BOTH(name, BITS, GROUP, MX) {FN(name##_##BITS##_##GROUP##_1_##MX), FN(name##_##BITS##_##GROUP##_2_##MX)}
+#define TABLE_OF(name)                                                                                              \
+    {BOTH(name, 4, 32, 0), BOTH(name, 4, 64, 0), BOTH(name, 4, 128, 0), BOTH(name, 8, 32, 0), BOTH(name, 8, 64, 0), \
+        BOTH(name, 8, 128, 0), BOTH(name, 4, 32, 1)}
+static const Rounded FN(rounded) = {FN(round_row), TABLE_OF(row), TABLE_OF(tiles)};
+
+#undef TABLE_OF
+#undef BOTH
+#undef EVERY
+#undef FORM
+#undef f8
+#undef i8
+#undef u8
+#undef h8
+#undef b32
+#undef NIBBLES
+#undef FN
+#undef CAT
+#undef CAT_
+#undef INLINE
+#undef PATH
+#undef TARGET
+#undef DOT

@@ -1,0 +1,72 @@
+"""What rounded activations cost beside what 4-bit weights do, for the demo model and the tests' tiny ones.
+
+Prints the table of docs/performance.md from which `engine.machine.AUTO_BITS` follows: mean KL divergences over the
+tokens of a text. That of 4-bit weights is measured against 8-bit ones, both made of the same floats; that of 8- and
+16-bit activations against the exact products, both with the 4-bit weights. Of the demo model no float weights are kept:
+each is drawn evenly from those that round to the shipped 4-bit one. The tiny models' weights and tokens are random.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests")]
+
+import demo_widths  # noqa: E402
+import goldens  # noqa: E402
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+
+from moeflux_mlx import load, load_model  # noqa: E402
+from moeflux_mlx.convert import convert  # noqa: E402
+
+TINY_TOKENS = (4, 128)  # rows, and tokens of each
+
+
+def log_probabilities(path: Path, tokens: np.ndarray, **options: object) -> np.ndarray:
+    """[N, vocab_size] of rows of tokens that stand alone."""
+    model = load_model(path, **options)
+    found = [model(mx.array(row)[None])[0].astype(mx.float32) for row in tokens]
+    rows = np.concatenate([np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)) for logits in found])
+    model.experts.close()
+    return rows
+
+
+def divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """Mean KL divergence in nats."""
+    return float((np.exp(reference, dtype=np.float64) * (reference - other)).sum(-1).mean())
+
+
+def line(name: str, path: Path, folder: Path, tokens: np.ndarray) -> str:
+    """A model's row, of float weights in `path`."""
+    models = {bits: folder / f"{name}-{bits}" for bits in (4, 8)}
+    for bits, model in models.items():
+        convert(path, model, q_bits=bits)
+    fine, exact = (log_probabilities(models[bits], tokens, dtype=mx.float32) for bits in (8, 4))
+    weights = divergence(fine, exact)
+    rounded = [divergence(exact, log_probabilities(models[4], tokens, cpu_activations=bits)) for bits in (8, 16)]
+    shares = (f"{each:.2g} ({each / weights:.2g})" for each in rounded)
+    return f"| {name} | {weights:.2g} | {' | '.join(shares)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What rounded activations cost beside what 4-bit weights do")
+    parser.add_argument("--stories", type=int, default=20, help="held-out stories for the demo model (%(default)s)")
+    options = parser.parse_args()
+    print("| model | 4-bit weights | 8-bit activations (their share) | 16-bit |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        demo_widths.write_floats(folder / "floats", drawn=True)
+        _, tokenizer = load()
+        ids = np.array(tokenizer.encode(demo_widths.held_out_text(options.stories)))
+        rows = ids[: len(ids) // 512 * 512].reshape(-1, 512)
+        print(line("demo", folder / "floats", folder, rows), flush=True)
+        for family in goldens.families():
+            path = goldens.write_variant(folder / f"{family}-floats", family, "hub")
+            random = np.random.default_rng(0).integers(0, goldens.text_config(family)["vocab_size"], TINY_TOKENS)
+            print(line(family, path, folder, random), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The file of tiles: what is written is read, and nothing that is damaged, stale or another GPU's is used."""
+
+import json
+import warnings
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_directory
+
+from moeflux_mlx import load_model
+from moeflux_mlx.engine import handshake, tiles
+from moeflux_mlx.errors import ModelFileError, RankError, RequestError
+from moeflux_mlx.experts.group import FINE, Told
+from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
+
+SPOT = "qmv 8192x4096 4 bits, group_size 64, mode affine, bfloat16"
+FOUND = {SPOT: Tile(rows=8, lanes=16, simdgroups=4, ahead=2, spread=4096)}
+USABLE = st.builds(
+    Tile,
+    rows=st.sampled_from([1, 2, 4, 8]),
+    lanes=st.sampled_from([4, 8, 16, 32]),
+    simdgroups=st.sampled_from([0, 1, 2, 4, 8]),
+    ahead=st.sampled_from([1, 2, 4, 8]),
+    spread=st.sampled_from([0, 512, 8192]),
+    narrow=st.sampled_from([0, 64, 1024]),
+)
+SPOTS = st.builds(lambda kernel, shape: f"{kernel} {shape}", st.sampled_from(sorted(TUNED)), st.text(max_size=8))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-4, 2**40) | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setenv("MOEFLUX_TILES", "auto")
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
+
+
+@pytest.fixture
+def file(gpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tiles.default_file()
+
+
+def chosen(option="auto"):
+    """The tiles, and the warnings on the way."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        return tiles.choose(option).found, [str(one.message) for one in said]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(st.dictionaries(SPOTS, USABLE, max_size=4))
+def test_what_is_kept_is_found(file, found):
+    file.unlink(missing_ok=True)
+    tiles.keep(file, found, found)
+    assert chosen() == (found, [])
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(st.data())
+def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
+    """Bytes that change or are missing, and JSON of any other shape."""
+    file.unlink(missing_ok=True)
+    tiles.keep(file, FOUND, FOUND)
+    whole = file.read_bytes()
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        file.write_bytes(whole[:at] + data.draw(st.binary(max_size=2)) + whole[at + data.draw(st.integers(1, 40)) :])
+    else:
+        held = json.loads(whole)
+        place = data.draw(st.sampled_from(["version", "found", "row", "tiles", "tile"]))
+        row, value = held["found"][0], data.draw(JSON)
+        match place:
+            case "row":
+                held["found"][0] = value
+            case "tiles":
+                row["tiles"] = value
+            case "tile":
+                row["tiles"][SPOT][data.draw(st.sampled_from(["rows", "lanes", "new", "spread"]))] = value
+            case _:
+                held[place] = value
+        file.write_text(json.dumps(held))
+    found, said = chosen()
+    assert all(is_usable(spot.split(" ")[0], tile) for spot, tile in found.items())
+    assert len(said) <= 1 and not (said and found)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "found": [1]}', "\0", '{"version": 2, "found": []}'])
+def test_files_that_are_none(file, text):
+    file.parent.mkdir()
+    file.write_text(text)
+    found, said = chosen()
+    assert found == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
+    with pytest.raises(ModelFileError):
+        tiles.read_found(file)
+    tiles.keep(file, FOUND, FOUND)
+    assert chosen() == (FOUND, [])
+
+
+@pytest.mark.parametrize("field", ["mlx", "kernels"])
+def test_stale_tiles_are_one_line(file, monkeypatch, field):
+    tiles.keep(file, FOUND, FOUND)
+    monkeypatch.setattr(tiles, {"mlx": "mlx_version", "kernels": "kernels_digest"}[field], lambda: "another")
+    found, said = chosen()
+    assert found == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
+    tiles.keep(file, {}, {})
+    assert chosen() == ({}, []) and len(tiles.read_found(file)) == 1
+
+
+def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
+    tiles.keep(file, FOUND, FOUND)
+    monkeypatch.setattr(tiles, "gpu_name", lambda: "another GPU")
+    assert chosen() == ({}, [])
+    tiles.keep(file, {}, FOUND)
+    monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
+    assert chosen() == (FOUND, [])
+
+
+def test_another_models_shapes_stay_and_a_spot_that_is_searched_again_is_replaced(file):
+    other = {"qmv 64x64 form": Tile(1, 8, 1)}
+    tiles.keep(file, FOUND, FOUND)
+    tiles.keep(file, other, other)
+    assert chosen()[0] == {**FOUND, **other}
+    tiles.keep(file, {}, FOUND)
+    assert chosen()[0] == other
+
+
+def test_the_digest_follows_kernels_and_tiles(monkeypatch):
+    tiles.kernels_digest.cache_clear()
+    before = tiles.kernels_digest()
+    monkeypatch.setitem(TILES["metal"], "qmv", replace(TILES["metal"]["qmv"], rows=8))
+    tiles.kernels_digest.cache_clear()
+    assert tiles.kernels_digest() != before
+    tiles.kernels_digest.cache_clear()
+
+
+def test_who_decides(file, monkeypatch, tmp_path):
+    tiles.keep(file, FOUND, FOUND)
+    other = tmp_path / "other.json"
+    tiles.keep(other, {"qmv 64x64 form": Tile(1, 8, 1)}, {})
+    assert list(chosen(other)[0]) == ["qmv 64x64 form"]
+    monkeypatch.setenv("MOEFLUX_TILES", str(other))
+    assert list(chosen()[0]) == ["qmv 64x64 form"] and chosen("code")[0] == {}
+    monkeypatch.setenv("MOEFLUX_TILES", "code")
+    assert tiles.choose("auto") is CODE and chosen(file)[0] == FOUND
+    with pytest.raises(RequestError, match="give a file that moeflux tune wrote, auto or code"):
+        tiles.choose("no-such-file")
+
+
+def test_a_cpu_needs_no_file():
+    assert tiles.choose("no-such-file") is CODE
+
+
+def test_the_place_of_the_file(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tiles.sys, "platform", "darwin")
+    assert tiles.default_file().parts[-4:] == ("Library", "Caches", "moeflux", "tiles.json")
+    monkeypatch.setattr(tiles.sys, "platform", "linux")
+    assert tiles.default_file().parts[-3:] == (".cache", "moeflux", "tiles.json")
+
+
+def test_a_model_computes_with_its_own_tiles(monkeypatch):
+    """Whatever another model in the process has."""
+    from moeflux_mlx.engine import engine
+    from moeflux_mlx.model import decoder
+
+    own = Tiles(FOUND)
+    monkeypatch.setattr(engine, "choose", lambda option: own if option == "mine" else CODE)
+    models = [load_model(tiny_directory("qwen3_moe"), tiles=name) for name in ("mine", "code")]
+    assert [model.tiles for model in models] == [own, CODE]
+    used, real = [], decoder.using
+    monkeypatch.setattr(decoder, "using", lambda choice: used.append(choice) or real(choice))
+    for model in models:
+        model(decoder.mx.array([[1, 2, 3]]))
+        model.experts.close()
+    assert used == [own, CODE]
+
+
+# ---- several ranks
+
+
+def rank_0_says(text):
+    """An exchange of two ranks, of which this is the second."""
+    text += b" " * (-len(text) % 4)
+
+    def exchange(kind, words):
+        theirs = [len(text) // 4] if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
+        return Told(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
+
+    return exchange
+
+
+@pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, "qmv 1x1 x": Tile(1, 8, 1)}])
+@pytest.mark.parametrize("first", [{}, FOUND])
+def test_all_ranks_use_rank_0s(own, first):
+    text = json.dumps({spot: asdict(tile) for spot, tile in first.items()}).encode()
+    assert handshake.share_tiles(rank_0_says(text), Tiles(own)).found == first
+
+
+@pytest.mark.parametrize(
+    "text", [b"[]", b"{", b'{"qmv": 1}', b'{"no 1": {"rows": 1, "lanes": 8}}', b"\xff\xff\xff\xff"]
+)
+def test_tiles_of_rank_0_that_are_none_are_refused(text):
+    with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):
+        handshake.share_tiles(rank_0_says(text), CODE)

@@ -1,0 +1,208 @@
+"""The kernels for one token's attention against float64, and the cache that they leave their keys and values to."""
+
+import contextlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import msl
+from moeflux_mlx.kinds import Rotation, Yarn
+from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.ops import attend, backend, launch
+from moeflux_mlx.ops.rope import Rope
+from moeflux_mlx.state.cache import KVCache
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value
+YARN = Yarn(4.0, 32, attention_factor=1.7)
+CASES = {  # heads, kv heads, width, gates, rotation
+    "one group": (4, 2, 64, False, Rotation(64, 1e6)),
+    "gates": (3, 1, 32, True, Rotation(16, 1e4)),
+    "two threadgroups to a key head": (18, 1, 32, True, Rotation(32, 1e4, interleaved=True)),
+    "YaRN": (2, 2, 128, False, Rotation(64, 1e6, YARN)),
+}
+
+
+@pytest.fixture
+def host():
+    with msl.launching():
+        yield
+
+
+def wide(a):
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+class Layer:
+    """Random norms and tokens of one attention layer."""
+
+    def __init__(self, heads, kv_heads, width, gates, rotation, dtype=mx.float32):
+        self.rng = np.random.default_rng([heads, width])
+        self.dtype, self.sizes = dtype, (heads, kv_heads, width, gates)
+        self.norms = [RMSNorm(width, 1e-2), RMSNorm(width, 1e-2)]
+        for norm in self.norms:
+            norm.weight = self.normal(width)
+        self.rope = Rope(rotation)
+        self.interleaved = rotation.interleaved
+        self.tokens = []
+
+    def normal(self, *shape):
+        return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
+
+    def feed(self, cache, tokens):
+        """Attends with `tokens` new ones; what comes of the last."""
+        heads, kv_heads, width, gates = self.sizes
+        shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, width)
+        parts = [self.normal(1, tokens, *shape) for shape in shapes]
+        self.tokens += [[wide(part)[0, t] for part in parts] for t in range(tokens)]
+        return self.run(parts, cache)[0, -1]
+
+    def run(self, parts, cache):
+        q_norm, k_norm = self.norms
+        return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, rope=self.rope, scale=0.3)
+
+    def turned(self, x, norm, position):
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * wide(norm.weight)
+        angle = position * np.frombuffer(self.rope.frequencies)
+        pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
+        first, second = pairs.T if self.interleaved else pairs
+        out, (cosine, sine) = x.copy(), self.rope.magnitude * np.array([np.cos(angle), np.sin(angle)])
+        out[:, first] = x[:, first] * cosine - x[:, second] * sine
+        out[:, second] = x[:, first] * sine + x[:, second] * cosine
+        return out
+
+    def want(self):
+        """The last token's, in float64."""
+        heads, kv_heads, width, gates = self.sizes
+        q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], len(self.tokens) - 1)
+        k = np.array([self.turned(token[1], self.norms[1], p) for p, token in enumerate(self.tokens)])
+        v = np.array([token[2] for token in self.tokens])
+        k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
+        scores = 0.3 * np.einsum("hd,phd->hp", q, k)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), v)
+        if gates:
+            out /= 1 + np.exp(-self.tokens[-1][0][:, width:])
+        return out.reshape(-1)
+
+    def error(self, lengths):
+        cache = KVCache()
+        for length in lengths:
+            got = self.feed(cache, length)
+        want = self.want()
+        return np.abs(wide(got) - want).max() / np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_matches_oracle(host, case, dtype):
+    assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("heads, kv_heads, width", [(32, 4, 128), (64, 4, 128), (16, 2, 256), (32, 2, 256)])
+def test_at_the_shapes_of_named_models(host, heads, kv_heads, width):
+    """What a threadgroup keeps must fit in Metal's 32 KB."""
+    layer = Layer(heads, kv_heads, width, width == 256, Rotation(width // 4, 1e7), mx.bfloat16)
+    assert layer.error([3, 1]) < LIMITS[mx.bfloat16]
+
+
+@pytest.mark.parametrize("lengths", [[1], [31, 1], [32, 1], [63, 1, 1], [200, *[1] * 34], [255, 1, 2, 1], [1, 1, 9, 1]])
+def test_wherever_pieces_and_arrays_end(host, lengths):
+    """A piece of the context, the newest keys' array and the capacity."""
+    assert Layer(*CASES["gates"]).error(lengths) < LIMITS[mx.float32]
+
+
+def test_bits_do_not_depend_on_where_keys_lie(host):
+    """Nor on the capacity."""
+    layer, moved = Layer(*CASES["gates"]), Layer(*CASES["gates"])
+    one, other = KVCache(), KVCache()
+    for length in (240, *[1] * 9):
+        got, want = layer.feed(one, length), moved.feed(other, length)
+        assert mx.array_equal(got, want)
+        assert other.state[2] == one.offset  # who looks at it moves the newest keys
+        other.reserve(300)
+    for a, b in zip(one.state[:2], other.state[:2], strict=True):
+        assert mx.array_equal(a[..., : one.offset, :], b[..., : one.offset, :])
+
+
+def test_arrays_that_were_shown_keep_what_they_covered(host):
+    layer, cache = Layer(*CASES["one group"]), KVCache()
+    for length in (20, 1, 1):
+        layer.feed(cache, length)
+    held = cache.state[:2]
+    before = [np.array(array)[..., :22, :] for array in held]
+    cache.trim(2)
+    layer.feed(cache, 1)
+    assert cache.state[2] == 21 and mx.array_equal(cache.state[0][..., :20, :], mx.array(before[0])[..., :20, :])
+
+
+def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
+    layer, cache, other = Layer(*CASES["one group"]), KVCache(), KVCache()
+    layer.feed(cache, 40)
+    other.state = (*(array + 0 for array in cache.state[:2]), cache.offset)
+    for _ in range(attend.RECENT + 2):
+        parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
+        cache.reserve(1)
+        arrays = cache.step_arrays()
+        assert len(arrays) == cache.traced.takes
+        stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), None)
+        assert mx.array_equal(layer.run(parts, stand_in), layer.run(parts, other))
+        assert len(stand_in.arrays) == cache.traced.gives
+        cache.take_step(stand_in.arrays)
+    assert cache.offset == other.offset == 74
+    for a, b in zip(cache.state[:2], other.state[:2], strict=True):
+        assert mx.array_equal(a[..., :74, :], b[..., :74, :])
+
+
+@pytest.mark.parametrize("back", [1, 3, 5])
+def test_a_cache_that_was_trimmed_goes_on(host, back):
+    layer, cache = Layer(*CASES["one group"]), KVCache()
+    for length in (20, 1, 1, 1):
+        layer.feed(cache, length)
+    cache.trim(back)
+    del layer.tokens[-back:]
+    got, want = layer.feed(cache, 1), layer.want()
+    assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[mx.float32]
+
+
+def test_a_late_token_is_turned_as_many_are(host):
+    """Their angles have the same float32 rounding, so queries and keys of all positions fit together."""
+    layer, late = Layer(*CASES["one group"]), 100_003
+    q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
+    step, _ = attend._plan(backend.name(), q.shape, k.shape, (q.dtype, q.dtype), 32, 64, False)
+    weights, numbers = [norm.weight for norm in layer.norms], [launch.number(n) for n in (1e-2, 1.0, 0.3)]
+    kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros((2, 2, attend.RECENT, 64))
+    positions = mx.array([late, late, 64], mx.int32)
+    *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent)
+    want = layer.rope(layer.norms[1](k).transpose(0, 2, 1, 3), late)
+    assert np.abs(np.array(recent)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4
+
+
+FAULTS = {
+    "weights of the query": ("attend_step", "is_key ? k_weight : q_weight", "q_weight"),
+    "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
+    "pairs of the other kind": ("attend_step", "NEXT ?", "!NEXT ?"),
+    "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
+    "no magnitude": ("attend_step", "magnitude[0] * metal::sin", "metal::sin"),
+    "no epsilon": ("attend_step", "+ eps[0]", ""),
+    "another key head": ("attend_step", "kv = head / G", "kv = 0"),
+    "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
+    "values of the newest": ("attend_step", "(at - begun) * D", "(at - top) * D"),
+    "its own position is left out": ("attend_step", "p > offset ? 0.0f", "p >= offset ? 0.0f"),
+    "a later position": ("attend_step", "p > offset ? 0.0f", "p > offset + 1 ? 0.0f"),
+    "missing barrier": ("attend_step", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "a piece too few": ("attend_combine", "/ D + 1", "/ D"),
+    "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),
+    "parts of one weight": ("attend_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_caught(host, monkeypatch, name):
+    text, (file, old, new) = launch._text, FAULTS[name]
+    assert old in text(f"{file}.metal")
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == f"{file}.metal" else text(n))
+    with contextlib.suppress(msl.Failure):
+        assert not max(Layer(*case).error([70, 1, 1, 1]) for case in CASES.values()) < LIMITS[mx.float32]

@@ -1,0 +1,329 @@
+"""The few launches of an MoE layer: norm and router, choice, and the shared expert beside the routed ones. Each against
+float64 or its slow form, and bit by bit where modes must agree."""
+
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_forms import Stored
+from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
+
+from metal import msl
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.kinds import Router
+from moeflux_mlx.ops import backend, combine, experts, launch
+from moeflux_mlx.ops.experts import Records, Shared
+from moeflux_mlx.ops.linear import Part, linear
+from moeflux_mlx.ops.route import Choice, route, router_logits
+from moeflux_mlx.quant import EXPERTS, Quant
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+SIGMOID = Router(64, 6, "sigmoid", True, 8, 4, scale=2.5)
+
+
+@pytest.fixture
+def host():
+    with msl.launching():
+        yield
+
+
+def random(rng, *shape, dtype=mx.float32):
+    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+# ---- norm and router
+
+
+def router(rng, rows, columns, bits, group):
+    """A matrix in a stored form, or with 0 bits in floats, and its values."""
+    if not bits:
+        values = random(rng, rows, columns)
+        return Part(None, values), wide(values)
+    matrix = Stored(rng, rows, columns, Quant(bits, group), "F32")
+    return Part(Quant(bits, group), *matrix.arrays("F32")), matrix.values
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bits, group", [(0, 64), (8, 64), (4, 32)])
+@pytest.mark.parametrize("T, O, H", [(1, 33, 2048), (3, 8, 192)])
+def test_norm_and_logits_match_oracle(host, T, O, H, bits, group, dtype):
+    rng = np.random.default_rng([T, O, bits])
+    w, values = router(rng, O, H, bits, group)
+    h, norm = random(rng, T, H, dtype=dtype), random(rng, H, dtype=dtype)
+    x, logits = router_logits(h, norm, 1e-6, w)
+    want = wide(h) / np.sqrt((wide(h) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
+    assert x.dtype == dtype and error(x, want) < LIMITS[dtype]
+    assert error(logits, wide(x) @ values.T) < 2e-5, "logits are of the row as it is stored"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernel_and_twin_of_the_router_agree(dtype):
+    def found():
+        rng = np.random.default_rng(2)
+        w, _ = router(rng, 17, 256, 8, 64)
+        return [*router_logits(random(rng, 2, 256, dtype=dtype), random(rng, 256, dtype=dtype), 1e-6, w)]
+
+    twin = [wide(part) for part in found()]
+    with msl.launching():
+        assert all(error(got, want) < 2 * LIMITS[dtype] for got, want in zip(found(), twin, strict=True))
+
+
+# ---- the choice
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([(16, 4), (40, 10), (128, 8), (512, 10)]), st.booleans()
+)
+def test_softmax_topk(seed, T, shape, norm):
+    E, K = shape
+    rng = np.random.default_rng(seed)
+    logits = rng.permuted(np.tile(np.arange(E) * 0.05, (T, 1)), axis=1).astype(np.float32)
+    with msl.launching():
+        ids, weights = route(mx.array(logits), Router(E, K, normalise=norm))
+        mx.eval(ids, weights)
+    want_ids, want_weights = oracle.softmax_topk(logits, K, norm)
+    assert np.array_equal(np.array(ids), want_ids)
+    np.testing.assert_allclose(np.array(weights), want_weights, rtol=1e-5)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.sampled_from([(8, 8, 4, 8), (4, 40, 2, 4), (2, 16, 1, 3), (1, 24, 1, 5), (8, 32, 4, 8), (16, 1, 9, 3)]),
+    st.floats(-3, 3),
+)
+def test_groups_of_sigmoids(seed, T, shape, shift):
+    groups, size, kept, K = shape
+    rng = np.random.default_rng(seed)
+    order = np.tile(np.arange(groups * size) * 0.02, (T, 1))
+    logits = (rng.permuted(order, axis=1) + rng.normal(size=(T, 1))).astype(np.float32)
+    bias = (rng.normal(size=groups * size) * 0.1 + shift).astype(np.float32)
+    rule = Router(groups * size, K, "sigmoid", True, groups, kept, scale=2.5)
+    with msl.launching():
+        ids, weights = route(mx.array(logits), rule, mx.array(bias))
+        mx.eval(ids, weights)
+    want_ids, want_weights = oracle.noaux_tc_topk(logits, bias, K, groups, kept, 2.5)
+    assert np.array_equal(np.sort(np.array(ids)), np.sort(want_ids))
+    order = np.argsort(np.array(ids)), np.argsort(want_ids)
+    got = np.take_along_axis(np.array(weights), order[0], 1)
+    np.testing.assert_allclose(got, np.take_along_axis(want_weights, order[1], 1), rtol=2e-5)
+
+
+def test_ties_go_to_the_lowest_index(host):
+    logits = np.zeros((1, 70), np.float32)
+    logits[0, [3, 40, 69]] = 1
+    for score in ("softmax", "sigmoid"):
+        ids, _ = route(mx.array(logits), Router(70, 6, score))
+        assert np.array(ids)[0].tolist() == [3, 40, 69, 0, 1, 2]
+    ids, _ = route(mx.array(logits[:, :64]), Router(64, 4, "sigmoid", groups=8, kept_groups=3), None)
+    assert np.array(ids)[0].tolist() == [3, 40, 0, 1], "groups as good as one another: the first"
+
+
+@pytest.mark.parametrize("rule", [Router(64, 4), SIGMOID])
+def test_a_choice_among_what_is_no_number_stays_in_range(host, rule):
+    ids, _ = route(mx.full((1, 64), float("nan")), rule, mx.zeros((64,)) if rule.correction_bias else None)
+    assert np.array(ids).max() < 64
+
+
+@pytest.mark.parametrize("rule", [Router(24, 5), Router(24, 5, "sigmoid", True, 4, 2, True, 1.5)])
+def test_columns_beside_the_experts_are_not_chosen(rule):
+    """The last is the shared expert's gate."""
+    rng = np.random.default_rng(4)
+    logits, bias = rng.normal(size=(3, 25)).astype(np.float32), rng.normal(size=24).astype(np.float32)
+    logits[:, -1] = 100.0
+
+    def found(kind):
+        ids, weights = route(kind(logits), rule, mx.array(bias) if rule.correction_bias else None)
+        return np.array(ids), np.array(weights)
+
+    want = found(np.array)
+    twin = found(mx.array)
+    with msl.launching():
+        kernel = found(mx.array)
+    for ids, weights in (twin, kernel):
+        assert np.array_equal(ids, want[0])
+        np.testing.assert_allclose(weights, want[1], rtol=2e-5)
+
+
+# ---- the shared expert beside the routed ones
+
+
+class Layer(Experts):
+    """Routed experts, and a shared one stored as they are."""
+
+    def __init__(self, seed, T, K, H, I, dtype, columns=7, scales=mx.bfloat16, gated=True, **more):
+        super().__init__(seed, T, K, H, I, dtype, **more)
+        rng = np.random.default_rng([seed, 1])
+        self.own = [Matrix(rng, I, H), Matrix(rng, I, H), Matrix(rng, H, I)]
+        parts = [matrix.arrays(scales) for matrix in self.own]
+        first = Part(EXPERTS, *(mx.concatenate([a, b]) for a, b in zip(parts[0], parts[1], strict=True)))
+        last = Part(EXPERTS, *parts[2])
+        self.logits = random(rng, T, columns)
+
+        def multiplied(x, scale):
+            gate, up = mx.split(linear(x, first), 2, axis=-1)
+            act = gate * mx.sigmoid(gate) * up
+            return linear((act if scale is None else act * scale).astype(x.dtype), last)
+
+        self.shared = Shared(multiplied, first, last, self.logits if gated else None)
+
+    def want_shared(self):
+        gate, up, down = (matrix.values for matrix in self.own)
+        g = wide(self.x) @ gate.T
+        rows = (g / (1 + np.exp(-g)) * (wide(self.x) @ up.T)) @ down.T
+        return rows if self.shared.gates is None else rows / (1 + np.exp(-wide(self.logits)[:, -1:]))
+
+    def routed_and_shared(self):
+        weights = mx.array(self.weights.astype(np.float32))
+        return experts.expert_ffn(self.x, self.index(), self.records, weights, self.h_mid, self.shared)
+
+    def want(self):
+        self.act = mx.array(self.want_act().astype(np.float32))
+        return Experts.want_out(self, shared=False) + self.want_shared()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
+def test_shared_expert_beside_routed_ones_matches_oracle(host, T, K, H, I, gated, dtype):
+    layer = Layer([T, K], T, K, H, I, dtype, gated=gated)
+    assert layer.shared.joins(layer.records.record, K)
+    assert error(layer.routed_and_shared(), layer.want()) < 2 * LIMITS[dtype]
+
+
+def test_kernels_and_the_shared_experts_own_products_agree(host, monkeypatch):
+    layer = Layer(3, 2, 4, 128, 64, mx.float32)
+    together = layer.routed_and_shared()
+    monkeypatch.setattr(Shared, "joins", lambda *_: False)
+    assert error(layer.routed_and_shared(), wide(together)) < 1e-5
+
+
+def test_a_shared_expert_that_is_stored_otherwise_goes_by_itself(host):
+    routed = Layer(5, 1, 3, 128, 64, mx.float32)
+    for other in (Layer(5, 1, 3, 128, 64, mx.float32, scales=mx.float32), Layer(5, 1, 3, 128, 128, mx.float32)):
+        assert not other.shared.joins(routed.records.record, 3)
+        routed.own, routed.logits, routed.shared = other.own, other.logits, other.shared
+        assert error(routed.routed_and_shared(), routed.want()) < 2 * LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("T", [1, 3])
+def test_the_bits_of_a_sum_of_rows(host, T, dtype):
+    """As several ranks make it: every row by itself, then the sum in the order of the routing."""
+    layer = Layer(9, T, 4, 128, 64, dtype)
+    want = layer.routed_and_shared()
+    shared = experts.shared_rows(layer.x, layer.shared, layer.records.record, 4)
+    assert shared.dtype == mx.float32
+    weights, zeros = layer.weights.astype(np.float32), mx.zeros((T, 128))
+    rows = []
+    for t, k in np.ndindex(T, 4):
+        slot, weight = (mx.array(part[t : t + 1, k : k + 1]) for part in (layer.slots, weights))
+        act = experts.expert_gate_up(layer.x[t : t + 1], slot, layer.records)
+        rows.append(experts.expert_down_combine(act, slot, layer.records, weight, zeros[:1]))
+    each = mx.concatenate(rows).reshape(T, 4, -1)
+    assert mx.array_equal(combine.moe_combine(each, mx.ones((T, 4)), layer.h_mid, shared), want)
+
+
+# ---- the choice in the launch of gate and up
+
+
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("rule", [Router(16, 4), Router(16, 4, "sigmoid", True, 4, 2, True, 2.5)])
+def test_choosing_in_the_launch_gives_the_bits_of_choosing_before(host, rule, with_shared):
+    layer = Layer(6, 2, 4, 128, 64, mx.bfloat16, columns=17, records=16)
+    bias = random(np.random.default_rng(7), 16) if rule.correction_bias else None
+    ids, weights = route(layer.logits, rule, bias)
+    shared = layer.shared if with_shared else None
+    want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, shared)
+    got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule, bias), layer.records, layer.h_mid, shared)
+    assert mx.array_equal(got, want)
+
+
+NAMED = {  # hidden size, expert width, rule, bits of the router, gate of the shared expert (None: there is none)
+    "Qwen3-30B-A3B": (2048, 768, Router(128, 8), 8, None),
+    "Qwen3.6-35B-A3B": (2048, 512, Router(256, 8), 8, True),
+    "Qwen3.5-397B-A17B": (4096, 1024, Router(512, 10), 8, True),
+    "Cogito-671B": (7168, 2048, Router(256, 8, "sigmoid", True, 8, 4, scale=2.5), 0, False),
+}
+
+
+def stored(rows, columns, bits=4):
+    """A matrix of zeros that takes no memory."""
+    if not bits:
+        return Part(None, mx.zeros((rows, columns)))
+    quant, kind = Quant(bits, 64), mx.bfloat16 if bits == 4 else mx.float32
+    scales = mx.zeros((rows, columns // 64), kind)
+    return Part(quant, mx.zeros((rows, columns * bits // 32), mx.uint32), scales, scales)
+
+
+@msl.needed
+@pytest.mark.parametrize("name", NAMED)
+def test_an_moe_layer_is_three_launches(monkeypatch, name):
+    """Whose text compiles at every variant."""
+    monkeypatch.setattr(msl.TextKernel, "texts", [])
+    H, I, rule, bits, gate = NAMED[name]
+    record, h = Record.make(H, I), mx.zeros((1, H), mx.bfloat16)
+    records = Records(mx.zeros((rule.experts, record.stride // 4), mx.uint32), record)
+    bias = mx.zeros((rule.experts,)) if rule.correction_bias else None
+    with msl.launching(msl.TextKernel):
+        x, logits = router_logits(h, mx.ones((H,), mx.bfloat16), 1e-6, stored(rule.experts + bool(gate), H, bits))
+        shared = None if gate is None else Shared(fail, stored(2 * I, H), stored(H, I), logits if gate else None)
+        out = experts.chosen_ffn(x, Choice(logits, rule, bias), records, h, shared)
+    assert out.shape == (1, H) and len(msl.TextKernel.texts) == 3
+
+
+def fail(*_):
+    raise AssertionError("the shared expert goes by itself")
+
+
+# ---- planted faults
+
+FAULTS = {
+    "no norm": ("router.h.metal", "v[j] * scale * w[j]", "v[j] * w[j]"),
+    "a simdgroup's squares are left out": ("router_codes.metal", "s < SG; s++", "s < SG - 1; s++"),
+    "the weight of other columns": ("router_codes.metal", "norm + CHUNK * chunk", "norm"),
+    "missing barrier": ("router_codes.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "up before gate": ("expert_gate_up.metal", "(I, codes", "(0, codes"),
+    "the shared row of the first token": ("expert_down_combine.metal", "(token * (K + JOINED) + k)", "(token * K + k)"),
+    "gate of the first token": ("expert_down_combine.metal", "gates[token * STRIDE + STRIDE", "gates[STRIDE"),
+    "a choice later": ("topk.h.metal", "found = wanted == k", "found = wanted == k + 1"),
+    "bias in the weights": ("topk.h.metal", "topk_sigmoid(float(logits[where]))", "best"),
+    "one of the best two": ("topk.h.metal", "first + second", "first"),
+}  # fmt: skip
+
+
+@msl.needed
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_caught(host, monkeypatch, name):
+    file, old, new = FAULTS[name]
+    text = launch._text
+    assert old in text(file)
+    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    try:
+        caught = not errors_of(np.random.default_rng(1)) < 1e-4  # NaN is caught too
+    except msl.Failure:
+        caught = True
+    assert caught
+
+
+def errors_of(rng):
+    layer = Layer(11, 2, 3, 256, 128, mx.float32)
+    w, values = router(rng, 9, 2048, 8, 64)
+    h, norm = random(rng, 2, 2048), random(rng, 2048)
+    _, logits = router_logits(h, norm, 1e-6, w)
+    x = wide(h) / np.sqrt((wide(h) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
+    chosen, bias = np.array(random(rng, 2, 64)), np.array(random(rng, 64))
+    ids, weights = route(mx.array(chosen), SIGMOID, mx.array(bias))
+    want_ids, want = route(chosen, SIGMOID, mx.array(bias))
+    found = error(layer.routed_and_shared(), layer.want()), error(logits, x @ values.T), error(weights, want)
+    return max(found) if np.array_equal(np.array(ids), want_ids) else 1.0
+
+
+def test_without_kernels_nothing_joins():
+    layer = Layer(6, 1, 4, 128, 64, mx.bfloat16)
+    assert backend.name() == "ops" and not layer.shared.joins(layer.records.record, 4)
+    assert error(layer.routed_and_shared(), layer.want()) < 3 * LIMITS[mx.bfloat16]

@@ -1,0 +1,98 @@
+"""Directories of one rank's experts: what it owns, nothing else, and nobody takes one for a whole model."""
+
+import goldens
+import numpy as np
+import pytest
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.weights import model_fingerprint, open_weights
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.state import fingerprint
+
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+RANKS = 3
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directories(request, tmp_path_factory):
+    """A whole model, and one directory for each rank: do not write into them."""
+    source, folder = goldens.checkpoint_dir(request.param), tmp_path_factory.mktemp("held")
+    convert(source, folder / "whole")
+    for rank in range(RANKS):
+        convert(source, folder / str(rank), ranks=RANKS, rank=rank, verify=True)
+    return folder
+
+
+def records(path):
+    """[E, stride] of each layer."""
+    experts = open_weights(path).experts
+    return {
+        layer: np.fromfile(file, np.uint8).reshape(experts.layout.num_experts, -1)
+        for layer, file in experts.paths.items()
+    }
+
+
+def test_a_rank_has_its_experts_and_only_samples_of_the_others(directories, monkeypatch):
+    whole, owners = records(directories / "whole"), Owners((1,) * RANKS)
+    blank = 0
+    for rank in range(RANKS):
+        for layer, found in records(directories / str(rank)).items():
+            own = owners.experts(layer, rank, len(found))
+            assert np.array_equal(found[own], whole[layer][own]) and found[own].any(axis=1).all()
+            others = [expert for expert in range(len(found)) if expert not in own]
+            at = np.concatenate(
+                [
+                    np.arange(o, o + fingerprint.SAMPLE_BYTES)
+                    for o in fingerprint.offsets_of(found.size, fingerprint.EXPERT_SAMPLES)
+                ]
+            )
+            sampled = np.zeros(found.size, bool)
+            sampled[at] = True
+            sampled = sampled.reshape(found.shape)[others]
+            assert np.array_equal(found[others], np.where(sampled, whole[layer][others], 0))
+            blank += int((~sampled).sum())
+    assert blank > 0
+
+
+def test_all_have_one_fingerprint_and_take_less_of_the_disk(directories):
+    paths = [directories / "whole", *(directories / str(rank) for rank in range(RANKS))]
+    assert len({model_fingerprint(path, load_model(paths[0]).activation_dtype) for path in paths}) == 1
+    taken = [sum(file.stat().st_blocks for file in (path / "packed_experts").glob("*.bin")) for path in paths]
+    sizes = [sum(file.stat().st_size for file in (path / "packed_experts").glob("*.bin")) for path in paths]
+    assert max(taken[1:]) < taken[0] and len(set(sizes)) == 1
+
+
+def test_nobody_else_loads_it(directories):
+    with pytest.raises(
+        ModelFileError, match="holds the experts of rank 1 of 3 only, not expert . of layer .*needs all"
+    ) as failure:
+        load_model(directories / "1")
+    assert "\n" not in str(failure.value)
+    weights = open_weights(directories / "1")
+    weights.check_held(Share(Owners((1, 1, 1)), 1))
+    for wanted in (Share(Owners((1, 1, 1)), 0), Share(Owners((1, 1)), 1), Share(Owners((1, 2, 1)), 1)):
+        with pytest.raises(ModelFileError, match=f"this is rank {wanted.rank} of {len(wanted.owners.shares)}"):
+            weights.check_held(wanted)
+    open_weights(directories / "whole").check_held(None)
+
+
+@pytest.mark.parametrize("options", [{"ranks": 2}, {"rank": 0}, {"ranks": 2, "rank": 2}, {"ranks": 1, "rank": 0}])
+def test_ranks_that_are_none(tmp_path, options):
+    with pytest.raises(ConfigError, match="give 2 to 64 ranks"):
+        convert(goldens.checkpoint_dir("qwen3_moe"), tmp_path / "out", **options)
+
+
+def test_a_checkpoint_that_goes_or_comes_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="a directory that stays"):
+        convert(goldens.checkpoint_dir("qwen3_moe"), tmp_path / "out", ranks=2, rank=0, delete_source=True)
+    with pytest.raises(ConfigError, match="a directory that stays"):
+        convert("org/name", tmp_path / "out", ranks=2, rank=0)
+
+
+def test_a_directory_of_another_rank_is_not_gone_on_with(directories, tmp_path):
+    source = goldens.checkpoint_dir("qwen3_moe")
+    convert(source, tmp_path / "out", ranks=2, rank=0)
+    with pytest.raises(ModelFileError, match="with other options"):
+        convert(source, tmp_path / "out", ranks=2, rank=1)
