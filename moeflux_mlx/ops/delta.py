@@ -222,6 +222,7 @@ def _plan_step(target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.Dtype, siz
     heads, v_dim, k_dim = sizes.value_heads, sizes.value_dim, sizes.key_dim
     rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
     simdgroups = ceildiv(v_dim, rows)
+    require(simdgroups <= 32, f"{rows} rows for each simdgroup make {simdgroups} of them; a threadgroup has at most 32")
     template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
     template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups}
     kept = sizes.taps - 1, sizes.channels

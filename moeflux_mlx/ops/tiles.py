@@ -70,6 +70,8 @@ TUNED = {
     "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread"),
     "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread"),
     "qmv_tokens": ("rows", "lanes", "simdgroups", "spread"),
+    "router": ("rows", "simdgroups"),
+    "delta_step": ("rows",),
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_dequantize": ("rows", "simdgroups"),
 }
