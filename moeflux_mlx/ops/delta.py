@@ -67,8 +67,7 @@ def delta(qkv: Array, z: Array, b: Array, a: Array, state: State, w: DeltaWeight
     if isinstance(qkv, np.ndarray):
         out = _native(qkv, z, b, a, state, w, sizes)
     elif B == 1 and sizes.key_dim % 32 == 0 and backend.has_kernels():
-        qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
-        out = _kernels(qkv, z, b, a, state, w, sizes)[None]
+        out = _kernels(qkv, z, b, a, state, w, sizes)
     else:
         out = _ops(qkv, z, b, a, state, w, sizes)
     state.offset += L
@@ -175,22 +174,21 @@ def _recur(
 def _kernels(
     qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
 ) -> mx.array:
-    """[L, ...] in, [L, value width] out."""
-    L = qkv.shape[0]
+    """[1, L, ...] in, [1, L, value width] out."""
+    L = qkv.shape[1]
     conv, recurrent = state.conv, state.recurrent
     if conv is None or recurrent is None:
         conv = mx.zeros((1, sizes.taps - 1, sizes.channels), qkv.dtype)
         recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
-    conv, recurrent = conv.reshape(conv.shape[1:]), recurrent.reshape(recurrent.shape[1:])
     if L == 1:
-        out, conv, recurrent = delta_step(qkv, z, a, b, conv, recurrent, w, sizes)
-        state.conv, state.recurrent = conv[None], recurrent[None]
+        out, state.conv, state.recurrent = delta_step(qkv, z, a, b, conv, recurrent, w, sizes)
         return out
-    qkv, conv = conv_silu(qkv, conv, w.conv.reshape(sizes.channels, -1))
+    qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
+    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
     steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
-    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
+    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, recurrent.reshape(recurrent.shape[1:]), sizes.key_heads)
     state.conv, state.recurrent = conv[None], recurrent[None]
-    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(L, -1)
+    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(1, L, -1)
 
 
 def delta_step(
@@ -206,27 +204,37 @@ def delta_step(
     """One token's `conv_silu`, `gated_delta` and `gated_norm` in one launch, with the same bits.
 
     Args:
-        qkv: [1, channels]. z: [1, value width]. a, b: [1, value heads].
-        conv: [taps - 1, channels]. recurrent: [value heads, value dim, key dim] float32.
+        qkv: [..., channels]. z: [..., value width]. a, b: [..., value heads].
+        conv: [..., taps - 1, channels]. recurrent: [..., value heads, value dim, key dim] float32. All leading axes
+            are 1.
 
-    Returns (out [1, value width], the next conv, the next recurrent).
+    Returns (out [..., value width], the next conv, the next recurrent).
     """
-    launch = _plan_step(backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
-    conv, taps = conv.astype(qkv.dtype), w.conv.reshape(sizes.channels, -1)
-    out, conv, recurrent = launch(qkv, z, a, b, w.A_log, w.dt_bias, conv, taps, recurrent, w.norm, number(w.eps))
+    shapes = qkv.shape, conv.shape, recurrent.shape
+    launch = _plan_step(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
+    kept = conv.astype(qkv.dtype), w.conv, recurrent
+    out, conv, recurrent = launch(qkv, z, a, b, w.A_log, w.dt_bias, *kept, w.norm, number(w.eps))
     return out, conv, recurrent
 
 
 @planned(PLANS)
-def _plan_step(target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.Dtype, sizes: Delta) -> Launch:
+def _plan_step(
+    target: str,
+    qkv: Shape,
+    conv: Shape,
+    recurrent: Shape,
+    dtype: mx.Dtype,
+    taps: mx.Dtype,
+    norm: mx.Dtype,
+    sizes: Delta,
+) -> Launch:
     heads, v_dim, k_dim = sizes.value_heads, sizes.value_dim, sizes.key_dim
     rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
     simdgroups = ceildiv(v_dim, rows)
     require(simdgroups <= 32, f"{rows} rows for each simdgroup make {simdgroups} of them; a threadgroup has at most 32")
     template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
     template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups}
-    kept = sizes.taps - 1, sizes.channels
-    outputs = [((1, sizes.value_width), dtype), (kept, dtype), ((heads, v_dim, k_dim), mx.float32)]
+    outputs = [((*qkv[:-1], sizes.value_width), dtype), (conv, dtype), (recurrent, mx.float32)]
     return Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
 
 

@@ -5,6 +5,7 @@ The GPU kernels take up to 8 rows of x and sum in float32. They, like the native
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -81,10 +82,8 @@ def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | No
     if w.quant is None or len(w.shape) > 2 or not is_read(w.quant, w.shape[1]) or not qmv_pays(count, *w.shape):
         return None
     if count == 1:
-        more = None if residual is None else residual.reshape(1, -1)
-        return qmv(x.reshape(1, -1), w.quant, *_parts(w), norm=norm, residual=more).reshape(*x.shape[:-1], -1)
-    x = x if norm is None else norm(x)
-    y = qmv(x.reshape(count, -1), w.quant, *_parts(w)).reshape(*x.shape[:-1], -1)
+        return qmv(x, w.quant, *_parts(w), norm=norm, residual=residual)
+    y = qmv(x if norm is None else norm(x), w.quant, *_parts(w))
     return y if residual is None else residual + y
 
 
@@ -198,16 +197,16 @@ def qmv(
     """x times the transpose of a quantised matrix.
 
     Args:
-        x: [T, I] float32, bfloat16 or float16, T from 1 to 8. Each row starts at a multiple of 16 bytes, as in a
-            whole array and in slices of its leading axes.
+        x: [..., I] float32, bfloat16 or float16, 1 to 8 rows. Each starts at a multiple of 16 bytes, as in a whole
+            array and in slices of its leading axes.
         quant: of the matrix, one that `forms.is_read`.
         w: codes.
         scales, biases: both of one floating dtype, or E8M0 scales and None.
         norm: of x, of one row.
-        residual: [1, O] in x's dtype, is added to the product of one row.
+        residual: [..., O] in x's dtype, is added to the product of one row.
 
     Returns:
-        [T, O] in x's dtype.
+        [..., O] in x's dtype.
 
     Raises:
         RequestError: a shape or dtype the kernels do not take.
@@ -219,7 +218,7 @@ def qmv(
         y = matmul_float32(x, quant, w, scales, biases).astype(x.dtype)
         return y if residual is None else residual + y
     biases = scales if biases is None else biases  # an input cannot be left out
-    if x.shape[0] > 1:
+    if x.size > x.shape[-1]:
         return launch(x, w, scales, biases)[0]
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     return launch(x, w, scales, biases, weight, number(eps), x if residual is None else residual)[0]
@@ -249,8 +248,8 @@ def _choose(target: str, tokens: int, rows: int, columns: int, form: Form) -> tu
 def _plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
 ) -> Launch | None:
-    check_activations("x", x, x_dtype)
-    tokens, columns = x
+    tokens, columns = prod(x[:-1]), x[-1]
+    check_activations("x", (tokens, columns), x_dtype)
     rows, quant = w[0], form.quant
     require(is_read(quant, columns), f"w is stored in {quant}, which does not divide {columns} columns")
     codes, groups = quant.words(columns), quant.groups(columns)
@@ -269,4 +268,4 @@ def _plan(
     template |= {"T": tokens} if tokens > 1 else {"AHEAD": form.ahead(tile.ahead), **around.template(x_dtype)}
     grid = (ceildiv(blocks * split, tile.simdgroups), 1)
     kernel = Kernel(name, INPUTS[name], "y", form.header)
-    return Launch(target, kernel, template, grid, 32 * tile.simdgroups, [((tokens, rows), x_dtype)])
+    return Launch(target, kernel, template, grid, 32 * tile.simdgroups, [((*x[:-1], rows), x_dtype)])
