@@ -292,7 +292,7 @@ class StreamedExperts(ExpertLoader):
         return Records(blob, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        if not self._pools:  # closed
+        if not self._pools or not keys:  # closed, or a rank that owns none of what was asked for
             return
         if out is not None:
             self._guards.append(out)

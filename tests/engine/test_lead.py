@@ -158,13 +158,13 @@ def test_what_stops_rank_0_inside_the_model_ends_all():
     with Pair("qwen3_moe") as pair:
         session = pair.session()
         layer = pair.models[0].layers[1]
-        right = layer._begin
+        right = layer._mixed
 
         def interrupted(*given):
-            layer._begin = right
+            layer._mixed = right
             raise KeyboardInterrupt
 
-        layer._begin = interrupted
+        layer._mixed = interrupted
         with pytest.raises(KeyboardInterrupt):
             list(session.respond(prompt_of(20)))
         with pytest.raises(RankError, match="lost each other"):

@@ -490,7 +490,7 @@ def test_text_after_other_text_begins_with_no_space_of_its_own(any_tokenizer, te
 
     after = any_tokenizer.encode_after(text)
     if any_tokenizer.decode(any_tokenizer.encode(text)) == text:  # spaces were not squeezed
-        assert spelled(after) == text.replace("\u2581", " ").encode()
+        assert spelled(after).replace("\u2581".encode(), b" ") == text.replace("\u2581", " ").encode()
     assert after == [] or text
 
 
