@@ -190,7 +190,7 @@ class Layer(Experts):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
 def test_shared_expert_beside_routed_ones_matches_oracle(host, T, K, H, I, gated, dtype):
-    layer = Layer([T, K], T, K, H, I, dtype, gated=gated)
+    layer = Layer(10 * T + K, T, K, H, I, dtype, gated=gated)
     assert layer.shared.joins(layer.records.record, K)
     assert error(layer.routed_and_shared(), layer.want()) < 2 * LIMITS[dtype]
 
