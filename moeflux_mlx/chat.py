@@ -13,7 +13,7 @@ from .cli.run import execute, program
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=program("chat"),
-        description="Chat with a packed Mixture-of-Experts model. /help lists the commands inside.",
+        description="Chat with a Mixture-of-Experts model. /help lists the commands inside.",
     )
     add = made.add_argument_group("chat").add_argument
     add("--system-prompt", help="system message")

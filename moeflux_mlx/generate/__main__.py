@@ -15,7 +15,7 @@ DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=program("generate"),
-        description="Generate text with a packed Mixture-of-Experts model.",
+        description="Generate text with a Mixture-of-Experts model.",
     )
     add = made.add_argument_group("prompt").add_argument
     add(
