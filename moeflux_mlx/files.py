@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,29 @@ def sync_folder(path: Path) -> None:
         sync(folder)
     finally:
         os.close(folder)
+
+
+def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = "", mode: int = 0o666) -> None:
+    """Writes a file beside `path`, makes sure it is on the disk, and gives it the name: it appears whole or not at all.
+
+    Args:
+        ending: of the name that it has until then.
+        mode: who may do what with it, less the process's mask.
+
+    Raises:
+        OSError: the system says no; nothing is left behind. What `parts` raises goes through.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{ending}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            sync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

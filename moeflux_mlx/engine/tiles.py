@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import secrets
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -22,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxWarning, RequestError
-from ..files import directory, read_json, sync, sync_folder, user_path
+from ..files import directory, read_json, replace_file, user_path
 from ..ops import backend
 from ..ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
 
@@ -164,18 +163,5 @@ def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
     made = Found(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
     rows = [*(one for one in before if one.gpu != made.gpu), made]
     found = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
-    _replace(file, json.dumps({"version": VERSION, "found": found}, indent=1).encode())
-
-
-def _replace(file: Path, data: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as out:
-            out.write(data)
-            out.flush()
-            sync(out.fileno())
-        os.replace(temporary, file)
-        sync_folder(file.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(file, [json.dumps({"version": VERSION, "found": found}, indent=1).encode()])

@@ -18,7 +18,6 @@ import dataclasses
 import json
 import mmap
 import os
-import secrets
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
-from ..files import sync, sync_folder
+from ..files import replace_file
 from .cache import Cache
 from .fingerprint import Fingerprint
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
@@ -175,22 +174,11 @@ def _with_checksums(head: bytes, body: Iterable[memoryview]) -> Iterator[bytes |
 
 
 def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes a file beside `path`, makes sure it is on the disk, and gives it the name."""
+    """`replace_file` for a prompt, which is private: nobody else may read it."""
     if not path.name:
         raise PromptCacheError(f"{path} is no name for a file; choose another")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        try:
-            # Prompts are private: nobody else may read them.
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                sync(file.fileno())
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, parts, TEMPORARY, 0o600)
     except OSError as error:
         raise PromptCacheError(
             f"{path} cannot be written: {error.strerror or error}; make room or choose another place"
