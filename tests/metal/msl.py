@@ -361,6 +361,13 @@ class TextKernel(HostKernel):
         return [mx.zeros(s, d) for s, d in zip(output_shapes, output_dtypes, strict=True)]
 
 
+def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
+    """Lets the text `file` of a kernel read `new` where it has `old`, as it must have."""
+    text = launcher._text
+    assert old in text(file)
+    monkeypatch.setattr(launcher, "_text", lambda name: text(name).replace(old, new) if name == file else text(name))
+
+
 @contextlib.contextmanager
 def launching(kind: type[HostKernel] = HostKernel) -> Iterator[None]:
     """Gives the launch code a GPU: this harness in place of Metal, else the machine's own."""

@@ -201,8 +201,7 @@ FAULTS = {
 @msl.needed
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_caught(host, monkeypatch, name):
-    text, (file, old, new) = launch._text, FAULTS[name]
-    assert old in text(f"{file}.metal")
-    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == f"{file}.metal" else text(n))
+    file, old, new = FAULTS[name]
+    msl.plant(monkeypatch, f"{file}.metal", old, new)
     with contextlib.suppress(msl.Failure):
         assert not max(Layer(*case).error([70, 1, 1, 1]) for case in CASES.values()) < LIMITS[mx.float32]

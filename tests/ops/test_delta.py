@@ -9,7 +9,7 @@ import pytest
 from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, Router
-from moeflux_mlx.ops import delta, launch, route
+from moeflux_mlx.ops import delta, route
 from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -185,9 +185,7 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
     ],
 )
 def test_a_planted_fault_in_the_step_is_caught(host, monkeypatch, old, new):
-    text = launch._text
-    assert old in text("delta_step.metal")
-    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == "delta_step.metal" else text(n))
+    msl.plant(monkeypatch, "delta_step.metal", old, new)
     with pytest.raises((AssertionError, msl.Failure)):
         test_delta_step_has_the_bits_of_its_parts(None, (2, 4, 64, 20, 4), mx.bfloat16)
 
@@ -280,14 +278,7 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     ],
 )
 def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
-    real = launch._text
-
-    def planted(name):
-        text = real(name)
-        assert name != file or old in text
-        return text.replace(old, new) if name == file else text
-
-    monkeypatch.setattr(launch, "_text", planted)
+    msl.plant(monkeypatch, file, old, new)
     rng = np.random.default_rng(1)
     if "delta" in file:
         case = delta_case(rng, 3, 4, 2, 8, 64, mx.float32)

@@ -336,9 +336,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
-    text = launch._text
-    assert old in text(file)
-    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    msl.plant(monkeypatch, file, old, new)
     e = Experts(11, 2, 3, 256, 128, mx.float32)
     try:
         errors = error(e.gate_up(), e.want_act()), error(e.down_combine(), e.want_out())
@@ -364,9 +362,7 @@ FUSED_FAULTS = {
 @pytest.mark.parametrize("name", FUSED_FAULTS)
 def test_planted_fault_around_a_product_is_caught(host, monkeypatch, name):
     file, old, new = FUSED_FAULTS[name]
-    text = launch._text
-    assert old in text(file)
-    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == file else text(n))
+    msl.plant(monkeypatch, file, old, new)
     cuda_tiles(monkeypatch)  # more than one simdgroup to a row
     assert Fused("norm and sum", 40, 1024, mx.float32).error() > LIMITS[mx.float32]
 

@@ -9,7 +9,7 @@ import pytest
 from metal import msl
 from moeflux_mlx.kinds import Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
-from moeflux_mlx.ops import latent, launch
+from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.rope import Rope
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -65,8 +65,6 @@ FAULTS = {
 @msl.needed
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_caught(host, monkeypatch, name):
-    text, (old, new) = launch._text, FAULTS[name]
-    assert old in text("latent_step.metal")
-    monkeypatch.setattr(launch, "_text", lambda n: text(n).replace(old, new) if n == "latent_step.metal" else text(n))
+    msl.plant(monkeypatch, "latent_step.metal", *FAULTS[name])
     with contextlib.suppress(msl.Failure):
         assert not max(error(case, mx.float32, 37) for case in CASES[:2]) < LIMITS[mx.float32]
