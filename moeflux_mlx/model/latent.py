@@ -49,7 +49,7 @@ class MLA(nn.Module):
     def __call__(self, x: Array, norm: RMSNorm, cache: Positions) -> Array:
         """x plus what is mixed of norm(x)."""
         B, L, _ = x.shape
-        q, kv = self._inputs(x, norm)
+        _, (q, kv) = self._inputs(x, norm)
         q = self.q_b_proj(q, self.q_a_layernorm).reshape(B, L, self.heads, -1)
         key, value, rope, scale = self._key(), self._value(), self.rope, self.scale
         out = attend_latent(q, kv, cache, key, value, norm=self.kv_a_layernorm, rope=rope, scale=scale)

@@ -101,7 +101,7 @@ class MoE(nn.Module):
             x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
             return x, logits, logits
         x = norm(residual)
-        found = self._gates(float32(x))
+        _, found = self._gates(float32(x))
         return x, found[0], found[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ their own, which is copied with one more at each token. MLX's attention would ta
 where the token before is still being computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import Kernel, Launch, Shape, ceildiv, number
+from .launch import Input, Kernel, Launch, Piece, Shape, ceildiv, in_turn
 from .norm import Norm
 from .rope import Rope
 
@@ -59,6 +59,16 @@ class Held(NamedTuple):
     positions: mx.array
 
 
+class Whole(NamedTuple):
+    """What a token's kernels take as one array in place of several.
+
+    joined: q, k and v one after another. weights: where q_norm's weight, k_norm's and rope.periods lie.
+    """
+
+    joined: mx.array
+    weights: list[Piece]
+
+
 class Positions(Protocol):
     """A cache of two arrays [B, heads, capacity, width], full to `offset`."""
 
@@ -88,7 +98,16 @@ class Steps(Positions, Protocol):
 
 
 def attend(
-    q: Array, k: Array, v: Array, cache: Steps, *, q_norm: Norm, k_norm: Norm, rope: Rope, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Steps,
+    *,
+    q_norm: Norm,
+    k_norm: Norm,
+    rope: Rope,
+    scale: float,
+    whole: Whole | None = None,
 ) -> Array:
     """softmax(scale * q k) v over all that `cache` has seen and the new positions up to each query's own.
 
@@ -97,13 +116,14 @@ def attend(
         k, v: [B, L, kv heads, D], appended to `cache`, k normed and turned.
         q_norm, k_norm: of each head of q and k.
         rope: turns q and k by their positions.
+        whole: the same as kernels take it.
 
     Returns:
         [B, L, heads * D]
     """
     B, L, _, D = k.shape
     if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
-        return _step(q, k, v, cache, (q_norm, k_norm), rope, scale)
+        return _step(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
@@ -134,7 +154,14 @@ def takes_step(width: int) -> bool:
 
 
 def _step(
-    q: mx.array, k: mx.array, v: mx.array, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cache: Steps,
+    norms: tuple[Norm, Norm],
+    rope: Rope,
+    scale: float,
+    whole: Whole | None,
 ) -> mx.array:
     """`attend` for one token: [1, 1, heads * D]."""
     q_norm, k_norm = norms
@@ -142,13 +169,12 @@ def _step(
     held = cache.held(k)
     types = q.dtype, q_norm.weight.dtype
     step, combine = _plan(backend.name(), q.shape, k.shape, types, held.keys.shape[2], rope.dims, rope.interleaved)
-    numbers = number(q_norm.eps), number(rope.magnitude), number(scale)
-    weights = q_norm.weight, k_norm.weight
-    parts, stats, recent = step(
-        q, k, v, *weights, rope.periods, *numbers, held.positions, held.keys, held.values, held.recent
-    )
+    inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
+    weights: Sequence[Input] = (q_norm.weight, k_norm.weight, rope.periods) if whole is None else whole.weights
+    numbers = q_norm.eps, rope.magnitude, scale
+    parts, stats, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
-    return combine(parts, stats, q, held.positions)[0]
+    return combine(parts, stats, inputs[0], held.positions)[0]
 
 
 @lru_cache(512)

@@ -16,7 +16,7 @@ from . import backend, native
 from .attend import Positions, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
-from .launch import Kernel, Launch, Shape, ceildiv, number
+from .launch import Kernel, Launch, Shape, ceildiv
 from .linear import Weights, by_head, multiply, part_of_heads
 from .norm import Norm
 from .rope import Rope
@@ -110,7 +110,7 @@ def _step(q: mx.array, kv: mx.array, norm: Norm, rope: Rope, offset: int | mx.ar
     """`_parts` of one token on a GPU in one launch."""
     position = offset[None] if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
     launch = _plan(backend.name(), q.shape, kv.shape, q.dtype, norm.weight.dtype, rope.dims, rope.interleaved)
-    return tuple(launch(q, kv, norm.weight, rope.periods, position, number(norm.eps), number(rope.magnitude)))
+    return tuple(launch(q, kv, norm.weight, rope.periods, position, norm.eps, rope.magnitude))
 
 
 @lru_cache(64)

@@ -15,7 +15,7 @@ from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, number, require
+from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Piece, Shape, ceildiv, require
 from .norm import Norm
 from .tiles import MAX_TOKENS, Tile, lanes_of, planned, split_of, tile_of
 
@@ -46,6 +46,11 @@ class Weights(Protocol):
     def biases(self) -> Any: ...
 
     @property
+    def pieces(self) -> list[Piece] | None:
+        """The same arrays where they lie in a single one, if they do."""
+        ...
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, however the matrix is stored."""
         ...
@@ -59,6 +64,7 @@ class Part:
     weight: mx.array
     scales: mx.array | None = None
     biases: mx.array | None = None
+    pieces: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,8 +88,8 @@ def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | No
     if w.quant is None or len(w.shape) > 2 or not is_read(w.quant, w.shape[1]) or not qmv_pays(count, *w.shape):
         return None
     if count == 1:
-        return qmv(x, w.quant, *_parts(w), norm=norm, residual=residual)
-    y = qmv(x if norm is None else norm(x), w.quant, *_parts(w))
+        return _qmv(x, w, norm, residual)
+    y = _qmv(x if norm is None else norm(x), w)
     return y if residual is None else residual + y
 
 
@@ -162,9 +168,9 @@ def _parts(w: Weights) -> list[Any]:
     return [w.weight, w.scales, w.biases] if w.quant.has_biases else [w.weight, w.scales]
 
 
-def inputs_of(w: Weights) -> list[Any]:
-    """The arrays that a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
-    parts = _parts(w)
+def inputs_of(w: Weights) -> list[Input]:
+    """What a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
+    parts: list[Input] = [*(_parts(w) if w.pieces is None else w.pieces)]
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
 
@@ -211,17 +217,22 @@ def qmv(
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
+    return _qmv(x, Part(quant, w, scales, biases), norm, residual)
+
+
+def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array | None = None) -> mx.array:
+    assert w.quant is not None
     around = Around(None if norm is None else norm.weight.dtype, residual is not None)
-    launch = _plan(backend.name(), x.shape, x.dtype, w.shape, scales.shape, Form(quant, scales.dtype), around)
+    shapes = w.weight.shape, w.scales.shape
+    launch = _plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
     if launch is None:
         x = x if norm is None else norm(x)
-        y = matmul_float32(x, quant, w, scales, biases).astype(x.dtype)
+        y = matmul_float32(x, w.quant, *_parts(w)).astype(x.dtype)
         return y if residual is None else residual + y
-    biases = scales if biases is None else biases  # an input cannot be left out
     if x.size > x.shape[-1]:
-        return launch(x, w, scales, biases)[0]
+        return launch(x, *inputs_of(w))[0]
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-    return launch(x, w, scales, biases, weight, number(eps), x if residual is None else residual)[0]
+    return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual)[0]
 
 
 def qmv_pays(tokens: int, rows: int, columns: int) -> bool:

@@ -15,7 +15,7 @@ from . import backend
 from .backend import Array, view
 from .elementwise import float32, pick, sigmoid, softmax
 from .forms import MULTIPLE, Form, is_read
-from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, number
+from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Shape, ceildiv
 from .linear import Weights, inputs_of, linear
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned, tile_of
@@ -95,9 +95,9 @@ def topk(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[
     return ids, weights
 
 
-def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[Input, Input]:
     """What the text reads beside the logits; an input cannot be left out."""
-    return logits if bias is None else bias, number(rule.scale)
+    return logits if bias is None else bias, rule.scale
 
 
 def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
@@ -141,7 +141,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     if launch is None:
         x = rms_norm(h, norm, eps)
         return x, linear(float32(x), w)
-    x, logits = launch(h, norm, number(eps), *inputs_of(w))
+    x, logits = launch(h, norm, eps, *inputs_of(w))
     return x, logits
 
 

@@ -9,7 +9,7 @@ import pytest
 from metal import msl
 from moeflux_mlx.kinds import Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
-from moeflux_mlx.ops import attend, backend, launch
+from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.state.cache import KVCache
 
@@ -171,7 +171,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     step, _ = attend._plan(backend.name(), q.shape, k.shape, (q.dtype, q.dtype), 32, 64, False)
-    weights, numbers = [norm.weight for norm in layer.norms], [launch.number(n) for n in (1e-2, 1.0, 0.3)]
+    weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros((2, 2, attend.RECENT, 64))
     positions = mx.array([late, late, 64], mx.int32)
     *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent)
@@ -185,7 +185,7 @@ FAULTS = {
     "pairs of the other kind": ("attend_step", "NEXT ?", "!NEXT ?"),
     "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
     "no magnitude": ("attend_step", "magnitude[0] * metal::sin", "metal::sin"),
-    "no epsilon": ("attend_step", "+ eps[0]", ""),
+    "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
     "values of the newest": ("attend_step", "(at - begun) * D", "(at - top) * D"),

@@ -348,7 +348,7 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
 
 FUSED_FAULTS = {
     "squares of half a row": ("qmv.metal", "m < SPLIT; m++) {\nwhole", "m < 1; m++) {\nwhole"),
-    "no epsilon": ("qmv.metal", "+ eps[0]", ""),
+    "no epsilon": ("qmv.metal", "+ eps[0]", "+ 0 * eps[0]"),
     "the residual's first rows": ("qmv.metal", "residual[top + i]", "residual[i]"),
     "weights of the row's beginning": (
         "input.h.metal",

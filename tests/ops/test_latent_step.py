@@ -53,7 +53,7 @@ def test_latent_step_equals_plain_operations(host, case, dtype, position):
 
 FAULTS = {
     "queries of the first head": ("kv : q + head * (NOPE + R)", "kv : q"),
-    "no epsilon": ("+ eps[0]", ""),
+    "no epsilon": ("+ eps[0]", "+ 0 * eps[0]"),
     "unturned values too": ("x[width + second]", "x[second]"),
     "pairs of the other kind": ("NEXT ?", "!NEXT ?"),
     "turned backwards": ("a * cosine - b * sine", "a * cosine + b * sine"),
