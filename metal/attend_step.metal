@@ -32,6 +32,20 @@
     return;
   }
 
+  // What goes on to `next` is asked for first and written last, each thread's 16 bytes at a time.
+  constexpr uint EACH = 16 / sizeof(X), TURNS = RECENT / EACH;
+  const bool copies = piece == 0 && head % G == 0;
+  const uint filled = copies ? (offset - begun) * (D / EACH) : 0;
+  uint4 copied[2 * TURNS];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < TURNS; t++) {
+    const uint at = mine + t * D;
+    if (at < filled) {
+      copied[t] = ((const device uint4*)(recent + later))[at];
+      copied[TURNS + t] = ((const device uint4*)(recent + values_later))[at];
+    }
+  }
+
   for (uint h = simdgroup; h <= GH; h += SG) {
     const bool is_key = h == GH;
     const device X* x = is_key ? k + kv * D : q + (head + h) * STRIDE;
@@ -65,7 +79,7 @@
   }
   if (p < offset) {
     const device X* row = p < begun ? keys + kept + size_t(p) * D : recent + later + (p - begun) * D;
-    CODES_UNROLL(4)
+    CODES_UNROLL(8)
     for (uint i = 0; i < D; i += 8) {
       float key[8];
       codes_x8(row + i, key);
@@ -77,12 +91,16 @@
         }
       }
     }
-  } else if (p == offset) {
-    for (uint i = 0; i < D; i++) {
-      MLX_MTL_PRAGMA_UNROLL
-      for (uint h = 0; h < GH; h++) {
-        score[h] = metal::fma(heads[h * D + i], heads[GH * D + i], score[h]);
+  }
+  if (offset / 32 == p / 32) {  // a whole simdgroup computes its own position's
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint h = 0; h < GH; h++) {
+      float part = 0;
+      for (uint i = lane; i < D; i += 32) {
+        part = metal::fma(heads[h * D + i], heads[GH * D + i], part);
       }
+      part = lane_sum<32>(part);
+      score[h] = p == offset ? part : score[h];
     }
   }
   for (uint h = 0; h < GH; h++) {
@@ -127,7 +145,7 @@
   for (uint h = 0; h < GH; h++) {
     acc[h] = 0;
   }
-  CODES_UNROLL(8)
+  CODES_UNROLL(16)
   for (uint at = top; at < old; at++) {
     const float value = float(values[kept + size_t(at) * D + mine]);
     MLX_MTL_PRAGMA_UNROLL
@@ -135,6 +153,7 @@
       acc[h] = metal::fma(weights[(at - top) * GH + h], value, acc[h]);
     }
   }
+  CODES_UNROLL(16)
   for (uint at = old; at < end; at++) {
     const float value = float(recent[values_later + (at - begun) * D + mine]);
     MLX_MTL_PRAGMA_UNROLL
@@ -150,12 +169,16 @@
   for (uint h = 0; h < GH; h++) {
     parts[(piece * H + head + h) * D + mine] = acc[h];
   }
-  if (piece == 0 && head % G == 0) {
-    const uint row = (offset - begun) * D + mine;
-    for (uint i = mine; i < row; i += D) {
-      next[later + i] = recent[later + i];
-      next[values_later + i] = recent[values_later + i];
+  if (copies) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint t = 0; t < TURNS; t++) {
+      const uint at = mine + t * D;
+      if (at < filled) {
+        ((device uint4*)(next + later))[at] = copied[t];
+        ((device uint4*)(next + values_later))[at] = copied[TURNS + t];
+      }
     }
+    const uint row = (offset - begun) * D + mine;
     next[later + row] = X(heads[GH * D + mine]);
     next[values_later + row] = v[kv * D + mine];
   }
