@@ -45,7 +45,7 @@ class RoutedExpertsCall(Protocol):
     def __call__(
         self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
-        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H].
+        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape.
 
         `shared` is the shared expert's output, or of up to `MAX_TOKENS` tokens that expert itself.
         """

@@ -44,15 +44,14 @@ class MoE(nn.Module):
 
     def add_to(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the block makes of it, normed."""
-        B, L, D = residual.shape
+        B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
             return self.end(self.begin(residual, norm))
-        rows = residual.reshape(B * L, D)
-        x, logits, gates = self._routed(rows, norm)
+        x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits)
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._guess(rows), Choice(logits, self.rule, self._bias))
-        return self.experts(routing, x, rows, self._shared(gates)).reshape(B, L, D)
+        routing = Routing(self.layer, ids, weights, self._guess(residual, B * L), Choice(logits, self.rule, self._bias))
+        return self.experts(routing, x, residual, self._shared(gates))
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """What each token of many needs of itself alone; `end` takes it, of one block of tokens or of several joined.
@@ -65,8 +64,8 @@ class MoE(nn.Module):
             `residual`, the normed input [B, L, D], ids and weights [B, L, K], and the shared expert's output [B, L, D]
             if there is one.
         """
-        B, L, D = residual.shape
-        x, logits, gates = self._routed(residual.reshape(B * L, D), norm)
+        B, L, _ = residual.shape
+        x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits)
         parts = [residual, x, ids, weights]
         shared = self._shared(gates)
@@ -83,24 +82,25 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._guess(residual))
+        routing = Routing(self.layer, ids, weights, self._guess(residual, B * L))
         return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
 
-    def _guess(self, residual: Array) -> Routing | None:
+    def _guess(self, residual: Array, tokens: int) -> Routing | None:
         """The next MoE layer's router on this layer's hidden state, which its own norm rescales."""
         if self._following is None or self.experts is None:
             return None
         following, norm = self._following()
-        if not self.experts.wants_guess(following.layer, len(residual)):
+        if not self.experts.wants_guess(following.layer, tokens):
             return None
         return Routing(following.layer, *following.route(following._routed(residual, norm)[1]))
 
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
-        """The normed rows [T, D]; logits [T, O], the experts' first; and what has the shared expert's gate last."""
+        """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
+        expert's gate last."""
         if self._gates.stacked is not None:
             x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
             return x, logits, logits
-        x = norm(residual)
+        x = norm(residual.reshape(-1, residual.shape[-1]))
         _, found = self._gates(float32(x))
         return x, found[0], found[-1]
 

@@ -8,6 +8,7 @@ else the records hold.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -105,13 +106,13 @@ def chosen_ffn(
 def expert_ffn(
     x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
 ) -> Array:
-    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, all [T, H], for up to 8 tokens on MLX's side.
+    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for up to 8 tokens on MLX's side.
 
     Args:
         x: [T, H], as for `expert_gate_up`.
         slots: [T, K] integers, rows of the records.
         weights: [T, K] float32.
-        residual: [T, H].
+        residual: [..., H], T rows; so is what is returned.
         shared: the shared expert, or its output [T, H]; None: there is none.
     """
     if isinstance(x, mx.array) and isinstance(slots, np.ndarray):
@@ -195,11 +196,11 @@ def expert_down_combine(
         act: as `expert_gate_up` returns it.
         slots, records: as there.
         weights: [T, K] float32.
-        residual: [T, H], the stream before the experts.
+        residual: [..., H], T rows, the stream before the experts.
         shared: the shared expert's output [T, H], the shared expert that `act` has a row of, or None.
 
     Returns:
-        [T, H] in residual's dtype.
+        residual's shape and dtype.
 
     Raises:
         RequestError: a shape or dtype the kernels do not take.
@@ -207,11 +208,13 @@ def expert_down_combine(
     if isinstance(act, np.ndarray):
         assert not isinstance(shared, Shared)
         if is_read(records.record):
-            return native.expert_down_combine(act, records.blob, slots, records.record, weights, residual, shared)
+            rows = residual.reshape(-1, residual.shape[-1])
+            sums = native.expert_down_combine(act, records.blob, slots, records.record, weights, rows, shared)
+            return sums.reshape(residual.shape)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)
-        sums = _down_combine_ops(mx.array(act), mx.array(index), copies, mx.array(weights), mx.array(residual), other)
-        return view(sums)
+        inputs = mx.array(weights), mx.array(residual), other
+        return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
     assert isinstance(slots, mx.array)
     joined = isinstance(shared, Shared)
     rows = residual if shared is None or isinstance(shared, Shared) else shared  # an input cannot be left out
@@ -321,9 +324,9 @@ def _plan_down(
     gates: int = 0,
 ) -> Launch | None:
     check_activations("act", act, dtypes[0], rank=3)
-    check_activations("residual", residual, dtypes[1])
+    check_activations("residual", (prod(residual[:-1]), residual[-1]), dtypes[1])
     tokens, each, inner = act
-    hidden, top_k = residual[1], each - joined
+    hidden, top_k = residual[-1], each - joined
     fits = (hidden, inner) == (record.hidden_size, record.moe_intermediate_size)
     require(
         fits, f"act is {act}, residual {residual}; the records' down is {record.down.rows} by {record.down.columns}"
@@ -341,7 +344,7 @@ def _plan_down(
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = "act blob slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)
-    return Launch(target, kernel, template, groups, 32 * each, [((tokens, hidden), dtypes[1])])
+    return Launch(target, kernel, template, groups, 32 * each, [(residual, dtypes[1])])
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:
@@ -371,4 +374,5 @@ def _down_combine_ops(
     shared: mx.array | None,
 ) -> mx.array:
     down = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
-    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, residual, shared)
+    rows = residual.reshape(-1, residual.shape[-1])
+    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, rows, shared).reshape(residual.shape)

@@ -126,7 +126,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     """The RMS norm of a few rows or of many, and its product with a router's matrix.
 
     Args:
-        h: [T, H], in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
+        h: [..., H], T rows, in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
         norm: [H], the norm's weight.
         eps: the norm's.
         w: [O, H].
@@ -134,12 +134,12 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     Returns:
         (x [T, H] normed, in h's dtype, logits [T, O] float32).
     """
-    launch = None
-    if isinstance(h, mx.array) and len(h) <= MAX_TOKENS:
+    launch, shape = None, (h.size // h.shape[-1], h.shape[-1])
+    if isinstance(h, mx.array) and shape[0] <= MAX_TOKENS:
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
-        launch = _plan_logits(backend.name(), h.shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
+        launch = _plan_logits(backend.name(), shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
     if launch is None:
-        x = rms_norm(h, norm, eps)
+        x = rms_norm(h.reshape(shape), norm, eps)
         return x, linear(float32(x), w)
     x, logits = launch(h, norm, eps, *inputs_of(w))
     return x, logits

@@ -202,7 +202,7 @@ def test_the_next_layers_router_looks_through_its_own_norm(family):
     assert [routing.layer for routing, _ in guesses] == layers and guesses[-1][0].guess is None
     for (routing, h_mid), following in zip(guesses, layers[1:], strict=False):
         after = model.layers[following]
-        normed = after.post_attention_layernorm(mx.array(h_mid))
+        normed = after.post_attention_layernorm(mx.array(h_mid[0]))
         ids, weights = after.mlp.route(after.mlp.gate(normed.astype(mx.float32)))
         assert routing.guess.layer == following
         assert np.array_equal(np.array(routing.guess.ids), np.array(ids))
