@@ -37,12 +37,16 @@ inline void codes_bf16_pair(uint pair, thread float* v) {
   v[1] = as_type<float>(pair & 0xFFFF0000u);
 }
 
-inline void codes_x8(const device bfloat16_t* x, thread float* v) {
-  const uint4 q = *(const device uint4*)x;
+// 16 bytes of values like `kind` as floats.
+inline void codes_unpack(uint4 q, bfloat16_t kind, thread float* v) {
   codes_bf16_pair(q.x, v);
   codes_bf16_pair(q.y, v + 2);
   codes_bf16_pair(q.z, v + 4);
   codes_bf16_pair(q.w, v + 6);
+}
+
+inline void codes_x8(const device bfloat16_t* x, thread float* v) {
+  codes_unpack(*(const device uint4*)x, bfloat16_t(0), v);
 }
 
 inline void codes_f16_pair(uint pair, thread float* v) {
@@ -51,12 +55,22 @@ inline void codes_f16_pair(uint pair, thread float* v) {
   v[1] = float(h.y);
 }
 
-inline void codes_x8(const device float16_t* x, thread float* v) {
-  const uint4 q = *(const device uint4*)x;
+inline void codes_unpack(uint4 q, float16_t kind, thread float* v) {
   codes_f16_pair(q.x, v);
   codes_f16_pair(q.y, v + 2);
   codes_f16_pair(q.z, v + 4);
   codes_f16_pair(q.w, v + 6);
+}
+
+inline void codes_x8(const device float16_t* x, thread float* v) {
+  codes_unpack(*(const device uint4*)x, float16_t(0), v);
+}
+
+inline void codes_unpack(uint4 q, float kind, thread float* v) {
+  v[0] = as_type<float>(q.x);
+  v[1] = as_type<float>(q.y);
+  v[2] = as_type<float>(q.z);
+  v[3] = as_type<float>(q.w);
 }
 
 // A group's scale or bias as float.

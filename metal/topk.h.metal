@@ -62,10 +62,7 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
     top = value[i] > top ? value[i] : top;
   }
   if (!SIGMOID) {
-    for (uint o = 1; o < 32; o *= 2) {
-      const float other = simd_shuffle_xor(top, ushort(o));
-      top = other > top ? other : top;
-    }
+    top = lane_max(top);
     for (uint i = 0; i < N; i++) {
       total += lane + 32 * i < E ? metal::exp(value[i] - top) : 0.0f;
     }

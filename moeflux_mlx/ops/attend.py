@@ -26,7 +26,7 @@ ATTEND_STEP = Kernel(
 )
 ATTEND_COMBINE = Kernel("attend_combine", "parts stats gate positions", "out")
 RECENT = 32  # positions whose keys and values are kept apart
-HEADS = 8  # of queries in a threadgroup: with 256 values each they and their weights take 17 KB of its memory
+HEADS = 8  # of queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 SCORES = 1 << 27  # that exist at once: where MLX has no fused attention it keeps all of a call's
 
@@ -190,12 +190,13 @@ def _plan(
     (heads, stride), (kv_heads, width) = q[2:], k[2:]
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
-    sizes = {"X": types[0], "H": heads, "D": width}
+    positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
+    sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
     template = sizes | {"W": types[1], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
-    pieces = ceildiv(capacity + RECENT, width)
+    pieces = ceildiv(capacity + RECENT, positions)
     outputs = [((pieces, heads, width), mx.float32), ((pieces, heads, 2), mx.float32)]
     recent = (2, kv_heads, RECENT, width), types[0]
-    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), width, [*outputs, recent])
+    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), 2 * width, [*outputs, recent])
     out = [((1, 1, heads * width), types[0])]
-    return step, Launch(target, ATTEND_COMBINE, sizes | {"GATE": int(stride > width)}, (heads, 1), width, out)
+    return step, Launch(target, ATTEND_COMBINE, sizes | {"GATE": int(stride > width)}, (heads, 1), 4 * width, out)
