@@ -11,15 +11,15 @@
   float largest = -3.4e38f;
   _Pragma("unroll 1")
   for (uint i = thread_index_in_simdgroup; i < pieces; i += 32) {
-    const float top = stats[(i * H + head) * 2];
+    const float top = parts[(i * H + head) * (D + 2) + D];
     largest = top > largest ? top : largest;
   }
   largest = lane_max(largest);
   float sum = 0, total = 0;
   for (uint i = mine; i < pieces; i += SHARES) {
-    const float share = metal::exp(stats[(i * H + head) * 2] - largest);
-    total = metal::fma(share, stats[(i * H + head) * 2 + 1], total);
-    sum = metal::fma(share, parts[(i * H + head) * D + column], sum);
+    const float share = metal::exp(parts[(i * H + head) * (D + 2) + D] - largest);
+    total = metal::fma(share, parts[(i * H + head) * (D + 2) + D + 1], total);
+    sum = metal::fma(share, parts[(i * H + head) * (D + 2) + column], sum);
   }
   if (mine > 0) {
     sums[(mine - 1) * D + column] = sum;

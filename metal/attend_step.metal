@@ -6,9 +6,9 @@
 // multiplied by q_weight or k_weight[D] W; their first DIMS values are turned by angles offset / periods[DIMS / 2] and
 // multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
 //
-// For each P positions: stats[., H, 2] float, the largest of scores = scale[0] q k and the sum of exp(score - largest);
-// parts[., H, D] float, the values weighted so. What is summed with what depends on positions alone. next: `recent`
-// with the token's key and value. All else X.
+// For each P positions and each head, parts[., H, D + 2] float: the values, weighted by exp(score - largest), where
+// score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
+// alone. next: `recent` with the token's key and value. All else X.
 //
 // grid: (2 * D * pieces, H / GH, 1), threadgroup (2 * D, 1, 1). A threadgroup has GH heads that share a key head, and P
 // positions: a thread first has pairs of a position and a head, then a column of the values and half of the positions.
@@ -140,8 +140,8 @@
     }
     sum = lane_sum<32>(sum);
     if (lane == 0) {
-      stats[(piece * H + head + h) * 2] = largest;
-      stats[(piece * H + head + h) * 2 + 1] = sum;
+      parts[(piece * H + head + h) * (D + 2) + D] = largest;
+      parts[(piece * H + head + h) * (D + 2) + D + 1] = sum;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -172,7 +172,7 @@
     const float value = own < P ? float(v[kv * D + column]) : 0.0f;
     for (uint h = 0; h < GH; h++) {
       const float weight = own < P ? weights[own * GH + h] : 0.0f;
-      parts[(piece * H + head + h) * D + column] = metal::fma(weight, value, acc[h] + heads[h * D + column]);
+      parts[(piece * H + head + h) * (D + 2) + column] = metal::fma(weight, value, acc[h] + heads[h * D + column]);
     }
   }
   if (copies) {

@@ -1,5 +1,5 @@
-// As expert_gate_up, with the choice in front: ids[T, K] uint and weights[T, K] float are what topk makes of
-// logits[T, STRIDE], bias and scale, and an id is the row of the blob. Every simdgroup chooses for itself.
+// As expert_gate_up, with the choice in front: chosen[T, 2, K] uint holds the ids that topk makes of logits[T, STRIDE],
+// bias and scale, and the bits of their weights; an id is the row of the blob. Every simdgroup chooses for itself.
 //
 // grid and threadgroup as there.
   const uint lane = thread_index_in_simdgroup % L;
@@ -17,8 +17,8 @@
     const uint id = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM>(
         logits + token * STRIDE, bias, scale, thread_index_in_simdgroup, k, weight);
     if (block == 0 && thread_index_in_simdgroup == 0) {
-      ids[token * K + k] = id;
-      weights[token * K + k] = weight;
+      chosen[2 * token * K + k] = id;
+      chosen[(2 * token + 1) * K + k] = as_type<uint>(weight);
     }
     const device uint32_t* record = blob + codes_record(id, WORDS);
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);

@@ -22,9 +22,9 @@ from .rope import Rope
 ATTEND_STEP = Kernel(
     "attend_step",
     "q k v q_weight k_weight periods eps magnitude scale positions keys values recent",
-    "parts stats next",
+    "parts next",
 )
-ATTEND_COMBINE = Kernel("attend_combine", "parts stats gate positions", "out")
+ATTEND_COMBINE = Kernel("attend_combine", "parts gate positions", "out")
 RECENT = 32  # positions whose keys and values are kept apart
 HEADS = 8  # of queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
@@ -172,9 +172,9 @@ def _step(
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
     weights: Sequence[Input] = (q_norm.weight, k_norm.weight, rope.periods) if whole is None else whole.weights
     numbers = q_norm.eps, rope.magnitude, scale
-    parts, stats, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
+    parts, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
-    return combine(parts, stats, inputs[0], held.positions)[0]
+    return combine(parts, inputs[0], held.positions)[0]
 
 
 @lru_cache(512)
@@ -195,8 +195,7 @@ def _plan(
     template = sizes | {"W": types[1], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
     pieces = ceildiv(capacity + RECENT, positions)
-    outputs = [((pieces, heads, width), mx.float32), ((pieces, heads, 2), mx.float32)]
-    recent = (2, kv_heads, RECENT, width), types[0]
-    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), 2 * width, [*outputs, recent])
+    outputs = [((pieces, heads, width + 2), mx.float32), ((2, kv_heads, RECENT, width), types[0])]
+    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), 2 * width, outputs)
     out = [((1, 1, heads * width), types[0])]
     return step, Launch(target, ATTEND_COMBINE, sizes | {"GATE": int(stride > width)}, (heads, 1), 4 * width, out)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
-from .launch import Kernel, Launch, Shape, ceildiv, require
+from .launch import Input, Kernel, Launch, Piece, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of
 from .route import Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
@@ -99,8 +99,12 @@ def chosen_ffn(
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
     own = _first_of(shared, records.blob)
-    act, ids, weights = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
-    return expert_down_combine(act, ids, records, weights, residual, shared)
+    act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
+    top_k = choice.rule.top_k
+    used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
+    out = _down_launch(act, used, records, residual, shared)
+    assert out is not None
+    return out
 
 
 def expert_ffn(
@@ -216,17 +220,40 @@ def expert_down_combine(
         inputs = mx.array(weights), mx.array(residual), other
         return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
     assert isinstance(slots, mx.array)
+    weights = weights.astype(mx.float32)
+    out = _down_launch(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
+    if out is None:
+        assert not isinstance(shared, Shared)
+        return _down_combine_ops(act, slots, records, weights, residual, shared)
+    return out
+
+
+class Used(NamedTuple):
+    """The slots [T, K] = `shape` that tokens use and their weights, where the kernel finds them.
+
+    `row`: values from one token's to the next one's.
+    """
+
+    slots: Input
+    weights: Input
+    shape: Shape
+    row: int
+
+
+def _down_launch(
+    act: mx.array, used: Used, records: Records, residual: mx.array, shared: "mx.array | Shared | None"
+) -> mx.array | None:
+    """`expert_down_combine` by the kernel; None where it does not run."""
     joined = isinstance(shared, Shared)
     rows = residual if shared is None or isinstance(shared, Shared) else shared  # an input cannot be left out
     columns = shared.gates.shape[1] if isinstance(shared, Shared) and shared.gates is not None else 0
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
-    shapes = act.shape, residual.shape, records.blob.shape, slots.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns)
-    weights = weights.astype(mx.float32)
+    shapes = act.shape, residual.shape, records.blob.shape, used.shape
+    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, used.row)
     if launch is None:
-        assert not isinstance(shared, Shared)
-        return _down_combine_ops(act, slots, records, weights, residual, shared)
-    return launch(act, records.blob, slots, weights, residual, rows, *_last_of(shared, records.blob))[0]
+        return None
+    inputs = act, records.blob, used.slots, used.weights, residual, rows
+    return launch(*inputs, *_last_of(shared, records.blob))[0]
 
 
 @cache
@@ -281,12 +308,11 @@ def _plan_choice(
 ) -> Launch | None:
     _check_slots(blob, (logits[0], rule.top_k), x[0], record)
     require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
-    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act ids weights")
+    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act chosen")
     launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined)
     if launch is None:
         return None
-    chosen = (logits[0], rule.top_k)
-    outputs = [*launch.outputs, (chosen, mx.uint32), (chosen, mx.float32)]
+    outputs = [*launch.outputs, ((logits[0], 2, rule.top_k), mx.uint32)]
     return replace(launch, template=launch.template | choice_template(rule, logits[1], has_bias), outputs=outputs)
 
 
@@ -322,6 +348,7 @@ def _plan_down(
     record: Record,
     joined: bool = False,
     gates: int = 0,
+    row: int = 0,
 ) -> Launch | None:
     check_activations("act", act, dtypes[0], rank=3)
     check_activations("residual", (prod(residual[:-1]), residual[-1]), dtypes[1])
@@ -340,7 +367,7 @@ def _plan_down(
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
-    template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates}
+    template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = "act blob slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)

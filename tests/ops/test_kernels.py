@@ -325,8 +325,8 @@ FAULTS = {
     "next group": ("codes.h.metal", "(chunk * CHUNK) / GROUP", "(chunk * CHUNK + CHUNK) / GROUP"),
     "constant of the high codes": ("affine4.h.metal", "128.259765625f", "128.0f"),
     "up before gate": ("expert_gate_up.metal", "(record, GATE_W,", "(record, UP_W,"),
-    "slots beyond the first token": ("expert_down_combine.metal", "slots[token * K + k]", "slots[k]"),
-    "weights of the last token": ("expert_down_combine.metal", "weights[token * K + k]", "weights[k]"),
+    "slots beyond the first token": ("expert_down_combine.metal", "slots[token * ROW + k]", "slots[k]"),
+    "weights of the last token": ("expert_down_combine.metal", "weights[token * ROW + k]", "weights[k]"),
     "missing barrier": ("expert_down_combine.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "one lane too few": ("lane.h.metal", "o < L; o *= 2", "o < L / 2; o *= 2"),
 }  # fmt: skip
