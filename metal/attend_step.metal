@@ -21,6 +21,7 @@
   alignas(16) threadgroup float weights[P * GH];
   threadgroup uint4 tile[P * ROW];  // keys
   threadgroup float turns[DIMS];    // cosines, then sines
+  threadgroup float norms[2 * D];   // q_weight, then k_weight
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint mine = thread_index_in_threadgroup;
@@ -57,6 +58,7 @@
       copied[COPIES + t] = ((const device uint4*)(recent + values_later))[unit];
     }
   }
+  norms[mine] = float(mine < D ? q_weight[mine] : k_weight[mine - D]);
   CODES_UNROLL(1)
   for (uint i = mine; i < DIMS / 2; i += THREADS) {
     const float angle = float(offset) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
@@ -72,11 +74,13 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
+  // All simdgroups make as many turns, so that lanes meet: those without a head of their own take the last and drop it.
   CODES_UNROLL(1)
-  for (uint h = simdgroup; h <= GH; h += SG) {
-    const bool is_key = h == GH;
+  for (uint turn = 0; turn <= GH; turn += SG) {
+    const uint h = metal::min(turn + simdgroup, uint(GH));
+    const bool is_key = h == GH, is_mine = turn + simdgroup <= GH;
     const device X* x = is_key ? k + kv * D : q + (head + h) * STRIDE;
-    const device W* weight = is_key ? k_weight : q_weight;
+    const uint norm_at = is_key ? D : 0;
     float squares = 0;
     for (uint i = lane; i < D; i += 32) {
       squares = metal::fma(float(x[i]), float(x[i]), squares);
@@ -84,18 +88,18 @@
     const float norm = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
     const float factor = is_key ? 1.0f : scale[0];
     CODES_UNROLL(1)
-    for (uint i = lane; i < DIMS / 2; i += 32) {
+    for (uint i = lane; is_mine && i < DIMS / 2; i += 32) {
       const uint first = NEXT ? 2 * i : i;
       const uint second = NEXT ? first + 1 : i + DIMS / 2;
       const float cosine = turns[i], sine = turns[DIMS / 2 + i];
-      const float a = float(x[first]) * norm * float(weight[first]);
-      const float b = float(x[second]) * norm * float(weight[second]);
+      const float a = float(x[first]) * norm * norms[norm_at + first];
+      const float b = float(x[second]) * norm * norms[norm_at + second];
       heads[h * D + first] = float(X(a * cosine - b * sine)) * factor;
       heads[h * D + second] = float(X(a * sine + b * cosine)) * factor;
     }
     CODES_UNROLL(1)
-    for (uint i = DIMS + lane; i < D; i += 32) {
-      heads[h * D + i] = float(X(float(x[i]) * norm * float(weight[i]))) * factor;
+    for (uint i = DIMS + lane; is_mine && i < D; i += 32) {
+      heads[h * D + i] = float(X(float(x[i]) * norm * norms[norm_at + i])) * factor;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -119,7 +123,9 @@
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   CODES_UNROLL(1)
-  for (uint h = simdgroup; h < GH; h += SG) {
+  for (uint turn = 0; turn < GH; turn += SG) {
+    const uint h = metal::min(turn + simdgroup, uint(GH - 1));
+    const bool is_mine = turn + simdgroup < GH;
     float last = 0;  // the score of the token's own position
     for (uint i = lane; i < D; i += 32) {
       last = metal::fma(heads[h * D + i], heads[GH * D + i], last);
@@ -127,19 +133,19 @@
     last = lane_sum<32>(last);
     float largest = own < P ? last : NONE;
     for (uint row = lane; row < P; row += 32) {
-      const float score = weights[row * GH + h];
+      const float score = is_mine ? weights[row * GH + h] : NONE;
       largest = score > largest ? score : largest;
     }
     largest = lane_max(largest);
     float sum = 0;
-    for (uint row = lane; row < P; row += 32) {
+    for (uint row = lane; is_mine && row < P; row += 32) {
       const float score = row == own ? last : weights[row * GH + h];
       const float weight = metal::exp(score - largest);
       weights[row * GH + h] = weight;
       sum += weight;
     }
     sum = lane_sum<32>(sum);
-    if (lane == 0) {
+    if (is_mine && lane == 0) {
       parts[(piece * H + head + h) * (D + 2) + D] = largest;
       parts[(piece * H + head + h) * (D + 2) + D + 1] = sum;
     }
