@@ -32,6 +32,26 @@ inline T simd_shuffle_xor(T v, ushort mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, v, mask);
 }
 
+#if __CUDA_ARCH__ >= 800
+inline uint simd_max(uint v) {
+  return __reduce_max_sync(0xFFFFFFFFu, v);
+}
+inline uint simd_min(uint v) {
+  return __reduce_min_sync(0xFFFFFFFFu, v);
+}
+#else
+inline uint simd_max(uint v) {
+  for (int o = 1; o < 32; o *= 2) {
+    const uint other = __shfl_xor_sync(0xFFFFFFFFu, v, o);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+inline uint simd_min(uint v) {
+  return ~simd_max(~v);
+}
+#endif
+
 template <typename A, typename B>
 inline A as_type(B b) {
   static_assert(sizeof(A) == sizeof(B), "as_type keeps the size");
