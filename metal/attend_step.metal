@@ -37,7 +37,7 @@
   }
   const uint own = offset - top;  // the token's own position, if it is below P
 
-  // What is read from far is asked for at once, 16 bytes at a time.
+  // What is read from far is asked for at once, keys in 16 bytes at a time, values for later.
   uint4 loaded[LOADS], copied[2 * COPIES];
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
@@ -46,6 +46,13 @@
     if (unit / UNITS < P && p < offset) {
       const device X* row = p < begun ? keys + kept + size_t(p) * D : recent + later + (p - begun) * D;
       loaded[t] = ((const device uint4*)row)[unit % UNITS];
+    }
+  }
+  constexpr uint LINE = 128 / sizeof(X), LINES = (D + LINE - 1) / LINE;
+  for (uint i = mine; i < P * LINES; i += THREADS) {
+    const uint p = top + i / LINES;
+    if (p < begun && p < offset) {
+      CODES_AHEAD(values + kept + size_t(p) * D + i % LINES * LINE);
     }
   }
   const bool copies = piece == 0 && head % G == 0;

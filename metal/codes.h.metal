@@ -9,6 +9,9 @@
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))
 #endif
 #define CODES_PAIR(word, mask) CODES_OVER(word, mask, 0x43004300u)
+#ifndef CODES_AHEAD  // asks for the 128 bytes around a place
+#define CODES_AHEAD(place)
+#endif
 #ifndef CODES_UNROLL  // chunks that a loop handles at once; left to the compiler where it has not been measured
 #define CODES_UNROLL(count)
 #endif

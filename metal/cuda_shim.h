@@ -93,6 +93,7 @@ inline uint codes_over(uint word, uint mask, uint base) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made) : "r"(word), "r"(mask), "r"(base));
   return made;
 }
+#define CODES_AHEAD(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
 #define CODES_OVER(word, mask, base) codes_over(word, mask, base)
 #define CODES_PRAGMA(text) _Pragma(#text)
 #define CODES_UNROLL(count) CODES_PRAGMA(unroll count)
