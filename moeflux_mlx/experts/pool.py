@@ -102,6 +102,10 @@ class SlotPool:
     def get(self, key: Key) -> Slot | None:
         return self._used.get(key)
 
+    def holds(self, keys: Iterable[Key]) -> bool:
+        """Whether all these records have arrived."""
+        return all((slot := self._used.get(key)) is not None and slot.future is None for key in keys)
+
     def find(self, key: Key) -> Slot | None:
         """Like `get`, and counts as a use."""
         slot = self._used.get(key)

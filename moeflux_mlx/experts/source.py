@@ -323,9 +323,11 @@ class ExpertLoader(ABC):
 
 
 def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:
-    """The different experts among `ids`, ascending, and each id's place among them, int32."""
+    """The different experts among `ids`, in their order, and each id's place among them, int32.
+
+    So a token's experts, which differ, are in places 0, 1, ..., whichever they are.
+    """
     flat = ids.reshape(-1).tolist()
-    wanted = sorted(set(flat))
-    place = {expert: i for i, expert in enumerate(wanted)}
+    place = {expert: i for i, expert in enumerate(dict.fromkeys(flat))}
     inverse = np.array([place[expert] for expert in flat], np.int32)
-    return [(layer, expert) for expert in wanted], inverse.reshape(ids.shape)
+    return [(layer, expert) for expert in place], inverse.reshape(ids.shape)

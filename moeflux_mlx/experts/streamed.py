@@ -277,6 +277,8 @@ class StreamedExperts(ExpertLoader):
         if not keys:
             return []
         start, failures, pool = time.perf_counter(), [], self._pool_of[keys[0][0]]
+        if pool.holds(keys):
+            return []
         for key in self._in_turn(pool, keys):
             error = self._arrived(pool, key)
             if error is None and key not in pool:

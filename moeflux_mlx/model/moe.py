@@ -47,12 +47,28 @@ class MoE(nn.Module):
         B, L, D = residual.shape
         if B * L > MAX_TOKENS:
             return self.end(self.begin(residual, norm))
-        rows = residual.reshape(B * L, D)
+        return self.add_chosen(self.choose(residual, norm, self.foresees(B * L))).reshape(B, L, D)
+
+    def choose(self, residual: Array, norm: RMSNorm, foresees: bool) -> list[Array]:
+        """What `add_chosen` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
+
+        `foresees`: with the experts of the next MoE block. Nothing here looks at a value.
+        """
+        rows = residual.reshape(-1, residual.shape[-1])
         x, logits, gates = self._routed(rows, norm)
         ids, weights = self.route(logits)
+        parts: list[Array] = [rows, x, logits, gates, ids, weights]
+        if foresees:
+            parts += self._foreseen(rows)
+        return parts
+
+    def add_chosen(self, parts: Sequence[Array]) -> Array:
+        """The rows [T, D] that `choose` was given, and what the experts that it chose make of them."""
+        rows, x, logits, gates, ids, weights = parts[:6]
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._guess(rows), Choice(logits, self.rule, self._bias))
-        return self.experts(routing, x, rows, self._shared(gates)).reshape(B, L, D)
+        choice = Choice(logits, self.rule, self._bias)
+        routing = Routing(self.layer, ids, weights, self._guessed(parts[6:]), choice)
+        return self.experts(routing, x, rows, self._shared(gates))
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """What each token of many needs of itself alone; `end` takes it, of one block of tokens or of several joined.
@@ -83,17 +99,27 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._guess(residual))
+        foreseen = self._foreseen(residual) if self.foresees(len(residual)) else ()
+        routing = Routing(self.layer, ids, weights, self._guessed(foreseen))
         return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
 
-    def _guess(self, residual: Array) -> Routing | None:
-        """The next MoE layer's router on this layer's hidden state, which its own norm rescales."""
+    def foresees(self, tokens: int) -> bool:
+        """Whether to foresee the experts of the next MoE block, now."""
         if self._following is None or self.experts is None:
-            return None
+            return False
+        return self.experts.wants_guess(self._following()[0].layer, tokens)
+
+    def _foreseen(self, rows: Array) -> tuple[Array, Array]:
+        """Ids and weights: the next MoE layer's router on this layer's hidden state, which its own norm rescales."""
+        assert self._following is not None
         following, norm = self._following()
-        if not self.experts.wants_guess(following.layer, len(residual)):
+        return following.route(following._routed(rows, norm)[1])
+
+    def _guessed(self, foreseen: Sequence[Array]) -> Routing | None:
+        """`foreseen` is what `_foreseen` gave, or nothing."""
+        if not foreseen or self._following is None:
             return None
-        return Routing(following.layer, *following.route(following._routed(residual, norm)[1]))
+        return Routing(self._following()[0].layer, foreseen[0], foreseen[1])
 
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
         """The normed rows [T, D]; logits [T, O], the experts' first; and what has the shared expert's gate last."""

@@ -7,7 +7,7 @@ else the records hold.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -115,12 +115,23 @@ def expert_ffn(
         shared: the shared expert, or its output [T, H]; None: there is none.
     """
     if isinstance(x, mx.array) and isinstance(slots, np.ndarray):
-        records, slots = records.for_mlx(slots)
-        slots = mx.array(slots.astype(np.uint32))
+        records, slots = handed_over(records, slots)
     if isinstance(shared, Shared) and not shared.joins(records.record, slots.shape[1]):
         shared = shared.rows(x)
     act = expert_gate_up(x, slots, records, shared if isinstance(shared, Shared) else None)
     return expert_down_combine(act, slots, records, weights, residual, shared)
+
+
+def handed_over(records: Records, slots: np.ndarray) -> tuple[Records, mx.array]:
+    """Both as MLX's operations take them."""
+    records, slots = records.for_mlx(slots)
+    return records, _as_array(slots.astype(np.uint32).tobytes(), slots.shape)
+
+
+@lru_cache(32)
+def _as_array(slots: bytes, shape: Shape) -> mx.array:
+    """uint32, handed over once: where records are copied, every token's slots are the same."""
+    return mx.array(np.frombuffer(slots, np.uint32).reshape(shape))
 
 
 def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
