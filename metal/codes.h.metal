@@ -13,9 +13,22 @@
 #define CODES_UNROLL(count)
 #endif
 
-// Words from one slot's record to another can pass 4 GiB.
-inline size_t codes_record(uint slot, uint words) {
-  return size_t(slot) * words;
+typedef const device uint32_t* codes_pointer;
+
+// The record of a slot. Words from one to another can pass 4 GiB.
+inline codes_pointer codes_record(codes_pointer blob, uint slot, uint words) {
+  return blob + size_t(slot) * words;
+}
+
+// Where each is an array of its own.
+template <int N>
+inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint slot, uint) {
+  codes_pointer record = blob[0];
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 1; i < N; i++) {
+    record = int(slot) == i ? blob[i] : record;
+  }
+  return record;
 }
 
 // Eight consecutive x as float. A row of x starts at a multiple of 16 bytes.

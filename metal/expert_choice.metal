@@ -20,7 +20,7 @@
       ids[token * K + k] = id;
       weights[token * K + k] = weight;
     }
-    const device uint32_t* record = blob + codes_record(id, WORDS);
+    const device uint32_t* record = codes_record(blob, id, WORDS);
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
   }

@@ -1,6 +1,7 @@
 // out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
-// act[T, K + JOINED, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I * BITS / 32] u32 begin DOWN_W words
-// in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y.
+// act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records, in which down's codes [H, I * BITS / 32] u32 begin
+// DOWN_W words in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float;
+// h_mid[T, H] Y.
 // The shared expert, added last: shared[T, H] Z when SHARED is 1. When JOINED is 1, the product of act's last row with
 // codes, scales and biases of its down, arrays of their own, times the sigmoid of gates[t, STRIDE - 1] when GATED is 1.
 //
@@ -18,7 +19,7 @@
   swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
   float weight = 1;
   if (k < K) {
-    const device uint32_t* record = blob + codes_record(uint(slots[token * K + k]), WORDS);
+    const device uint32_t* record = codes_record(blob, uint(slots[token * K + k]), WORDS);
     down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
     weight = weights[token * K + k];
   } else if (GATED) {

@@ -191,13 +191,13 @@ class SlotPool:
         mx.async_eval(copy)
         return copy
 
-    def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
-        """(blob [S, words], row of each key int32)."""
+    def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array | tuple[mx.array, ...], np.ndarray]:
+        """(memory of S records, as `Records` has it, row of each key int32)."""
         slots = [self._used[key] for key in keys]
         if self.copied:
-            copies = [slot.device for slot in slots if slot.device is not None]
+            copies = tuple(slot.device for slot in slots if slot.device is not None)
             assert len(copies) == len(keys)  # they were waited for
-            return mx.stack(copies), np.arange(len(keys), dtype=np.int32)
+            return copies, np.arange(len(keys), dtype=np.int32)
         blob = self.rows if self._adopted is None else self._adopted
         return blob, np.array([slot.row for slot in slots], np.int32)
 

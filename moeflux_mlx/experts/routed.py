@@ -42,7 +42,7 @@ class RoutedExperts:
     def __init__(self, source: ExpertLoader, prefetch: str = "lookahead"):
         self.source = source
         self.lookahead = Lookahead(source, prefetch)
-        self._compiles = backend.has_kernels()
+        self._compiles = backend.has_kernels()  # single tokens
         self._compiled: dict[tuple[int, int], Any] = {}  # by thread, as in `DecodeStep`, and layer
         source.at_close(self._compiled.clear)
 
@@ -84,7 +84,7 @@ class RoutedExperts:
         if self._compiles and len(x) == 1 and not isinstance(shared, mx.array):
             gates = [] if shared is None or shared.gates is None else [shared.gates]
             compute = self._compiled_ffn(lease.keys[0][0], records.record, shared)
-            out = compute(x, slots, records.blob, weights, residual, *gates)
+            out = compute(records.memory, x, slots, weights, residual, *gates)
         else:
             out = expert_ffn(x, slots, records, weights, residual, shared)
         lease.release(None if records.lasting else out)
@@ -97,10 +97,10 @@ class RoutedExperts:
             own = shared and replace(shared, gates=None)  # else this token's would be held
 
             def run(
-                x: mx.array, slots: mx.array, blob: mx.array, weights: mx.array, residual: mx.array, *gates: mx.array
+                memory: Any, x: mx.array, slots: mx.array, weights: mx.array, residual: mx.array, *gates: mx.array
             ) -> mx.array:
                 beside = replace(own, gates=gates[0]) if own is not None and gates else own
-                return expert_ffn(x, slots, Records(blob, record), weights, residual, beside)
+                return expert_ffn(x, slots, Records(memory, record), weights, residual, beside)
 
             self._compiled[place] = mx.compile(run)
         return cast(Any, self._compiled[place])

@@ -290,8 +290,8 @@ class StreamedExperts(ExpertLoader):
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
         layer = keys[0][0]
-        blob, rows = self._pool_of[layer].locate(keys)
-        return Records(blob, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
+        memory, rows = self._pool_of[layer].locate(keys)
+        return Records(memory, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
         if not self._pools or not keys:  # closed, or a rank that owns none of what was asked for

@@ -7,7 +7,7 @@ else the records hold.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -31,22 +31,38 @@ MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadg
 
 @dataclass(frozen=True)
 class Records:
-    """Records in memory: `blob` [S, words] uint32, one in each row, with the geometry `record`.
+    """Records in memory, with the geometry `record`: [S, words] uint32, one in each row, or S arrays [words].
 
-    The blob is numpy where the CPU reads it in place, and an mx.array on a GPU. `lasting`: what refers to it may go on
-    reading when the lease is over, because it is never written to.
+    The memory is numpy where the CPU reads it in place, an mx.array on a GPU, and a tuple of them where each record has
+    one of its own. `lasting`: what refers to it may go on reading when the lease is over, because it is never written
+    to.
     """
 
-    blob: Any  # mx.array | np.ndarray
+    memory: Any  # mx.array | np.ndarray | tuple[mx.array, ...]
     record: Record
     lasting: bool = False
 
+    @cached_property
+    def blob(self) -> Any:
+        """All of them as one array [S, words]."""
+        return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
+
+    def inputs(self, tokens: int) -> tuple[tuple[Any, ...], Shape, int]:
+        """What a kernel takes of them for so many tokens, the shape of the blob, and how many arrays stand for it.
+
+        Those that lie apart are not stacked for one token, which asks for as many each time: for each number of arrays
+        there is a kernel.
+        """
+        if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_SLOTS:
+            return self.memory, (len(self.memory), self.memory[0].size), len(self.memory)
+        return (self.blob,), self.blob.shape, 0
+
     def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
         """Records that MLX's operations can index, and where in them those of `slots` are: copies, where need be."""
-        if isinstance(self.blob, mx.array):
+        if not isinstance(self.memory, np.ndarray):
             return self, slots
         used, local = np.unique(slots, return_inverse=True)
-        return Records(mx.array(self.blob[used]), self.record, lasting=True), local.reshape(slots.shape)
+        return Records(mx.array(self.memory[used]), self.record, lasting=True), local.reshape(slots.shape)
 
 
 @dataclass(frozen=True)
@@ -185,11 +201,12 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
-    shapes = records.blob.shape, slots.shape
-    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, shared is not None)
+    memory, blob, apart = records.inputs(len(x))
+    joined = shared is not None
+    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if launch is None:
         return _gate_up_ops(x, slots, records)
-    return launch(x, records.blob, slots, *_first_of(shared, records.blob))[0]
+    return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
 
 
 def expert_down_combine(
@@ -228,13 +245,14 @@ def expert_down_combine(
     rows = residual if shared is None or isinstance(shared, Shared) else shared  # an input cannot be left out
     columns = shared.gates.shape[1] if isinstance(shared, Shared) and shared.gates is not None else 0
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
-    shapes = act.shape, residual.shape, records.blob.shape, slots.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns)
+    memory, blob, apart = records.inputs(len(act))
+    shapes = act.shape, residual.shape, blob, slots.shape
+    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart)
     weights = weights.astype(mx.float32)
     if launch is None:
         assert not isinstance(shared, Shared)
         return _down_combine_ops(act, slots, records, weights, residual, shared)
-    return launch(act, records.blob, slots, weights, residual, rows, *_last_of(shared, records.blob))[0]
+    return launch(act, *memory, slots, weights, residual, rows, *_last_of(shared, memory[0]))[0]
 
 
 @cache
@@ -266,12 +284,24 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": codes, f"{name}_S": scales, f"{name}_B": projection.words[-1]}
 
 
+def _blob(apart: int) -> str:
+    """The name of the records, which are one array or so many."""
+    return f"blob*{apart}" if apart else "blob"
+
+
 @planned()
 def _plan_gate_up(
-    target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Shape, record: Record, joined: bool = False
+    target: str,
+    x: Shape,
+    dtype: mx.Dtype,
+    blob: Shape,
+    slots: Shape,
+    record: Record,
+    joined: bool = False,
+    apart: int = 0,
 ) -> Launch | None:
     _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
-    kernel = Kernel("expert_gate_up", "x blob slots codes scales biases", "act")
+    kernel = Kernel("expert_gate_up", f"x {_blob(apart)} slots codes scales biases", "act")
     return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined)
 
 
@@ -330,6 +360,7 @@ def _plan_down(
     record: Record,
     joined: bool = False,
     gates: int = 0,
+    apart: int = 0,
 ) -> Launch | None:
     check_activations("act", act, dtypes[0], rank=3)
     check_activations("residual", residual, dtypes[1])
@@ -350,7 +381,7 @@ def _plan_down(
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates}
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
-    names = "act blob slots weights h_mid shared codes scales biases gates"
+    names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)
     return Launch(target, kernel, template, groups, 32 * each, [((tokens, hidden), dtypes[1])])
 

@@ -58,6 +58,7 @@ def _used(source: str, form: str) -> list[str]:
 class Kernel:
     """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces.
 
+    `name*3` in place of a name: three arrays, which the text has as name[0] to name[2].
     `form`: `metal/{form}.h.metal` goes in too, where several headers define the same functions, each for other codes.
     """
 
@@ -74,17 +75,28 @@ class Kernel:
         """
         source = _text(f"{self.name}.metal")
         header = "".join(map(_text, _used(source, self.form)))
+        (inputs, joined), (outputs, also) = _pieces(self.inputs), _pieces(self.outputs)
         make: Any = mx.fast.metal_kernel
         if target == "cuda":
             header = _text("cuda_shim.h") + header
             make = mx.fast.cuda_kernel
         return make(
             name=f"moeflux_{self.name}{self.form}",
-            input_names=self.inputs.split(),
-            output_names=self.outputs.split(),
+            input_names=inputs,
+            output_names=outputs,
             header=header,
-            source=source,
+            source=joined + also + source,
         )
+
+
+def _pieces(names: str) -> tuple[list[str], str]:
+    """What is passed for `names`, and the lines of text that join what is passed in pieces."""
+    passed, lines = [], ""
+    for name, _, count in (name.partition("*") for name in names.split()):
+        pieces = [f"{name}{i}" for i in range(int(count))] if count else [name]
+        passed += pieces
+        lines += f"decltype({name}0) {name}[] = {{{', '.join(pieces)}}};\n" if count else ""
+    return passed, lines
 
 
 @cache
