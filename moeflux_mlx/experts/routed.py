@@ -24,6 +24,7 @@ from ..ops.experts import (
     expert_gate_up,
     handed_over,
 )
+from ..ops.route import heard
 from ..ops.tiles import MAX_TOKENS
 from .lookahead import Lookahead
 from .routing import Report, Routing, unheard
@@ -65,11 +66,10 @@ class RoutedExperts:
             if routing.choice is not None and isinstance(x, mx.array):
                 return chosen_ffn(x, routing.choice, records, residual, shared)
             return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
-        if routing.guess is not None:
-            mx.eval(routing.ids, routing.guess.ids, routing.guess.weights)  # one wait for both
-        ids = np.array(routing.ids)
+        found = _on_host(routing)
+        ids = cast(np.ndarray, found.ids)
         with self.source.request(routing.layer, ids) as lease:
-            self.lookahead.requested(routing, ids)
+            self.lookahead.requested(found, ids)
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
@@ -104,6 +104,18 @@ class RoutedExperts:
 
             self._compiled[place] = mx.compile(run)
         return cast(Any, self._compiled[place])
+
+
+def _on_host(routing: Routing) -> Routing:
+    """With ids and guess as numpy's arrays, for which a GPU is waited for once."""
+    guess = routing.guess
+    if routing.told:
+        mx.eval(routing.told, guess and guess.told)
+        return Routing(routing.layer, *heard(routing.told), guess and Routing(guess.layer, *heard(guess.told)))
+    if guess is not None:
+        mx.eval(routing.ids, guess.ids, guess.weights)
+        guess = Routing(guess.layer, np.array(guess.ids), np.array(guess.weights))
+    return Routing(routing.layer, np.array(routing.ids), routing.weights, guess)
 
 
 def _overlapped(

@@ -1,6 +1,7 @@
 """The Mixture-of-Experts block: router, shared expert, and the one call behind which experts stream."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,7 +10,7 @@ from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..ops.backend import Array
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
-from ..ops.route import Choice, route, router_logits
+from ..ops.route import Choice, route, route_told, router_logits
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .layers import MLP, Linear, RMSNorm, Stack
@@ -49,25 +50,21 @@ class MoE(nn.Module):
             return self.end(self.begin(residual, norm))
         return self.add_chosen(self.choose(residual, norm, self.foresees(B * L))).reshape(B, L, D)
 
-    def choose(self, residual: Array, norm: RMSNorm, foresees: bool) -> list[Array]:
+    def choose(self, residual: Array, norm: RMSNorm, foresees: bool) -> list[Any]:
         """What `add_chosen` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
 
         `foresees`: with the experts of the next MoE block. Nothing here looks at a value.
         """
         rows = residual.reshape(-1, residual.shape[-1])
         x, logits, gates = self._routed(rows, norm)
-        ids, weights = self.route(logits)
-        parts: list[Array] = [rows, x, logits, gates, ids, weights]
-        if foresees:
-            parts += self._foreseen(rows)
-        return parts
+        return [rows, x, logits, gates, self.tell(logits), self._foreseen(rows) if foresees else None]
 
-    def add_chosen(self, parts: Sequence[Array]) -> Array:
+    def add_chosen(self, parts: Sequence[Any]) -> Any:
         """The rows [T, D] that `choose` was given, and what the experts that it chose make of them."""
-        rows, x, logits, gates, ids, weights = parts[:6]
+        rows, x, logits, gates, (ids, weights, told), foreseen = parts
         assert self.experts is not None
         choice = Choice(logits, self.rule, self._bias)
-        routing = Routing(self.layer, ids, weights, self._guessed(parts[6:]), choice)
+        routing = Routing(self.layer, ids, weights, self._guessed(foreseen), choice, told)
         return self.experts(routing, x, rows, self._shared(gates))
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
@@ -99,7 +96,7 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        foreseen = self._foreseen(residual) if self.foresees(len(residual)) else ()
+        foreseen = self._foreseen(residual) if self.foresees(len(residual)) else None
         routing = Routing(self.layer, ids, weights, self._guessed(foreseen))
         return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
 
@@ -109,17 +106,17 @@ class MoE(nn.Module):
             return False
         return self.experts.wants_guess(self._following()[0].layer, tokens)
 
-    def _foreseen(self, rows: Array) -> tuple[Array, Array]:
-        """Ids and weights: the next MoE layer's router on this layer's hidden state, which its own norm rescales."""
+    def _foreseen(self, rows: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+        """The next MoE layer's choice on this layer's hidden state, which its own norm rescales."""
         assert self._following is not None
         following, norm = self._following()
-        return following.route(following._routed(rows, norm)[1])
+        return following.tell(following._routed(rows, norm)[1])
 
-    def _guessed(self, foreseen: Sequence[Array]) -> Routing | None:
-        """`foreseen` is what `_foreseen` gave, or nothing."""
-        if not foreseen or self._following is None:
+    def _guessed(self, foreseen: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
+        if foreseen is None or self._following is None:
             return None
-        return Routing(self._following()[0].layer, foreseen[0], foreseen[1])
+        ids, weights, told = foreseen
+        return Routing(self._following()[0].layer, ids, weights, told=told)
 
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
         """The normed rows [T, D]; logits [T, O], the experts' first; and what has the shared expert's gate last."""
@@ -133,6 +130,10 @@ class MoE(nn.Module):
     def route(self, logits: Array) -> tuple[Array, Array]:
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
         return route(logits, self.rule, self._bias)
+
+    def tell(self, logits: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+        """The same, for a wait."""
+        return route_told(logits, self.rule, self._bias)
 
     @property
     def _bias(self) -> mx.array | None:
