@@ -12,7 +12,7 @@ together, into the first rows (results.tsv, "pool resize").
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -104,7 +104,7 @@ class SlotPool:
 
     def holds(self, keys: Iterable[Key]) -> bool:
         """Whether all these records have arrived."""
-        return all((slot := self._used.get(key)) is not None and slot.future is None for key in keys)
+        return self._arriving.isdisjoint(keys) and all(map(self._used.__contains__, keys))
 
     def find(self, key: Key) -> Slot | None:
         """Like `get`, and counts as a use."""
@@ -201,16 +201,25 @@ class SlotPool:
         blob = self.rows if self._adopted is None else self._adopted
         return blob, np.array([slot.row for slot in slots], np.int32)
 
-    def pin(self, key: Key) -> None:
-        self._pins[key] = self._pins.get(key, 0) + 1
+    def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
+        """Holds on to these records until `unpin`; `find`s them."""
+        slots = []
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+            slots.append(self.find(key))
+        return slots
 
-    def unpin(self, key: Key, guard: mx.array | None = None) -> None:
-        left = self._pins.pop(key) - 1
-        if left:
-            self._pins[key] = left
-        slot = self._used.get(key)
-        if slot is None or guard is None:
-            return
+    def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:
+        for key in keys:
+            left = self._pins.pop(key) - 1
+            if left:
+                self._pins[key] = left
+            slot = self._used.get(key)
+            if slot is not None and guard is not None:
+                self._guard(slot, guard)
+
+    @staticmethod
+    def _guard(slot: Slot, guard: mx.array) -> None:
         if slot.guard is not None and slot.guard is not guard:
             mx.eval(slot.guard)  # usually long done; if another computation reads it too, both must end
         slot.guard = guard

@@ -7,12 +7,14 @@ lease are called within one.
 """
 
 import contextlib
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -86,9 +88,13 @@ class Lease:
     The records stay where they are until `release`, or the end of a `with` block.
     """
 
-    def __init__(self, source: "ExpertLoader", keys: list[Key], inverse: np.ndarray, ready: np.ndarray):
-        self._source, self.keys, self.inverse, self.ready = source, keys, inverse, ready
+    def __init__(self, source: "ExpertLoader", keys: list[Key], inverse: np.ndarray, there: list[bool]):
+        self._source, self.keys, self.inverse, self._there = source, keys, inverse, there
         self._released = False
+
+    @property
+    def ready(self) -> np.ndarray:
+        return np.array(self._there, bool)[self.inverse]
 
     def wait(self) -> None:
         """Blocks until every record is in memory.
@@ -329,5 +335,13 @@ def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:
     """
     flat = ids.reshape(-1).tolist()
     place = {expert: i for i, expert in enumerate(dict.fromkeys(flat))}
-    inverse = np.array([place[expert] for expert in flat], np.int32)
-    return [(layer, expert) for expert in place], inverse.reshape(ids.shape)
+    keys = [(layer, expert) for expert in place]
+    if len(keys) == len(flat):
+        return keys, _in_order(ids.shape)
+    return keys, np.array([place[expert] for expert in flat], np.int32).reshape(ids.shape)
+
+
+@lru_cache(32)
+def _in_order(shape: tuple[int, ...]) -> np.ndarray:
+    """0, 1, ..., int32."""
+    return np.arange(math.prod(shape), dtype=np.int32).reshape(shape)

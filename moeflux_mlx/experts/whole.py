@@ -35,8 +35,9 @@ class WholeExperts(ExpertLoader):
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         keys, inverse = asked_for(layer, ids)
-        self._note_asked(keys, [True] * len(keys))
-        return Lease(self, keys, inverse, np.ones(ids.shape, bool))
+        there = [True] * len(keys)
+        self._note_asked(keys, there)
+        return Lease(self, keys, inverse, there)
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         return [ExpertIOError(CLOSED)] if self._closed else []
