@@ -254,6 +254,15 @@ class ExpertLoader(ABC):
         """All records of the layer, for kernels to index by id, if they are in one array of the default device."""
         return None
 
+    def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
+        """All records of the layer, for the native kernels to index by `ids` without a lease, which takes as long as
+        a small product; None: `request` them.
+
+        Raises:
+            ExpertIOError: as `request`.
+        """
+        return None
+
     @property
     def is_resident(self) -> bool:
         """Whether every layer is one array that kernels index by id."""
