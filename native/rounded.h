@@ -14,11 +14,6 @@
  * A packed row of x is made of words of 32 bits: for each group its planes in the order in which codes are unpacked;
  * then the factors; then the groups' sums. A block is eight packed rows, word by word beside each other.
  */
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define FN(name) CAT(name, PATH)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
 typedef float FN(f8) __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t FN(i8) __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t FN(u8) __attribute__((vector_size(32), aligned(4), may_alias));
@@ -394,10 +389,6 @@ static const Rounded FN(rounded) = {FN(round_row), TABLE_OF(row), TABLE_OF(tiles
 #undef h8
 #undef b32
 #undef NIBBLES
-#undef FN
-#undef CAT
-#undef CAT_
-#undef INLINE
 #undef PATH
 #undef TARGET
 #undef DOT

@@ -2,7 +2,8 @@
 
 On a GPU a token takes two launches, which write no key or value to the cache: a few of the newest come as an array of
 their own, which is copied with one more at each token. MLX's attention would take a dozen, and copies the whole cache
-where the token before is still being computed.
+where the token before is still being computed. On the CPU a token takes one call, which writes its key and value into
+such an array: asking MLX to append them takes as long as reading a tenth of the layer's weights.
 """
 
 from collections.abc import Iterator
@@ -47,16 +48,16 @@ def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple
 
 
 class Held(NamedTuple):
-    """What a cache has before a token.
+    """What a cache has before a token, numpy arrays on the CPU.
 
     keys, values: [1, kv heads, capacity, D]. recent: [2, kv heads, RECENT, D], the newest keys and values.
     positions: int32, the token's own, the first of `recent`, and the capacity.
     """
 
-    keys: mx.array
-    values: mx.array
-    recent: mx.array
-    positions: mx.array
+    keys: Any
+    values: Any
+    recent: Any
+    positions: Any
 
 
 class Positions(Protocol):
@@ -78,11 +79,11 @@ class Positions(Protocol):
 class Steps(Positions, Protocol):
     """One that also takes single tokens with the arrays of `Held`."""
 
-    def held(self, key: mx.array) -> Held:
+    def held(self, key: Any) -> Held:
         """What there is before a token with such a key [1, 1, kv heads, D]."""
         ...
 
-    def advance(self, recent: mx.array) -> None:
+    def advance(self, recent: Any) -> None:
         """`recent` with one token more takes its place."""
         ...
 
@@ -102,7 +103,9 @@ def attend(
         [B, L, heads * D]
     """
     B, L, _, D = k.shape
-    if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
+    if B * L == 1 and isinstance(q, np.ndarray):
+        return _native_step(q, k, v, cache, (q_norm, k_norm), rope, scale)
+    if B * L == 1 and takes_step(D):
         return _step(q, k, v, cache, (q_norm, k_norm), rope, scale)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
@@ -123,6 +126,32 @@ def attend(
         parts.append(part.transpose(0, 2, 1, 3))
     out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
+
+
+def _native_step(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
+) -> np.ndarray:
+    """`attend` for one token on the CPU: [1, 1, heads * D]."""
+    q_norm, k_norm = norms
+    assert q_norm.eps == k_norm.eps
+    held, D = cache.held(k), k.shape[-1]
+    offset, begun, _ = held.positions
+    queries = q[0, 0] if q.shape[-1] == D else np.ascontiguousarray(q[0, 0, :, :D])
+    out = native.attend_step(
+        queries,
+        k[0, 0],
+        v[0, 0],
+        (q_norm.weight, k_norm.weight, q_norm.eps),
+        (*rope.angles(offset, 1), rope.interleaved),
+        (held.keys[0], held.values[0], begun),
+        held.recent,
+        offset + 1,
+        scale,
+    )
+    cache.advance(held.recent)
+    if q.shape[-1] > D:
+        out *= sigmoid(q[0, 0, :, D:])
+    return out.reshape(1, 1, -1)
 
 
 # ---- the kernels for one token

@@ -68,11 +68,12 @@ class Part:
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
     """norm(x) [..., I] @ W.T + residual [..., O], for one token on a GPU in one launch where `qmv` pays."""
-    y = _product(x, w, norm, residual) if isinstance(x, mx.array) else None
+    if isinstance(x, np.ndarray):
+        return _native(x, w, norm, residual)
+    y = _product(x, w, norm, residual)
     if y is not None:
         return y
-    x = x if norm is None else norm(x)
-    y = multiply(x, w, transpose=True) if isinstance(x, mx.array) else _native(x, w)
+    y = multiply(x if norm is None else norm(x), w, transpose=True)
     return y if residual is None else residual + y
 
 
@@ -87,11 +88,17 @@ def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | No
     return y if residual is None else residual + y
 
 
-def _native(x: np.ndarray, w: Weights) -> np.ndarray:
-    """x @ W.T on the CPU."""
-    rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-    out = native.linear(rows, w.quant, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
-    return out.reshape(*x.shape[:-1], -1)
+def _native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
+    """norm(x) @ W.T + residual on the CPU."""
+    shape = (*x.shape[:-1], w.shape[0])
+    if _is_native(w):
+        rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+        around: Any = {} if norm is None else {"norm": (norm.weight, norm.eps)}
+        if residual is not None:
+            around["residual"] = np.ascontiguousarray(residual).reshape(-1, shape[-1])
+        return native.linear(rows, w.quant, *_parts(w), **around).reshape(shape)
+    y = (x if norm is None else norm(x)).reshape(-1, x.shape[-1]) @ _dense(w).T
+    return y.reshape(shape) if residual is None else residual + y.reshape(shape)
 
 
 def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:

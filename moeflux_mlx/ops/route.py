@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import Router
-from . import backend
+from . import backend, native
 from .backend import Array, view
 from .elementwise import float32, pick, sigmoid, softmax
 from .forms import MULTIPLE, Form, is_read
@@ -55,6 +55,8 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     """
     if isinstance(logits, mx.array) and backend.has_kernels() and is_known(rule):
         return topk(logits, rule, bias)
+    if isinstance(logits, np.ndarray) and rule.score == "softmax" and is_known(rule):
+        return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
     logits = logits[:, : rule.experts]
     scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
     choice = scores if bias is None else scores + (view(bias) if isinstance(logits, np.ndarray) else bias)

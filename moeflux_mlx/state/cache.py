@@ -15,6 +15,7 @@ import numpy as np
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend
 from ..ops.attend import RECENT, Held, takes_step
+from ..ops.backend import view
 
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
@@ -291,30 +292,37 @@ def _no_recent(heads: int, width: int, dtype: mx.Dtype) -> mx.array:
 class KVCache(_Growing):
     """Keys (after norm and rotation) and values of grouped-query attention.
 
-    On a GPU single tokens add to `recent`, an array of their own, until it is full or somebody asks for the others.
+    Single tokens add to `recent`, an array of their own, until it is full or somebody asks for the others: on a GPU to
+    a copy of it, on the CPU to a numpy array that nobody else has.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._recent: mx.array | None = None
+        self._recent: Any = None  # mx.array | np.ndarray | None
         self._begun = 0  # the first position of `recent`
 
     @classmethod
     def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         return ((mixer.kv_heads, mixer.head_dim),) * 2
 
-    def held(self, key: mx.array) -> Held:
+    def held(self, key: Any) -> Held:
         """What there is before a token with such a key [1, 1, heads, width]."""
+        here = isinstance(key, np.ndarray)
         if self._recent is None or self.offset - self._begun == RECENT:
             self._settle()
             heads, width = key.shape[2:]
+            dtype = mx.float32 if here else key.dtype
             if self.keys is None:
-                self.keys, self.values = (mx.zeros((1, heads, self.step, width), key.dtype) for _ in range(2))
-            self._recent, self._begun = _no_recent(heads, width, key.dtype), self.offset
+                self.keys, self.values = (mx.zeros((1, heads, self.step, width), dtype) for _ in range(2))
+            empty: Any = np.empty((2, heads, RECENT, width), np.float32) if here else _no_recent(heads, width, dtype)
+            self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
-        return Held(self.keys, self.values, self._recent, _positions(self.offset, self._begun, self.keys.shape[2]))
+        positions = self.offset, self._begun, self.keys.shape[2]
+        if here:
+            return Held(view(self.keys), view(self.values), self._recent, positions)
+        return Held(self.keys, self.values, self._recent, _positions(*positions))
 
-    def advance(self, recent: mx.array) -> None:
+    def advance(self, recent: Any) -> None:
         """`recent` with one token more takes its place."""
         self._recent = recent
         self.offset += 1
@@ -351,6 +359,7 @@ class KVCache(_Growing):
         kept = []
         for array, part in zip((self.keys, self.values), self._recent, strict=True):
             new = part[None, :, : self.offset - self._begun]
+            new = mx.array(new) if isinstance(new, np.ndarray) else new
             room = _grown(array, new.shape, new.dtype, self._begun, self.offset, self.step)
             room[..., self._begun : self.offset, :] = new
             kept.append(room)
