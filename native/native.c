@@ -912,25 +912,36 @@ static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_
 
 static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
-    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
+    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
-    for (ptrdiff_t g = 0; g < c->groups; g++) {
-        const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
-        Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
-        if (g + 1 < c->groups) {
-            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
-            follow(&down, &then, r0);
-        }
-        for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
-            float *y[TOGETHER];
-            n = share(way, c->group[g + 1] - p);
-            for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-            multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
-        }
+    const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
+    Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
+    if (r1 == c->hidden && g + 1 < c->groups) {
+        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
+        follow(&down, &then, 0);
     }
-    for (ptrdiff_t t = 0; t < c->tokens; t++)
-        c->path->combine(c->by_token + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + t * c->hidden,
-                         c->shared ? c->shared + t * c->hidden : NULL, c->out + t * c->hidden, r0, r1);
+    for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
+        float *y[TOGETHER];
+        n = share(way, c->group[g + 1] - p);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
+        multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
+    }
+}
+
+typedef struct {
+    const Path *path;
+    const float **rows; /* by t * K + k */
+    const float *weight, *mid, *shared;
+    float *out;
+    ptrdiff_t tokens, top_k, hidden;
+} Combine;
+
+static void combine_job(void *ctx, ptrdiff_t t, int member) {
+    Combine *c = ctx;
+    ptrdiff_t at = t * c->hidden;
+    (void)member;
+    c->path->combine(c->rows + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + at,
+                     c->shared ? c->shared + at : NULL, c->out + at, 0, c->hidden);
 }
 
 static int run_down(Experts *c, const float *act) {
@@ -943,8 +954,11 @@ static int run_down(Experts *c, const float *act) {
             c->y[p] = rows + c->pair[p].index * c->hidden;
             c->by_token[p] = rows + p * c->hidden;
         }
-        c->chunk = chunk_rows(c->hidden, c->form.words * 4, c->tokens);
-        ok = run_experts(c, act, packed, c->pairs, down_job, chunks_of(c->hidden, c->chunk));
+        c->chunk = chunk_rows(c->hidden * c->groups, c->form.words * 4, c->tokens);
+        c->per_group = chunks_of(c->hidden, c->chunk);
+        ok = run_experts(c, act, packed, c->pairs, down_job, c->groups * c->per_group);
+        if (ok) team_run(combine_job, &(Combine){c->path, c->by_token, c->weight, c->mid, c->shared, c->out, c->tokens,
+                                                 c->top_k, c->hidden}, c->tokens);
     }
     free(packed), free(rows);
     return ok;
@@ -976,22 +990,6 @@ static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_s
     }
     plan_free(&c);
     return args_done(&args, ok);
-}
-
-typedef struct {
-    const Path *path;
-    const float **rows; /* by t * K + k */
-    const float *weight, *mid, *shared;
-    float *out;
-    ptrdiff_t tokens, top_k, hidden;
-} Combine;
-
-static void combine_job(void *ctx, ptrdiff_t t, int member) {
-    Combine *c = ctx;
-    ptrdiff_t at = t * c->hidden;
-    (void)member;
-    c->path->combine(c->rows + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + at,
-                     c->shared ? c->shared + at : NULL, c->out + at, 0, c->hidden);
 }
 
 /* The checked row of y that each (t, k) stands for; NULL with an exception. */

@@ -54,7 +54,9 @@ class RoutedExperts:
         ids = np.array(routing.ids)
         records = self.source.without_lease(routing.layer, ids) if computes_at_once(x) else None
         if records is not None:
-            return expert_ffn(x, ids.astype(np.int32, copy=False), records, cast(Array, routing.weights), residual, shared)
+            return expert_ffn(
+                x, ids.astype(np.int32, copy=False), records, cast(Array, routing.weights), residual, shared
+            )
         with self.source.request(routing.layer, ids) as lease:
             self.lookahead.requested(routing, ids)
             decode: Any = _overlapped if computes_at_once(x) else _awaited

@@ -18,7 +18,7 @@ from .backend import Array, stack, view
 from .elementwise import sigmoid
 from .launch import Kernel, Launch, Shape, ceildiv, number
 from .norm import Norm
-from .rope import Rope
+from .rope import Rope, angles
 
 ATTEND_STEP = Kernel(
     "attend_step",
@@ -105,7 +105,7 @@ def attend(
     B, L, _, D = k.shape
     if B * L == 1 and isinstance(q, np.ndarray):
         return _native_step(q, k, v, cache, (q_norm, k_norm), rope, scale)
-    if B * L == 1 and takes_step(D):
+    if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
         return _step(q, k, v, cache, (q_norm, k_norm), rope, scale)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
@@ -142,7 +142,7 @@ def _native_step(
         k[0, 0],
         v[0, 0],
         (q_norm.weight, k_norm.weight, q_norm.eps),
-        (*rope.angles(offset, 1), rope.interleaved),
+        (*angles(rope.frequencies, rope.magnitude, offset, 1), rope.interleaved),
         (held.keys[0], held.values[0], begun),
         held.recent,
         offset + 1,

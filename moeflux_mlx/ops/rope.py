@@ -33,7 +33,7 @@ class Rope:
         """
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
-            cosine, sine = self.angles(offset, L)
+            cosine, sine = angles(self.frequencies, self.magnitude, offset, L)
             rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
         if self.magnitude != 1.0:
@@ -47,10 +47,6 @@ class Rope:
             offset=offset,
             freqs=self.periods,
         )
-
-    def angles(self, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(cosine, sine) [length, R/2] of positions from `offset`, times the magnitude."""
-        return angles(self.frequencies, self.magnitude, offset, length)
 
 
 @lru_cache(maxsize=16)
