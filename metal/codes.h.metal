@@ -3,7 +3,7 @@
 // CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
 //
 // A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them. x is a
-// pointer, or whatever else codes_x8 takes (input.h.metal).
+// pointer, or whatever else codes_x8 takes (input.h.metal), or blocks (planes.h.metal).
 
 #ifndef CODES_OVER
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))

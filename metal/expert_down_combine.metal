@@ -6,7 +6,8 @@
 //
 // grid: (32 * (K + JOINED) * blocks, T, 1), threadgroup (32 * (K + JOINED), 1, 1): simdgroup k works for slot k, so K
 // experts are read at once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at
-// a time, R in turn. R is at most L, so that a threadgroup has a thread for each of its rows.
+// a time, R in turn. R is at most L, so that a threadgroup has a thread for each of its rows. Where x is laid out in
+// blocks (planes.h.metal), a simdgroup does so with SPAN columns of its own at a time, a multiple of CHUNK L, or I.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, CODE_GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[(K + JOINED) * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
@@ -42,12 +43,27 @@
     row[r] = metal::min(first + r * ABREAST, uint(H - 1));
     acc[r] = 0;
   }
-  CODES_UNROLL(AHEAD)
-  for (uint chunk = lane; chunk < I / CHUNK; chunk += L) {
-    uint code[R * (CHUNK * BITS / 32)];
-    float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, chunk, code, scale, bias);
-    codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, a + CHUNK * chunk, acc);
+#ifdef CODES_PLANES
+  threadgroup uint4 planes[(K + JOINED) * CODES_PLANES(SPAN)];
+#endif
+  for (uint from = 0; from < I; from += SPAN) {
+    const uint columns = metal::min(uint(SPAN), I - from);
+#ifdef CODES_PLANES
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const auto x = codes_lay<BITS, PLANES, 32>(
+        a + from, columns, thread_index_in_simdgroup, planes + k * CODES_PLANES(SPAN));
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+#else
+    const device X* x = a + from;
+#endif
+    CODES_UNROLL(AHEAD)
+    for (uint chunk = lane; chunk < columns / CHUNK; chunk += L) {
+      uint code[R * (CHUNK * BITS / 32)];
+      float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
+      const uint c = from / CHUNK + chunk;
+      codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, c, code, scale, bias);
+      codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
+    }
   }
   for (int r = 0; r < R; r++) {
     const float total = lane_sum<L>(acc[r]);

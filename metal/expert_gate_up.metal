@@ -21,4 +21,11 @@
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
   }
-  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(x + token * H, gate, up, first, lane, act + pair * I);
+#ifdef CODES_PLANES
+  threadgroup uint4 planes[CODES_PLANES(H)];
+  const auto row = codes_lay<BITS, PLANES, 32 * SG>(x + token * H, H, thread_index_in_threadgroup, planes);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#else
+  const device X* row = x + token * H;
+#endif
+  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, first, lane, act + pair * I);

@@ -1,8 +1,8 @@
 """The experts of a few tokens, the routed ones read straight from their packed records by slot, and what sums them.
 
 Two kernels: gate and up, and down with the weighted sum. The shared expert goes with the routed ones where it is stored
-as they are. All sums are float32. The result of a token does not depend on the slots its experts lie in, nor on what
-else the records hold.
+as they are. Sums are float32, but for those of 64 columns that CUDA makes in integers. The result of a token does not
+depend on the slots its experts lie in, nor on what else the records hold.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from .route import Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
+PLANES_BYTES = 46 * 1024  # of CUDA's 48 KiB, for planes of x
 MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
 
 
@@ -297,8 +298,10 @@ def _first_launch(
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     if target == "ops" or not is_read(record):
         return None
-    form = form_of(record.gate)
-    tile = tile_of(target, "expert_gate_up", f"{inner}x{hidden} {form}")
+    form = form_of(record.gate).for_experts(target, dtype)
+    if form.room(hidden) > PLANES_BYTES:
+        form = form_of(record.gate)
+    tile = tile_of(target, _spot("expert_gate_up", form), f"{inner}x{hidden} {form}")
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(joined), "WORDS": blob[1]}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
@@ -306,6 +309,18 @@ def _first_launch(
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
     return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
+
+
+def _spot(kernel: str, form: Form) -> str:
+    """The name of its tile."""
+    return f"{kernel}_planes" if form.planes else kernel
+
+
+def _span(form: Form, each: int, columns: int, lanes: int) -> int:
+    """Columns that `each` simdgroups lay out at once, as many as memory holds: which lane takes a chunk stays the same,
+    and with it the bits."""
+    step, room = lanes * form.chunk, PLANES_BYTES // each
+    return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
 
 @planned()
@@ -332,12 +347,13 @@ def _plan_down(
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
         return None
-    form = form_of(record.down)
-    tile = tile_of(target, "expert_down_combine", f"{hidden}x{inner} {form}")
+    form = form_of(record.down).for_experts(target, dtypes[0])
+    tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates}
+    template["SPAN"] = _span(form, each, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = "act blob slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)
