@@ -67,8 +67,9 @@ class Form:
         return columns // self.chunk
 
     def ahead(self, pieces: int) -> int:
-        """Chunks that hold about as many bytes as `pieces` of 16."""
-        return pieces if self.planes else max(1, round(pieces * 128 / (self.quant.bits * self.chunk)))
+        """Chunks that hold about as many bytes as `pieces` of 16: a power of two, which leaves no rest of a row."""
+        near = max(1, round(pieces * 128 / (self.quant.bits * self.chunk)))
+        return pieces if self.planes else 1 << (near.bit_length() - 1)
 
 
 def is_read(quant: Quant, columns: int) -> bool:
