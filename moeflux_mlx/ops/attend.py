@@ -29,6 +29,7 @@ RECENT = 32  # positions whose keys and values are kept apart
 HEADS = 8  # of queries in a threadgroup: with 256 values each they and their weights take 17 KB of its memory
 WIDEST = 256
 SCORES = 1 << 27  # that exist at once: where MLX has no fused attention it keeps all of a call's
+Rows = tuple[Shape, Shape]  # (heads, width) of a position in each of a cache's two arrays
 
 
 def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple[slice, slice, Any]]:
@@ -49,7 +50,8 @@ def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple
 class Held(NamedTuple):
     """What a cache has before a token.
 
-    keys, values: [1, kv heads, capacity, D]. recent: [2, kv heads, RECENT, D], the newest keys and values.
+    keys, values: [1, kv heads, capacity, D], or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
+    recent: [2, kv heads, RECENT, D], the newest keys and values, or [RECENT, N + R].
     positions: int32, the token's own, the first of `recent`, and the capacity.
     """
 
@@ -78,8 +80,8 @@ class Positions(Protocol):
 class Steps(Positions, Protocol):
     """One that also takes single tokens with the arrays of `Held`."""
 
-    def held(self, key: mx.array) -> Held:
-        """What there is before a token with such a key [1, 1, kv heads, D]."""
+    def held(self, rows: Rows, dtype: mx.Dtype) -> Held:
+        """What there is before a token, with such rows of a position in such entries."""
         ...
 
     def advance(self, recent: mx.array) -> None:
@@ -139,7 +141,7 @@ def _step(
     """`attend` for one token: [1, 1, heads * D]."""
     q_norm, k_norm = norms
     assert q_norm.eps == k_norm.eps
-    held = cache.held(k)
+    held = cache.held((k.shape[2:], k.shape[2:]), k.dtype)
     types = q.dtype, q_norm.weight.dtype
     step, combine = _plan(backend.name(), q.shape, k.shape, types, held.keys.shape[2], rope.dims, rope.interleaved)
     numbers = number(q_norm.eps), number(rope.magnitude), number(scale)
