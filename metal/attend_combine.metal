@@ -1,25 +1,41 @@
 // out[H, D] X = the pieces of attend_step.metal, weighted by what each has of the whole sum of exponentials. GATE: times
-// sigmoid(gate[H, 1]), where gate is [H, 2, D] X. positions[0] is the token's own.
+// sigmoid(gate[H, 1]), where gate is [H, 2, D] X. positions[0] is the token's own; a piece has P positions.
 //
-// grid: (D * H, 1, 1), threadgroup (D, 1, 1); one thread per output.
+// grid: (4 * D * H, 1, 1), threadgroup (4 * D, 1, 1). Four threads have an output, each every fourth piece.
+  constexpr uint SHARES = 4;
+  threadgroup float sums[(SHARES - 1) * D];
+  threadgroup float totals[(SHARES - 1) * D];
   const uint head = threadgroup_position_in_grid.x;
-  const uint column = thread_index_in_threadgroup;
-  const uint pieces = uint(positions[0]) / D + 1;
-  float largest = stats[head * 2];
-  for (uint i = 1; i < pieces; i++) {
-    const float top = stats[(i * H + head) * 2];
+  const uint column = thread_index_in_threadgroup % D, mine = thread_index_in_threadgroup / D;
+  const uint pieces = uint(positions[0]) / P + 1;
+  float largest = -3.4e38f;
+  _Pragma("unroll 1")
+  for (uint i = thread_index_in_simdgroup; i < pieces; i += 32) {
+    const float top = parts[(i * H + head) * (D + 2) + D];
     largest = top > largest ? top : largest;
   }
+  largest = lane_max(largest);
   float sum = 0, total = 0;
-  for (uint i = 0; i < pieces; i++) {
-    const float share = metal::exp(stats[(i * H + head) * 2] - largest);
-    total = metal::fma(share, stats[(i * H + head) * 2 + 1], total);
-    sum = metal::fma(share, parts[(i * H + head) * D + column], sum);
+  for (uint i = mine; i < pieces; i += SHARES) {
+    const float share = metal::exp(parts[(i * H + head) * (D + 2) + D] - largest);
+    total = metal::fma(share, parts[(i * H + head) * (D + 2) + D + 1], total);
+    sum = metal::fma(share, parts[(i * H + head) * (D + 2) + column], sum);
   }
-  const float value = sum / total;
-  if (GATE) {
-    const float by = float(gate[(2 * head + 1) * D + column]);
-    out[head * D + column] = X(value / (1.0f + metal::exp(-by)));
-  } else {
-    out[head * D + column] = X(value);
+  if (mine > 0) {
+    sums[(mine - 1) * D + column] = sum;
+    totals[(mine - 1) * D + column] = total;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (mine == 0) {
+    for (uint s = 0; s < SHARES - 1; s++) {
+      sum += sums[s * D + column];
+      total += totals[s * D + column];
+    }
+    const float value = sum / total;
+    if (GATE) {
+      const float by = float(gate[(2 * head + 1) * D + column]);
+      out[head * D + column] = X(value / (1.0f + metal::exp(-by)));
+    } else {
+      out[head * D + column] = X(value);
+    }
   }

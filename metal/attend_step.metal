@@ -6,18 +6,22 @@
 // multiplied by q_weight or k_weight[D] W; their first DIMS values are turned by angles offset / periods[DIMS / 2] and
 // multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
 //
-// For each D positions: stats[., H, 2] float, the largest of scores = scale[0] q k and the sum of exp(score - largest);
-// parts[., H, D] float, the values weighted so. What is summed with what depends on positions alone. next: `recent`
-// with the token's key and value. All else X.
+// For each P positions and each head, parts[., H, D + 2] float: the values, weighted by exp(score - largest), where
+// score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
+// alone. next: `recent` with the token's key and value. All else X.
 //
-// grid: (D * pieces, H / GH, 1), threadgroup (D, 1, 1). A threadgroup has GH heads that share a key head, and D
-// positions: a thread first has a position, then a column of the values.
-  constexpr uint G = H / KV, SG = D / 32;
-  // Aligned for loads of four. A position's weights lie together.
-  alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key
-  alignas(16) threadgroup float weights[D * GH];
-  threadgroup float tops[SG * GH];
-  threadgroup float sums[SG * GH];
+// grid: (2 * D * pieces, H / GH, 1), threadgroup (2 * D, 1, 1). A threadgroup has GH heads that share a key head, and P
+// positions: a thread first has pairs of a position and a head, then a column of the values and half of the positions.
+// Few threadgroups run this once, so the time to fetch its instructions counts: loops stay loops.
+  constexpr uint G = H / KV, THREADS = 2 * D, SG = THREADS / 32;
+  constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in other banks
+  constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, COPIES = RECENT * UNITS / THREADS;
+  constexpr float NONE = -3.4e38f;
+  alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key; in the end half of the sums
+  alignas(16) threadgroup float weights[P * GH];
+  threadgroup uint4 tile[P * ROW];  // keys
+  threadgroup float turns[DIMS];    // cosines, then sines
+  threadgroup float norms[2 * D];   // q_weight, then k_weight
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint mine = thread_index_in_threadgroup;
@@ -27,135 +31,175 @@
   const uint offset = uint(positions[0]), begun = uint(positions[1]);
   const size_t kept = size_t(kv) * uint(positions[2]) * D;
   const uint later = kv * RECENT * D, values_later = (KV + kv) * RECENT * D;
-  const uint top = piece * D;
+  const uint top = piece * P;
   if (top > offset) {
     return;
   }
+  const uint own = offset - top;  // the token's own position, if it is below P
 
-  for (uint h = simdgroup; h <= GH; h += SG) {
-    const bool is_key = h == GH;
+  // What is read from far is asked for at once, keys in 16 bytes at a time, values for later.
+  uint4 loaded[LOADS], copied[2 * COPIES];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < LOADS; t++) {
+    const uint unit = mine + t * THREADS, p = top + unit / UNITS;
+    loaded[t] = uint4{0, 0, 0, 0};
+    if (unit / UNITS < P && p < offset) {
+      const device X* row = p < begun ? keys + kept + size_t(p) * D : recent + later + (p - begun) * D;
+      loaded[t] = ((const device uint4*)row)[unit % UNITS];
+    }
+  }
+  constexpr uint LINE = 128 / sizeof(X), LINES = (D + LINE - 1) / LINE;
+  for (uint i = mine; i < P * LINES; i += THREADS) {
+    const uint p = top + i / LINES;
+    if (p < begun && p < offset) {
+      CODES_AHEAD(values + kept + size_t(p) * D + i % LINES * LINE);
+    }
+  }
+  const bool copies = piece == 0 && head % G == 0;
+  const uint filled = copies ? (offset - begun) * UNITS : 0;
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < COPIES; t++) {
+    const uint unit = mine + t * THREADS;
+    if (unit < filled) {
+      copied[t] = ((const device uint4*)(recent + later))[unit];
+      copied[COPIES + t] = ((const device uint4*)(recent + values_later))[unit];
+    }
+  }
+  norms[mine] = float(mine < D ? q_weight[mine] : k_weight[mine - D]);
+  CODES_UNROLL(1)
+  for (uint i = mine; i < DIMS / 2; i += THREADS) {
+    const float angle = float(offset) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    turns[i] = magnitude[0] * metal::cos(angle);
+    turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < LOADS; t++) {
+    const uint unit = mine + t * THREADS;
+    if (unit / UNITS < P) {
+      tile[unit / UNITS * ROW + unit % UNITS] = loaded[t];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // All simdgroups make as many turns, so that lanes meet: those without a head of their own take the last and drop it.
+  CODES_UNROLL(1)
+  for (uint turn = 0; turn <= GH; turn += SG) {
+    const uint h = metal::min(turn + simdgroup, uint(GH));
+    const bool is_key = h == GH, is_mine = turn + simdgroup <= GH;
     const device X* x = is_key ? k + kv * D : q + (head + h) * STRIDE;
-    const device W* weight = is_key ? k_weight : q_weight;
+    const uint norm_at = is_key ? D : 0;
     float squares = 0;
     for (uint i = lane; i < D; i += 32) {
       squares = metal::fma(float(x[i]), float(x[i]), squares);
     }
     const float norm = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
     const float factor = is_key ? 1.0f : scale[0];
-    for (uint i = lane; i < DIMS / 2; i += 32) {
+    CODES_UNROLL(1)
+    for (uint i = lane; is_mine && i < DIMS / 2; i += 32) {
       const uint first = NEXT ? 2 * i : i;
       const uint second = NEXT ? first + 1 : i + DIMS / 2;
-      const float angle = float(offset) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
-      const float cosine = magnitude[0] * metal::cos(angle), sine = magnitude[0] * metal::sin(angle);
-      const float a = float(x[first]) * norm * float(weight[first]);
-      const float b = float(x[second]) * norm * float(weight[second]);
+      const float cosine = turns[i], sine = turns[DIMS / 2 + i];
+      const float a = float(x[first]) * norm * norms[norm_at + first];
+      const float b = float(x[second]) * norm * norms[norm_at + second];
       heads[h * D + first] = float(X(a * cosine - b * sine)) * factor;
       heads[h * D + second] = float(X(a * sine + b * cosine)) * factor;
     }
-    for (uint i = DIMS + lane; i < D; i += 32) {
-      heads[h * D + i] = float(X(float(x[i]) * norm * float(weight[i]))) * factor;
+    CODES_UNROLL(1)
+    for (uint i = DIMS + lane; is_mine && i < D; i += 32) {
+      heads[h * D + i] = float(X(float(x[i]) * norm * norms[norm_at + i])) * factor;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const uint p = top + mine;
-  float score[GH];
-  for (uint h = 0; h < GH; h++) {
-    score[h] = 0;
-  }
-  if (p < offset) {
-    const device X* row = p < begun ? keys + kept + size_t(p) * D : recent + later + (p - begun) * D;
-    CODES_UNROLL(4)
-    for (uint i = 0; i < D; i += 8) {
-      float key[8];
-      codes_x8(row + i, key);
+  CODES_UNROLL(1)
+  for (uint pair = mine; pair < P * GH; pair += THREADS) {
+    const uint row = pair % P, h = pair / P;
+    float even = 0, odd = 0;
+    CODES_UNROLL(2)
+    for (uint u = 0; u < UNITS; u++) {
+      float key[EACH];
+      codes_unpack(tile[row * ROW + u], X(0), key);
       MLX_MTL_PRAGMA_UNROLL
-      for (uint h = 0; h < GH; h++) {
-        MLX_MTL_PRAGMA_UNROLL
-        for (uint j = 0; j < 8; j++) {
-          score[h] = metal::fma(heads[h * D + i + j], key[j], score[h]);
-        }
+      for (uint j = 0; j < EACH; j += 2) {
+        even = metal::fma(heads[h * D + u * EACH + j], key[j], even);
+        odd = metal::fma(heads[h * D + u * EACH + j + 1], key[j + 1], odd);
       }
     }
-  } else if (p == offset) {
-    for (uint i = 0; i < D; i++) {
-      MLX_MTL_PRAGMA_UNROLL
-      for (uint h = 0; h < GH; h++) {
-        score[h] = metal::fma(heads[h * D + i], heads[GH * D + i], score[h]);
-      }
-    }
-  }
-  for (uint h = 0; h < GH; h++) {
-    float largest = p > offset ? -3.4e38f : score[h];
-    for (uint o = 1; o < 32; o *= 2) {
-      const float other = simd_shuffle_xor(largest, ushort(o));
-      largest = other > largest ? other : largest;
-    }
-    if (lane == 0) {
-      tops[simdgroup * GH + h] = largest;
-    }
+    weights[row * GH + h] = row < own ? even + odd : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint h = 0; h < GH; h++) {
-    float largest = tops[h];
-    for (uint i = 1; i < SG; i++) {
-      largest = tops[i * GH + h] > largest ? tops[i * GH + h] : largest;
+  CODES_UNROLL(1)
+  for (uint turn = 0; turn < GH; turn += SG) {
+    const uint h = metal::min(turn + simdgroup, uint(GH - 1));
+    const bool is_mine = turn + simdgroup < GH;
+    float last = 0;  // the score of the token's own position
+    for (uint i = lane; i < D; i += 32) {
+      last = metal::fma(heads[h * D + i], heads[GH * D + i], last);
     }
-    const float weight = p > offset ? 0.0f : metal::exp(score[h] - largest);
-    weights[mine * GH + h] = weight;
-    const float sum = lane_sum<32>(weight);
-    if (lane == 0) {
-      sums[simdgroup * GH + h] = sum;
+    last = lane_sum<32>(last);
+    float largest = own < P ? last : NONE;
+    for (uint row = lane; row < P; row += 32) {
+      const float score = is_mine ? weights[row * GH + h] : NONE;
+      largest = score > largest ? score : largest;
     }
-    if (mine == 0) {
-      stats[(piece * H + head + h) * 2] = largest;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  if (mine < GH) {
+    largest = lane_max(largest);
     float sum = 0;
-    for (uint i = 0; i < SG; i++) {
-      sum += sums[i * GH + mine];
+    for (uint row = lane; is_mine && row < P; row += 32) {
+      const float score = row == own ? last : weights[row * GH + h];
+      const float weight = metal::exp(score - largest);
+      weights[row * GH + h] = weight;
+      sum += weight;
     }
-    stats[(piece * H + head + mine) * 2 + 1] = sum;
+    sum = lane_sum<32>(sum);
+    if (is_mine && lane == 0) {
+      parts[(piece * H + head + h) * (D + 2) + D] = largest;
+      parts[(piece * H + head + h) * (D + 2) + D + 1] = sum;
+    }
   }
-  const uint end = metal::min(top + D, offset);
-  const uint old = metal::min(end, metal::max(top, begun));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint column = mine % D, half_of = mine / D;
   float acc[GH];
   for (uint h = 0; h < GH; h++) {
     acc[h] = 0;
   }
+  const uint end = metal::min(uint(P), own);
   CODES_UNROLL(8)
-  for (uint at = top; at < old; at++) {
-    const float value = float(values[kept + size_t(at) * D + mine]);
+  for (uint row = half_of; row < end; row += 2) {
+    const uint p = top + row;
+    const device X* from = p < begun ? values + kept + size_t(p) * D : recent + values_later + (p - begun) * D;
+    const float value = float(from[column]);
     MLX_MTL_PRAGMA_UNROLL
     for (uint h = 0; h < GH; h++) {
-      acc[h] = metal::fma(weights[(at - top) * GH + h], value, acc[h]);
+      acc[h] = metal::fma(weights[row * GH + h], value, acc[h]);
     }
   }
-  for (uint at = old; at < end; at++) {
-    const float value = float(recent[values_later + (at - begun) * D + mine]);
+  if (half_of == 1) {
+    for (uint h = 0; h < GH; h++) {
+      heads[h * D + column] = acc[h];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (half_of == 0) {
+    const float value = own < P ? float(v[kv * D + column]) : 0.0f;
+    for (uint h = 0; h < GH; h++) {
+      const float weight = own < P ? weights[own * GH + h] : 0.0f;
+      parts[(piece * H + head + h) * (D + 2) + column] = metal::fma(weight, value, acc[h] + heads[h * D + column]);
+    }
+  }
+  if (copies) {
     MLX_MTL_PRAGMA_UNROLL
-    for (uint h = 0; h < GH; h++) {
-      acc[h] = metal::fma(weights[(at - top) * GH + h], value, acc[h]);
+    for (uint t = 0; t < COPIES; t++) {
+      const uint unit = mine + t * THREADS;
+      if (unit < filled) {
+        ((device uint4*)(next + later))[unit] = copied[t];
+        ((device uint4*)(next + values_later))[unit] = copied[COPIES + t];
+      }
     }
-  }
-  if (top + D > offset) {
-    for (uint h = 0; h < GH; h++) {
-      acc[h] = metal::fma(weights[(offset - top) * GH + h], float(v[kv * D + mine]), acc[h]);
+    const uint at = (offset - begun) * D + column;
+    if (half_of == 0) {
+      next[later + at] = X(heads[GH * D + column]);
+      next[values_later + at] = v[kv * D + column];
     }
-  }
-  for (uint h = 0; h < GH; h++) {
-    parts[(piece * H + head + h) * D + mine] = acc[h];
-  }
-  if (piece == 0 && head % G == 0) {
-    const uint row = (offset - begun) * D + mine;
-    for (uint i = mine; i < row; i += D) {
-      next[later + i] = recent[later + i];
-      next[values_later + i] = recent[values_later + i];
-    }
-    next[later + row] = X(heads[GH * D + mine]);
-    next[values_later + row] = v[kv * D + mine];
   }

@@ -3,19 +3,35 @@
 // CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
 //
 // A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them. x is a
-// pointer, or whatever else codes_x8 takes (input.h.metal).
+// pointer, or whatever else codes_x8 takes (input.h.metal), or blocks (planes.h.metal).
 
 #ifndef CODES_OVER
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))
 #endif
 #define CODES_PAIR(word, mask) CODES_OVER(word, mask, 0x43004300u)
+#ifndef CODES_AHEAD  // asks for the 128 bytes around a place
+#define CODES_AHEAD(place)
+#endif
 #ifndef CODES_UNROLL  // chunks that a loop handles at once; left to the compiler where it has not been measured
 #define CODES_UNROLL(count)
 #endif
 
-// Words from one slot's record to another can pass 4 GiB.
-inline size_t codes_record(uint slot, uint words) {
-  return size_t(slot) * words;
+typedef const device uint32_t* codes_pointer;
+
+// The record of a slot. Words from one to another can pass 4 GiB.
+inline codes_pointer codes_record(codes_pointer blob, uint slot, uint words) {
+  return blob + size_t(slot) * words;
+}
+
+// Where each is an array of its own.
+template <int N>
+inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint slot, uint) {
+  codes_pointer record = blob[0];
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 1; i < N; i++) {
+    record = int(slot) == i ? blob[i] : record;
+  }
+  return record;
 }
 
 // Eight consecutive x as float. A row of x starts at a multiple of 16 bytes.
@@ -37,12 +53,16 @@ inline void codes_bf16_pair(uint pair, thread float* v) {
   v[1] = as_type<float>(pair & 0xFFFF0000u);
 }
 
-inline void codes_x8(const device bfloat16_t* x, thread float* v) {
-  const uint4 q = *(const device uint4*)x;
+// 16 bytes of values like `kind` as floats.
+inline void codes_unpack(uint4 q, bfloat16_t kind, thread float* v) {
   codes_bf16_pair(q.x, v);
   codes_bf16_pair(q.y, v + 2);
   codes_bf16_pair(q.z, v + 4);
   codes_bf16_pair(q.w, v + 6);
+}
+
+inline void codes_x8(const device bfloat16_t* x, thread float* v) {
+  codes_unpack(*(const device uint4*)x, bfloat16_t(0), v);
 }
 
 inline void codes_f16_pair(uint pair, thread float* v) {
@@ -51,12 +71,22 @@ inline void codes_f16_pair(uint pair, thread float* v) {
   v[1] = float(h.y);
 }
 
-inline void codes_x8(const device float16_t* x, thread float* v) {
-  const uint4 q = *(const device uint4*)x;
+inline void codes_unpack(uint4 q, float16_t kind, thread float* v) {
   codes_f16_pair(q.x, v);
   codes_f16_pair(q.y, v + 2);
   codes_f16_pair(q.z, v + 4);
   codes_f16_pair(q.w, v + 6);
+}
+
+inline void codes_x8(const device float16_t* x, thread float* v) {
+  codes_unpack(*(const device uint4*)x, float16_t(0), v);
+}
+
+inline void codes_unpack(uint4 q, float kind, thread float* v) {
+  v[0] = as_type<float>(q.x);
+  v[1] = as_type<float>(q.y);
+  v[2] = as_type<float>(q.z);
+  v[3] = as_type<float>(q.w);
 }
 
 // A group's scale or bias as float.

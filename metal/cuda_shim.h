@@ -27,10 +27,34 @@ inline void threadgroup_barrier(int) {
   __syncthreads();
 }
 
+inline void simdgroup_barrier(int) {
+  __syncwarp();
+}
+
 template <typename T>
 inline T simd_shuffle_xor(T v, ushort mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, v, mask);
 }
+
+#if __CUDA_ARCH__ >= 800
+inline uint simd_max(uint v) {
+  return __reduce_max_sync(0xFFFFFFFFu, v);
+}
+inline uint simd_min(uint v) {
+  return __reduce_min_sync(0xFFFFFFFFu, v);
+}
+#else
+inline uint simd_max(uint v) {
+  for (int o = 1; o < 32; o *= 2) {
+    const uint other = __shfl_xor_sync(0xFFFFFFFFu, v, o);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+inline uint simd_min(uint v) {
+  return ~simd_max(~v);
+}
+#endif
 
 template <typename A, typename B>
 inline A as_type(B b) {
@@ -59,6 +83,12 @@ inline float rsqrt(float v) {
 inline float fma(float a, float b, float c) {
   return fmaf(a, b, c);
 }
+inline float fabs(float v) {
+  return fabsf(v);
+}
+inline float fmax(float a, float b) {
+  return fmaxf(a, b);
+}
 inline uint min(uint a, uint b) {
   return a < b ? a : b;
 }
@@ -73,6 +103,15 @@ inline uint codes_over(uint word, uint mask, uint base) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made) : "r"(word), "r"(mask), "r"(base));
   return made;
 }
+#define CODES_AHEAD(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
 #define CODES_OVER(word, mask, base) codes_over(word, mask, base)
 #define CODES_PRAGMA(text) _Pragma(#text)
 #define CODES_UNROLL(count) CODES_PRAGMA(unroll count)
+
+inline int codes_dot4(uint codes, uint x, int sum) {
+  int made;
+  asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(made) : "r"(codes), "r"(x), "r"(sum));
+  return made;
+}
+#define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
+#define CODES_BYTES(low, high, which) __byte_perm(low, high, which)

@@ -1,5 +1,6 @@
-// As expert_gate_up, with the choice in front: ids[T, K] uint and weights[T, K] float are what topk makes of
-// logits[T, STRIDE], bias and scale, and an id is the row of the blob. Every simdgroup chooses for itself.
+// As expert_gate_up, with the choice in front: chosen[T, 2, K] uint holds the ids that topk makes of logits[T, STRIDE],
+// bias and scale, and the bits of their weights; an id is the row of the blob. The first simdgroup of each threadgroup
+// chooses for it.
 //
 // grid and threadgroup as there.
   const uint lane = thread_index_in_simdgroup % L;
@@ -12,16 +13,30 @@
   const device S* own_biases = (const device S*)biases;
   swiglu_matrix<S> gate = swiglu_from_row<S, H, BITS, GROUP>(0, codes, own_scales, own_biases);
   swiglu_matrix<S> up = swiglu_from_row<S, H, BITS, GROUP>(I, codes, own_scales, own_biases);
-  if (k < K) {
+  threadgroup uint id[1];
+  if (k < K && simdgroup_index_in_threadgroup == 0) {
     float weight = 0;
-    const uint id = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM>(
+    const uint found = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM>(
         logits + token * STRIDE, bias, scale, thread_index_in_simdgroup, k, weight);
-    if (block == 0 && thread_index_in_simdgroup == 0) {
-      ids[token * K + k] = id;
-      weights[token * K + k] = weight;
+    if (thread_index_in_simdgroup == 0) {
+      id[0] = found;
+      if (block == 0) {
+        chosen[2 * token * K + k] = found;
+        chosen[(2 * token + 1) * K + k] = as_type<uint>(weight);
+      }
     }
-    const device uint32_t* record = blob + codes_record(id, WORDS);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (k < K) {
+    const device uint32_t* record = codes_record(blob, id[0], WORDS);
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
   }
-  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(x + token * H, gate, up, first, lane, act + pair * I);
+#ifdef CODES_PLANES
+  threadgroup uint4 planes[CODES_PLANES(H)];
+  const auto row = codes_lay<BITS, PLANES, 32 * SG>(x + token * H, H, thread_index_in_threadgroup, planes);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#else
+  const device X* row = x + token * H;
+#endif
+  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, first, lane, act + pair * I);

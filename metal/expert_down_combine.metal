@@ -1,12 +1,14 @@
 // out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
-// act[T, K + JOINED, I] X; blob[S, WORDS] u32: records, in which down's codes [H, I * BITS / 32] u32 begin DOWN_W words
-// in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float; h_mid[T, H] Y.
+// act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records, in which down's codes [H, I * BITS / 32] u32 begin
+// DOWN_W words in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float;
+// h_mid[T, H] Y. Slots and weights of a token begin ROW after those of the one before.
 // The shared expert, added last: shared[T, H] Z when SHARED is 1. When JOINED is 1, the product of act's last row with
 // codes, scales and biases of its down, arrays of their own, times the sigmoid of gates[t, STRIDE - 1] when GATED is 1.
 //
 // grid: (32 * (K + JOINED) * blocks, T, 1), threadgroup (32 * (K + JOINED), 1, 1): simdgroup k works for slot k, so K
 // experts are read at once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at
-// a time, R in turn. R is at most L, so that a threadgroup has a thread for each of its rows.
+// a time, R in turn. R is at most L, so that a threadgroup has a thread for each of its rows. Where x is laid out in
+// blocks (planes.h.metal), a simdgroup does so with SPAN columns of its own at a time, a multiple of CHUNK L, or I.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, CODE_GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[(K + JOINED) * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
@@ -18,9 +20,9 @@
   swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
   float weight = 1;
   if (k < K) {
-    const device uint32_t* record = blob + codes_record(uint(slots[token * K + k]), WORDS);
+    const device uint32_t* record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
     down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
-    weight = weights[token * K + k];
+    weight = weights[token * ROW + k];
   } else if (GATED) {
     weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
   }
@@ -42,12 +44,27 @@
     row[r] = metal::min(first + r * ABREAST, uint(H - 1));
     acc[r] = 0;
   }
-  CODES_UNROLL(AHEAD)
-  for (uint chunk = lane; chunk < I / CHUNK; chunk += L) {
-    uint code[R * (CHUNK * BITS / 32)];
-    float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, chunk, code, scale, bias);
-    codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, a + CHUNK * chunk, acc);
+#ifdef CODES_PLANES
+  threadgroup uint4 planes[(K + JOINED) * CODES_PLANES(SPAN)];
+#endif
+  for (uint from = 0; from < I; from += SPAN) {
+    const uint columns = metal::min(uint(SPAN), I - from);
+#ifdef CODES_PLANES
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const auto x = codes_lay<BITS, PLANES, 32>(
+        a + from, columns, thread_index_in_simdgroup, planes + k * CODES_PLANES(SPAN));
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+#else
+    const device X* x = a + from;
+#endif
+    CODES_UNROLL(AHEAD)
+    for (uint chunk = lane; chunk < columns / CHUNK; chunk += L) {
+      uint code[R * (CHUNK * BITS / 32)];
+      float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
+      const uint c = from / CHUNK + chunk;
+      codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, c, code, scale, bias);
+      codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
+    }
   }
   for (int r = 0; r < R; r++) {
     const float total = lane_sum<L>(acc[r]);

@@ -1,8 +1,8 @@
 // act[T, K + SHARED, I] = silu(gate x) * (up x) for the K slots of each token, read from packed expert records, and for
 // the shared expert where SHARED is 1.
-// x[T, H] X; blob[S, WORDS] u32: records; slots[T, K]. In a record, gate's codes [I, H * BITS / 32] u32 begin GATE_W
-// words in, its scales and biases [I, H / GROUP] S GATE_S and GATE_B words; likewise up's. The shared expert's codes,
-// scales and biases are arrays of their own, gate's I rows and then up's.
+// x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, gate's codes [I, H * BITS / 32] u32
+// begin GATE_W words in, its scales and biases [I, H / GROUP] S GATE_S and GATE_B words; likewise up's. The shared
+// expert's codes, scales and biases are arrays of their own, gate's I rows and then up's.
 //
 // grid: (32 * SG * blocks, T * (K + SHARED), 1), threadgroup (32 * SG, 1, 1). L lanes share a row, so a simdgroup holds
 // 32 / L rows at a time and R rows of each matrix in turn.
@@ -17,8 +17,15 @@
   swiglu_matrix<S> gate = swiglu_from_row<S, H, BITS, GROUP>(0, codes, own_scales, own_biases);
   swiglu_matrix<S> up = swiglu_from_row<S, H, BITS, GROUP>(I, codes, own_scales, own_biases);
   if (k < K) {
-    const device uint32_t* record = blob + codes_record(uint(slots[token * K + k]), WORDS);
+    const device uint32_t* record = codes_record(blob, uint(slots[token * K + k]), WORDS);
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
   }
-  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(x + token * H, gate, up, first, lane, act + pair * I);
+#ifdef CODES_PLANES
+  threadgroup uint4 planes[CODES_PLANES(H)];
+  const auto row = codes_lay<BITS, PLANES, 32 * SG>(x + token * H, H, thread_index_in_threadgroup, planes);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#else
+  const device X* row = x + token * H;
+#endif
+  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, first, lane, act + pair * I);

@@ -22,10 +22,11 @@ inline swiglu_matrix<S> swiglu_from_row(
   return {codes + row * (COLS / 32 * BITS), scales + group, biases + group};
 }
 
-// act[I] = silu(gate x) * (up x), for R rows of each matrix from `first` on, of which 32 / L lie abreast.
-template <int R, int L, int H, int I, int BITS, int GROUP, int CHUNK, int AHEAD, typename X, typename S>
+// act[I] = silu(gate x) * (up x), for R rows of each matrix from `first` on, of which 32 / L lie abreast. x is what
+// codes_dot takes.
+template <int R, int L, int H, int I, int BITS, int GROUP, int CHUNK, int AHEAD, typename P, typename X, typename S>
 inline void swiglu_gate_up(
-    const device X* x, swiglu_matrix<S> gate, swiglu_matrix<S> up, uint first, uint lane, device X* act) {
+    P x, swiglu_matrix<S> gate, swiglu_matrix<S> up, uint first, uint lane, device X* act) {
   constexpr uint ABREAST = 32 / L;
   constexpr uint WORDS_EACH = R * CHUNK * BITS / 32, GROUPS_EACH = R * (CHUNK < GROUP ? 1 : CHUNK / GROUP);
   uint row[R];

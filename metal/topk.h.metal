@@ -7,6 +7,12 @@ inline float topk_sigmoid(float v) {
   return 1.0f / (1.0f + metal::exp(-v));
 }
 
+// An integer in the order of what it is made of; 0 for what is taken, left out or not a number.
+inline uint topk_key(float v) {
+  const uint bits = as_type<uint>(v == 0.0f ? 0.0f : v);
+  return v > TOPK_NONE ? bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u) : 0;
+}
+
 // Leaves out all but the KEPT best of GROUPS groups of neighbours; a group is as good as its two best experts.
 template <int E, int GROUPS, int KEPT>
 inline void topk_groups(thread float* value, uint lane) {
@@ -62,10 +68,7 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
     top = value[i] > top ? value[i] : top;
   }
   if (!SIGMOID) {
-    for (uint o = 1; o < 32; o *= 2) {
-      const float other = simd_shuffle_xor(top, ushort(o));
-      top = other > top ? other : top;
-    }
+    top = lane_max(top);
     for (uint i = 0; i < N; i++) {
       total += lane + 32 * i < E ? metal::exp(value[i] - top) : 0.0f;
     }
@@ -75,29 +78,29 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
     topk_groups<E, GROUPS, KEPT>(value, lane);
   }
 
+  uint key[N];
+  for (uint i = 0; i < N; i++) {
+    key[i] = topk_key(value[i]);
+  }
   float kept = 0;
   uint found = 0;
+  _Pragma("unroll 1")
   for (uint k = 0; k < K; k++) {
-    float best = TOPK_NONE;
-    uint where = E;
+    uint best = 0;
     for (uint i = 0; i < N; i++) {
-      if (value[i] > best) {
-        best = value[i];
-        where = lane + 32 * i;
-      }
+      best = metal::max(best, key[i]);
     }
-    for (uint o = 1; o < 32; o *= 2) {
-      const float other = simd_shuffle_xor(best, ushort(o));
-      const uint there = simd_shuffle_xor(where, ushort(o));
-      const bool better = other > best || (other == best && there < where);
-      best = better ? other : best;
-      where = better ? there : where;
-    }
-    where = metal::min(where, uint(E - 1));  // logits that are not numbers choose nothing
+    best = simd_max(best);
+    uint where = E - 1;
     for (uint i = 0; i < N; i++) {
-      value[i] = lane + 32 * i == where ? TOPK_NONE : value[i];
+      where = key[i] == best ? metal::min(where, lane + 32 * i) : where;
     }
-    const float own = SIGMOID ? topk_sigmoid(float(logits[where])) : metal::exp(best - top) / total;
+    where = simd_min(where);
+    for (uint i = 0; i < N; i++) {
+      key[i] = lane + 32 * i == where ? 0 : key[i];
+    }
+    const float logit = float(logits[where]);
+    const float own = SIGMOID ? topk_sigmoid(logit) : metal::exp(logit - top) / total;
     kept += own;
     weight = wanted == k ? own : weight;
     found = wanted == k ? where : found;

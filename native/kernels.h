@@ -9,11 +9,6 @@
  * 4-bit layout: uint32 word i of a row holds elements 8i..8i+7, element 8i+j in bits 4j..4j+3;
  * value = nibble * scale + bias, one scale and bias per 64 elements.
  */
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define FN(name) CAT(name, PATH)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
 typedef float FN(vf) __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t FN(vu) __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t FN(vi) __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -39,6 +34,15 @@ INLINE float FN(hsum)(vf v) {
 #endif
     f4 s = *(f4 *)lanes;
     return (s[0] + s[1]) + (s[2] + s[3]);
+}
+
+/* The sums in acc [R, T] of rows r..r+R-1 (those below r1) go to y[t][row - r0]. */
+INLINE void FN(store)(const vf *acc, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, float *const *y, const int R,
+                      const int T) {
+    UNROLL for (int i = 0; i < R; i++) {
+        if (r + i >= r1) break;
+        UNROLL for (int t = 0; t < T; t++) y[t][r - r0 + i] = FN(hsum)(acc[i * T + t]);
+    }
 }
 
 /* ---- what an instruction set does with words of 32 bits: lanes by index, every third or fifth word, E2M1 codes ---- */
@@ -253,10 +257,7 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
         }
         FN(block)(word, scale, bias, x, 9 * k, acc, R, T);
     }
-    UNROLL for (int i = 0; i < R; i++) {
-        if (r + i >= r1) break;
-        UNROLL for (int t = 0; t < T; t++) y[t][r - r0 + i] = FN(hsum)(acc[i * T + t]);
-    }
+    FN(store)(acc, r0, r, r1, y, R, T);
 }
 
 #define ROWS(R, T, F32)                                                                            \
@@ -426,10 +427,7 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             }
         }
     }
-    UNROLL for (int i = 0; i < R; i++) {
-        if (r + i >= r1) break;
-        UNROLL for (int t = 0; t < T; t++) y[t][r - r0 + i] = FN(hsum)(acc[i * T + t]);
-    }
+    FN(store)(acc, r0, r, r1, y, R, T);
 }
 
 #define BLOCKS(R, T, BITS, MX)                                                                                \
@@ -535,7 +533,7 @@ static TARGET void FN(rms_norm)(const float *x, const float *weight, float eps, 
 }
 
 /* scores[g][i] -> softmax over i < n; the row is padded to whole vectors. */
-INLINE void FN(softmax)(float *row, ptrdiff_t n) {
+static TARGET void FN(softmax)(float *row, ptrdiff_t n) {
     vf top = FN(splat)(-INFINITY), sum = {0};
     for (ptrdiff_t i = n; i % W; i++) row[i] = -INFINITY;
     for (ptrdiff_t i = 0; i < n; i += W) {
@@ -553,9 +551,8 @@ INLINE void FN(softmax)(float *row, ptrdiff_t n) {
     for (ptrdiff_t i = 0; i < n; i += W) *(vf *)(row + i) *= inv;
 }
 
-/* out[g] = sum_i p[g][i] v[i] for G heads that share the values; a few rows at a time, which stay in L1. */
+/* out[g] += sum_i p[g][i] v[i] for G heads that share the values; a few rows at a time, which stay in L1. */
 INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, ptrdiff_t dv, float *out, const int G) {
-    memset(out, 0, (size_t)(G * dv) * sizeof *out);
     for (ptrdiff_t i0 = 0; i0 < n; i0 += CACHE_AHEAD) {
         ptrdiff_t i1 = least(i0 + CACHE_AHEAD, n);
         for (ptrdiff_t d = 0; d < dv; d += W) {
@@ -571,21 +568,29 @@ INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, 
     }
 }
 
-/* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. */
-static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const float *k, const float *v, ptrdiff_t n,
-                              ptrdiff_t dk, ptrdiff_t dv, float scale, float *scores, ptrdiff_t pad, float *out) {
-    for (ptrdiff_t i = 0; i < n; i++) {
-        for (ptrdiff_t c = 0; c < dk; c += 16) __builtin_prefetch(k + (i + CACHE_AHEAD) * dk + c);
-        for (ptrdiff_t g = 0; g < heads; g++) scores[g * pad + i] = FN(dot)(q + g * dk, k + i * dk, dk) * scale;
+/* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. What is seen may lie
+ * in two places: the bits are those of one. */
+static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, ptrdiff_t dk, ptrdiff_t dv,
+                              float scale, float *scores, ptrdiff_t pad, float *out) {
+    const ptrdiff_t first = seen[0].n, n = first + seen[1].n;
+    for (int s = 0; s < 2; s++) {
+        float *to = scores + (s ? first : 0);
+        for (ptrdiff_t i = 0; i < seen[s].n; i++) {
+            const float *k = seen[s].k + i * dk;
+            for (ptrdiff_t c = 0; c < dk; c += 16) __builtin_prefetch(k + CACHE_AHEAD * dk + c);
+            for (ptrdiff_t g = 0; g < heads; g++) to[g * pad + i] = FN(dot)(q + g * dk, k, dk) * scale;
+        }
     }
     for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n);
-    for (ptrdiff_t g = 0; g < heads;) {
-        const float *p = scores + g * pad;
-        ptrdiff_t left = heads - g;
-        if (left >= 8) FN(mix)(p, pad, v, n, dv, out + g * dv, 8), g += 8;
-        else if (left >= 4) FN(mix)(p, pad, v, n, dv, out + g * dv, 4), g += 4;
-        else FN(mix)(p, pad, v, n, dv, out + g * dv, 1), g += 1;
-    }
+    memset(out, 0, (size_t)(heads * dv) * sizeof *out);
+    for (int s = 0; s < 2; s++)
+        for (ptrdiff_t g = 0; g < heads;) {
+            const float *p = scores + g * pad + (s ? first : 0);
+            ptrdiff_t left = heads - g;
+            if (left >= 8) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 8), g += 8;
+            else if (left >= 4) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 4), g += 4;
+            else FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 1), g += 1;
+        }
 }
 
 /* One token of the gated delta rule for one value head: state [dv, dk] becomes `next`, which may be the same. */
@@ -669,7 +674,7 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
 
 static Path FN(path) = {
     FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
-    FN(rms_norm), FN(rope), FN(attend), FN(delta), FN(conv), FN(fold),
+    FN(rms_norm), FN(rope), FN(softmax), FN(attend), FN(delta), FN(conv), FN(fold),
     NULL, NULL, NULL,
 };
 
@@ -678,10 +683,6 @@ static Path FN(path) = {
 #undef vi
 #undef f4
 #undef f8
-#undef FN
-#undef CAT
-#undef CAT_
-#undef INLINE
 #undef PATH
 #undef TARGET
 #undef W

@@ -54,7 +54,8 @@
 #define ROUNDED_LEAST 1e-31f /* keeps quotients finite; smaller activations lose precision */
 #define BLOCK_FROM 4      /* rounded rows of x from which blocks of eight, though not filled, beat a row at a time */
 #define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
-#define MAX_ARGS 8
+#define MAX_ARGS 11
+#define MOST_EXPERTS 4096 /* whose scores are on the stack */
 
 /* Small arrays of accumulators stay in registers only if the loops over them are unrolled. */
 #if defined(__clang__)
@@ -87,6 +88,12 @@ typedef struct {
     const char *next_s, *next_b;
 } Matrix;
 
+/* Keys [n, Dk] and values [n, Dv] of one head. */
+typedef struct {
+    const float *k, *v;
+    ptrdiff_t n;
+} Seen;
+
 /* Products with rounded activations, of one instruction set. */
 typedef struct {
     void (*pack)(const Matrix *, const float *, int, uint32_t *);
@@ -110,8 +117,8 @@ typedef struct {
     void (*silu_mul)(const float *, const float *, float *, ptrdiff_t);
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
-    void (*attend)(const float *, ptrdiff_t, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, float,
-                   float *, ptrdiff_t, float *);
+    void (*softmax)(float *, ptrdiff_t);
+    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, float *, ptrdiff_t, float *);
     void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);
@@ -175,6 +182,12 @@ static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #if defined(DOTPROD) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_MATMUL_INT8))
 #define I8MM 1
 #endif
+
+/* What the headers below make for the PATH and TARGET that stand before each. */
+#define CAT_(a, b) a##_##b
+#define CAT(a, b) CAT_(a, b)
+#define FN(name) CAT(name, PATH)
+#define INLINE static inline __attribute__((always_inline)) TARGET
 
 #if defined(__x86_64__)
 #define PATH avx512
@@ -532,9 +545,9 @@ static Way way_of(int planes, int single, ptrdiff_t rows) {
     return planes ? rows >= BLOCK_FROM ? BLOCKS : ROUNDED : single ? ALONE : FLOATING;
 }
 
-/* Bytes in which one thread unpacks rows of `m` for blocks. */
-static ptrdiff_t room_of(const Matrix *m, int planes) {
-    return planes ? chunks_of(8 * (m->in + 64) + 16 * rounded_groups(m) * 4, 64) * 64 : 0;
+/* Bytes in which one thread unpacks rows of `m` for blocks, where `rows` of x make any. */
+static ptrdiff_t room_of(const Matrix *m, int planes, ptrdiff_t rows) {
+    return planes && rows >= BLOCK_FROM ? chunks_of(8 * (m->in + 64) + 16 * rounded_groups(m) * 4, 64) * 64 : 0;
 }
 
 /* ---- linear, dequantize ------------------------------------------------------------------- */
@@ -547,7 +560,8 @@ typedef struct {
     float **y; /* start of each output row */
     int single, planes;
     char *room; /* of each thread */
-    float *out;
+    const float *norm, *residual; /* [in] and [batch, rows], or NULL */
+    float eps, *out;
 } Product;
 
 /* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as one alone is slow. */
@@ -568,17 +582,24 @@ static void multiply(const Path *path, Way way, int planes, const Matrix *m, ptr
     else path->rows(m, r0, r1, n, x, y);
 }
 
+/* Adds the residual to columns r0..r1 of the result. */
+static void add_residual(const Product *c, ptrdiff_t r0, ptrdiff_t r1) {
+    for (ptrdiff_t t = 0; c->residual && t < c->batch; t++)
+        for (ptrdiff_t r = r0; r < r1; r++) c->y[t][r] += c->residual[t * c->rows + r];
+}
+
 static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
     const Way way = way_of(c->planes, c->single, c->batch);
-    void *room = c->room + member * room_of(&c->m, c->planes);
+    void *room = c->room + member * room_of(&c->m, c->planes, c->batch);
     for (ptrdiff_t t = 0, n; t < c->batch; t += n) {
         float *y[TOGETHER];
         n = share(way, c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
         multiply(c->path, way, c->planes, &c->m, r0, r1, n, c->x + t, room, y);
     }
+    add_residual(c, r0, r1);
 }
 
 static void dense_job(void *ctx, ptrdiff_t chunk, int member) {
@@ -590,17 +611,38 @@ static void dense_job(void *ctx, ptrdiff_t chunk, int member) {
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
         c->path->dense_rows(&c->m, r0, r1, n, c->x + t, y);
     }
+    add_residual(c, r0, r1);
     (void)member;
 }
 
-static int run_product(Product *c, const float *x) {
+typedef struct {
+    const Path *path;
+    const float *x, *weight, *state;
+    float *out, *next;
+    float eps;
+    ptrdiff_t rows, width, chunk, taps;
+} Rowwise;
+
+static void rms_norm_job(void *ctx, ptrdiff_t chunk, int member) {
+    Rowwise *c = ctx;
+    (void)member;
+    for (ptrdiff_t r = chunk * c->chunk; r < least((chunk + 1) * c->chunk, c->rows); r++)
+        c->path->rms_norm(c->x + r * c->width, c->weight, c->eps, c->out + r * c->width, c->width);
+}
+
+static void run_rms_norm(Rowwise *c) {
+    c->chunk = 1 + SMALL_CHUNK / c->width;
+    team_run(rms_norm_job, c, chunks_of(c->rows, c->chunk));
+}
+
+static int multiply_rows(Product *c, const float *x) {
     int is_packed = c->m.bits < 32;
     ptrdiff_t size = is_packed ? packed_words(c->path, &c->m, c->planes) : c->m.in, ends[2] = {0, c->batch};
     float *memory = is_packed ? scratch(c->batch * size * 4) : NULL;
     uint32_t *blocks = NULL;
     c->x = scratch(c->batch * (ptrdiff_t)sizeof *c->x);
     c->y = scratch(c->batch * (ptrdiff_t)sizeof *c->y);
-    c->room = scratch(MAX_TEAM * room_of(&c->m, c->planes));
+    c->room = scratch(MAX_TEAM * room_of(&c->m, c->planes, c->batch));
     int ok = (memory || !is_packed) && c->x && c->y && c->room;
     if (ok) {
         for (ptrdiff_t t = 0; t < c->batch; t++)
@@ -614,6 +656,16 @@ static int run_product(Product *c, const float *x) {
     return ok;
 }
 
+static int run_product(Product *c, const float *x) {
+    if (!c->norm) return multiply_rows(c, x);
+    float *normed = scratch(c->batch * c->m.in * 4);
+    if (normed) run_rms_norm(&(Rowwise){.path = c->path, .x = x, .weight = c->norm, .out = normed, .eps = c->eps,
+                                        .rows = c->batch, .width = c->m.in});
+    int ok = normed && multiply_rows(c, normed);
+    free(normed);
+    return ok;
+}
+
 /* Bits of activations: 8, 16, or 24 for those that are not rounded; 0 with an exception for any other number. */
 static int take_bits(PyObject *object) {
     Py_ssize_t bits = PyNumber_AsSsize_t(object, PyExc_ValueError);
@@ -623,17 +675,24 @@ static int take_bits(PyObject *object) {
     return 0;
 }
 
-/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, out[T, O]), or
- * linear(x, w[O, I], None, None, 0, 0, activations, out) */
+/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, norm[I] or None, eps,
+ * residual[T, O] or None, out[T, O]); for a dense w[O, I] None, None, 0, 0 after it */
 static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    int bits = arity(n, 8) ? take_bits(a[6]) : 0;
+    int bits = arity(n, 11) ? take_bits(a[6]) : 0;
     if (!bits) return NULL;
-    Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
+    c.eps = (float)PyFloat_AsDouble(a[8]);
+    if (PyErr_Occurred()) return NULL;
+    Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0), *norm = NULL, *residual = NULL;
     int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
-    Py_buffer *out = ok ? take(&args, a[7], "out", FLOATS, 2, 1) : NULL;
+    if (ok && a[7] != Py_None) ok = (norm = take(&args, a[7], "norm", FLOATS, 1, 0)) && dim(norm, "norm", 0, c.m.in);
+    if (ok && a[9] != Py_None)
+        ok = (residual = take(&args, a[9], "residual", FLOATS, 2, 0)) &&
+             dims2(residual, "residual", x->shape[0], c.rows);
+    Py_buffer *out = ok ? take(&args, a[10], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
+    c.norm = norm ? norm->buf : NULL, c.residual = residual ? residual->buf : NULL;
     c.planes = planes_of(path, &c.m, bits);
     c.batch = x->shape[0], c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.words * 4, c.batch);
     Py_BEGIN_ALLOW_THREADS;
@@ -680,6 +739,7 @@ typedef struct {
     Matrix form;                  /* theirs, without what a record holds */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
+    ptrdiff_t most;               /* pairs that share an expert */
     Pair *pair;                   /* sorted by slot, so pairs that share an expert are neighbours */
     ptrdiff_t *group;             /* first pair of each expert, and the end */
     const float **x;              /* packed input of each sorted pair */
@@ -728,6 +788,8 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
     for (ptrdiff_t i = 0; i < c->pairs; i++)
         if (!i || c->pair[i].slot != c->pair[i - 1].slot) c->group[c->groups++] = i;
     c->group[c->groups] = c->pairs;
+    for (ptrdiff_t g = 0; g < c->groups; g++)
+        if (c->group[g + 1] - c->group[g] > c->most) c->most = c->group[g + 1] - c->group[g];
     c->single = c->tokens == 1 && c->groups == c->pairs && c->path->single_rows;
     return 1;
 }
@@ -783,7 +845,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
     float other[TOGETHER][MAX_CHUNK_ROWS];
     const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
-    void *room = c->room + member * room_of(&c->form, c->planes);
+    void *room = c->room + member * room_of(&c->form, c->planes, c->most);
     follow(&gate, &up, r0);
     if (r1 < c->inner) follow(&up, &gate, r1);
     else if (g + 1 < c->groups) {
@@ -804,7 +866,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
 static int run_experts(Experts *c, const float *x, float *packed, ptrdiff_t rows, Job *job, ptrdiff_t chunks) {
     uint32_t *blocks = NULL;
     team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->single, c->planes}, rows);
-    c->room = scratch(MAX_TEAM * room_of(&c->form, c->planes));
+    c->room = scratch(MAX_TEAM * room_of(&c->form, c->planes, c->most));
     int ok = c->room != NULL;
     if (c->planes) ok = ok && make_blocks(c->groups, c->group, c->x, packed_words(c->path, &c->form, c->planes), &blocks);
     if (ok) team_run(job, c, chunks);
@@ -850,25 +912,36 @@ static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_
 
 static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
-    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
-    void *room = c->room + member * room_of(&c->form, c->planes);
-    for (ptrdiff_t g = 0; g < c->groups; g++) {
-        const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
-        Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
-        if (g + 1 < c->groups) {
-            Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
-            follow(&down, &then, r0);
-        }
-        for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
-            float *y[TOGETHER];
-            n = share(way, c->group[g + 1] - p);
-            for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-            multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
-        }
+    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
+    void *room = c->room + member * room_of(&c->form, c->planes, c->most);
+    const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
+    Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
+    if (r1 == c->hidden && g + 1 < c->groups) {
+        Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
+        follow(&down, &then, 0);
     }
-    for (ptrdiff_t t = 0; t < c->tokens; t++)
-        c->path->combine(c->by_token + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + t * c->hidden,
-                         c->shared ? c->shared + t * c->hidden : NULL, c->out + t * c->hidden, r0, r1);
+    for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
+        float *y[TOGETHER];
+        n = share(way, c->group[g + 1] - p);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
+        multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
+    }
+}
+
+typedef struct {
+    const Path *path;
+    const float **rows; /* by t * K + k */
+    const float *weight, *mid, *shared;
+    float *out;
+    ptrdiff_t tokens, top_k, hidden;
+} Combine;
+
+static void combine_job(void *ctx, ptrdiff_t t, int member) {
+    Combine *c = ctx;
+    ptrdiff_t at = t * c->hidden;
+    (void)member;
+    c->path->combine(c->rows + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + at,
+                     c->shared ? c->shared + at : NULL, c->out + at, 0, c->hidden);
 }
 
 static int run_down(Experts *c, const float *act) {
@@ -881,8 +954,11 @@ static int run_down(Experts *c, const float *act) {
             c->y[p] = rows + c->pair[p].index * c->hidden;
             c->by_token[p] = rows + p * c->hidden;
         }
-        c->chunk = chunk_rows(c->hidden, c->form.words * 4, c->tokens);
-        ok = run_experts(c, act, packed, c->pairs, down_job, chunks_of(c->hidden, c->chunk));
+        c->chunk = chunk_rows(c->hidden * c->groups, c->form.words * 4, c->tokens);
+        c->per_group = chunks_of(c->hidden, c->chunk);
+        ok = run_experts(c, act, packed, c->pairs, down_job, c->groups * c->per_group);
+        if (ok) team_run(combine_job, &(Combine){c->path, c->by_token, c->weight, c->mid, c->shared, c->out, c->tokens,
+                                                 c->top_k, c->hidden}, c->tokens);
     }
     free(packed), free(rows);
     return ok;
@@ -914,22 +990,6 @@ static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_s
     }
     plan_free(&c);
     return args_done(&args, ok);
-}
-
-typedef struct {
-    const Path *path;
-    const float **rows; /* by t * K + k */
-    const float *weight, *mid, *shared;
-    float *out;
-    ptrdiff_t tokens, top_k, hidden;
-} Combine;
-
-static void combine_job(void *ctx, ptrdiff_t t, int member) {
-    Combine *c = ctx;
-    ptrdiff_t at = t * c->hidden;
-    (void)member;
-    c->path->combine(c->rows + t * c->top_k, c->weight + t * c->top_k, c->top_k, c->mid + at,
-                     c->shared ? c->shared + at : NULL, c->out + at, 0, c->hidden);
 }
 
 /* The checked row of y that each (t, k) stands for; NULL with an exception. */
@@ -974,21 +1034,6 @@ static PyObject *op_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 /* ---- small decode operations -------------------------------------------------------------- */
 
-typedef struct {
-    const Path *path;
-    const float *x, *weight, *state;
-    float *out, *next;
-    float eps;
-    ptrdiff_t rows, width, chunk, taps;
-} Rowwise;
-
-static void rms_norm_job(void *ctx, ptrdiff_t chunk, int member) {
-    Rowwise *c = ctx;
-    (void)member;
-    for (ptrdiff_t r = chunk * c->chunk; r < least((chunk + 1) * c->chunk, c->rows); r++)
-        c->path->rms_norm(c->x + r * c->width, c->weight, c->eps, c->out + r * c->width, c->width);
-}
-
 /* rms_norm(x[N, D], weight[D] or None, eps, out[N, D]) */
 static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
@@ -1003,9 +1048,9 @@ static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         !dims2(out, "out", x->shape[0], x->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);
     c.x = x->buf, c.weight = weight ? weight->buf : NULL, c.out = out->buf;
-    c.rows = x->shape[0], c.width = x->shape[1], c.chunk = 1 + SMALL_CHUNK / c.width;
+    c.rows = x->shape[0], c.width = x->shape[1];
     Py_BEGIN_ALLOW_THREADS;
-    team_run(rms_norm_job, &c, chunks_of(c.rows, c.chunk));
+    run_rms_norm(&c);
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
@@ -1070,18 +1115,23 @@ static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 typedef struct {
     const Path *path;
     const float *q, *k, *v;
+    const float *recent; /* keys and then values [kv_heads, room, D] of the positions from `begun` on; NULL: none */
     float *out, *scores;
     float scale;
-    ptrdiff_t tokens, q_heads, kv_heads, capacity, n, dk, dv, pad, parts;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, dk, dv, pad, parts;
 } Attention;
 
 static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     Attention *c = ctx;
     ptrdiff_t part = unit % c->parts, kv = unit / c->parts % c->kv_heads, t = unit / c->parts / c->kv_heads;
     ptrdiff_t group = c->q_heads / c->kv_heads, first = part * GQA_HEADS;
-    ptrdiff_t row = t * c->q_heads + kv * group + first;
-    c->path->attend(c->q + row * c->dk, least(GQA_HEADS, group - first), c->k + kv * c->capacity * c->dk,
-                    c->v + kv * c->capacity * c->dv, c->n - c->tokens + t + 1, c->dk, c->dv, c->scale,
+    ptrdiff_t row = t * c->q_heads + kv * group + first, n = c->n - c->tokens + t + 1;
+    Seen seen[2] = {{c->k + kv * c->capacity * c->dk, c->v + kv * c->capacity * c->dv, n}, {NULL, NULL, 0}};
+    if (c->recent) {
+        const float *k = c->recent + kv * c->room * c->dk;
+        seen[0].n = c->begun, seen[1] = (Seen){k, k + c->kv_heads * c->room * c->dk, n - c->begun};
+    }
+    c->path->attend(c->q + row * c->dk, least(GQA_HEADS, group - first), seen, c->dk, c->dv, c->scale,
                     c->scores + member * GQA_HEADS * c->pad, c->pad, c->out + row * c->dv);
 }
 
@@ -1126,6 +1176,134 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_END_ALLOW_THREADS;
     if (!ok) PyErr_NoMemory();
     return args_done(&args, ok);
+}
+
+/* A token's queries and keys before norm and rotation, and what they are normed and turned by. */
+typedef struct {
+    const float *q, *k, *v, *q_norm, *k_norm, *cosine, *sine;
+    float eps;
+    ptrdiff_t half;
+    int neighbours;
+} Token;
+
+static void norm_and_turn(const Path *path, const Token *token, const float *weight, const float *x, float *normed,
+                          float *out, ptrdiff_t width) {
+    path->rms_norm(x, weight, token->eps, normed, width);
+    path->rope(normed, token->cosine, token->sine, token->half, token->neighbours, out, width);
+}
+
+/* The token's key and value become row `at` of `recent`, then its queries attend over all there are. */
+static int run_attend_step(Attention *c, const Token *token, float *recent, ptrdiff_t at) {
+    const ptrdiff_t width = c->dk;
+    float *q = scratch((c->q_heads + 1) * width * 4), *normed = q + c->q_heads * width;
+    if (!q) return 0;
+    for (ptrdiff_t h = 0; h < c->q_heads; h++)
+        norm_and_turn(c->path, token, token->q_norm, token->q + h * width, normed, q + h * width, width);
+    for (ptrdiff_t h = 0; h < c->kv_heads; h++) {
+        float *row = recent + (h * c->room + at) * width;
+        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, row, width);
+        memcpy(row + c->kv_heads * c->room * width, token->v + h * width, (size_t)width * 4);
+    }
+    c->q = q, c->recent = recent;
+    int ok = run_attend(c);
+    free(q);
+    return ok;
+}
+
+/* attend_step(q[Hq, D], k[Hkv, D], v[Hkv, D], q_norm[D], k_norm[D], eps, cosine[1, R/2], sine[1, R/2], neighbours,
+ * keys[Hkv, C, D], values[Hkv, C, D], begun, recent[2, Hkv, M, D], n, scale, out[Hq, D]) */
+static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    static const char *const name[] = {"q", "k", "v", "q_norm", "k_norm", "cosine", "sine", "keys", "values", "recent",
+                                       "out"};
+    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 4, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 15};
+    Args args = {.n = 0};
+    Py_buffer *b[11];
+    if (!arity(n, 16)) return NULL;
+    Attention c = {.path = path, .tokens = 1};
+    Token token = {.eps = (float)PyFloat_AsDouble(a[5]), .neighbours = PyObject_IsTrue(a[8])};
+    c.begun = PyNumber_AsSsize_t(a[11], PyExc_ValueError), c.n = PyNumber_AsSsize_t(a[13], PyExc_ValueError);
+    c.scale = (float)PyFloat_AsDouble(a[14]);
+    if (PyErr_Occurred()) return NULL;
+    for (int i = 0; i < 11; i++)
+        if (!(b[i] = take(&args, a[place[i]], name[i], FLOATS, ndim[i], i > 8))) return args_done(&args, 0);
+    const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], *keys = b[7]->shape, *recent = b[9]->shape;
+    if (!multiple("D", width, 16) || !multiple("k: heads", heads, 1) || !multiple("q: heads", b[0]->shape[0], heads) ||
+        !dim(b[0], "q", 1, width) || !dims2(b[2], "v", heads, width) || !dim(b[3], "q_norm", 0, width) ||
+        !dim(b[4], "k_norm", 0, width) || !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) ||
+        !dims2(b[6], "sine", 1, b[5]->shape[1]) || !dims3(b[7], "keys", heads, keys[1], width) ||
+        !dims3(b[8], "values", heads, keys[1], width) || !dims3(b[9], "recent", 2, heads, recent[2]) ||
+        !dim(b[9], "recent", 3, width) || !dims2(b[10], "out", b[0]->shape[0], width) || !disjoint(&args))
+        return args_done(&args, 0);
+    if (c.begun < 0 || c.begun > keys[1] || c.n <= c.begun || c.n - c.begun > recent[2]) {
+        PyErr_Format(PyExc_ValueError, "begun is %zd and n %zd, expected 0 to %zd, and 1 to %zd more",
+                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], recent[2]);
+        return args_done(&args, 0);
+    }
+    token.q = b[0]->buf, token.k = b[1]->buf, token.v = b[2]->buf, token.q_norm = b[3]->buf, token.k_norm = b[4]->buf;
+    token.cosine = b[5]->buf, token.sine = b[6]->buf, token.half = b[5]->shape[1];
+    c.k = b[7]->buf, c.v = b[8]->buf, c.out = b[10]->buf, c.q_heads = b[0]->shape[0], c.kv_heads = heads;
+    c.capacity = keys[1], c.room = recent[2], c.dk = c.dv = width;
+    int ok;
+    Py_BEGIN_ALLOW_THREADS;
+    ok = run_attend_step(&c, &token, b[9]->buf, c.n - c.begun - 1);
+    Py_END_ALLOW_THREADS;
+    if (!ok) PyErr_NoMemory();
+    return args_done(&args, ok);
+}
+
+typedef struct {
+    const Path *path;
+    const float *logits;
+    int32_t *ids;
+    float *weights, scale;
+    ptrdiff_t stride, experts, top_k;
+    int normalise;
+} Choice;
+
+/* A token's experts, the first of equals first. */
+static void choose_job(void *ctx, ptrdiff_t t, int member) {
+    Choice *c = ctx;
+    float score[c->experts + 16], total = 0, *weight = c->weights + t * c->top_k;
+    int32_t *id = c->ids + t * c->top_k;
+    (void)member;
+    memcpy(score, c->logits + t * c->stride, (size_t)c->experts * 4);
+    c->path->softmax(score, c->experts);
+    for (ptrdiff_t k = 0; k < c->top_k; k++) {
+        ptrdiff_t best = -1;
+        for (ptrdiff_t e = 0; e < c->experts; e++)
+            if (score[e] > (best < 0 ? -1 : score[best])) best = e;
+        if (best < 0) best = k; /* none is a number */
+        id[k] = (int32_t)best, weight[k] = score[best], total += score[best];
+        score[best] = -1;
+    }
+    for (ptrdiff_t k = 0; k < c->top_k; k++) weight[k] = (c->normalise ? weight[k] / total : weight[k]) * c->scale;
+}
+
+/* choose(logits[T, O], experts, normalise, scale, ids[T, K], weights[T, K]) */
+static PyObject *op_choose(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    Args args = {.n = 0};
+    Choice c = {.path = path};
+    if (!arity(n, 6)) return NULL;
+    c.experts = PyNumber_AsSsize_t(a[1], PyExc_ValueError), c.normalise = PyObject_IsTrue(a[2]);
+    c.scale = (float)PyFloat_AsDouble(a[3]);
+    if (PyErr_Occurred()) return NULL;
+    Py_buffer *logits = take(&args, a[0], "logits", FLOATS, 2, 0);
+    Py_buffer *ids = logits ? take(&args, a[4], "ids", INTEGERS, 2, 1) : NULL;
+    Py_buffer *weights = ids ? take(&args, a[5], "weights", FLOATS, 2, 1) : NULL;
+    if (!weights || !dim(ids, "ids", 0, logits->shape[0]) ||
+        !dims2(weights, "weights", logits->shape[0], ids->shape[1]) || !disjoint(&args))
+        return args_done(&args, 0);
+    c.logits = logits->buf, c.stride = logits->shape[1], c.ids = ids->buf, c.weights = weights->buf;
+    c.top_k = ids->shape[1];
+    if (c.experts < 1 || c.experts > least(c.stride, MOST_EXPERTS) || c.top_k > c.experts) {
+        PyErr_Format(PyExc_ValueError, "%zd of %zd experts by %zd logits", (Py_ssize_t)c.top_k, (Py_ssize_t)c.experts,
+                     (Py_ssize_t)c.stride);
+        return args_done(&args, 0);
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    team_run(choose_job, &c, logits->shape[0]);
+    Py_END_ALLOW_THREADS;
+    return args_done(&args, 1);
 }
 
 typedef struct {
@@ -1311,6 +1489,8 @@ static PyMethodDef methods[] = {
     FAST(silu_mul),
     FAST(conv_silu),
     FAST(attend),
+    FAST(attend_step),
+    FAST(choose),
     FAST(gated_delta),
     FAST(rope),
     {"fold", op_fold, METH_O, NULL},

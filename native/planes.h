@@ -12,10 +12,6 @@
  * A packed row: for each step of 4 W BYTES columns three planes, low byte first, and W starts; then a float for each
  * group, and each group's plain sum.
  */
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define FN(name) CAT(name, PATH)
-#define INLINE static inline __attribute__((always_inline)) TARGET
 #define BYTES(bits) ((bits) == 2 ? 4 : 2)
 
 #define vf FN(vf)
@@ -257,10 +253,7 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             }
         }
     }
-    UNROLL for (int i = 0; i < R; i++) {
-        if (r + i >= r1) break;
-        UNROLL for (int t = 0; t < T; t++) y[t][r - r0 + i] = FN(hsum)(acc[i * T + t]);
-    }
+    FN(store)(acc, r0, r, r1, y, R, T);
 }
 
 #define PLANES(R, T, BITS, MX)                                                                                \
@@ -315,10 +308,6 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
 #undef vf
 #undef vi
 #undef vu
-#undef FN
-#undef CAT
-#undef CAT_
-#undef INLINE
 #undef PATH
 #undef TARGET
 #undef W

@@ -1,9 +1,9 @@
-/* Reads of one record from several places of files that are open past the page cache, all at once.
+/* Reads from several places of files that are open past the page cache, several under way at once.
  *
- * Linux's asynchronous reads go to the drive with one system call and are waited for with another, which costs a
- * third of the processor time of as many `preadv`, and the drive gets all of them to choose from. What they bring is
- * moved to its place here, without the interpreter's lock. Arguments are checked before anything is read; a read that
- * fails or falls short is reported, its pieces are not moved, and whoever called reads it again with care.
+ * Linux's asynchronous reads leave the thread free, and cost a third of the processor time of as many `preadv`. What
+ * one brings is moved to its place here, without the interpreter's lock, while the drive is at the others; then the
+ * next is asked for. Arguments are checked before anything is read; a read that fails or falls short is reported, its
+ * pieces are not moved, and whoever called reads it again with care.
  * The documented face is batch.py.
  */
 #define PY_SSIZE_T_CLEAN
@@ -82,17 +82,6 @@ static Py_ssize_t checked(const int64_t *numbers, int64_t count, const Memory *m
     return found;
 }
 
-/* As many of the next runs as fit scratch memory and the queue. */
-static int together(const Run **runs, Py_ssize_t left, const Memory *memory) {
-    int64_t scratch = 0;
-    int count = 0;
-    for (; count < left && count < AT_ONCE; count++) {
-        scratch += runs[count]->place < 0 ? runs[count]->bytes : 0;
-        if (scratch > memory->scratch_bytes) break;
-    }
-    return count;
-}
-
 /* As memcpy, past the caches where the processor can: a line that is written whole need not be fetched before, and
  * what was read earlier stays. Half of memcpy's time on what a drive has just brought (results.tsv, "in place"). */
 static void copy(char *to, const char *from, size_t bytes) {
@@ -119,46 +108,50 @@ static void move(const Run *run, const char *source, const Memory *memory, int64
         copy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);
 }
 
-/* Starts as many of the reads as the system takes, the first `return value` of them. */
-static int submit(aio_context_t queue, struct iocb *reads, int count, int64_t *came) {
-    struct iocb *list[AT_ONCE];
-    int sent = 0;
-    for (int i = 0; i < count; i++) list[i] = &reads[i];
-    for (int i = 0; i < count; i++) came[i] = -EAGAIN;
-    while (sent < count) {
-        long more = syscall(SYS_io_submit, queue, (long)(count - sent), list + sent);
-        if (more < 0) came[sent] = -errno;
-        if (more <= 0) break;
-        sent += (int)more;
-    }
-    return sent;
+/* The most that any run takes of scratch memory, which is dealt out in parts of as much. */
+static int64_t part_bytes(const Run **runs, Py_ssize_t count) {
+    int64_t most = 1;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (runs[i]->place < 0 && runs[i]->bytes > most) most = runs[i]->bytes;
+    return most;
 }
 
-static void fill(aio_context_t queue, const Run **runs, int count, const Memory *memory, int64_t *came) {
-    struct iocb reads[AT_ONCE];
-    struct io_event events[AT_ONCE];
-    char *scratch = memory->scratch;
-    memset(reads, 0, sizeof reads);
-    for (int i = 0; i < count; i++) {
-        const Run *run = runs[i];
-        char *goal = run->place < 0 ? scratch : memory->target + run->place;
-        scratch += run->place < 0 ? run->bytes : 0;
-        reads[i].aio_data = (uint64_t)i;
-        reads[i].aio_lio_opcode = IOCB_CMD_PREAD;
-        reads[i].aio_fildes = (uint32_t)memory->files[run->file];
-        reads[i].aio_buf = (uint64_t)(uintptr_t)goal;
-        reads[i].aio_nbytes = (uint64_t)run->bytes;
-        reads[i].aio_offset = run->offset;
-    }
-    int left = submit(queue, reads, count, came);
-    while (left > 0) { /* nothing may still be written when this returns; a signal only interrupts the waiting */
-        long more = syscall(SYS_io_getevents, queue, 1L, (long)left, events, NULL);
-        for (long i = 0; i < more; i++) { /* moved while the drive brings the others */
-            size_t at = events[i].data;
-            came[at] = events[i].res;
-            move(runs[at], (const char *)(uintptr_t)reads[at].aio_buf, memory, came[at]);
+/* Asks for one run; 0, or what is wrong. Its end is told with `name`. */
+static int64_t ask(aio_context_t queue, const Run *run, const Memory *memory, char *goal, uint64_t name) {
+    struct iocb read = {
+        .aio_data = name,
+        .aio_lio_opcode = IOCB_CMD_PREAD,
+        .aio_fildes = (uint32_t)memory->files[run->file],
+        .aio_buf = (uint64_t)(uintptr_t)goal,
+        .aio_nbytes = (uint64_t)run->bytes,
+        .aio_offset = run->offset,
+    };
+    struct iocb *list[] = {&read};
+    long sent = syscall(SYS_io_submit, queue, 1L, list);
+    return sent == 1 ? 0 : sent < 0 ? -errno : -EAGAIN;
+}
+
+/* Reads all runs, each through a part of scratch memory: while what came is moved the drive brings others, and whatever
+ * part is free again is filled at once. */
+static void fill(aio_context_t queue, const Run **runs, Py_ssize_t count, const Memory *memory, int64_t *came) {
+    int64_t part = part_bytes(runs, count), parts = memory->scratch_bytes / part;
+    int free[AT_ONCE], all = parts < AT_ONCE ? (int)parts : AT_ONCE, left = all;
+    for (int i = 0; i < all; i++) free[i] = i;
+    for (Py_ssize_t next = 0; next < count || left < all;) { /* nothing may still be written when this returns */
+        if (next < count && left) {
+            int own = free[left - 1];
+            char *goal = runs[next]->place < 0 ? memory->scratch + own * part : memory->target + runs[next]->place;
+            came[next] = ask(queue, runs[next], memory, goal, (uint64_t)next * AT_ONCE + (uint64_t)own);
+            left -= came[next] == 0;
+            next++;
+            continue;
         }
-        left -= more > 0 ? (int)more : 0;
+        struct io_event event;
+        if (syscall(SYS_io_getevents, queue, 1L, 1L, &event, NULL) != 1) continue; /* a signal interrupts the waiting */
+        size_t at = event.data / AT_ONCE, own = event.data % AT_ONCE;
+        came[at] = event.res;
+        move(runs[at], memory->scratch + (int64_t)own * part, memory, came[at]);
+        free[left++] = (int)own;
     }
 }
 
@@ -190,11 +183,7 @@ static PyObject *read_all(aio_context_t queue, const Py_buffer *numbers, const M
         PyErr_SetString(PyExc_ValueError, "a run leaves its memory");
     } else {
         Py_BEGIN_ALLOW_THREADS;
-        for (Py_ssize_t done = 0; done < count;) {
-            int next = together(runs + done, count - done, memory);
-            fill(queue, runs + done, next, memory, came + done);
-            done += next;
-        }
+        fill(queue, runs, count, memory, came);
         Py_END_ALLOW_THREADS;
         result = brought(runs, count, came);
     }

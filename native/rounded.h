@@ -14,11 +14,6 @@
  * A packed row of x is made of words of 32 bits: for each group its planes in the order in which codes are unpacked;
  * then the factors; then the groups' sums. A block is eight packed rows, word by word beside each other.
  */
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define FN(name) CAT(name, PATH)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
 typedef float FN(f8) __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t FN(i8) __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t FN(u8) __attribute__((vector_size(32), aligned(4), may_alias));
@@ -244,34 +239,65 @@ INLINE void FN(scales)(FN(Tables) t, ptrdiff_t g, ptrdiff_t left, const Kind kin
 
 /* ---- one row of x ---- */
 
-INLINE float FN(row_dot)(const Matrix *m, ptrdiff_t row, const uint32_t *soon, const uint32_t *x, const int BITS,
-                         const int GROUP, const int PLANES, const int MX) {
+/* A row of the matrix, and the packed row of x. */
+typedef struct {
+    const uint8_t *w;
+    const int8_t *planes;
+    const float *factor, *sum;
+    FN(Tables) tables;
+} FN(Row);
+
+/* acc plus what groups g..g+7 give, of which `left` are the row's: `count` of them, or if that is 0 as many as there
+ * are. */
+INLINE f8 FN(eight_groups)(f8 acc, const FN(Row) *row, ptrdiff_t g, ptrdiff_t left, const int count, const Kind kind,
+                           const int BITS, const int GROUP, const int PLANES, const int MX) {
+    const int bytes = GROUP * BITS / 8;
+    i8 dots[8] = {{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}};
+    f8 scale, bias;
+    const uint8_t *w = row->w + g * bytes;
+    const int8_t *x = row->planes + g * GROUP * PLANES;
+    if (count) FN(group_dots)(dots, w, x, count, BITS, GROUP, PLANES, MX);
+    else
+        UNROLL for (int n = 0; n < 7; n++) {
+            if (n == left) break;
+            FN(group_dots)(dots + n, w + n * bytes, x + n * GROUP * PLANES, 1, BITS, GROUP, PLANES, MX);
+        }
+    FN(scales)(row->tables, g, left, kind, MX, &scale, &bias);
+    scale *= *(const f8 *)(row->factor + g);
+    acc = FN(fma8)(__builtin_convertvector(FN(sums)(dots), f8), scale, acc);
+    return FN(fma8)(bias, *(const f8 *)(row->sum + g), acc);
+}
+
+INLINE float FN(row_dot)(const Matrix *m, ptrdiff_t r, const uint32_t *soon, const uint32_t *x, const Kind kind,
+                         const int BITS, const int GROUP, const int PLANES, const int MX) {
     enum { LINE = 64 };
     const int bytes = GROUP * BITS / 8;
     const ptrdiff_t groups = m->groups;
-    const uint8_t *w = (const uint8_t *)(m->w + row * m->words), *ahead = (const uint8_t *)soon;
-    const int8_t *planes = (const int8_t *)x;
-    const float *factor = (const float *)x + m->in / 4 * PLANES, *sum = factor + rounded_groups(m);
-    const FN(Tables) tables = FN(tables_of)(m, row);
-    f8 acc = {0}, scale, bias;
-    for (ptrdiff_t g = 0; g < groups; g += 8) {
-        const ptrdiff_t left = groups - g;
-        i8 dots[8] = {{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}};
+    const uint8_t *ahead = (const uint8_t *)soon;
+    const float *factor = (const float *)x + m->in / 4 * PLANES;
+    const FN(Row) row = {(const uint8_t *)(m->w + r * m->words), (const int8_t *)x, factor,
+                         factor + rounded_groups(m), FN(tables_of)(m, r)};
+    f8 acc = {0};
+    ptrdiff_t g = 0;
+    for (; g + 8 <= groups; g += 8) {
         UNROLL for (int n = 0; n < 8 * bytes; n += LINE) __builtin_prefetch(ahead + g * bytes + n);
-        if (left >= 8) FN(group_dots)(dots, w + g * bytes, planes + g * GROUP * PLANES, 8, BITS, GROUP, PLANES, MX);
-        else if (left == 4) FN(group_dots)(dots, w + g * bytes, planes + g * GROUP * PLANES, 4, BITS, GROUP, PLANES, MX);
-        else
-            UNROLL for (int n = 0; n < 7; n++) {
-                if (n == left) break;
-                FN(group_dots)(dots + n, w + (g + n) * bytes, planes + (g + n) * GROUP * PLANES, 1, BITS, GROUP, PLANES, MX);
-            }
-        FN(scales)(tables, g, left, m->kind, MX, &scale, &bias);
-        scale *= *(const f8 *)(factor + g);
-        acc = FN(fma8)(__builtin_convertvector(FN(sums)(dots), f8), scale, acc);
-        acc = FN(fma8)(bias, *(const f8 *)(sum + g), acc);
+        acc = FN(eight_groups)(acc, &row, g, 8, 8, kind, BITS, GROUP, PLANES, MX);
     }
+    const ptrdiff_t left = groups - g;
+    for (ptrdiff_t n = 0; n < left * bytes; n += LINE) __builtin_prefetch(ahead + g * bytes + n);
+    if (left == 4) acc = FN(eight_groups)(acc, &row, g, 4, 4, kind, BITS, GROUP, PLANES, MX);
+    else if (left) acc = FN(eight_groups)(acc, &row, g, left, 0, kind, BITS, GROUP, PLANES, MX);
     const float a = acc[0] + acc[4], b = acc[1] + acc[5], c = acc[2] + acc[6], d = acc[3] + acc[7];
     return (a + b) + (c + d);
+}
+
+INLINE void FN(row_dots)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *x, float *y, const Kind kind,
+                         const int BITS, const int GROUP, const int PLANES, const int MX) {
+    const ptrdiff_t ahead = 1 + PREFETCH_BYTES / (m->words * 4);
+    for (ptrdiff_t r = r0; r < r1; r++) {
+        fetch_tables(m, r + ahead, r1);
+        y[r - r0] = FN(row_dot)(m, r, soon_of(m, r + ahead, r1), x, kind, BITS, GROUP, PLANES, MX);
+    }
 }
 
 /* ---- eight rows of x at a time ---- */
@@ -358,11 +384,8 @@ INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, 
 #define FORM(BITS, GROUP, PLANES, MX)                                                               \
     static __attribute__((noinline)) TARGET void FN(row_##BITS##_##GROUP##_##PLANES##_##MX)(        \
     const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *x, float *y) {                     \
-        const ptrdiff_t ahead = 1 + PREFETCH_BYTES / (m->words * 4);                                \
-        for (ptrdiff_t r = r0; r < r1; r++) {                                                       \
-            fetch_tables(m, r + ahead, r1);                                                         \
-            y[r - r0] = FN(row_dot)(m, r, soon_of(m, r + ahead, r1), x, BITS, GROUP, PLANES, MX);   \
-        }                                                                                           \
+        if (!(MX) && m->kind == BF16) FN(row_dots)(m, r0, r1, x, y, BF16, BITS, GROUP, PLANES, MX); \
+        else FN(row_dots)(m, r0, r1, x, y, m->kind, BITS, GROUP, PLANES, MX);                       \
     }                                                                                               \
     static __attribute__((noinline)) TARGET void FN(tiles_##BITS##_##GROUP##_##PLANES##_##MX)(      \
     const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room, \
@@ -394,10 +417,6 @@ static const Rounded FN(rounded) = {FN(round_row), TABLE_OF(row), TABLE_OF(tiles
 #undef h8
 #undef b32
 #undef NIBBLES
-#undef FN
-#undef CAT
-#undef CAT_
-#undef INLINE
 #undef PATH
 #undef TARGET
 #undef DOT

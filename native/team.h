@@ -1,7 +1,8 @@
 /* A persistent team of threads for the native kernels.
  *
- * team_run(job, ctx, chunks) calls job(ctx, chunk, member) once per chunk; chunks are handed out one
- * by one, so a worker that is still asleep or descheduled costs nothing: the caller does its share.
+ * team_run(job, ctx, chunks) calls job(ctx, chunk, member) once per chunk. Each member has a range of neighbouring
+ * chunks, so that it reads memory in one stream; whoever has done his takes half of what another has left. So a worker
+ * that is still asleep or descheduled costs little: the others do its share.
  * Callers on several threads take turns. Workers spin briefly after a job, and the caller before the
  * end of one, then they sleep, so that BLAS, MLX and other processes find the cores free. After fork() the child starts a fresh team.
  */
@@ -19,13 +20,17 @@
 
 typedef void Job(void *ctx, ptrdiff_t chunk, int member);
 
+/* Chunks that a member has left: the first in the upper half, the end in the lower. A line of its own. */
+typedef struct {
+    _Alignas(64) atomic_ullong left;
+} Range;
+
 static struct {
     pthread_mutex_t turn, door;
     pthread_cond_t bell, end;
     Job *job;
     void *ctx;
-    ptrdiff_t chunks;
-    atomic_ptrdiff_t next;
+    Range range[MAX_TEAM];
     atomic_uint generation;
     atomic_int open, active, sleepers, waiting, size;
     int started;
@@ -46,12 +51,41 @@ static int64_t nanoseconds(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void team_work(int member) {
+static unsigned long long range_of(uint32_t first, uint32_t end) { return (unsigned long long)first << 32 | end; }
+
+/* The first chunk of a member's range, or -1. */
+static ptrdiff_t team_take(int member) {
+    atomic_ullong *left = &team.range[member].left;
+    unsigned long long seen = atomic_load(left);
     for (;;) {
-        ptrdiff_t chunk = atomic_fetch_add(&team.next, 1);
-        if (chunk >= team.chunks) return;
-        team.job(team.ctx, chunk, member);
+        uint32_t first = (uint32_t)(seen >> 32), end = (uint32_t)seen;
+        if (first >= end) return -1;
+        if (atomic_compare_exchange_weak(left, &seen, range_of(first + 1, end))) return first;
     }
+}
+
+/* The later half of what another member has left becomes `member`'s range; false if nobody has any. A range that was
+ * seen cannot come back with other chunks done, as no chunk is given out twice. */
+static int team_rob(int member) {
+    int size = atomic_load(&team.size);
+    for (int i = 1; i < size; i++) {
+        atomic_ullong *left = &team.range[(member + i) % size].left;
+        unsigned long long seen = atomic_load(left);
+        for (;;) {
+            uint32_t first = (uint32_t)(seen >> 32), end = (uint32_t)seen, middle = first + (end - first) / 2;
+            if (first >= end) break;
+            if (!atomic_compare_exchange_weak(left, &seen, range_of(first, middle))) continue;
+            atomic_store(&team.range[member].left, range_of(middle, end));
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void team_work(int member) {
+    do
+        for (ptrdiff_t chunk; (chunk = team_take(member)) >= 0;) team.job(team.ctx, chunk, member);
+    while (team_rob(member));
 }
 
 /* Wait until the generation differs from `seen`: spin, then sleep. */
@@ -92,7 +126,7 @@ static void *team_worker(void *arg) {
 /* Start missing workers; a system that refuses threads leaves the team smaller. */
 static void team_start(int size) {
     pthread_attr_t detached;
-    if (pthread_attr_init(&detached)) return;
+    if (team.started >= size - 1 || pthread_attr_init(&detached)) return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigset_t all, before;
     sigfillset(&all);
@@ -119,9 +153,10 @@ static void team_end(void) {
     pthread_mutex_unlock(&team.door);
 }
 
-static void team_share(Job *job, void *ctx, ptrdiff_t chunks) {
-    team.job = job, team.ctx = ctx, team.chunks = chunks;
-    atomic_store(&team.next, 0);
+static void team_share(Job *job, void *ctx, ptrdiff_t chunks, int size) {
+    team.job = job, team.ctx = ctx;
+    for (int i = 0; i < size; i++)
+        atomic_store(&team.range[i].left, range_of((uint32_t)(chunks * i / size), (uint32_t)(chunks * (i + 1) / size)));
     atomic_store(&team.open, 1);
     atomic_fetch_add(&team.generation, 1);
     if (atomic_load(&team.sleepers)) {
@@ -142,7 +177,7 @@ static void team_run(Job *job, void *ctx, ptrdiff_t chunks) {
     }
     pthread_mutex_lock(&team.turn);
     team_start(size);
-    team_share(job, ctx, chunks);
+    team_share(job, ctx, chunks, size);
     pthread_mutex_unlock(&team.turn);
 }
 

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
         return engine
 
-    with Progress("reading") as progress:
+    with Progress("reading", lines=True) as progress:
         found = evaluate(
             lambda: opens(options.model),
             text,

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from ..errors import RequestError
 
 JUDGED_FROM = 2.0  # seconds of work from which what is left is estimated
+LINES_APART = 30.0  # seconds between lines of progress in a file
 # What would move a terminal's cursor or change its state; a model can be talked into writing it.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
@@ -54,13 +55,17 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """One line on a terminal's stderr that is wiped when the work is done; nothing elsewhere.
+    """One line on a terminal's stderr that is wiped when the work is done; elsewhere nothing, or a line now and then.
 
     What is done is counted in tokens, or in bytes.
+
+    Args:
+        lines: whether lines are written where stderr is no terminal: for work of many minutes.
     """
 
-    def __init__(self, label: str, of_bytes: bool = False):
+    def __init__(self, label: str, of_bytes: bool = False, lines: bool = False):
         self.label, self.of_bytes, self.shown = label, of_bytes, False
+        self._next_line = 0.0 if lines else float("inf")
         self._began: tuple[float, int] | None = None  # when the first part was reported, and how much was done
 
     def __enter__(self) -> "Progress":
@@ -89,6 +94,9 @@ class Progress:
         if sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
             self.shown = True
+        elif time.perf_counter() >= self._next_line:
+            self._next_line = time.perf_counter() + LINES_APART
+            note(text)
 
 
 class Interruption:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
+from ..ops.backend import view
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -135,6 +136,8 @@ def likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
 
 def greedy(logprobs: mx.array) -> mx.array:
     """The most likely token of each row [B, V] -> [B]; the lowest id of several equal ones."""
+    if logprobs.dtype == mx.float32 and mx.default_device() == mx.cpu:
+        return mx.array(view(logprobs).argmax(axis=-1).astype(np.uint32))
     return mx.argmax(logprobs, axis=-1)
 
 

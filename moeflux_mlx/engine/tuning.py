@@ -36,7 +36,7 @@ from ..ops import backend
 from ..ops.dequantize import dequantized_records
 from ..ops.experts import Records, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.launch import Launch
+from ..ops.launch import Input, Launch, Piece
 from ..ops.tiles import CODE, MAX_TOKENS, TILES, Tile, Tiles, neighbours, spot_of, using
 from ..quant import Quant
 from ..spec import ModelArgs
@@ -109,7 +109,7 @@ class Sample:
 
     kernel: str
     make: Callable[[], Launch]
-    inputs: tuple[mx.array, ...]
+    inputs: tuple[Input, ...]
 
 
 class Listening(Tiles):
@@ -141,7 +141,7 @@ class Listening(Tiles):
         """The launch; if a tile makes a difference to it, it tells what it is called with, and is not compiled."""
         own = [(kernel, shape) for kernel, shape in asked if _depends(make, launch, kernel, shape)]
 
-        def call(*inputs: mx.array) -> list[mx.array]:
+        def call(*inputs: Input) -> list[mx.array]:
             for kernel, shape in own:
                 self.samples.setdefault(spot_of(kernel, shape), Sample(kernel, make, inputs))
             return [_noise(shape, dtype) for shape, dtype in launch.outputs]
@@ -329,14 +329,9 @@ class Bench(Trial):
     def __init__(self, spot: str, sample: Sample, turn: AbstractContextManager[Any]):
         super().__init__(spot, sample)
         self._turn = turn
-        large = [part.nbytes >= LARGE for part in sample.inputs]
-        nbytes = sum(part.nbytes for part, is_large in zip(sample.inputs, large, strict=True) if is_large)
+        nbytes = sum(array.nbytes for array in _large(sample.inputs).values())
         count = min(max(2, -(-SPREAD_BYTES // nbytes)), 64) if nbytes else 1
-        self._copies = [sample.inputs]
-        for _ in range(count - 1):
-            parts = zip(sample.inputs, large, strict=True)
-            self._copies.append(tuple(part * 1 if is_large else part for part, is_large in parts))
-        mx.eval(self._copies)
+        self._copies = [sample.inputs, *(_copied(sample.inputs) for _ in range(count - 1))]
         self._next = _follows(self.wanted, sample.inputs)
         self._count, self._cover = self._enough()
 
@@ -354,7 +349,8 @@ class Bench(Trial):
         for inputs in itertools.islice(itertools.cycle(self._copies), count):
             given = list(inputs)
             if at is not None:
-                given[at] = given[at] + start.astype(given[at].dtype) if last is None else _shaped(last, given[at])
+                like = cast(mx.array, given[at])
+                given[at] = like + start.astype(like.dtype) if last is None else _shaped(last, like)
             last = launch(*given)[0]
             if at is None:
                 ends.append(last.reshape(-1)[:1] * 1)
@@ -370,12 +366,32 @@ class Bench(Trial):
         return count, 1.5 * count * each + 1e-3
 
 
-def _follows(outputs: Sequence[mx.array], inputs: Sequence[mx.array]) -> int | None:
+def _large(inputs: Sequence[Input]) -> dict[int, mx.array]:
+    """The large arrays that inputs are or lie in, each once."""
+    arrays = [given.whole if isinstance(given, Piece) else given for given in inputs]
+    return {id(array): array for array in arrays if isinstance(array, mx.array) and array.nbytes >= LARGE}
+
+
+def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
+    """The same inputs, in copies of what is large."""
+    copies = {key: array * 1 for key, array in _large(inputs).items()}
+    mx.eval(copies)
+    made: list[Input] = []
+    for given in inputs:
+        if isinstance(given, Piece):
+            made.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
+        else:
+            made.append(copies.get(id(given), given))
+    return tuple(made)
+
+
+def _follows(outputs: Sequence[mx.array], inputs: Sequence[Input]) -> int | None:
     """Which input the first output takes the place of in the next launch: best one that it fills; None: no floats."""
     kind = outputs[0].dtype
-    floats = [i for i, part in enumerate(inputs) if part.dtype == kind and part.nbytes < LARGE]
-    fitting = [i for i in floats if inputs[i].size <= outputs[0].size]
-    return next(iter([*fitting, *floats]), None)
+    arrays = [(i, part) for i, part in enumerate(inputs) if isinstance(part, mx.array)]
+    floats = [(i, part) for i, part in arrays if part.dtype == kind and part.nbytes < LARGE]
+    fitting = [i for i, part in floats if part.size <= outputs[0].size]
+    return next(iter([*fitting, *(i for i, _ in floats)]), None)
 
 
 def _shaped(out: mx.array, like: mx.array) -> mx.array:

@@ -28,6 +28,7 @@ IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, lengt
 HUGE_BYTES = 2 << 20  # only memory of a multiple of it begins where a large page does (results.tsv, "in place")
 # Of each thread's scratch memory: room for a run and the rest of the blocks at its ends, or for a gap.
 SCRATCH_BYTES = -(-(RUN_BYTES + 2 * BLOCK_BYTES) // HUGE_BYTES) * HUGE_BYTES
+QUEUED_BYTES = 1 << 20  # of a run where a thread has several under way, so that scratch memory holds three
 assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
@@ -78,6 +79,11 @@ class OpenFiles:
     def reads_at_once(self) -> bool:
         """Whether `read_all` can have several reads under way at a time."""
         return self._may_batch and self.direct
+
+    @property
+    def run_bytes(self) -> int:
+        """The most, and a block, that a run should have."""
+        return QUEUED_BYTES if self.reads_at_once else RUN_BYTES
 
     def close(self) -> None:
         while self._descriptors:

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.packed import PackedExperts
 from ..ops import backend
+from ..ops.experts import Records
 from .memory import adopt, on_device
 from .source import IoMode, Lease
 from .whole import WholeExperts
@@ -62,6 +63,10 @@ class MappedExperts(WholeExperts):
                 f"the file of layer {layer} has {file.size()} of {self.layout.layer_bytes(layer)} bytes: "
                 "it was cut short while in use; restore it and load the model again"
             )
+
+    def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
+        self._check_length(layer)
+        return super().without_lease(layer, ids)
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()

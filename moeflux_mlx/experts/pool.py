@@ -12,7 +12,7 @@ together, into the first rows (results.tsv, "pool resize").
 import math
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -102,6 +102,10 @@ class SlotPool:
     def get(self, key: Key) -> Slot | None:
         return self._used.get(key)
 
+    def holds(self, keys: Iterable[Key]) -> bool:
+        """Whether all these records have arrived."""
+        return self._arriving.isdisjoint(keys) and all(map(self._used.__contains__, keys))
+
     def find(self, key: Key) -> Slot | None:
         """Like `get`, and counts as a use."""
         slot = self._used.get(key)
@@ -187,26 +191,35 @@ class SlotPool:
         mx.async_eval(copy)
         return copy
 
-    def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array, np.ndarray]:
-        """(blob [S, words], row of each key int32)."""
+    def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array | tuple[mx.array, ...], np.ndarray]:
+        """(memory of S records, as `Records` has it, row of each key int32)."""
         slots = [self._used[key] for key in keys]
         if self.copied:
-            copies = [slot.device for slot in slots if slot.device is not None]
+            copies = tuple(slot.device for slot in slots if slot.device is not None)
             assert len(copies) == len(keys)  # they were waited for
-            return mx.stack(copies), np.arange(len(keys), dtype=np.int32)
+            return copies, np.arange(len(keys), dtype=np.int32)
         blob = self.rows if self._adopted is None else self._adopted
         return blob, np.array([slot.row for slot in slots], np.int32)
 
-    def pin(self, key: Key) -> None:
-        self._pins[key] = self._pins.get(key, 0) + 1
+    def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
+        """Holds on to these records until `unpin`; `find`s them."""
+        slots = []
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+            slots.append(self.find(key))
+        return slots
 
-    def unpin(self, key: Key, guard: mx.array | None = None) -> None:
-        left = self._pins.pop(key) - 1
-        if left:
-            self._pins[key] = left
-        slot = self._used.get(key)
-        if slot is None or guard is None:
-            return
+    def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:
+        for key in keys:
+            left = self._pins.pop(key) - 1
+            if left:
+                self._pins[key] = left
+            slot = self._used.get(key)
+            if slot is not None and guard is not None:
+                self._guard(slot, guard)
+
+    @staticmethod
+    def _guard(slot: Slot, guard: mx.array) -> None:
         if slot.guard is not None and slot.guard is not guard:
             mx.eval(slot.guard)  # usually long done; if another computation reads it too, both must end
         slot.guard = guard

@@ -102,7 +102,7 @@ class RankedExperts:
         if not isinstance(x, np.ndarray) and len(x) <= MAX_TOKENS:  # whose rows are weighted
             weighed = _constant(1.0, weights.shape)
         rows, where = self._all_rows(routing, ids, weights, x, report)
-        return combined(rows, where, weighed, residual, shared)
+        return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
 
     def _all_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report

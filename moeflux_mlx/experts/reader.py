@@ -21,7 +21,7 @@ from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
 BATCH_BYTES = 2 << 20  # the same where a thread has its reads under way together; its scratch memory holds more
-READS_BYTES = 1 << 10  # of what is kept of one expert in pieces: 0.8 to 0.9 KB where they are nine
+READS_BYTES = 5 << 8  # of what is kept of one expert in pieces: 0.8 to 1.1 KB where they are nine
 Check = Callable[[int, int, memoryview], None]
 DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
@@ -111,7 +111,8 @@ class ExpertReader:
     def record_bytes(self) -> int:
         """Bytes that the drive delivers for one record: whole blocks past the page cache."""
         every = ((self._where.pieces(layer, 0), record.held_bytes) for layer, record in self.layout.records.items())
-        return max(sum(map(self._files.cost, runs_of(pieces, room))) for pieces, room in every)
+        most = self._files.run_bytes
+        return max(sum(map(self._files.cost, runs_of(pieces, room, most))) for pieces, room in every)
 
     @property
     def busy_seconds(self) -> float:
@@ -143,7 +144,7 @@ class ExpertReader:
         found = self._in_pieces.get((layer, expert))
         if found is None:
             worth = BATCH_BYTES if self._files.reads_at_once else SHARE_BYTES
-            runs = runs_of(self._where.pieces(layer, expert), room)
+            runs = runs_of(self._where.pieces(layer, expert), room, self._files.run_bytes)
             found = tuple([self._files.share(some) for some in shares_of(runs, worth)])
             if len(runs) > 1 and self._files.reads_at_once:
                 self._in_pieces[layer, expert] = found

@@ -6,9 +6,10 @@ It is for files that cannot be mapped, because experts lie in pieces in them, an
 import itertools
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -18,22 +19,43 @@ from ..formats.pieces import ExpertFiles, runs_of
 from ..ops import backend
 from .files import OpenFiles, Preadv, Share
 from .memory import adopt, on_device, page_aligned
-from .reader import DEFAULT_WORKERS
+from .reader import DEFAULT_WORKERS, shares_of
 from .source import IoMode
 from .whole import WholeExperts
 
-TOUCHED_BYTES = 32 << 20  # of fresh memory, at a time
+PORTION_BYTES = 32 << 20  # of a layer: planned, cleared, read and looked at together, the next ones meanwhile
+TOUCHED_BYTES = 16 << 20  # of fresh memory, at a time
+BATCH_BYTES = 4 << 20  # for a thread that has several reads under way
 
 Progress = Callable[[int, int], object]
-Check = Callable[[int, np.ndarray], None]
+Check = Callable[[int, int, np.ndarray], None]
 T = TypeVar("T")
+
+
+class Portion(NamedTuple):
+    """Experts [first, stop) of a layer, and the whole layer's memory [experts, words]."""
+
+    layer: int
+    rows: np.ndarray
+    first: int
+    stop: int
+
+    @property
+    def records(self) -> np.ndarray:
+        """[stop - first, words]"""
+        return self.rows[self.first : self.stop]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the layer ends with it."""
+        return self.stop == len(self.rows)
 
 
 class ResidentExperts(WholeExperts):
     """Args:
         files: where the experts lie; they are closed once all is read.
         decision: why all are kept.
-        check: looks at each layer's records, [experts, words], once they are read.
+        check: looks at records (layer, first expert, [experts, words]) once they are read.
         progress: called with the bytes read so far, and in all.
         direct, preadv: as for `OpenFiles`.
 
@@ -56,10 +78,11 @@ class ResidentExperts(WholeExperts):
         super().__init__(files.layout, decision)
         opened = OpenFiles(files.sizes, direct=direct, preadv=preadv)
         try:
-            for layer, rows in _read_layers(files, opened, progress or (lambda done, total: None)):
+            for portion in _read(files, opened, progress or (lambda done, total: None)):
                 if check is not None:
-                    check(layer, rows)
-                self._layers[layer] = _kept(rows)
+                    check(portion.layer, portion.first, portion.records)
+                if portion.is_last:
+                    self._layers[portion.layer] = _kept(portion.rows)
             self.note = opened.note
         finally:
             opened.close()
@@ -72,34 +95,36 @@ def _kept(rows: np.ndarray) -> np.ndarray | mx.array:
     return adopt(rows, "a layer of experts") if backend.name() == "metal" else on_device(rows)
 
 
-def _read_layers(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Iterator[tuple[int, np.ndarray]]:
-    """Each layer's memory [experts, words], filled. While one is taken in, the next is being read."""
+def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Iterator[Portion]:
+    """All layers by portions, filled; what follows, as much as a layer, is being read meanwhile."""
     done, total = 0, sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
-    with ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader") as pool:
+    pool, is_over = ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader"), False
 
-        def begin(layer: int, rows: np.ndarray) -> tuple[int, np.ndarray, list[Future[int]]]:
-            target = rows.reshape(-1).view(np.uint8).data
-            return layer, rows, [pool.submit(opened.read_all, share, target) for share in _shares(files, opened, layer)]
+    def begin(portion: Portion) -> tuple[Portion, list[Future[int]]]:
+        target = portion.rows.reshape(-1).view(np.uint8).data
+        return portion, [pool.submit(opened.read_all, share, target) for share in _shares(files, opened, portion)]
 
-        try:
-            for layer, rows, reads in _one_ahead(map(begin, files.layout.moe_layers, _memory(files))):
-                for read in reads:
-                    done += _came(read, layer)
-                    progress(min(done, total), total)
-                yield layer, rows
-        finally:
-            pool.shutdown(cancel_futures=True)
+    try:
+        for portion, reads in _begun_ahead(map(begin, _portions(files)), _portions_of_a_layer(files)):
+            for read in reads:
+                done += _came(read, portion.layer)
+                progress(min(done, total), total)
+            yield portion
+        is_over = True
+    finally:
+        # A thread that ends gives its queue back, which takes the system 30 ms: waited for only if it may still read.
+        pool.shutdown(wait=not is_over, cancel_futures=True)
 
 
-def _one_ahead(every: Iterator[T]) -> Iterator[T]:
-    """The same; each is begun before the one ahead of it is given."""
-    before = next(every, None)
+def _begun_ahead(every: Iterable[T], count: int) -> Iterator[T]:
+    """The same; each is given once `count` after it have begun."""
+    begun: deque[T] = deque()
     for item in every:
-        if before is not None:
-            yield before
-        before = item
-    if before is not None:
-        yield before
+        begun.append(item)
+        if len(begun) > count:
+            yield begun.popleft()
+    while begun:
+        yield begun.popleft()
 
 
 def _came(read: "Future[int]", layer: int) -> int:
@@ -110,39 +135,50 @@ def _came(read: "Future[int]", layer: int) -> int:
         raise ExpertIOError(f"reading the experts of layer {layer} failed: {error}") from error
 
 
-def _memory(files: ExpertFiles) -> Iterator[np.ndarray]:
-    """For one layer after the other; where it is copied to a device, two places in turn."""
-    layout = files.layout
+def _portions_of_a_layer(files: ExpertFiles) -> int:
+    """As many for each layer."""
+    largest = max(record.stride for record in files.layout.records.values())
+    return -(-files.layout.num_experts // max(PORTION_BYTES // largest, 1))
+
+
+def _portions(files: ExpertFiles) -> Iterator[Portion]:
+    """In memory that has been cleared; where it is copied to a device, in two layers' memory by turns."""
+    layout, number = files.layout, _portions_of_a_layer(files)
     words = [layout.records[layer].stride // 4 for layer in layout.moe_layers]
-    if backend.name() == "cuda":
-        places = [page_aligned(layout.num_experts, max(words)) for _ in range(2)]
-        return (places[i % 2].reshape(-1)[: layout.num_experts * n].reshape(-1, n) for i, n in enumerate(words))
-    return _touched(page_aligned(layout.num_experts, n) for n in words)
+    cuts = [i * layout.num_experts // number for i in range(number + 1)]
+    places = [page_aligned(layout.num_experts, max(words)) for _ in range(2)] if backend.name() == "cuda" else []
+
+    def every() -> Iterator[Portion]:
+        for i, layer in enumerate(layout.moe_layers):
+            room = places[i % 2].reshape(-1)[: layout.num_experts * words[i]] if places else None
+            rows = page_aligned(layout.num_experts, words[i]) if room is None else room.reshape(-1, words[i])
+            yield from (Portion(layer, rows, first, stop) for first, stop in itertools.pairwise(cuts))
+
+    return every() if places else _touched(every())
 
 
-def _touched(every: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Memory that the system has given and cleared, by several threads; the next while this one is being filled.
+def _touched(every: Iterable[Portion]) -> Iterator[Portion]:
+    """Memory that the system has given and cleared, by several threads; the next while this one is taken.
 
     The threads that read would have it cleared as they go, but where two of them come to one large page at once both
     clear one (results.tsv, "load"). The first is left to them: nothing could be read meanwhile.
     """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, DEFAULT_WORKERS), "expert-memory") as pool:
 
-        def begin(rows: np.ndarray) -> tuple[np.ndarray, list[Future[None]]]:
-            memory = rows.reshape(-1).view(np.uint8)
-            parts = [memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] for at in range(0, len(memory), TOUCHED_BYTES)]
-            return rows, [pool.submit(part.fill, 0) for part in parts]
+        def begin(at: int, portion: Portion) -> tuple[Portion, list[Future[None]]]:
+            memory = portion.records.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
+            step = TOUCHED_BYTES // mmap.PAGESIZE
+            parts = [memory[i : i + step] for i in range(0, len(memory) if at else 0, step)]
+            return portion, [pool.submit(part.fill, 0) for part in parts]
 
-        first = ((rows, list[Future[None]]()) for rows in itertools.islice(every, 1))
-        for rows, touches in _one_ahead(itertools.chain(first, map(begin, every))):
+        for portion, touches in _begun_ahead(itertools.starmap(begin, enumerate(every)), 1):
             wait(touches)
-            yield rows
+            yield portion
 
 
-def _shares(files: ExpertFiles, opened: OpenFiles, layer: int) -> Iterator[Share]:
-    """The reads of a whole layer, one after the other, in the order of its files."""
-    layout = files.layout
-    stride = layout.records[layer].stride
-    experts = range(layout.num_experts)
-    pieces = [piece.moved(expert * stride) for expert in experts for piece in files.pieces(layer, expert)]
-    return (opened.share([run]) for run in runs_of(pieces, layout.layer_bytes(layer)))
+def _shares(files: ExpertFiles, opened: OpenFiles, portion: Portion) -> list[Share]:
+    """The reads of a portion in the order of its files, for one thread each."""
+    stride, experts = portion.rows.strides[0], range(portion.first, portion.stop)
+    pieces = [piece.moved(expert * stride) for expert in experts for piece in files.pieces(portion.layer, expert)]
+    runs = runs_of(pieces, portion.stop * stride, opened.run_bytes)
+    return [opened.share(some) for some in (shares_of(runs, BATCH_BYTES) if opened.reads_at_once else zip(runs))]

@@ -4,13 +4,27 @@ A few tokens (decode) go through kernels that read records by slot; more go in w
 every I/O mode: which path runs depends on the tokens and the sizes only, never on what happens to be in memory.
 """
 
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from ..ops.backend import Array, computes_at_once
-from ..ops.experts import Shared, chosen_ffn, expert_down_combine, expert_ffn, expert_gate_up
+from ..formats.record import Record
+from ..ops import backend
+from ..ops.backend import Array
+from ..ops.experts import (
+    Records,
+    Shared,
+    chosen_ffn,
+    expert_down_combine,
+    expert_ffn,
+    expert_gate_up,
+    handed_over,
+)
+from ..ops.route import heard
 from ..ops.tiles import MAX_TOKENS
 from .lookahead import Lookahead
 from .routing import Report, Routing, unheard
@@ -29,6 +43,9 @@ class RoutedExperts:
     def __init__(self, source: ExpertLoader, prefetch: str = "lookahead"):
         self.source = source
         self.lookahead = Lookahead(source, prefetch)
+        self._compiles = backend.has_kernels()  # single tokens
+        self._compiled: dict[tuple[int, int], Any] = {}  # by thread, as in `DecodeStep`, and layer
+        source.at_close(self._compiled.clear)
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         return self.lookahead.wants_guess(layer, tokens)
@@ -49,22 +66,60 @@ class RoutedExperts:
             if routing.choice is not None and isinstance(x, mx.array):
                 return chosen_ffn(x, routing.choice, records, residual, shared)
             return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
-        if routing.guess is not None:
-            mx.eval(routing.ids, routing.guess.ids, routing.guess.weights)  # one wait for both
-        ids = np.array(routing.ids)
+        found = _on_host(routing)
+        ids = cast(np.ndarray, found.ids)
+        records = self.source.without_lease(routing.layer, ids) if backend.computes_at_once(x) else None
+        if records is not None:
+            slots, weights = ids.astype(np.int32, copy=False), cast(Array, routing.weights)
+            return expert_ffn(x, slots, records, weights, residual, shared)
         with self.source.request(routing.layer, ids) as lease:
-            self.lookahead.requested(routing, ids)
-            decode: Any = _overlapped if computes_at_once(x) else _awaited
+            self.lookahead.requested(found, ids)
+            decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
+    def _awaited(
+        self, lease: Lease, weights: mx.array, x: mx.array, residual: mx.array, shared: mx.array | Shared | None
+    ) -> mx.array:
+        """All experts once they are in memory; the records are held until the result is computed."""
+        lease.wait()
+        records, rows = lease.records()
+        records, slots = handed_over(records, rows)
+        out: mx.array
+        if self._compiles and len(x) == 1 and not isinstance(shared, mx.array):
+            gates = [] if shared is None or shared.gates is None else [shared.gates]
+            compute = self._compiled_ffn(lease.keys[0][0], records.record, shared)
+            out = compute(records.memory, x, slots, weights, residual, *gates)
+        else:
+            out = expert_ffn(x, slots, records, weights, residual, shared)
+        lease.release(None if records.lasting else out)
+        return out
 
-def _awaited(lease: Lease, weights: Array, x: Array, residual: Array, shared: Array | Shared | None) -> Array:
-    """All experts once they are in memory; the records are held until the result is computed."""
-    lease.wait()
-    records, slots = lease.records()
-    out = expert_ffn(x, slots, records, weights, residual, shared)
-    lease.release(None if records.lasting else out)
-    return out
+    def _compiled_ffn(self, layer: int, record: Record, shared: Shared | None) -> Callable[..., mx.array]:
+        """`expert_ffn` for one token, whose arrays are inputs and the weights of `shared` constants."""
+        place = threading.get_ident(), layer
+        if place not in self._compiled:
+            own = shared and replace(shared, gates=None)  # else this token's would be held
+
+            def run(
+                memory: Any, x: mx.array, slots: mx.array, weights: mx.array, residual: mx.array, *gates: mx.array
+            ) -> mx.array:
+                beside = replace(own, gates=gates[0]) if own is not None and gates else own
+                return expert_ffn(x, slots, Records(memory, record), weights, residual, beside)
+
+            self._compiled[place] = mx.compile(run)
+        return cast(Any, self._compiled[place])
+
+
+def _on_host(routing: Routing) -> Routing:
+    """With ids and guess as numpy's arrays, for which a GPU is waited for once."""
+    guess = routing.guess
+    if routing.told:
+        mx.eval(routing.told, guess and guess.told)
+        return Routing(routing.layer, *heard(routing.told), guess and Routing(guess.layer, *heard(guess.told)))
+    if guess is not None:
+        mx.eval(routing.ids, guess.ids, guess.weights)
+        guess = Routing(guess.layer, np.array(guess.ids), np.array(guess.weights))
+    return Routing(routing.layer, np.array(routing.ids), routing.weights, guess)
 
 
 def _overlapped(

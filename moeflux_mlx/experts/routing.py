@@ -1,6 +1,6 @@
 """The seam between a model and its experts: what a layer's router decides, and who computes what it chose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,8 @@ class Routing:
     """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
 
     `guess` is the same for the next layer with experts, foreseen from this layer's hidden state; it is computed only
-    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes.
+    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes. `told`:
+    the choice once more, as `ops.route.heard` reads it; nothing where the host reads ids and weights as soon.
     """
 
     layer: int
@@ -32,6 +33,7 @@ class Routing:
     weights: mx.array | np.ndarray
     guess: "Routing | None" = None
     choice: Choice | None = None
+    told: Sequence[mx.array] = ()
 
 
 class RoutedExpertsCall(Protocol):
@@ -45,7 +47,7 @@ class RoutedExpertsCall(Protocol):
     def __call__(
         self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
-        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H].
+        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape.
 
         `shared` is the shared expert's output, or of up to `MAX_TOKENS` tokens that expert itself.
         """

@@ -7,12 +7,14 @@ lease are called within one.
 """
 
 import contextlib
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -86,9 +88,13 @@ class Lease:
     The records stay where they are until `release`, or the end of a `with` block.
     """
 
-    def __init__(self, source: "ExpertLoader", keys: list[Key], inverse: np.ndarray, ready: np.ndarray):
-        self._source, self.keys, self.inverse, self.ready = source, keys, inverse, ready
+    def __init__(self, source: "ExpertLoader", keys: list[Key], inverse: np.ndarray, there: list[bool]):
+        self._source, self.keys, self.inverse, self._there = source, keys, inverse, there
         self._released = False
+
+    @property
+    def ready(self) -> np.ndarray:
+        return np.array(self._there, bool)[self.inverse]
 
     def wait(self) -> None:
         """Blocks until every record is in memory.
@@ -254,6 +260,15 @@ class ExpertLoader(ABC):
         """All records of the layer, for kernels to index by id, if they are in one array of the default device."""
         return None
 
+    def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
+        """All records of the layer, for the native kernels to index by `ids` without a lease, which takes as long as
+        a small product; None: `request` them.
+
+        Raises:
+            ExpertIOError: as `request`.
+        """
+        return None
+
     @property
     def is_resident(self) -> bool:
         """Whether every layer is one array that kernels index by id."""
@@ -323,9 +338,19 @@ class ExpertLoader(ABC):
 
 
 def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:
-    """The different experts among `ids`, ascending, and each id's place among them, int32."""
+    """The different experts among `ids`, in their order, and each id's place among them, int32.
+
+    So a token's experts, which differ, are in places 0, 1, ..., whichever they are.
+    """
     flat = ids.reshape(-1).tolist()
-    wanted = sorted(set(flat))
-    place = {expert: i for i, expert in enumerate(wanted)}
-    inverse = np.array([place[expert] for expert in flat], np.int32)
-    return [(layer, expert) for expert in wanted], inverse.reshape(ids.shape)
+    place = {expert: i for i, expert in enumerate(dict.fromkeys(flat))}
+    keys = [(layer, expert) for expert in place]
+    if len(keys) == len(flat):
+        return keys, _in_order(ids.shape)
+    return keys, np.array([place[expert] for expert in flat], np.int32).reshape(ids.shape)
+
+
+@lru_cache(32)
+def _in_order(shape: tuple[int, ...]) -> np.ndarray:
+    """0, 1, ..., int32."""
+    return np.arange(math.prod(shape), dtype=np.int32).reshape(shape)

@@ -177,15 +177,13 @@ class StreamedExperts(ExpertLoader):
         self._check_open()
         keys, inverse = asked_for(layer, ids)
         ready = [True] * len(keys)
-        lease = Lease(self, keys, inverse, np.ones(ids.shape, bool))
+        lease = Lease(self, keys, inverse, ready)
         self._collect()
         try:
             self._admit(self._pool_of[layer], keys, ready)
         except BaseException:
             lease.release()
             raise
-        if not all(ready):
-            lease.ready[...] = np.array(ready)[inverse]
         self._note_asked(keys, ready)
         return lease
 
@@ -277,6 +275,8 @@ class StreamedExperts(ExpertLoader):
         if not keys:
             return []
         start, failures, pool = time.perf_counter(), [], self._pool_of[keys[0][0]]
+        if pool.holds(keys):
+            return []
         for key in self._in_turn(pool, keys):
             error = self._arrived(pool, key)
             if error is None and key not in pool:
@@ -288,17 +288,15 @@ class StreamedExperts(ExpertLoader):
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
         layer = keys[0][0]
-        blob, rows = self._pool_of[layer].locate(keys)
-        return Records(blob, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
+        memory, rows = self._pool_of[layer].locate(keys)
+        return Records(memory, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
         if not self._pools or not keys:  # closed, or a rank that owns none of what was asked for
             return
         if out is not None:
             self._guards.append(out)
-        pool = self._pool_of[keys[0][0]]  # a lease is of one layer
-        for key in keys:
-            pool.unpin(key, out)
+        self._pool_of[keys[0][0]].unpin(keys, out)  # a lease is of one layer
 
     def _let_go(self) -> None:
         self._stop()
@@ -310,17 +308,15 @@ class StreamedExperts(ExpertLoader):
     def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:
         """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
         held = pool.pinned_besides(keys)
-        for key in keys:
-            pool.pin(key)
+        slots = pool.pin(keys)
         if len(keys) + held > pool.slots:
             raise ValueError(
                 f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots, {held} in use"
             )
         missing = []
-        for i, key in enumerate(keys):
-            slot = pool.find(key)
+        for i, slot in enumerate(slots):
             if slot is None:
-                missing.append(key)
+                missing.append(keys[i])
                 ready[i] = False
             else:
                 ready[i] = slot.future is None

@@ -32,11 +32,22 @@ class WholeExperts(ExpertLoader):
         blob = self._layers.get(layer)
         return Records(blob, self.layout.records[layer], lasting=True) if isinstance(blob, mx.array) else None
 
+    def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
+        self._check_open()
+        blob = self._layers.get(layer)
+        if not isinstance(blob, np.ndarray):
+            return None
+        if self._is_watched:
+            keys = asked_for(layer, ids)[0]
+            self._note_asked(keys, [True] * len(keys))
+        return Records(blob, self.layout.records[layer])
+
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         keys, inverse = asked_for(layer, ids)
-        self._note_asked(keys, [True] * len(keys))
-        return Lease(self, keys, inverse, np.ones(ids.shape, bool))
+        there = [True] * len(keys)
+        self._note_asked(keys, there)
+        return Lease(self, keys, inverse, there)
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         return [ExpertIOError(CLOSED)] if self._closed else []

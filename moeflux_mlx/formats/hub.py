@@ -25,8 +25,9 @@ def looks_like_repo(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def hub_errors(what: str) -> Iterator[None]:
-    """Whatever the Hub's library raises becomes a ModelFileError of one line that begins with `what`.
+def hub_errors(what: str, unreached: str | None = None) -> Iterator[None]:
+    """Whatever the Hub's library raises becomes a ModelFileError of one line that begins with `what`, or with
+    `unreached` if the Hub has not answered.
 
     It raises errors of its own, of its HTTP client (which one depends on its version), and of the system. What it logs
     of its retries, two lines each, becomes one MoefluxWarning.
@@ -41,7 +42,8 @@ def hub_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelFileError(f"{what}: {reason}") from error
+        answered = getattr(error, "response", None) is not None or isinstance(error, ValueError)
+        raise ModelFileError(f"{what if answered else unreached or what}: {reason}") from error
     finally:
         for log in logs:
             log.removeFilter(retries)
@@ -134,7 +136,9 @@ class Repository:
         """Raises ModelFileError: there is no such repository, or it cannot be reached."""
         import huggingface_hub as hub
 
-        with hub_errors(f"{name} is no directory here and cannot be found on the Hugging Face Hub"):
+        here = f"{name} is no directory here"
+        unreached = f"{here}, and the Hugging Face Hub cannot be reached"
+        with hub_errors(f"{here} and cannot be found on the Hugging Face Hub", unreached):
             info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)
             files = {
                 one.rfilename: RemoteFile(

@@ -43,20 +43,19 @@ class InPlaceExperts:
         """What the expert's record is made of, one piece for each of its fields."""
         return tuple([spread.piece(expert) for spread in self._fields[layer]])
 
-    def check_scales(self, layer: int, rows: np.ndarray) -> None:
-        """Looks at all records of a layer, [experts, words]: no conversion has seen them.
+    def check_scales(self, layer: int, first: int, rows: np.ndarray) -> None:
+        """Looks at the records of an expert `first` and those after it, [experts, words]: no conversion has seen them.
 
         Raises:
             ModelFileError: a scale or bias is NaN or infinite.
         """
-        self._check(layer, rows.view(np.uint8), 0)
+        self._check(layer, first, rows.view(np.uint8))
 
     def check_record(self, layer: int, expert: int, memory: memoryview) -> None:
         """The same for the record of one expert, in `memory`."""
-        self._check(layer, np.frombuffer(memory, np.uint8)[None], expert)
+        self._check(layer, expert, np.frombuffer(memory, np.uint8)[None])
 
-    def _check(self, layer: int, rows: np.ndarray, first: int) -> None:
-        """`rows` are the records of an expert `first` and those after it."""
+    def _check(self, layer: int, first: int, rows: np.ndarray) -> None:
         found = not_finite(self.layout.records[layer], rows)
         if found is not None:
             expert, field = first + found[0], found[1]

@@ -5,6 +5,7 @@ is kept cheap.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -76,11 +77,11 @@ class Run(NamedTuple):
             end = piece.offset + piece.length
 
 
-def runs_of(pieces: Sequence[Piece], room: int) -> list[Run]:
+def runs_of(pieces: Sequence[Piece], room: int, most: int = RUN_BYTES) -> list[Run]:
     """The reads that bring `pieces`, which do not overlap, into memory of `room` bytes.
 
-    Neighbours in a file are read together. What cannot be read to its place directly is cut into runs of at most
-    RUN_BYTES, at the borders of blocks, so that no block is read twice.
+    Neighbours in a file are read together. What cannot be read to its place directly is cut into runs of about equal
+    length, of at most `most` bytes and a block, at the borders of blocks, so that no block is read twice.
     """
     runs: list[Run] = []
     end = max([piece.place + piece.length for piece in pieces])
@@ -89,8 +90,8 @@ def runs_of(pieces: Sequence[Piece], room: int) -> list[Run]:
         if piece.length >= alone and _fits_directly(piece, end, room):
             runs.append(Run(piece.path, piece.offset, piece.offset + piece.length, (piece,), is_aligned=True))
         else:
-            for part in _parts(piece):
-                _add(runs, part)
+            for part in _parts(piece, most):
+                _add(runs, part, most)
     return runs
 
 
@@ -102,16 +103,17 @@ def _fits_directly(piece: Piece, end: int, room: int) -> bool:
     return blocks == piece.length or piece.place + piece.length == end and piece.place + blocks <= room
 
 
-def _parts(piece: Piece) -> list[Piece]:
-    """The piece, or parts of it that end where blocks do."""
-    if piece.length <= RUN_BYTES:
+def _parts(piece: Piece, most: int) -> list[Piece]:
+    """The piece, or about equal parts of it that end where blocks do."""
+    if piece.length <= most:
         return [piece]
-    stop = piece.offset + piece.length
-    cuts = range((piece.offset + RUN_BYTES) // BLOCK_BYTES * BLOCK_BYTES, stop, RUN_BYTES)
-    return [piece.cut(a, b) for a, b in zip([piece.offset, *cuts], [*cuts, stop], strict=True)]
+    first, stop = piece.offset - piece.offset % BLOCK_BYTES, piece.offset + piece.length
+    step = -(-piece.length // (-(-piece.length // most) * BLOCK_BYTES)) * BLOCK_BYTES
+    cuts = [piece.offset, *range(first + step, stop - BLOCK_BYTES + 1, step), stop]
+    return [piece.cut(a, b) for a, b in pairwise(cuts)]
 
 
-def _add(runs: list[Run], piece: Piece) -> None:
+def _add(runs: list[Run], piece: Piece, most: int) -> None:
     """To the last run, if that is near, else as a run of its own."""
     stop = piece.offset + piece.length
     last = runs[-1] if runs else None
@@ -120,7 +122,7 @@ def _add(runs: list[Run], piece: Piece) -> None:
         or last.path != piece.path
         or last.is_aligned
         or piece.offset - last.stop > GAP_BYTES
-        or stop - last.start > RUN_BYTES
+        or stop - last.start > most
         or len(last.pieces) == RUN_PIECES
     ):
         runs.append(Run(piece.path, piece.offset, stop, (piece,)))

@@ -1,10 +1,13 @@
 """Grouped-query attention with per-head query and key norms, partial rotation and optional output gate."""
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import GroupedQuery
-from ..ops.attend import Steps, attend
+from ..ops import backend
+from ..ops.attend import Steps, Whole, attend
 from ..ops.backend import Array
+from ..ops.launch import Piece, pack
 from ..ops.rope import Rope
 from .layers import Linear, RMSNorm, Stack
 
@@ -25,16 +28,21 @@ class Attention(nn.Module):
         self.arrange()
 
     def arrange(self) -> None:
-        """Joins the layers that read x; called again once they have their tensors."""
+        """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj)
+        self.o_proj.pack()
+        self._weights: list[Piece] | None = None
+        if backend.has_kernels():
+            self._weights = pack([self.q_norm.weight, self.k_norm.weight, self.rope.periods])
 
     def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
         """x plus what is mixed of norm(x)."""
         B, L, _ = x.shape
-        q, k, v = self._inputs(x, norm)
+        joined, (q, k, v) = self._inputs(x, norm)
         q = q.reshape(B, L, self.heads, -1)
         k = k.reshape(B, L, self.kv_heads, -1)
         v = v.reshape(B, L, self.kv_heads, -1)
         norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        out = attend(q, k, v, cache, **norms, rope=self.rope, scale=self.head_dim**-0.5)
+        whole = Whole(joined, self._weights) if isinstance(joined, mx.array) and self._weights else None
+        out = attend(q, k, v, cache, **norms, rope=self.rope, scale=self.head_dim**-0.5, whole=whole)
         return self.o_proj(out, residual=x)

@@ -1,7 +1,8 @@
-"""One token through the whole model as one compiled graph, for a GPU that holds every expert.
+"""One token through the model, or through a layer up to the choice of its experts, as one compiled graph, for a GPU.
 
 Building the graph of a token in Python costs milliseconds; `mx.compile` traces it once for each capacity of
-the caches and replays it. The traced caches have fixed shapes: the position is an array, new entries are
+the caches and replays it: the whole model where the GPU holds every expert, each layer's part where the host must
+know which experts it wants. The traced caches have fixed shapes: the position is an array, new entries are
 written at it, in the cache or in an array of the newest, and attention takes no notice of what lies beyond.
 """
 
@@ -15,11 +16,20 @@ import mlx.core as mx
 
 from ..state.cache import Cache, Traced, up_to
 
-Run = Callable[[mx.array, Sequence[Traced]], mx.array]  # tokens [1, 1] and a cache for each layer -> logits
+Run = Callable[[mx.array, Sequence[Traced]], list[mx.array]]  # of one token, and the caches that it adds to
+
+
+@lru_cache(8)
+def _position(offset: int) -> mx.array:
+    """One array for all layers: what the host hands over costs more than a kernel."""
+    return mx.array(offset, mx.int32)
 
 
 class DecodeStep:
-    """Runs a model for one token of one sequence. What is traced holds on to the model's arrays until `forget`."""
+    """Runs a model, or a part of it, for one token of one sequence.
+
+    What is traced holds on to the model's arrays until `forget`.
+    """
 
     def __init__(self, run: Run):
         self._run = run
@@ -31,24 +41,25 @@ class DecodeStep:
         self._compiled = {}
 
     @staticmethod
-    def takes(tokens: mx.array, cache: list[Cache]) -> bool:
-        """One token after at least one that every cache has seen."""
-        return tokens.shape == (1, 1) and not any(layer.empty() for layer in cache)
+    def takes(tokens: mx.array, cache: Sequence[Cache]) -> bool:
+        """tokens [1, 1], or [1, 1, hidden_size] of a token, after at least one that every cache has seen."""
+        return tokens.shape[:2] == (1, 1) and not any(layer.empty() for layer in cache)
 
-    def __call__(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
-        """tokens [1, 1] -> logits [1, 1, vocab_size]; advances `cache`."""
+    def __call__(self, tokens: mx.array, cache: Sequence[Cache]) -> list[mx.array]:
+        """The arrays that `run` makes of what `takes` takes; advances `cache`."""
         for layer in cache:
             layer.reserve(1)
-        offset = mx.array(cache[0].offset, mx.int32)
+        offset = _position(cache[0].offset)
         state: list[Any] = [array for layer in cache for array in layer.step_arrays()]
         thread = threading.get_ident()
         if thread not in self._compiled:
             self._compiled[thread] = mx.compile(self._trace([layer.traced for layer in cache]))
-        logits, *arrays = self._compiled[thread](tokens, offset, *state)
-        left = iter(arrays)
+        found = self._compiled[thread](tokens, offset, *state)
+        count = len(found) - sum(layer.traced.gives for layer in cache)
+        left = islice(found, count, None)
         for layer in cache:
             layer.take_step(list(islice(left, layer.traced.gives)))
-        return logits
+        return found[:count]
 
     def _trace(self, kinds: Sequence[Any]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
@@ -58,7 +69,7 @@ class DecodeStep:
 
             left = iter(arrays)
             caches = [kind(*islice(left, kind.takes), offset, seen) for kind in kinds]
-            out = [self._run(tokens, caches)]
+            out = list(self._run(tokens, caches))
             for cache in caches:
                 out += cache.arrays
             return out

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,9 +12,11 @@ import numpy as np
 
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, unheard
+from ..experts.source import ExpertLoader
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend, native
 from ..ops.backend import Array
+from ..ops.elementwise import silu_mul
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, Traced, make_cache
@@ -57,9 +60,25 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(args, layer, experts) if is_moe else DenseMLP(args.hidden_size, args.intermediate_size)
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self._step: Callable[[bool], DecodeStep] | None = None
+
+    def compile(self, experts: ExpertLoader) -> None:
+        """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
+        if isinstance(self.mlp, MoE):
+            steps = [DecodeStep(partial(self._choose, foresees)) for foresees in (False, True)]
+            for step in steps:
+                experts.at_close(step.forget)
+            self._step = lambda foresees: steps[foresees]
 
     def __call__(self, x: Array, cache: Any) -> Array:
+        if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [cache]):
+            step = self._step(self.mlp.foresees(1))
+            return self.mlp.add_chosen(step(x, [cache]))
         return self.mlp.add_to(self._mixed(x, cache), self.post_attention_layernorm)
+
+    def _choose(self, foresees: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
+        """What is compiled."""
+        return self.mlp.choose(self._mixed(x, caches[0]), self.post_attention_layernorm, foresees)
 
     def _mixed(self, x: Array, cache: Any) -> Array:
         return self[self._mixer_name](x, self.input_layernorm, cache)
@@ -89,7 +108,8 @@ class DenseMLP(MLP):
 
     def add_to(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the MLP makes of it, normed."""
-        return residual + self(norm(residual))
+        _, (gate, up) = self._inputs(residual, norm)
+        return self.down_proj(silu_mul(gate, up), residual=residual)
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """All of it."""
@@ -149,8 +169,11 @@ class Model(nn.Module):
         self.experts = None if experts is None else experts.source
         self.decode_step: DecodeStep | None = None
         if self.experts is not None and self.experts.is_resident:
-            self.decode_step = DecodeStep(self._step)
+            self.decode_step = DecodeStep(lambda tokens, cache: [self._step(tokens, cache)])
             self.experts.at_close(self.decode_step.forget)
+        elif self.experts is not None and backend.has_kernels():
+            for layer in self.layers:
+                layer.compile(self.experts)
 
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
@@ -209,7 +232,7 @@ class Model(nn.Module):
 
     def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
         if self.decode_step is not None and self.decode_step.takes(tokens, cache):
-            return self.decode_step(tokens, cache)
+            return self.decode_step(tokens, cache)[0]
         return self._step(tokens, cache)
 
     def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced]) -> mx.array:

@@ -4,8 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import Delta
+from ..ops import backend
 from ..ops.backend import Array
 from ..ops.delta import DeltaWeights, State, delta
+from ..ops.launch import Piece, pack
 from .layers import Linear, RMSNorm, Stack
 
 
@@ -28,11 +30,16 @@ class GatedDeltaNet(nn.Module):
         self.arrange()
 
     def arrange(self) -> None:
-        """Joins the layers that read x; called again once they have their tensors."""
+        """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
         self._inputs = Stack(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        self.out_proj.pack()
+        self._weights: list[Piece] | None = None
+        if backend.has_kernels():
+            self._weights = pack([self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight])
 
     def __call__(self, x: Array, norm: RMSNorm, cache: State) -> Array:
         """x plus what is mixed of norm(x)."""
-        qkv, z, b, a = self._inputs(x, norm)
-        weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps)
-        return self.out_proj(delta(qkv, z, b, a, cache, weights, self.mixer), residual=x)
+        joined, (qkv, z, b, a) = self._inputs(x, norm)
+        parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps
+        weights = DeltaWeights(*parameters, self._weights)
+        return self.out_proj(delta(qkv, z, b, a, cache, weights, self.mixer, joined), residual=x)

@@ -1,13 +1,15 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the projections round its core."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import Latent
 from ..ops import backend
-from ..ops.attend import Positions
+from ..ops.attend import Steps
 from ..ops.backend import Array
-from ..ops.latent import HeadMatrices, attend_latent
+from ..ops.latent import HeadMatrices, Queries, attend_latent
 from ..ops.linear import part_of_heads
 from ..ops.rope import Rope, mscale
 from .layers import Linear, RMSNorm, Stack, Weight
@@ -43,16 +45,17 @@ class MLA(nn.Module):
         self.arrange()
 
     def arrange(self) -> None:
-        """Joins the layers that read x; called again once they have their tensors."""
+        """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
         self._inputs = Stack(self.q_a_proj, self.kv_a_proj_with_mqa)
+        self.q_b_proj.pack()
+        self.o_proj.pack()
 
-    def __call__(self, x: Array, norm: RMSNorm, cache: Positions) -> Array:
+    def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
         """x plus what is mixed of norm(x)."""
-        B, L, _ = x.shape
-        q, kv = self._inputs(x, norm)
-        q = self.q_b_proj(q, self.q_a_layernorm).reshape(B, L, self.heads, -1)
-        key, value, rope, scale = self._key(), self._value(), self.rope, self.scale
-        out = attend_latent(q, kv, cache, key, value, norm=self.kv_a_layernorm, rope=rope, scale=scale)
+        _, (q, kv) = self._inputs(x, norm)
+        queries = Queries(self.q_b_proj, self.q_a_layernorm, self.heads)
+        more: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale}
+        out = attend_latent(q, kv, cache, queries, self._key(), self._value(), **more)
         return self.o_proj(out, residual=x)
 
     def _key(self) -> HeadMatrices:

@@ -8,8 +8,10 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..ops import backend
 from ..ops.backend import Array
 from ..ops.elementwise import silu_mul, split
+from ..ops.launch import Piece, pack
 from ..ops.linear import embed, linear
 from ..ops.norm import Norm, rms_norm
 from ..quant import Quant
@@ -24,6 +26,22 @@ class Weight(nn.Module):
         self.quant: Quant | None = None  # None: dense
         self.filled = False  # True once it has a tensor; until then the weight is zeros that nobody has evaluated
         self.weight = mx.zeros(shape)
+        self._pieces: list[Piece] | None = None
+
+    @property
+    def pieces(self) -> list[Piece] | None:
+        """Where its arrays lie in a single one, if they do."""
+        return self._pieces
+
+    def pack(self) -> None:
+        """Puts codes, scales and biases into one array, of which they become views, for a GPU's kernels."""
+        if self.quant is None or self._pieces is not None or not backend.has_kernels():
+            return
+        names = self.tensors()
+        self._pieces = pack([self[name] for name in names])
+        for name, piece in zip(names, self._pieces, strict=True):
+            setattr(self, name, piece.array(*self[name].shape))
+        mx.eval([self[name] for name in names])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,16 +83,19 @@ class Stack:
         for part in joined.tensors():
             setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))
             mx.eval(joined[part])
+        joined.pack()
+        for part in joined.tensors():
             for layer, start, end in zip(self.layers, [0, *self.ends], self.ends, strict=False):
                 setattr(layer, part, joined[part][start:end])
         return joined
 
-    def __call__(self, x: Array, norm: Norm | None = None) -> list[Array]:
-        """What each layer makes of norm(x)."""
+    def __call__(self, x: Array, norm: Norm | None = None) -> tuple[Array | None, list[Array]]:
+        """What each layer makes of norm(x), and before that all of it in one array, row by row, if they are stacked."""
         if self.stacked is None:
             x = x if norm is None else norm(x)
-            return [layer(x) for layer in self.layers]
-        return split(self.stacked(x, norm), *self.ends[:-1])
+            return None, [layer(x) for layer in self.layers]
+        joined = self.stacked(x, norm)
+        return joined, split(joined, *self.ends[:-1])
 
 
 class Embedding(Weight):
@@ -112,6 +133,7 @@ class MLP(nn.Module):
     def arrange(self) -> None:
         """Joins the layers that read x; called again once they have their tensors."""
         self._inputs = Stack(self.gate_proj, self.up_proj)
+        self.down_proj.pack()
 
     @property
     def gate_up(self) -> Linear | None:
@@ -120,6 +142,6 @@ class MLP(nn.Module):
 
     def __call__(self, x: Array, scale: Array | None = None) -> Array:
         """`scale` [..., 1] multiplies the result: before the last product, where MLX fuses it with the SwiGLU."""
-        gate, up = self._inputs(x)
+        _, (gate, up) = self._inputs(x)
         act = silu_mul(gate, up)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype))

@@ -1,6 +1,7 @@
 """The Mixture-of-Experts block: router, shared expert, and the one call behind which experts stream."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,7 +10,7 @@ from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..ops.backend import Array
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
-from ..ops.route import Choice, route, router_logits
+from ..ops.route import Choice, route, route_told, router_logits
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .layers import MLP, Linear, RMSNorm, Stack
@@ -44,15 +45,26 @@ class MoE(nn.Module):
 
     def add_to(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the block makes of it, normed."""
-        B, L, D = residual.shape
+        B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
             return self.end(self.begin(residual, norm))
-        rows = residual.reshape(B * L, D)
-        x, logits, gates = self._routed(rows, norm)
-        ids, weights = self.route(logits)
+        return self.add_chosen(self.choose(residual, norm, self.foresees(B * L)))
+
+    def choose(self, residual: Array, norm: RMSNorm, foresees: bool) -> list[Any]:
+        """What `add_chosen` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
+
+        `foresees`: with the experts of the next MoE block. Nothing here looks at a value.
+        """
+        x, logits, gates = self._routed(residual, norm)
+        return [residual, x, logits, gates, self.tell(logits), self._foreseen(residual) if foresees else None]
+
+    def add_chosen(self, parts: Sequence[Any]) -> Any:
+        """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
+        residual, x, logits, gates, (ids, weights, told), foreseen = parts
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._guess(rows), Choice(logits, self.rule, self._bias))
-        return self.experts(routing, x, rows, self._shared(gates)).reshape(B, L, D)
+        choice = Choice(logits, self.rule, self._bias)
+        routing = Routing(self.layer, ids, weights, self._guessed(foreseen), choice, told)
+        return self.experts(routing, x, residual, self._shared(gates))
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """What each token of many needs of itself alone; `end` takes it, of one block of tokens or of several joined.
@@ -65,8 +77,8 @@ class MoE(nn.Module):
             `residual`, the normed input [B, L, D], ids and weights [B, L, K], and the shared expert's output [B, L, D]
             if there is one.
         """
-        B, L, D = residual.shape
-        x, logits, gates = self._routed(residual.reshape(B * L, D), norm)
+        B, L, _ = residual.shape
+        x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits)
         parts = [residual, x, ids, weights]
         shared = self._shared(gates)
@@ -83,30 +95,45 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._guess(residual))
+        foreseen = self._foreseen(residual) if self.foresees(B * L) else None
+        routing = Routing(self.layer, ids, weights, self._guessed(foreseen))
         return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
 
-    def _guess(self, residual: Array) -> Routing | None:
-        """The next MoE layer's router on this layer's hidden state, which its own norm rescales."""
+    def foresees(self, tokens: int) -> bool:
+        """Whether to foresee the experts of the next MoE block, now."""
         if self._following is None or self.experts is None:
-            return None
+            return False
+        return self.experts.wants_guess(self._following()[0].layer, tokens)
+
+    def _foreseen(self, rows: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+        """The next MoE layer's choice on this layer's hidden state, which its own norm rescales."""
+        assert self._following is not None
         following, norm = self._following()
-        if not self.experts.wants_guess(following.layer, len(residual)):
+        return following.tell(following._routed(rows, norm)[1])
+
+    def _guessed(self, foreseen: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
+        if foreseen is None or self._following is None:
             return None
-        return Routing(following.layer, *following.route(following._routed(residual, norm)[1]))
+        ids, weights, told = foreseen
+        return Routing(self._following()[0].layer, ids, weights, told=told)
 
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
-        """The normed rows [T, D]; logits [T, O], the experts' first; and what has the shared expert's gate last."""
+        """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
+        expert's gate last."""
         if self._gates.stacked is not None:
             x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
             return x, logits, logits
-        x = norm(residual)
-        found = self._gates(float32(x))
+        x = norm(residual.reshape(-1, residual.shape[-1]))
+        _, found = self._gates(float32(x))
         return x, found[0], found[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
         return route(logits, self.rule, self._bias)
+
+    def tell(self, logits: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+        """The same, for a wait."""
+        return route_told(logits, self.rule, self._bias)
 
     @property
     def _bias(self) -> mx.array | None:

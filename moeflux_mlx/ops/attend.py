@@ -2,10 +2,11 @@
 
 On a GPU a token takes two launches, which write no key or value to the cache: a few of the newest come as an array of
 their own, which is copied with one more at each token. MLX's attention would take a dozen, and copies the whole cache
-where the token before is still being computed.
+where the token before is still being computed. On the CPU a token takes one call, which writes its key and value into
+such an array: asking MLX to append them takes as long as reading a tenth of the layer's weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -15,20 +16,21 @@ import numpy as np
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import Kernel, Launch, Shape, ceildiv, number
+from .launch import Input, Kernel, Launch, Piece, Shape, ceildiv, in_turn
 from .norm import Norm
-from .rope import Rope
+from .rope import Rope, angles
 
 ATTEND_STEP = Kernel(
     "attend_step",
     "q k v q_weight k_weight periods eps magnitude scale positions keys values recent",
-    "parts stats next",
+    "parts next",
 )
-ATTEND_COMBINE = Kernel("attend_combine", "parts stats gate positions", "out")
+ATTEND_COMBINE = Kernel("attend_combine", "parts gate positions", "out")
 RECENT = 32  # positions whose keys and values are kept apart
-HEADS = 8  # of queries in a threadgroup: with 256 values each they and their weights take 17 KB of its memory
+HEADS = 8  # of queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 SCORES = 1 << 27  # that exist at once: where MLX has no fused attention it keeps all of a call's
+Rows = tuple[Shape, Shape]  # (heads, width) of a position in each of a cache's two arrays
 
 
 def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple[slice, slice, Any]]:
@@ -47,16 +49,27 @@ def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple
 
 
 class Held(NamedTuple):
-    """What a cache has before a token.
+    """What a cache has before a token, numpy arrays on the CPU.
 
-    keys, values: [1, kv heads, capacity, D]. recent: [2, kv heads, RECENT, D], the newest keys and values.
+    keys, values: [1, kv heads, capacity, D], or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
+    recent: [2, kv heads, RECENT, D], the newest keys and values, or [RECENT, N + R].
     positions: int32, the token's own, the first of `recent`, and the capacity.
     """
 
-    keys: mx.array
-    values: mx.array
-    recent: mx.array
-    positions: mx.array
+    keys: Any
+    values: Any
+    recent: Any
+    positions: Any
+
+
+class Whole(NamedTuple):
+    """What a token's kernels take as one array in place of several.
+
+    joined: q, k and v one after another. weights: where q_norm's weight, k_norm's and rope.periods lie.
+    """
+
+    joined: mx.array
+    weights: list[Piece]
 
 
 class Positions(Protocol):
@@ -78,17 +91,26 @@ class Positions(Protocol):
 class Steps(Positions, Protocol):
     """One that also takes single tokens with the arrays of `Held`."""
 
-    def held(self, key: mx.array) -> Held:
-        """What there is before a token with such a key [1, 1, kv heads, D]."""
+    def held(self, rows: Rows, dtype: mx.Dtype, here: bool = False) -> Held:
+        """What there is before a token, with such rows of a position in such entries; `here`: as numpy arrays."""
         ...
 
-    def advance(self, recent: mx.array) -> None:
+    def advance(self, recent: Any) -> None:
         """`recent` with one token more takes its place."""
         ...
 
 
 def attend(
-    q: Array, k: Array, v: Array, cache: Steps, *, q_norm: Norm, k_norm: Norm, rope: Rope, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Steps,
+    *,
+    q_norm: Norm,
+    k_norm: Norm,
+    rope: Rope,
+    scale: float,
+    whole: Whole | None = None,
 ) -> Array:
     """softmax(scale * q k) v over all that `cache` has seen and the new positions up to each query's own.
 
@@ -97,13 +119,16 @@ def attend(
         k, v: [B, L, kv heads, D], appended to `cache`, k normed and turned.
         q_norm, k_norm: of each head of q and k.
         rope: turns q and k by their positions.
+        whole: the same as kernels take it.
 
     Returns:
         [B, L, heads * D]
     """
     B, L, _, D = k.shape
+    if B * L == 1 and isinstance(q, np.ndarray):
+        return _native_step(q, k, v, cache, (q_norm, k_norm), rope, scale)
     if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
-        return _step(q, k, v, cache, (q_norm, k_norm), rope, scale)
+        return _step(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
@@ -125,6 +150,32 @@ def attend(
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 
+def _native_step(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
+) -> np.ndarray:
+    """`attend` for one token on the CPU: [1, 1, heads * D]."""
+    q_norm, k_norm = norms
+    assert q_norm.eps == k_norm.eps
+    held, D = cache.held((k.shape[2:], k.shape[2:]), mx.float32, here=True), k.shape[-1]
+    offset, begun, _ = held.positions
+    queries = q[0, 0] if q.shape[-1] == D else np.ascontiguousarray(q[0, 0, :, :D])
+    out = native.attend_step(
+        queries,
+        k[0, 0],
+        v[0, 0],
+        (q_norm.weight, k_norm.weight, q_norm.eps),
+        (*angles(rope.frequencies, rope.magnitude, offset, 1), rope.interleaved),
+        (held.keys[0], held.values[0], begun),
+        held.recent,
+        offset + 1,
+        scale,
+    )
+    cache.advance(held.recent)
+    if q.shape[-1] > D:
+        out *= sigmoid(q[0, 0, :, D:])
+    return out.reshape(1, 1, -1)
+
+
 # ---- the kernels for one token
 
 
@@ -134,21 +185,27 @@ def takes_step(width: int) -> bool:
 
 
 def _step(
-    q: mx.array, k: mx.array, v: mx.array, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    cache: Steps,
+    norms: tuple[Norm, Norm],
+    rope: Rope,
+    scale: float,
+    whole: Whole | None,
 ) -> mx.array:
     """`attend` for one token: [1, 1, heads * D]."""
     q_norm, k_norm = norms
     assert q_norm.eps == k_norm.eps
-    held = cache.held(k)
+    held = cache.held((k.shape[2:], k.shape[2:]), k.dtype)
     types = q.dtype, q_norm.weight.dtype
     step, combine = _plan(backend.name(), q.shape, k.shape, types, held.keys.shape[2], rope.dims, rope.interleaved)
-    numbers = number(q_norm.eps), number(rope.magnitude), number(scale)
-    weights = q_norm.weight, k_norm.weight
-    parts, stats, recent = step(
-        q, k, v, *weights, rope.periods, *numbers, held.positions, held.keys, held.values, held.recent
-    )
+    inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
+    weights: Sequence[Input] = (q_norm.weight, k_norm.weight, rope.periods) if whole is None else whole.weights
+    numbers = q_norm.eps, rope.magnitude, scale
+    parts, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
-    return combine(parts, stats, q, held.positions)[0]
+    return combine(parts, inputs[0], held.positions)[0]
 
 
 @lru_cache(512)
@@ -164,12 +221,12 @@ def _plan(
     (heads, stride), (kv_heads, width) = q[2:], k[2:]
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
-    sizes = {"X": types[0], "H": heads, "D": width}
+    positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
+    sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
     template = sizes | {"W": types[1], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
-    pieces = ceildiv(capacity + RECENT, width)
-    outputs = [((pieces, heads, width), mx.float32), ((pieces, heads, 2), mx.float32)]
-    recent = (2, kv_heads, RECENT, width), types[0]
-    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), width, [*outputs, recent])
+    pieces = ceildiv(capacity + RECENT, positions)
+    outputs = [((pieces, heads, width + 2), mx.float32), ((2, kv_heads, RECENT, width), types[0])]
+    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), 2 * width, outputs)
     out = [((1, 1, heads * width), types[0])]
-    return step, Launch(target, ATTEND_COMBINE, sizes | {"GATE": int(stride > width)}, (heads, 1), width, out)
+    return step, Launch(target, ATTEND_COMBINE, sizes | {"GATE": int(stride > width)}, (heads, 1), 4 * width, out)

@@ -4,6 +4,7 @@ A short causal convolution, then for each value head a matrix that decays, forge
 value; then a gated norm. Two pieces of state: the convolution's last inputs, and the matrices.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
-from .launch import SHARED_BYTES, Kernel, Launch, Shape, ceildiv, count, number, require
+from .launch import SHARED_BYTES, Input, Kernel, Launch, Piece, Shape, ceildiv, count, in_turn, require
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
@@ -25,7 +26,7 @@ GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out n
 DELTA_INPUTS = Kernel("delta_inputs", "qkv a b A_log dt_bias length", "qk gates")
 GATED_DELTA_TOKENS = Kernel("gated_delta_tokens", "qkv qk gates state length", "out next")
 GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
-DELTA_STEP = Kernel("delta_step", "qkv z a b A_log dt_bias conv taps state weight eps", "out next_conv next")
+DELTA_STEP = Kernel("delta_step", "qkv z b a A_log dt_bias taps weight eps conv state", "out next_conv next")
 SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
@@ -43,22 +44,36 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim]."""
+    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim].
+
+    `pieces`: where A_log, dt_bias, the convolution and the norm lie in one array, if they do.
+    """
 
     conv: mx.array
     A_log: mx.array
     dt_bias: mx.array
     norm: mx.array
     eps: float
+    pieces: list[Piece] | None = None
 
 
-def delta(qkv: Array, z: Array, b: Array, a: Array, state: State, w: DeltaWeights, sizes: Delta) -> Array:
+def delta(
+    qkv: Array,
+    z: Array,
+    b: Array,
+    a: Array,
+    state: State,
+    w: DeltaWeights,
+    sizes: Delta,
+    joined: Array | None = None,
+) -> Array:
     """The mixer from its input projections to its output projection; updates `state`.
 
     Args:
         qkv: [B, L, channels], q and k of all key heads, then v of all value heads.
         z: [B, L, value width], the gate of the norm.
         b, a: [B, L, value heads]; beta = sigmoid(b), decay = exp(-exp(A_log) * softplus(a + dt_bias)).
+        joined: [B, L, ...], for each position qkv, z, b and a one after another, if there is such an array.
 
     Returns:
         [B, L, value width]
@@ -67,7 +82,7 @@ def delta(qkv: Array, z: Array, b: Array, a: Array, state: State, w: DeltaWeight
     if isinstance(qkv, np.ndarray):
         out = _native(qkv, z, b, a, state, w, sizes)
     elif B == 1 and sizes.key_dim % 32 == 0 and backend.has_kernels():
-        out = _kernels(qkv, z, b, a, state, w, sizes)
+        out = _kernels(qkv, z, b, a, state, w, sizes, joined)
     else:
         out = _ops(qkv, z, b, a, state, w, sizes)
     state.offset += L
@@ -172,7 +187,14 @@ def _recur(
 
 
 def _kernels(
-    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    state: State,
+    w: DeltaWeights,
+    sizes: Delta,
+    joined: mx.array | None = None,
 ) -> mx.array:
     """[1, L, ...] in, [1, L, value width] out."""
     L = qkv.shape[1]
@@ -181,7 +203,7 @@ def _kernels(
         conv = mx.zeros((1, sizes.taps - 1, sizes.channels), qkv.dtype)
         recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
     if L == 1:
-        out, state.conv, state.recurrent = delta_step(qkv, z, a, b, conv, recurrent, w, sizes)
+        out, state.conv, state.recurrent = delta_step(qkv, z, b, a, conv, recurrent, w, sizes, joined)
         return out
     qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
     qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
@@ -194,26 +216,29 @@ def _kernels(
 def delta_step(
     qkv: mx.array,
     z: mx.array,
-    a: mx.array,
     b: mx.array,
+    a: mx.array,
     conv: mx.array,
     recurrent: mx.array,
     w: DeltaWeights,
     sizes: Delta,
+    joined: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """One token's `conv_silu`, `gated_delta` and `gated_norm` in one launch, with the same bits.
 
     Args:
-        qkv: [..., channels]. z: [..., value width]. a, b: [..., value heads].
+        qkv: [..., channels]. z: [..., value width]. b, a: [..., value heads].
         conv: [..., taps - 1, channels]. recurrent: [..., value heads, value dim, key dim] float32. All leading axes
             are 1.
+        joined: as `delta` has it.
 
     Returns (out [..., value width], the next conv, the next recurrent).
     """
     shapes = qkv.shape, conv.shape, recurrent.shape
     launch = _plan_step(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
-    kept = conv.astype(qkv.dtype), w.conv, recurrent
-    out, conv, recurrent = launch(qkv, z, a, b, w.A_log, w.dt_bias, *kept, w.norm, number(w.eps))
+    parts: Sequence[Input] = (qkv, z, b, a) if joined is None else in_turn(joined, qkv, z, b, a)
+    weights: Sequence[Input] = (w.A_log, w.dt_bias, w.conv, w.norm) if w.pieces is None else w.pieces
+    out, conv, recurrent = launch(*parts, *weights, w.eps, conv.astype(qkv.dtype), recurrent)
     return out, conv, recurrent
 
 
@@ -326,7 +351,7 @@ def _plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """rms_norm(x) * weight * silu(z), over the last axis; x, z [..., D], weight [D]."""
     launch = _plan_norm(backend.name(), x.shape, x.dtype, weight.dtype)
-    return launch(x, z, weight, number(eps), count(x.size // x.shape[-1]))[0]
+    return launch(x, z, weight, eps, count(x.size // x.shape[-1]))[0]
 
 
 @lru_cache(PLANS)

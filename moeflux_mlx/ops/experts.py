@@ -1,14 +1,15 @@
 """The experts of a few tokens, the routed ones read straight from their packed records by slot, and what sums them.
 
 Two kernels: gate and up, and down with the weighted sum. The shared expert goes with the routed ones where it is stored
-as they are. All sums are float32. The result of a token does not depend on the slots its experts lie in, nor on what
-else the records hold.
+as they are. Sums are float32, but for those of 64 columns that CUDA makes in integers. The result of a token does not
+depend on the slots its experts lie in, nor on what else the records hold.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -20,33 +21,50 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
-from .launch import Kernel, Launch, Shape, ceildiv, require
+from .launch import Input, Kernel, Launch, Piece, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of
 from .route import Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
+PLANES_BYTES = 46 * 1024  # of CUDA's 48 KiB, for planes of x
 MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
 
 
 @dataclass(frozen=True)
 class Records:
-    """Records in memory: `blob` [S, words] uint32, one in each row, with the geometry `record`.
+    """Records in memory, with the geometry `record`: [S, words] uint32, one in each row, or S arrays [words].
 
-    The blob is numpy where the CPU reads it in place, and an mx.array on a GPU. `lasting`: what refers to it may go on
-    reading when the lease is over, because it is never written to.
+    The memory is numpy where the CPU reads it in place, an mx.array on a GPU, and a tuple of them where each record has
+    one of its own. `lasting`: what refers to it may go on reading when the lease is over, because it is never written
+    to.
     """
 
-    blob: Any  # mx.array | np.ndarray
+    memory: Any  # mx.array | np.ndarray | tuple[mx.array, ...]
     record: Record
     lasting: bool = False
 
+    @cached_property
+    def blob(self) -> Any:
+        """All of them as one array [S, words]."""
+        return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
+
+    def inputs(self, tokens: int) -> tuple[tuple[Any, ...], Shape, int]:
+        """What a kernel takes of them for so many tokens, the shape of the blob, and how many arrays stand for it.
+
+        Those that lie apart are not stacked for one token, which asks for as many each time: for each number of arrays
+        there is a kernel.
+        """
+        if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_SLOTS:
+            return self.memory, (len(self.memory), self.memory[0].size), len(self.memory)
+        return (self.blob,), self.blob.shape, 0
+
     def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
         """Records that MLX's operations can index, and where in them those of `slots` are: copies, where need be."""
-        if isinstance(self.blob, mx.array):
+        if not isinstance(self.memory, np.ndarray):
             return self, slots
         used, local = np.unique(slots, return_inverse=True)
-        return Records(mx.array(self.blob[used]), self.record, lasting=True), local.reshape(slots.shape)
+        return Records(mx.array(self.memory[used]), self.record, lasting=True), local.reshape(slots.shape)
 
 
 @dataclass(frozen=True)
@@ -98,29 +116,44 @@ def chosen_ffn(
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
     own = _first_of(shared, records.blob)
-    act, ids, weights = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
-    return expert_down_combine(act, ids, records, weights, residual, shared)
+    act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
+    top_k = choice.rule.top_k
+    used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
+    out = _down_launch(act, used, records, residual, shared)
+    assert out is not None
+    return out
 
 
 def expert_ffn(
     x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
 ) -> Array:
-    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, all [T, H], for up to 8 tokens on MLX's side.
+    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for up to 8 tokens on MLX's side.
 
     Args:
         x: [T, H], as for `expert_gate_up`.
         slots: [T, K] integers, rows of the records.
         weights: [T, K] float32.
-        residual: [T, H].
+        residual: [..., H], T rows; so is what is returned.
         shared: the shared expert, or its output [T, H]; None: there is none.
     """
     if isinstance(x, mx.array) and isinstance(slots, np.ndarray):
-        records, slots = records.for_mlx(slots)
-        slots = mx.array(slots.astype(np.uint32))
+        records, slots = handed_over(records, slots)
     if isinstance(shared, Shared) and not shared.joins(records.record, slots.shape[1]):
         shared = shared.rows(x)
     act = expert_gate_up(x, slots, records, shared if isinstance(shared, Shared) else None)
     return expert_down_combine(act, slots, records, weights, residual, shared)
+
+
+def handed_over(records: Records, slots: np.ndarray) -> tuple[Records, mx.array]:
+    """Both as MLX's operations take them."""
+    records, slots = records.for_mlx(slots)
+    return records, _as_array(slots.astype(np.uint32).tobytes(), slots.shape)
+
+
+@lru_cache(32)
+def _as_array(slots: bytes, shape: Shape) -> mx.array:
+    """uint32, handed over once: where records are copied, every token's slots are the same."""
+    return mx.array(np.frombuffer(slots, np.uint32).reshape(shape))
 
 
 def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
@@ -174,11 +207,12 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
-    shapes = records.blob.shape, slots.shape
-    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, shared is not None)
+    memory, blob, apart = records.inputs(len(x))
+    joined = shared is not None
+    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if launch is None:
         return _gate_up_ops(x, slots, records)
-    return launch(x, records.blob, slots, *_first_of(shared, records.blob))[0]
+    return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
 
 
 def expert_down_combine(
@@ -195,11 +229,11 @@ def expert_down_combine(
         act: as `expert_gate_up` returns it.
         slots, records: as there.
         weights: [T, K] float32.
-        residual: [T, H], the stream before the experts.
+        residual: [..., H], T rows, the stream before the experts.
         shared: the shared expert's output [T, H], the shared expert that `act` has a row of, or None.
 
     Returns:
-        [T, H] in residual's dtype.
+        residual's shape and dtype.
 
     Raises:
         RequestError: a shape or dtype the kernels do not take.
@@ -207,23 +241,49 @@ def expert_down_combine(
     if isinstance(act, np.ndarray):
         assert not isinstance(shared, Shared)
         if is_read(records.record):
-            return native.expert_down_combine(act, records.blob, slots, records.record, weights, residual, shared)
+            rows = residual.reshape(-1, residual.shape[-1])
+            sums = native.expert_down_combine(act, records.blob, slots, records.record, weights, rows, shared)
+            return sums.reshape(residual.shape)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)
-        sums = _down_combine_ops(mx.array(act), mx.array(index), copies, mx.array(weights), mx.array(residual), other)
-        return view(sums)
+        inputs = mx.array(weights), mx.array(residual), other
+        return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
     assert isinstance(slots, mx.array)
+    weights = weights.astype(mx.float32)
+    out = _down_launch(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
+    if out is None:
+        assert not isinstance(shared, Shared)
+        return _down_combine_ops(act, slots, records, weights, residual, shared)
+    return out
+
+
+class Used(NamedTuple):
+    """The slots [T, K] = `shape` that tokens use and their weights, where the kernel finds them.
+
+    `row`: values from one token's to the next one's.
+    """
+
+    slots: Input
+    weights: Input
+    shape: Shape
+    row: int
+
+
+def _down_launch(
+    act: mx.array, used: Used, records: Records, residual: mx.array, shared: "mx.array | Shared | None"
+) -> mx.array | None:
+    """`expert_down_combine` by the kernel; None where it does not run."""
     joined = isinstance(shared, Shared)
     rows = residual if shared is None or isinstance(shared, Shared) else shared  # an input cannot be left out
     columns = shared.gates.shape[1] if isinstance(shared, Shared) and shared.gates is not None else 0
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
-    shapes = act.shape, residual.shape, records.blob.shape, slots.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns)
-    weights = weights.astype(mx.float32)
+    memory, blob, apart = records.inputs(len(act))
+    shapes = act.shape, residual.shape, blob, used.shape
+    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
     if launch is None:
-        assert not isinstance(shared, Shared)
-        return _down_combine_ops(act, slots, records, weights, residual, shared)
-    return launch(act, records.blob, slots, weights, residual, rows, *_last_of(shared, records.blob))[0]
+        return None
+    inputs = act, *memory, used.slots, used.weights, residual, rows
+    return launch(*inputs, *_last_of(shared, memory[0]))[0]
 
 
 @cache
@@ -255,12 +315,24 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": codes, f"{name}_S": scales, f"{name}_B": projection.words[-1]}
 
 
+def _blob(apart: int) -> str:
+    """The name of the records, which are one array or so many."""
+    return f"blob*{apart}" if apart else "blob"
+
+
 @planned()
 def _plan_gate_up(
-    target: str, x: Shape, dtype: mx.Dtype, blob: Shape, slots: Shape, record: Record, joined: bool = False
+    target: str,
+    x: Shape,
+    dtype: mx.Dtype,
+    blob: Shape,
+    slots: Shape,
+    record: Record,
+    joined: bool = False,
+    apart: int = 0,
 ) -> Launch | None:
     _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
-    kernel = Kernel("expert_gate_up", "x blob slots codes scales biases", "act")
+    kernel = Kernel("expert_gate_up", f"x {_blob(apart)} slots codes scales biases", "act")
     return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined)
 
 
@@ -278,12 +350,11 @@ def _plan_choice(
 ) -> Launch | None:
     _check_slots(blob, (logits[0], rule.top_k), x[0], record)
     require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
-    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act ids weights")
+    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act chosen")
     launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined)
     if launch is None:
         return None
-    chosen = (logits[0], rule.top_k)
-    outputs = [*launch.outputs, (chosen, mx.uint32), (chosen, mx.float32)]
+    outputs = [*launch.outputs, ((logits[0], 2, rule.top_k), mx.uint32)]
     return replace(launch, template=launch.template | choice_template(rule, logits[1], has_bias), outputs=outputs)
 
 
@@ -297,8 +368,10 @@ def _first_launch(
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     if target == "ops" or not is_read(record):
         return None
-    form = form_of(record.gate)
-    tile = tile_of(target, "expert_gate_up", f"{inner}x{hidden} {form}")
+    form = form_of(record.gate).for_experts(target, dtype)
+    if form.room(hidden) > PLANES_BYTES:
+        form = form_of(record.gate)
+    tile = tile_of(target, _spot("expert_gate_up", form), f"{inner}x{hidden} {form}")
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(joined), "WORDS": blob[1]}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
@@ -306,6 +379,18 @@ def _first_launch(
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
     return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
+
+
+def _spot(kernel: str, form: Form) -> str:
+    """The name of its tile."""
+    return f"{kernel}_planes" if form.planes else kernel
+
+
+def _span(form: Form, each: int, columns: int, lanes: int) -> int:
+    """Columns that `each` simdgroups lay out at once, as many as memory holds: which lane takes a chunk stays the same,
+    and with it the bits."""
+    step, room = lanes * form.chunk, PLANES_BYTES // each
+    return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
 
 @planned()
@@ -319,11 +404,13 @@ def _plan_down(
     record: Record,
     joined: bool = False,
     gates: int = 0,
+    apart: int = 0,
+    row: int = 0,
 ) -> Launch | None:
     check_activations("act", act, dtypes[0], rank=3)
-    check_activations("residual", residual, dtypes[1])
+    check_activations("residual", (prod(residual[:-1]), residual[-1]), dtypes[1])
     tokens, each, inner = act
-    hidden, top_k = residual[1], each - joined
+    hidden, top_k = residual[-1], each - joined
     fits = (hidden, inner) == (record.hidden_size, record.moe_intermediate_size)
     require(
         fits, f"act is {act}, residual {residual}; the records' down is {record.down.rows} by {record.down.columns}"
@@ -332,16 +419,17 @@ def _plan_down(
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
         return None
-    form = form_of(record.down)
-    tile = tile_of(target, "expert_down_combine", f"{hidden}x{inner} {form}")
+    form = form_of(record.down).for_experts(target, dtypes[0])
+    tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
-    template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates}
+    template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
+    template["SPAN"] = _span(form, each, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
-    names = "act blob slots weights h_mid shared codes scales biases gates"
+    names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)
-    return Launch(target, kernel, template, groups, 32 * each, [((tokens, hidden), dtypes[1])])
+    return Launch(target, kernel, template, groups, 32 * each, [(residual, dtypes[1])])
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:
@@ -371,4 +459,5 @@ def _down_combine_ops(
     shared: mx.array | None,
 ) -> mx.array:
     down = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
-    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, residual, shared)
+    rows = residual.reshape(-1, residual.shape[-1])
+    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, rows, shared).reshape(residual.shape)

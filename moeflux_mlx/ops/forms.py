@@ -4,7 +4,7 @@ A `Form` is a `Quant` with the dtype of its scales. Kernels take a row in chunks
 holds one at a time, so lanes side by side read side by side.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -16,6 +16,8 @@ from ..quant import Quant
 MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
+INTEGERS = {"cuda": ("affine 2", "affine 3", "mxfp4 4")}  # what the experts' kernels of a backend multiply as integers
+PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
 
@@ -25,6 +27,7 @@ class Form:
 
     quant: Quant
     scales: mx.Dtype
+    planes: int = 0  # bytes of an x, where codes are multiplied as integers
 
     def __str__(self) -> str:
         return f"{self.quant}, {self.scales}".replace("mlx.core.", "")
@@ -32,6 +35,8 @@ class Form:
     @cached_property
     def header(self) -> str:
         """The text that unpacks its codes: `metal/{header}.h.metal`."""
+        if self.planes:
+            return "planes"
         if self.quant.mode != "affine":
             return self.quant.mode
         return "affine4" if self.quant.bits == 4 else "affine"
@@ -45,15 +50,26 @@ class Form:
     def template(self) -> dict[str, Any]:
         """The constants of the text."""
         quant = self.quant
-        return {"S": self.scales, "BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
+        made = {"S": self.scales, "BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
+        return made | {"PLANES": self.planes} if self.planes else made
+
+    def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
+        """As the experts' kernels of a backend read it beside an x of this dtype."""
+        is_integer = f"{self.quant.mode} {self.quant.bits}" in INTEGERS.get(target, ())
+        return replace(self, planes=PLANES[dtype]) if is_integer else self
+
+    def room(self, columns: int) -> int:
+        """Bytes of a threadgroup's memory that so many columns of x take, `CODES_PLANES` of the text."""
+        return columns // 64 * 16 * (4 * self.planes + 1) if self.planes else 0
 
     def chunks(self, columns: int) -> int:
         """Of a row."""
         return columns // self.chunk
 
     def ahead(self, pieces: int) -> int:
-        """Chunks that hold about as many bytes as `pieces` of 16."""
-        return max(1, round(pieces * 128 / (self.quant.bits * self.chunk)))
+        """Chunks that hold about as many bytes as `pieces` of 16: a power of two, which leaves no rest of a row."""
+        near = max(1, round(pieces * 128 / (self.quant.bits * self.chunk)))
+        return pieces if self.planes else 1 << (near.bit_length() - 1)
 
 
 def is_read(quant: Quant, columns: int) -> bool:

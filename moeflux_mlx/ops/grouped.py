@@ -121,7 +121,7 @@ class GroupedRows:
         """
         if self._is_native:
             return self._natively(index, slots, records)
-        if isinstance(records.blob, np.ndarray):  # the CPU without native kernels
+        if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
         made: list[mx.array] = []
         for batch in self._batches[index]:

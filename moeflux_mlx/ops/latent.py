@@ -2,29 +2,37 @@
 
 Only a latent vector and one rotated key, shared by all heads, are cached for each position. A short query folds the key
 projection into itself and attends over the latents; a long one expands the latents to keys and values first, because
-that is less arithmetic.
+that is less arithmetic. On a GPU a token takes three launches, which write nothing to the cache (`attend`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from ..quant import DEFAULT
 from . import backend, native
-from .attend import Positions, in_parts
+from .attend import RECENT, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
-from .launch import Kernel, Launch, Shape, ceildiv, number
-from .linear import Weights, by_head, multiply, part_of_heads
+from .forms import Form, is_read
+from .launch import LEAST_ELEMENTS, SHARED_BYTES, Kernel, Launch, ceildiv
+from .linear import Weights, by_head, inputs_of, linear, multiply, part_of_heads
 from .norm import Norm
 from .rope import Rope
 
-LATENT_STEP = Kernel("latent_step", "q kv weight periods offset eps magnitude", "q_nope q_pe latent k_pe")
-SIMDGROUPS = 4  # of a threadgroup, each with a head
+QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
+ATTEND = Kernel("latent_attend", "query token positions latents keys recent", "parts stats next")
+COMBINE = Kernel("latent_combine", "parts stats positions w scales biases", "out")
+THREADS, LANES = 512, 16  # of a threadgroup that has one head; that share a row of the queries' matrix
+PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
+HEADS = 8  # that a threadgroup attends for, where its memory holds so many
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
+Eights = tuple[int, int, int, mx.Dtype]  # of metal/stored.h.metal: BITS, GROUP, MX and the scales' dtype
 
 
 @dataclass(frozen=True)
@@ -50,16 +58,63 @@ class HeadMatrices:
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
         return multiply(x, part, transpose != self.turned)
 
+    def stored(self) -> "Stored":
+        """What kernels take of them."""
+        part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
+        arrays: list[Any] = inputs_of(part)
+        turned, (bits, group, mx4) = self.turned, (0, 1, 0)
+        if part.quant is not None:
+            bits, group, mx4 = part.quant.bits, part.quant.group_size, int(part.quant.mode == "mxfp4")
+        else:
+            weight, turned = arrays[0], turned and arrays[0].shape[-1] % 8 == 0
+            arrays = [weight if turned == self.turned else weight.swapaxes(-1, -2)] * 3
+        return Stored(arrays, (bits, group, mx4, arrays[1].dtype), turned)
+
     def each(self) -> Iterator[np.ndarray]:
         """In turn, in float32; the memory may be used again for the next."""
         found = by_head(self.weights, self.heads, self.rows or slice(None))
         return (matrix.T for matrix in found) if self.turned else found
 
 
+class Stored(NamedTuple):
+    """Matrices for metal/stored.h.metal: codes, scales and biases, or values in place of all three."""
+
+    arrays: list[mx.array]
+    form: Eights
+    turned: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a matrix."""
+        return self.arrays[0].shape[-2]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What makes queries of a latent [..., columns]: norm(x) @ W.T, of W [heads * (nope + R), columns]."""
+
+    weights: Weights
+    norm: Norm
+    heads: int
+
+    def __call__(self, x: Array) -> Array:
+        """[B, L, columns] -> [B, L, heads, nope + R]"""
+        return linear(x, self.weights, self.norm).reshape(*x.shape[:2], self.heads, -1)
+
+    @property
+    def form(self) -> Form | None:
+        """How W is stored, if kernels read it."""
+        quant = self.weights.quant
+        if quant is None or not is_read(quant, self.weights.shape[1]):
+            return None
+        return Form(quant, self.weights.scales.dtype)
+
+
 def attend_latent(
     q: Array,
     kv: Array,
-    cache: Positions,
+    cache: Steps,
+    queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
     *,
@@ -70,7 +125,7 @@ def attend_latent(
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all that `cache` has seen.
 
     Args:
-        q: [B, L, heads, nope + R], q_nope and q_pe of each head.
+        q: [B, L, columns], of which `queries` make q_nope and q_pe of each head.
         kv: [B, L, N + R], latent and k_pe. Both are appended to `cache`, the latent normed, k_pe turned.
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
@@ -80,6 +135,9 @@ def attend_latent(
         [B, L, heads * v]
     """
     B, L = q.shape[:2]
+    if B * L == 1 and isinstance(q, mx.array) and takes_step(kv.shape[-1] - rope.dims, rope.dims):
+        return _step(q, kv, cache, queries, key, value, norm, rope, scale)
+    q = queries(q)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
@@ -87,8 +145,7 @@ def attend_latent(
         native_form = _absorbed_native if L <= ABSORB_AT_MOST else _expanded_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
-    parts = _step if B * L == 1 and backend.has_kernels() else _parts
-    q_nope, q_pe, latent, k_pe = parts(q, kv, norm, rope, cache.offset)
+    q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = _absorbed if L <= ABSORB_AT_MOST else _expanded
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
@@ -106,21 +163,94 @@ def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) 
     return q_nope, rope(q_pe, offset), norm(latent), rope(k_pe, offset)
 
 
-def _step(q: mx.array, kv: mx.array, norm: Norm, rope: Rope, offset: int | mx.array) -> tuple[mx.array, ...]:
-    """`_parts` of one token on a GPU in one launch."""
-    position = offset[None] if isinstance(offset, mx.array) else mx.array([offset], mx.int32)
-    launch = _plan(backend.name(), q.shape, kv.shape, q.dtype, norm.weight.dtype, rope.dims, rope.interleaved)
-    return tuple(launch(q, kv, norm.weight, rope.periods, position, number(norm.eps), number(rope.magnitude)))
+# ---- the kernels for one token
 
 
-@lru_cache(64)
-def _plan(target: str, q: Shape, kv: Shape, dtype: mx.Dtype, weight: mx.Dtype, dims: int, interleaved: bool) -> Launch:
-    heads, nope, latent = q[2], q[3] - dims, kv[2] - dims
-    template = {"X": dtype, "W": weight, "H": heads, "NOPE": nope, "R": dims, "N": latent}
-    template |= {"NEXT": int(interleaved), "SG": SIMDGROUPS}
-    shapes = (1, heads, 1, nope), (1, heads, 1, dims), (1, 1, latent), (1, 1, 1, dims)
-    outputs = [(shape, dtype) for shape in shapes]
-    return Launch(target, LATENT_STEP, template, (ceildiv(heads + 1, SIMDGROUPS), 1), 32 * SIMDGROUPS, outputs)
+def takes_step(latent: int, rotated: int) -> bool:
+    """Whether single tokens with latents and rotated keys of such widths take the kernels here."""
+    fits = latent <= 8 * THREADS and _abreast(1, latent + rotated) == 1
+    return backend.has_kernels() and fits and latent % 8 == rotated % 8 == 0
+
+
+def _abreast(heads: int, row: int) -> int:
+    """Heads of a threadgroup: their queries and weights lie in its memory."""
+    room = SHARED_BYTES // (4 * (row + PIECE))
+    return max((n for n in range(1, min(HEADS, room) + 1) if heads % n == 0), default=0)
+
+
+def _step(
+    q: mx.array,
+    kv: mx.array,
+    cache: Steps,
+    queries: Queries,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    norm: Norm,
+    rope: Rope,
+    scale: float,
+) -> mx.array:
+    """`attend_latent` for one token: [1, 1, heads * v]."""
+    assert norm.eps == queries.norm.eps
+    keys, values, form = key.stored(), value.stored(), queries.form
+    made = [_nothing(), q, q] if form is None else inputs_of(queries.weights)
+    held = cache.held(((1, kv.shape[2] - rope.dims), (1, rope.dims)), kv.dtype)
+    query, attend, combine = _plan(
+        backend.name(),
+        (queries.heads, *queries.weights.shape, kv.shape[2], held.keys.shape[2]),
+        (q.dtype, norm.weight.dtype),
+        form,
+        (keys.form, values.form),
+        (values.rows, keys.turned),
+        (rope.dims, rope.interleaved),
+    )
+    x = queries(q) if form is None else q
+    numbers = norm.eps, rope.magnitude, scale
+    norms = queries.norm.weight, norm.weight
+    rows, token = query(x, kv, *norms, rope.periods, held.positions, *numbers, *made, *keys.arrays)
+    parts, stats, recent = attend(rows, token, held.positions, held.keys, held.values, held.recent)
+    cache.advance(recent)
+    return combine(parts, stats, held.positions, *values.arrays)[0]
+
+
+@cache
+def _nothing() -> mx.array:
+    """In place of codes that nobody reads: an input cannot be left out."""
+    return mx.array([0] * LEAST_ELEMENTS, mx.uint32)
+
+
+@lru_cache(512)
+def _plan(
+    target: str,
+    sizes: tuple[int, int, int, int, int],
+    types: tuple[mx.Dtype, mx.Dtype],
+    form: Form | None,
+    eights: tuple[Eights, Eights],
+    matrices: tuple[int, bool],
+    rotation: tuple[int, bool],
+) -> tuple[Launch, Launch, Launch]:
+    (heads, height, columns, row, capacity), (v, turned), (dims, interleaved) = sizes, matrices, rotation
+    X, N, P = types[0], row - dims, ceildiv(capacity + RECENT, PIECE)
+    read = form or Form(DEFAULT, X)
+    common = {"X": X, "H": heads, "N": N, "R": dims}
+    made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": THREADS, "L": LANES}
+    made |= {"MADE": int(form is None), "NEXT": int(interleaved), "TURNED": int(turned)}
+    made |= {f"Q_{name}": value for name, value in read.template.items()} | _template(eights[0])
+    out = [((heads, row), mx.float32), ((row,), X)]
+    kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
+    query = Launch(target, kernel, made, (heads + 1, 1), THREADS, out)
+    abreast = _abreast(heads, row)
+    made = common | {"GH": abreast, "P": PIECE, "T": ATTENDING}
+    out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
+    attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
+    made = common | {"V": v, "P": PIECE, "T": THREADS} | _template(eights[1])
+    return query, attend, Launch(target, COMBINE, made, (heads, 1), THREADS, [((1, 1, heads * v), X)])
+
+
+def _template(form: Eights) -> dict[str, Any]:
+    return dict(zip(("BITS", "GROUP", "MX", "S"), form, strict=True))
+
+
+# ---- plain operations
 
 
 def _absorbed(

@@ -6,20 +6,85 @@ raises when it is evaluated; nothing falls back in silence. Which kernel and til
 shapes alone, so the bits of a result do not depend on slot numbers or on what else memory holds.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import RequestError
 from ..files import directory
 
 SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
+ALIGNED = 256  # bytes: where each of several arrays in one begins
+TYPES = {
+    **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
+    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
+}
 
 Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Values of `dtype` that lie one after another in `whole`, from byte `start` on."""
+
+    whole: mx.array
+    start: int
+    dtype: mx.Dtype
+
+    def array(self, *shape: int) -> mx.array:
+        """A view of so many values."""
+        first, size = self.start // self.whole.itemsize, prod(shape) * self.dtype.size // self.whole.itemsize
+        return self.whole.reshape(-1)[first : first + size].view(self.dtype).reshape(shape)
+
+
+def pack(arrays: Sequence[mx.array]) -> list[Piece]:
+    """Copies arrays into one, so that a kernel takes them as one input: where each lies in it."""
+    starts, parts = [0], []
+    for array in arrays:
+        codes = array.reshape(-1).view(mx.uint8)
+        parts += [codes, mx.zeros(-codes.size % ALIGNED, mx.uint8)]
+        starts.append(starts[-1] + codes.size + parts[-1].size)
+    whole = mx.concatenate(parts)
+    mx.eval(whole)
+    return [Piece(whole, start, array.dtype) for start, array in zip(starts, arrays, strict=False)]
+
+
+def in_turn(joined: mx.array, *parts: mx.array) -> list[Piece]:
+    """Where `parts` lie in `joined`, which holds them one after another."""
+    starts = accumulate((part.nbytes for part in parts), initial=0)
+    return [Piece(joined, start, joined.dtype) for start, _ in zip(starts, parts, strict=False)]
+
+
+# What a kernel is given under a name: an array, a part of one, or a number, which becomes a constant of the text.
+Input = mx.array | Piece | float
+# Of an input: its array among those that are handed over, and the byte and type that it begins with; or its value.
+Place = tuple[int, int, mx.Dtype | None] | float
+
+
+def _placed(inputs: Sequence[Input]) -> tuple[list[mx.array], tuple[Place, ...]]:
+    """The arrays that inputs lie in, each once, and where each input lies in them.
+
+    What MLX does for a launch on the host grows with the arrays that it takes.
+    """
+    arrays: list[mx.array] = []
+    places: list[Place] = []
+    for given in inputs:
+        if isinstance(given, float):
+            places.append(given)
+            continue
+        whole, start, dtype = given if isinstance(given, Piece) else (given, 0, None)
+        index = next((i for i, array in enumerate(arrays) if array is whole), len(arrays))
+        if index == len(arrays):
+            arrays.append(whole)
+        places.append((index, start, dtype))
+    return arrays, tuple(places)
 
 
 def require(condition: bool, message: str) -> None:
@@ -58,6 +123,7 @@ def _used(source: str, form: str) -> list[str]:
 class Kernel:
     """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces.
 
+    `name*3` in place of a name: three arrays, which the text has as name[0] to name[2].
     `form`: `metal/{form}.h.metal` goes in too, where several headers define the same functions, each for other codes.
     """
 
@@ -66,30 +132,68 @@ class Kernel:
     outputs: str
     form: str = ""
 
-    def build(self, target: str) -> Any:
+    def build(self, target: str, places: tuple[Place, ...]) -> Any:
         """MLX's object for it, compiled at first use with each set of template arguments.
 
         A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. It may use
-        headers whose names come before its own. CUDA's build hashes the whole text at every launch.
+        headers whose names come before its own. CUDA's build hashes the text at every launch, so it is given the
+        names of the files only.
         """
-        source = _text(f"{self.name}.metal")
-        header = "".join(map(_text, _used(source, self.form)))
+        (names, first), (outputs, told) = self._named(places), _pieces(self.outputs)
+        source, first = _text(f"{self.name}.metal"), first + told
+        headers = _used(source, self.form)
         make: Any = mx.fast.metal_kernel
+        header = "".join(map(_text, headers))
         if target == "cuda":
-            header = _text("cuda_shim.h") + header
             make = mx.fast.cuda_kernel
+            header = "".join(map(_include, ["cuda_shim.h", *headers]))
+            source = _include(f"{self.name}.metal")
         return make(
-            name=f"moeflux_{self.name}{self.form}",
-            input_names=self.inputs.split(),
-            output_names=self.outputs.split(),
+            name=f"moeflux_{self.name}{self.form}_{zlib.crc32(first.encode()):x}",
+            input_names=names,
+            output_names=outputs,
             header=header,
-            source=source,
+            source=first + source,
         )
+
+    def _named(self, places: tuple[Place, ...]) -> tuple[list[str], str]:
+        """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
+        names: dict[int, str] = {}
+        inputs, joined = _pieces(self.inputs)
+        found = list(zip(inputs, places, strict=True))
+        for name, place in found:
+            if not isinstance(place, float):
+                index, _, dtype = place
+                names.setdefault(index, name if dtype is None else f"{name}_")
+        lines = []
+        for name, place in found:
+            if isinstance(place, float):
+                lines.append(f"const float {name}[1] = {{{np.float32(place).item()!r}f}};\n")
+            elif place[2] is not None:
+                pointer = f"const device {TYPES[place[2]]}*"
+                lines.append(f"{pointer} {name} = ({pointer})((const device char*){names[place[0]]} + {place[1]});\n")
+            elif name != names[place[0]]:
+                lines.append(f"auto {name} = {names[place[0]]};\n")
+        return list(names.values()), "".join(lines) + joined
+
+
+def _include(name: str) -> str:
+    return f'#include "{directory("metal") / name}"\n'
+
+
+def _pieces(names: str) -> tuple[list[str], str]:
+    """What is passed for `names`, and the lines of text that join what is passed in pieces."""
+    passed, lines = [], ""
+    for name, _, count in (name.partition("*") for name in names.split()):
+        pieces = [f"{name}{i}" for i in range(int(count))] if count else [name]
+        passed += pieces
+        lines += f"decltype({name}0) {name}[] = {{{', '.join(pieces)}}};\n" if count else ""
+    return passed, lines
 
 
 @cache
-def _built(target: str, kernel: Kernel) -> Any:
-    return kernel.build(target)
+def _built(target: str, kernel: Kernel, places: tuple[Place, ...]) -> Any:
+    return kernel.build(target, places)
 
 
 @dataclass(frozen=True)
@@ -122,8 +226,9 @@ class Launch:
             "output_dtypes": [dtype for _, dtype in self.outputs],
         }
 
-    def __call__(self, *inputs: mx.array) -> list[mx.array]:
-        return _built(self.target, self.kernel)(inputs=list(inputs), **self.arguments)
+    def __call__(self, *inputs: Input) -> list[mx.array]:
+        arrays, places = _placed(inputs)
+        return _built(self.target, self.kernel, places)(inputs=arrays, **self.arguments)
 
 
 @cache
@@ -133,9 +238,3 @@ def count(n: int) -> mx.array:
     Made from values, not by an operation: what is not evaluated yet belongs to the thread that made it.
     """
     return mx.array([n] * LEAST_ELEMENTS, mx.int32)
-
-
-@cache
-def number(value: float) -> mx.array:
-    """A float as an array that a kernel takes."""
-    return mx.array([value] * LEAST_ELEMENTS, mx.float32)

@@ -15,7 +15,7 @@ from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, number, require
+from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Piece, Shape, ceildiv, require
 from .norm import Norm
 from .tiles import MAX_TOKENS, Tile, lanes_of, planned, split_of, tile_of
 
@@ -46,6 +46,11 @@ class Weights(Protocol):
     def biases(self) -> Any: ...
 
     @property
+    def pieces(self) -> list[Piece] | None:
+        """The same arrays where they lie in a single one, if they do."""
+        ...
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, however the matrix is stored."""
         ...
@@ -59,6 +64,7 @@ class Part:
     weight: mx.array
     scales: mx.array | None = None
     biases: mx.array | None = None
+    pieces: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,11 +74,12 @@ class Part:
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
     """norm(x) [..., I] @ W.T + residual [..., O], for one token on a GPU in one launch where `qmv` pays."""
-    y = _product(x, w, norm, residual) if isinstance(x, mx.array) else None
+    if isinstance(x, np.ndarray):
+        return _native(x, w, norm, residual)
+    y = _product(x, w, norm, residual)
     if y is not None:
         return y
-    x = x if norm is None else norm(x)
-    y = multiply(x, w, transpose=True) if isinstance(x, mx.array) else _native(x, w)
+    y = multiply(x if norm is None else norm(x), w, transpose=True)
     return y if residual is None else residual + y
 
 
@@ -82,16 +89,22 @@ def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | No
     if w.quant is None or len(w.shape) > 2 or not is_read(w.quant, w.shape[1]) or not qmv_pays(count, *w.shape):
         return None
     if count == 1:
-        return qmv(x, w.quant, *_parts(w), norm=norm, residual=residual)
-    y = qmv(x if norm is None else norm(x), w.quant, *_parts(w))
+        return _qmv(x, w, norm, residual)
+    y = _qmv(x if norm is None else norm(x), w)
     return y if residual is None else residual + y
 
 
-def _native(x: np.ndarray, w: Weights) -> np.ndarray:
-    """x @ W.T on the CPU."""
-    rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-    out = native.linear(rows, w.quant, *_parts(w)) if _is_native(w) else rows @ _dense(w).T
-    return out.reshape(*x.shape[:-1], -1)
+def _native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
+    """norm(x) @ W.T + residual on the CPU."""
+    shape = (*x.shape[:-1], w.shape[0])
+    if _is_native(w):
+        rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+        around: Any = {} if norm is None else {"norm": (norm.weight, norm.eps)}
+        if residual is not None:
+            around["residual"] = np.ascontiguousarray(residual).reshape(-1, shape[-1])
+        return native.linear(rows, w.quant, *_parts(w), **around).reshape(shape)
+    y = (x if norm is None else norm(x)).reshape(-1, x.shape[-1]) @ _dense(w).T
+    return y.reshape(shape) if residual is None else residual + y.reshape(shape)
 
 
 def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
@@ -162,9 +175,9 @@ def _parts(w: Weights) -> list[Any]:
     return [w.weight, w.scales, w.biases] if w.quant.has_biases else [w.weight, w.scales]
 
 
-def inputs_of(w: Weights) -> list[Any]:
-    """The arrays that a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
-    parts = _parts(w)
+def inputs_of(w: Weights) -> list[Input]:
+    """What a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
+    parts: list[Input] = [*(_parts(w) if w.pieces is None else w.pieces)]
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
 
@@ -211,17 +224,22 @@ def qmv(
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
+    return _qmv(x, Part(quant, w, scales, biases), norm, residual)
+
+
+def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array | None = None) -> mx.array:
+    assert w.quant is not None
     around = Around(None if norm is None else norm.weight.dtype, residual is not None)
-    launch = _plan(backend.name(), x.shape, x.dtype, w.shape, scales.shape, Form(quant, scales.dtype), around)
+    shapes = w.weight.shape, w.scales.shape
+    launch = _plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
     if launch is None:
         x = x if norm is None else norm(x)
-        y = matmul_float32(x, quant, w, scales, biases).astype(x.dtype)
+        y = matmul_float32(x, w.quant, *_parts(w)).astype(x.dtype)
         return y if residual is None else residual + y
-    biases = scales if biases is None else biases  # an input cannot be left out
     if x.size > x.shape[-1]:
-        return launch(x, w, scales, biases)[0]
+        return launch(x, *inputs_of(w))[0]
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-    return launch(x, w, scales, biases, weight, number(eps), x if residual is None else residual)[0]
+    return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual)[0]
 
 
 def qmv_pays(tokens: int, rows: int, columns: int) -> bool:

@@ -171,8 +171,10 @@ def linear(
     scales: Buffer | None = None,
     biases: Buffer | None = None,
     out: np.ndarray | None = None,
+    norm: tuple[Buffer, float] | None = None,
+    residual: Buffer | None = None,
 ) -> np.ndarray:
-    """x[T, I] @ W.T -> [T, O].
+    """norm(x[T, I]) @ W.T + residual[T, O] -> [T, O]; `norm` is the weight [I] and epsilon of `rms_norm`.
 
     W holds codes (w uint32 [O, I * bits / 32]) with scales and biases [O, I / group], in mxfp4 scales alone, and I a
     multiple of 64; or, without `quant` and them, dense float32 [O, I], I a multiple of 16. Up to T = 4 the weights are
@@ -180,7 +182,8 @@ def linear(
     """
     out = _result(out, x.shape[0], w.shape[0])
     bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
-    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, out)
+    weight, eps = norm or (None, 0.0)
+    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, out)
     return out
 
 
@@ -288,6 +291,42 @@ def attend(q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.n
     out = _result(out, q.shape[0], q.shape[1], v.shape[2])
     _kernels().attend(q, k, v, length, scale, out)
     return out
+
+
+def attend_step(
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    norms: tuple[Buffer, Buffer, float],
+    turn: tuple[Buffer, Buffer, bool],
+    seen: tuple[Buffer, Buffer, int],
+    recent: np.ndarray,
+    length: int,
+    scale: float,
+) -> np.ndarray:
+    """A token's queries and key normed and turned, its key and value kept, and `attend` of it -> [Hq, D].
+
+    q [Hq, D]; k, v [Hkv, D]; norms: weights [D] of queries and of keys, and epsilon; turn: as `rope` takes one token's.
+    seen: keys and values [Hkv, C, D] and how many positions of them count. The ones after those lie in `recent`
+    [2, Hkv, M, D], keys and then values; position `length - 1`, the token's own, is written there. The bits are those
+    of `rms_norm`, `rope` and `attend` over one array.
+    """
+    out = np.empty(q.shape, np.float32)
+    _kernels().attend_step(q, k, v, *norms, *turn, *seen, recent, length, scale, out)
+    return out
+
+
+def choose(
+    logits: Buffer, experts: int, top_k: int, normalise: bool, scale: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The largest of softmax(logits[t, :experts]) -> (indices int32 [T, K], their values [T, K] times scale).
+
+    Largest first, the lowest index of equals first; with `normalise` the values of a row sum to 1 before `scale`.
+    """
+    shape = logits.shape[0], top_k
+    ids, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    _kernels().choose(logits, experts, normalise, scale, ids, weights)
+    return ids, weights
 
 
 def gated_delta(

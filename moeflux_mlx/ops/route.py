@@ -3,24 +3,27 @@
 Ties are broken by the lowest index, so that a result never depends on the backend.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..kinds import Router
-from . import backend
+from . import backend, native
 from .backend import Array, view
 from .elementwise import float32, pick, sigmoid, softmax
 from .forms import MULTIPLE, Form, is_read
-from .launch import LEAST_ELEMENTS, Kernel, Launch, Shape, ceildiv, number
+from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Shape, ceildiv
 from .linear import Weights, inputs_of, linear
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned, tile_of
 
-TOPK = Kernel("topk", "logits bias scale", "ids weights")
+# Where the host had better look into arrays of 8 bytes: on CUDA MLX keeps these with the host, and moves any other that
+# the host looks into to memory whose pages wander between the two from then on.
+TELLING = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     """
     if isinstance(logits, mx.array) and backend.has_kernels() and is_known(rule):
         return topk(logits, rule, bias)
+    if isinstance(logits, np.ndarray) and rule.score == "softmax" and is_known(rule):
+        return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
     logits = logits[:, : rule.experts]
     scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
     choice = scores if bias is None else scores + (view(bias) if isinstance(logits, np.ndarray) else bias)
@@ -95,9 +100,26 @@ def topk(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[
     return ids, weights
 
 
-def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[mx.array, mx.array]:
+def route_told(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Array, Array, Sequence[mx.array]]:
+    """`route` for who waits for it, with the choice once more as `heard` reads it: nothing where that is no faster."""
+    target = backend.name()
+    if target not in TELLING or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
+        found = route(logits, rule, bias)
+        return found[0], found[1], []
+    launch = _plan(target, logits.shape, rule, bias is not None, tells=True)
+    ids, weights, *told = launch(logits, *beside(logits, rule, bias))
+    return ids, weights, told
+
+
+def heard(told: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [1, K] uint32, weights [1, K] float32 to 8 bits), of what `route_told` tells, evaluated."""
+    words = np.frombuffer(b"".join(cast(Any, told)), np.uint32)[None]
+    return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
+
+
+def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[Input, Input]:
     """What the text reads beside the logits; an input cannot be left out."""
-    return logits if bias is None else bias, number(rule.scale)
+    return logits if bias is None else bias, rule.scale
 
 
 def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
@@ -113,10 +135,16 @@ def is_known(rule: Router) -> bool:
 
 
 @lru_cache(512)
-def _plan(target: str, shape: Shape, rule: Router, has_bias: bool) -> Launch:
+def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, tells: bool = False) -> Launch:
     tokens, columns = shape
-    outputs = [((tokens, rule.top_k), mx.uint32), ((tokens, rule.top_k), mx.float32)]
-    return Launch(target, TOPK, choice_template(rule, columns, has_bias), (1, tokens), 32, outputs)
+    chosen: Shape = (tokens, rule.top_k)
+    outputs = [(chosen, mx.uint32), (chosen, mx.float32)]
+    kernel = Kernel("topk", "logits bias scale", "ids weights")
+    if tells:
+        told: list[Shape] = [(min(2, rule.top_k - first),) for first in range(0, rule.top_k, 2)]
+        outputs += [(shape, mx.uint32) for shape in told]
+        kernel = Kernel("topk_told", kernel.inputs, f"{kernel.outputs} told*{len(told)}")
+    return Launch(target, kernel, choice_template(rule, columns, has_bias), (1, tokens), 32, outputs)
 
 
 # ---- the norm and the logits
@@ -126,7 +154,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     """The RMS norm of a few rows or of many, and its product with a router's matrix.
 
     Args:
-        h: [T, H], in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
+        h: [..., H], T rows, in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
         norm: [H], the norm's weight.
         eps: the norm's.
         w: [O, H].
@@ -134,14 +162,14 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     Returns:
         (x [T, H] normed, in h's dtype, logits [T, O] float32).
     """
-    launch = None
-    if isinstance(h, mx.array) and len(h) <= MAX_TOKENS:
+    launch, shape = None, (h.size // h.shape[-1], h.shape[-1])
+    if isinstance(h, mx.array) and shape[0] <= MAX_TOKENS:
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
-        launch = _plan_logits(backend.name(), h.shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
+        launch = _plan_logits(backend.name(), shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
     if launch is None:
-        x = rms_norm(h, norm, eps)
+        x = rms_norm(h.reshape(shape), norm, eps)
         return x, linear(float32(x), w)
-    x, logits = launch(h, norm, number(eps), *inputs_of(w))
+    x, logits = launch(h, norm, eps, *inputs_of(w))
     return x, logits
 
 

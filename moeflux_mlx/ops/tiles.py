@@ -30,6 +30,8 @@ class Tile:
 # CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
 #   gate_up: 4 rows of each matrix cost occupancy, 1 row repeats the loads of x.
 #   down: 8 lanes, so 16 rows per threadgroup, pay once enough threadgroups remain.
+#   gate_up_planes: with 2 and 3 bits all of 397B's threadgroups are there at once; x is laid out once for 8 simdgroups.
+#   down_planes: 16 lanes lay out 16 rows of x for half as many rows of the matrix, and in float32 find no room for it.
 #   qmv: 16 lanes and columns split over simdgroups. A large matrix fills the GPU by itself, and 8 rows share x better.
 #   qmv_tokens: 2 rows load x twice as often.
 #   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
@@ -41,6 +43,8 @@ TILES = {
     "cuda": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=4, ahead=2),
         "expert_down_combine": Tile(rows=4, lanes=16, ahead=4, narrow=256),
+        "expert_gate_up_planes": Tile(rows=1, lanes=16, simdgroups=8, ahead=4),
+        "expert_down_combine_planes": Tile(rows=4, lanes=8, ahead=2),
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
         "qmv_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
@@ -67,6 +71,8 @@ TILES = {
 TUNED = {
     "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_down_combine": ("rows", "lanes", "ahead", "narrow"),
+    "expert_gate_up_planes": ("rows", "lanes", "simdgroups", "ahead"),
+    "expert_down_combine_planes": ("rows", "ahead"),
     "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread"),
     "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread"),
     "qmv_tokens": ("rows", "lanes", "simdgroups", "spread"),

@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
-from ..ops import backend
-from ..ops.attend import RECENT, Held, takes_step
+from ..ops import attend, backend, latent
+from ..ops.attend import RECENT, Held, Rows
+from ..ops.backend import view
 
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
@@ -62,7 +63,7 @@ class FixedCache:
 
 
 class FixedKeys:
-    """Keys and values that a step reads, and the newest, which it copies with its own."""
+    """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
     takes: ClassVar[int] = 4
     gives: ClassVar[int] = 1
@@ -82,7 +83,7 @@ class FixedKeys:
     def arrays(self) -> list[mx.array]:
         return [self._held.recent]
 
-    def held(self, key: mx.array) -> Held:
+    def held(self, rows: Rows, dtype: mx.Dtype) -> Held:
         return self._held
 
     def advance(self, recent: mx.array) -> None:
@@ -136,7 +137,7 @@ class _Growing(_Cache):
         self.offset = self._expected = 0
 
     @classmethod
-    def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    def rows(cls, mixer: Any) -> Rows:
         """(heads, width) of one position in each array."""
         raise NotImplementedError
 
@@ -281,40 +282,52 @@ def _positions(offset: int, begun: int, capacity: int) -> mx.array:
 
 
 @lru_cache(8)
-def _no_recent(heads: int, width: int, dtype: mx.Dtype) -> mx.array:
+def _no_recent(shape: Shape, dtype: mx.Dtype) -> mx.array:
     """Of `Held`, before the first token; evaluated, because what is not belongs to the thread that made it."""
-    recent = mx.zeros((2, heads, RECENT, width), dtype)
+    recent = mx.zeros(shape, dtype)
     mx.eval(recent)
     return recent
 
 
-class KVCache(_Growing):
-    """Keys (after norm and rotation) and values of grouped-query attention.
-
-    On a GPU single tokens add to `recent`, an array of their own, until it is full or somebody asks for the others.
-    """
+class _Stepping(_Growing):
+    """One that adds single tokens to `recent`, an array of their own, until it is full or somebody asks for the others:
+    on a GPU to a copy of it, on the CPU to a numpy array that nobody else has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._recent: mx.array | None = None
+        self._recent: Any = None  # mx.array | np.ndarray | None
         self._begun = 0  # the first position of `recent`
 
-    @classmethod
-    def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-        return ((mixer.kv_heads, mixer.head_dim),) * 2
+    @staticmethod
+    def takes_step(first: int, second: int) -> bool:
+        """Whether there are kernels for a single token with such widths."""
+        raise NotImplementedError
 
-    def held(self, key: mx.array) -> Held:
-        """What there is before a token with such a key [1, 1, heads, width]."""
+    @staticmethod
+    def recent_shape(rows: Rows) -> Shape:
+        raise NotImplementedError
+
+    @staticmethod
+    def parts(recent: Any, length: int, width: int) -> tuple[Any, Any]:
+        """Of its first positions, [1, heads, length, .] for each array; `width` is the first one's."""
+        raise NotImplementedError
+
+    def held(self, rows: Rows, dtype: mx.Dtype, here: bool = False) -> Held:
+        """What there is before a token, with such rows of a position in such entries; `here`: as numpy arrays."""
         if self._recent is None or self.offset - self._begun == RECENT:
             self._settle()
-            heads, width = key.shape[2:]
             if self.keys is None:
-                self.keys, self.values = (mx.zeros((1, heads, self.step, width), key.dtype) for _ in range(2))
-            self._recent, self._begun = _no_recent(heads, width, key.dtype), self.offset
+                self.keys, self.values = (mx.zeros((1, heads, self.step, width), dtype) for heads, width in rows)
+            shape = self.recent_shape(rows)
+            empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
+            self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
-        return Held(self.keys, self.values, self._recent, _positions(self.offset, self._begun, self.keys.shape[2]))
+        positions = self.offset, self._begun, self.keys.shape[2]
+        if here:
+            return Held(view(self.keys), view(self.values), self._recent, positions)
+        return Held(self.keys, self.values, self._recent, _positions(*positions))
 
-    def advance(self, recent: mx.array) -> None:
+    def advance(self, recent: Any) -> None:
         """`recent` with one token more takes its place."""
         self._recent = recent
         self.offset += 1
@@ -331,8 +344,9 @@ class KVCache(_Growing):
     def step_arrays(self) -> list[mx.array | None]:
         if not self._takes_steps():
             return super().step_arrays()
-        assert self.keys is not None
-        return list(self.held(self.keys.swapaxes(1, 2)))
+        assert self.keys is not None and self.values is not None
+        rows = tuple((array.shape[1], array.shape[3]) for array in (self.keys, self.values))
+        return list(self.held((rows[0], rows[1]), self.keys.dtype))
 
     def take_step(self, arrays: list[mx.array]) -> None:
         if len(arrays) == FixedKeys.gives:
@@ -341,7 +355,9 @@ class KVCache(_Growing):
             super().take_step(arrays)
 
     def _takes_steps(self) -> bool:
-        return self.keys is not None and takes_step(self.keys.shape[-1])
+        if self.keys is None or self.values is None:
+            return False
+        return self.takes_step(self.keys.shape[-1], self.values.shape[-1])
 
     def _settle(self) -> None:
         if self._recent is None or self.offset == self._begun:
@@ -349,20 +365,55 @@ class KVCache(_Growing):
             return
         assert self.keys is not None and self.values is not None
         kept = []
-        for array, part in zip((self.keys, self.values), self._recent, strict=True):
-            new = part[None, :, : self.offset - self._begun]
+        parts = self.parts(self._recent, self.offset - self._begun, self.keys.shape[3])
+        for array, part in zip((self.keys, self.values), parts, strict=True):
+            new = mx.array(part) if isinstance(part, np.ndarray) else part
             room = _grown(array, new.shape, new.dtype, self._begun, self.offset, self.step)
             room[..., self._begun : self.offset, :] = new
             kept.append(room)
         (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
 
 
-class LatentCache(_Growing):
+class KVCache(_Stepping):
+    """Keys (after norm and rotation) and values of grouped-query attention."""
+
+    @classmethod
+    def rows(cls, mixer: Any) -> Rows:
+        return ((mixer.kv_heads, mixer.head_dim),) * 2
+
+    @staticmethod
+    def takes_step(first: int, second: int) -> bool:
+        return attend.takes_step(first)
+
+    @staticmethod
+    def recent_shape(rows: Rows) -> Shape:
+        heads, width = rows[0]
+        return 2, heads, RECENT, width
+
+    @staticmethod
+    def parts(recent: mx.array, length: int, width: int) -> tuple[mx.array, mx.array]:
+        return recent[0, None, :, :length], recent[1, None, :, :length]
+
+
+class LatentCache(_Stepping):
     """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
 
     @classmethod
-    def rows(cls, mixer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    def rows(cls, mixer: Any) -> Rows:
         return (1, mixer.latent), (1, mixer.rotation.dims)
+
+    @staticmethod
+    def takes_step(first: int, second: int) -> bool:
+        return latent.takes_step(first, second)
+
+    @staticmethod
+    def recent_shape(rows: Rows) -> Shape:
+        return RECENT, rows[0][1] + rows[1][1]
+
+    @staticmethod
+    def parts(recent: mx.array, length: int, width: int) -> tuple[mx.array, mx.array]:
+        entries = recent[None, None, :length]
+        return entries[..., :width], entries[..., width:]
 
 
 class RecurrentCache(_Cache):

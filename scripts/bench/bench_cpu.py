@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from moeflux_mlx import load_model
 from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.engine.sampling import greedy
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
@@ -69,7 +70,7 @@ class Runner:
     def decode(self, count: int) -> None:
         for _ in range(count):
             token = int(self.prompt[self.fed % len(self.prompt)])
-            mx.eval(mx.argmax(self.model(mx.array([[token]]), self.cache)[:, -1], axis=-1))
+            mx.eval(greedy(self.model(mx.array([[token]]), self.cache)[:, -1]))
             self.fed += 1
 
 

@@ -4,7 +4,7 @@
     scripts/bench/bench_stream.py loader [--folder DIR]
     scripts/bench/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
     scripts/bench/bench_stream.py pool --model DIR --shares 0.25 0.5
-    scripts/bench/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25]
+    scripts/bench/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25] [--drive-mbps 500]
     scripts/bench/bench_stream.py load --model DIR
     scripts/bench/bench_stream.py host --model DIR
 
@@ -108,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     places.add_argument("--max-tokens", type=int, default=32)
     places.add_argument("--temp", type=float, default=5.0)
     places.add_argument("--prefetch", choices=("auto", "off"), default="auto")
+    places.add_argument("--drive-mbps", type=float, help="slows the drive down to this (blkio control group)")
     places.set_defaults(run=bench_places)
     load = commands.add_parser("load")
     load.add_argument("--model", type=Path, required=True)
@@ -322,6 +323,10 @@ def bench_pool(options: argparse.Namespace) -> dict:
 
 def bench_places(options: argparse.Namespace) -> dict:
     """Tokens per second of the packed model and of its checkpoint, one after the other in each round."""
+    if options.drive_mbps:
+        names = ("model", "checkpoint", "share", "rounds", "max_tokens", "temp", "prefetch")
+        given = [text for name in names for text in (f"--{name.replace('_', '-')}", getattr(options, name))]
+        return inside(["places", *given], limits(options, memory=False))
     engines = {}
     for name, path in (("packed", options.model), ("in place", options.checkpoint)):
         packed = open_weights(options.model).experts.layout.total_bytes
@@ -341,8 +346,9 @@ def bench_places(options: argparse.Namespace) -> dict:
     table = {name: medians(results) for name, results in runs.items()}
     for name, row in table.items():
         print(f"{name:10} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
-    print(f"in place / packed: {median(ratios):.3f} (median of {options.rounds} rounds)")
-    return {"bench": "places", **table, "ratio": median(ratios)}
+    ratio = quartiles(ratios)
+    print("in place / packed: {:.3f} ({:.3f}-{:.3f})".format(*ratio))
+    return {"bench": "places", **table, "ratio": ratio}
 
 
 def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
@@ -388,10 +394,18 @@ def bench_load(options: argparse.Namespace) -> dict:
     for name, runs in (rows | {"loading": loaded}).items():
         print(f"{name:18} {median(r[0] for r in runs):7.2f} GB/s {median(r[1] for r in runs):7.3f} CPU s/GB")
     speeds = {name: median(r[0] for r in runs) for name, runs in (rows | {"loading": loaded}).items()}
-    ratios = {kind: speeds["loading"] / max(v for name, v in speeds.items() if name.startswith(kind)) for kind in bare}
-    for kind, ratio in ratios.items():
-        print(f"loading / bare reads into {kind} memory by the best number of threads: {ratio:.2f} (of medians)")
+    ratios = {}
+    for kind in bare:
+        best = max((name for name in rows if name.startswith(kind)), key=speeds.__getitem__)
+        pairs = zip(loaded, rows[best], strict=True)
+        ratios[kind] = quartiles([one[0] / other[0] for one, other in pairs])
+        print("loading / bare reads into {}: {:.2f} ({:.2f}-{:.2f})".format(best, *ratios[kind]))
     return {"bench": "load", "GB/s": speeds, "ratios": ratios}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The median, and the quartiles around it."""
+    return np.quantile(values, (0.5, 0.25, 0.75)).tolist()
 
 
 def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: str) -> int:

@@ -47,8 +47,12 @@ def main() -> None:
     parser.add_argument("--experts", type=int, help="keep only this many experts (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="write the same weights here too, as mlx-lm would")
+    parser.add_argument("--force", action="store_true", help="write over what is there")
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
+    for folder in (options.out, options.checkpoint):
+        if folder is not None and folder.exists() and not options.force:
+            parser.error(f"{folder} exists; give another directory, or --force to write over it")
     config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, options.experts)
     write_model(config, options.out, np.random.default_rng(options.seed))
     if options.checkpoint is not None:

@@ -47,6 +47,20 @@ def test_elsewhere_nothing_is_shown(clock, monkeypatch):
     assert out.getvalue() == ""
 
 
+def test_long_work_writes_a_line_now_and_then_elsewhere(clock, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(terminal.sys, "stderr", out)
+    with terminal.Progress("reading", lines=True) as progress:
+        for seconds in range(0, 61, 5):
+            clock[0] = 100.0 + seconds
+            progress.update(seconds, 80)
+    assert out.getvalue().splitlines() == [
+        "reading ...",
+        "reading 30/80 tokens, 50 s left",
+        "reading 60/80 tokens, 20 s left",
+    ]
+
+
 @pytest.mark.parametrize("seconds, text", [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3671, "61 min 11 s")])
 def test_durations(seconds, text):
     assert terminal.duration(seconds) == text

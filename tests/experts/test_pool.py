@@ -30,14 +30,14 @@ def test_a_pinned_block_is_no_victim(copied, for_guess):
     pool = filled(3, copied)
     pool._finish_copies()
     for expert in (0, 1):
-        pool.pin((0, expert))
+        pool.pin([(0, expert)])
     assert pool.victim(for_guess) == (0, 2)
-    pool.pin((0, 2))
+    pool.pin([(0, 2)])
     assert pool.victim(for_guess) is None
-    pool.pin((0, 0))
-    pool.unpin((0, 0))
+    pool.pin([(0, 0)])
+    pool.unpin([(0, 0)])
     assert pool.victim(for_guess) is None, "pinned twice, it is still pinned once"
-    pool.unpin((0, 0))
+    pool.unpin([(0, 0)])
     assert pool.victim(for_guess) == (0, 0)
 
 
@@ -52,7 +52,7 @@ def test_the_least_recently_used_block_gives_way(uses, pinned, first):
         pool.find((0, expert))
         order.append(order.pop(order.index(expert)))
     for expert in pinned:
-        pool.pin((0, expert))
+        pool.pin([(0, expert)])
     if first is not None:
         pool.demote((0, first))
         order.insert(0, order.pop(order.index(first)))

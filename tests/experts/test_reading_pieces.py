@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from test_packed import tiny_args
 from test_source import Faults, blocks, slow
 
-from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import files, reader, resident
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.reader import ExpertReader
-from moeflux_mlx.experts.resident import ResidentExperts
+from moeflux_mlx.experts.resident import Portion, ResidentExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.in_place import InPlaceExperts, Spread
 from moeflux_mlx.formats.pieces import Run, runs_of
@@ -29,10 +29,10 @@ from moeflux_mlx.ops import backend
 EXPERTS = 6
 
 
-def write_stacks(folder, residues=(0, 5, 10, 15, 3, 8, 13, 1, 6), files=2, seed=0):
-    """Two layers whose nine stacks lie in `files` files in any order, each behind some bytes of something else; and the
+def write_stacks(folder, residues=(0, 5, 10, 15, 3, 8, 13, 1, 6), files=2, seed=0, layers=2):
+    """Layers whose nine stacks lie in `files` files in any order, each behind some bytes of something else; and the
     records that they make."""
-    layout, rng = ExpertLayout.from_args(tiny_args(experts=EXPERTS)), np.random.default_rng(seed)
+    layout, rng = ExpertLayout.from_args(tiny_args(layers, EXPERTS)), np.random.default_rng(seed)
     contents = {folder / f"{i}.bin": bytearray(rng.bytes(i)) for i in range(files)}
     records = {layer: np.zeros((EXPERTS, record.stride), np.uint8) for layer, record in layout.records.items()}
     fields = {layer: [None] * len(record.fields) for layer, record in layout.records.items()}
@@ -248,15 +248,66 @@ def test_files_are_closed_once_resident_experts_are_read(stacks, monkeypatch):
 
 def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
     monkeypatch.setattr(resident, "TOUCHED_BYTES", 3 * mmap.PAGESIZE)
-    begun = []
+    begun, rows = [], np.ones((6, 2 * mmap.PAGESIZE), np.uint32)
 
-    def memory():
-        for i in range(1, 4):
-            begun.append(i)
-            yield np.ones((i, 2 * mmap.PAGESIZE), np.uint32)
+    def portions():
+        for first, stop in ((0, 1), (1, 3), (3, 6)):
+            begun.append(first)
+            yield Portion(0, rows, first, stop)
 
-    for i, rows in enumerate(resident._touched(memory()), 1):
-        pages = rows.view(np.uint8).reshape(-1, mmap.PAGESIZE)
+    for i, portion in enumerate(resident._touched(portions()), 1):
+        pages = portion.records.view(np.uint8).reshape(-1, mmap.PAGESIZE)
         assert len(pages) == 8 * i and pages[:, 4].all()
         assert pages[:, 0].all() if i == 1 else not pages[:, 0].any()
         assert len(begun) == min(i + 1, 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device):
+    """On CUDA layers take turns in two places, and none is overwritten before it has been copied."""
+    where, truth = write_stacks(tmp_path, layers=4)
+    monkeypatch.setattr(resident, "PORTION_BYTES", 4 * where.layout.records[0].stride)
+    monkeypatch.setattr(backend, "has_kernels", lambda: device == "cuda")
+    monkeypatch.setattr(backend, "name", lambda: device)
+    seen = []
+
+    def check(layer, first, rows):
+        seen.append((layer, first))
+        assert np.array_equal(rows, truth[layer][first : first + len(rows)])
+        time.sleep(0.02)  # what is under way by now arrives
+
+    def kept(rows, right=resident._kept):
+        seen.append("kept")
+        return right(rows)
+
+    monkeypatch.setattr(resident, "_kept", kept)
+    source = ResidentExperts(where, check=check)
+    assert seen == [one for layer in range(4) for one in ((layer, 0), (layer, 3), "kept")]
+    for layer in range(4):
+        assert np.array_equal(np.array(source._layers[layer]), truth[layer])
+    source.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9])
+def test_so_many_begin_before_one_is_given(count):
+    begun = []
+    given = resident._begun_ahead(map(begun.append, range(5)), count)
+    assert [len(begun) for _ in given] == [min(i + count, 5) for i in range(1, 6)]
+
+
+def test_scales_that_are_no_numbers_are_told_with_their_expert(stacks, monkeypatch):
+    where, _ = stacks
+    stride = where.layout.records[1].stride
+    monkeypatch.setattr(resident, "PORTION_BYTES", 2 * stride)
+    field = next(one for one in where.layout.records[1].fields if one.dtype == "BF16")
+    piece = next(one for one in where.pieces(1, 4) if one.place == field.offset)
+    for layer, expert in ((layer, expert) for layer in (0, 1) for expert in range(EXPERTS)):
+        for one in where.pieces(layer, expert):
+            with open(one.path, "r+b") as file:
+                file.seek(one.offset)
+                file.write(bytes(one.length))
+    with open(piece.path, "r+b") as file:
+        file.seek(piece.offset)
+        file.write(b"\x80\x7f")
+    with pytest.raises(ModelFileError, match=f"{field.name} of expert 4 of layer 1"):
+        ResidentExperts(where, check=where.check_scales)

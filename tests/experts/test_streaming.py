@@ -202,7 +202,7 @@ def test_the_next_layers_router_looks_through_its_own_norm(family):
     assert [routing.layer for routing, _ in guesses] == layers and guesses[-1][0].guess is None
     for (routing, h_mid), following in zip(guesses, layers[1:], strict=False):
         after = model.layers[following]
-        normed = after.post_attention_layernorm(mx.array(h_mid))
+        normed = after.post_attention_layernorm(mx.array(h_mid[0]))
         ids, weights = after.mlp.route(after.mlp.gate(normed.astype(mx.float32)))
         assert routing.guess.layer == following
         assert np.array_equal(np.array(routing.guess.ids), np.array(ids))
@@ -426,6 +426,66 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
     for layer in layers:
         assert not any(isinstance(key, tuple) and key[0] == layer for key in asked[: asked.index(layer)])
     off.experts.close()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("family", goldens.families())
+def test_compiled_parts_of_layers_equal_plain_operations(family, copied, monkeypatch):
+    """As on a GPU, in a pool that does not hold all experts, so that some are foreseen."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    options = {"least_slots": 8 * TOP_K, "cache_bytes": 1, "copied": copied}
+    plain, compiled = (streamed(tiny_directory(family), **options) for _ in range(2))
+    routed = compile_layers(compiled)
+    tokens = tokens_of(family)[:, :6]
+    np.testing.assert_allclose(run(compiled, tokens, 1), run(plain, tokens, 1), atol=5e-5)
+    assert compiled.experts.stats.prefetched and len(routed._compiled) == len(compiled.args.moe_layers)
+    for model in (plain, compiled):
+        model.experts.close()
+    assert not routed._compiled, "it would hold the model's arrays"
+
+
+def test_a_failed_read_between_compiled_parts_ends_one_call_only(monkeypatch):
+    """The caches of the layers before it are a token ahead, as they are without compiled parts."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    reads = []
+
+    def preadv(fd, buffers, offset):
+        reads.append(offset)
+        if len(reads) == fails_at:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, buffers, offset)
+
+    fails_at, found = None, []
+    for is_compiled in (False, True):
+        model = streamed(tiny_directory("qwen3_moe"), "off", preadv=preadv, least_slots=TOP_K, cache_bytes=1)
+        if is_compiled:
+            compile_layers(model)
+        cache = model.make_cache()
+        mx.eval(model(mx.array([[1]]), cache))
+        mx.eval(model(mx.array([[2]]), cache))
+        reads.clear()
+        fails_at = TOP_K + 1  # the second layer's
+        with pytest.raises(ExpertIOError, match="Input/output error"):
+            model(mx.array([[3]]), cache)
+        fails_at = None
+        found.append([layer.offset for layer in cache])
+        for layer in cache:
+            layer.trim(layer.offset - 2)
+        found.append(np.array(model(mx.array([[3]]), cache)))
+        model.experts.close()
+    assert found[0] == found[2]
+    np.testing.assert_allclose(found[1], found[3], atol=5e-5)
+
+
+def compile_layers(model):
+    """As loading for a GPU does; who computes the experts."""
+    for layer in model.layers:
+        layer.compile(model.experts)
+    routed = model.layers[-1].mlp.experts
+    routed._compiles = True
+    return routed
 
 
 def test_two_generations_in_turn_share_a_loader():

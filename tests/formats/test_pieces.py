@@ -1,5 +1,6 @@
 """Joining pieces into reads: every byte once, neighbours together, whole blocks only where nothing is spoilt."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,11 @@ def scattered(draw):
     return draw(st.permutations(found)), place + draw(st.sampled_from([0, BLOCK_BYTES]))
 
 
-@given(scattered())
-def test_runs_bring_every_byte_once_and_spoil_none(case):
+@given(scattered(), st.sampled_from([GAP_BYTES, ALONE_BYTES, RUN_BYTES]))
+def test_runs_bring_every_byte_once_and_spoil_none(case, most):
     wanted, room = case
     written = np.zeros(room, np.uint8)
-    for run in runs_of(wanted, room):
+    for run in runs_of(wanted, room, most):
         first, last = run.window
         assert run.start == run.pieces[0].offset and run.stop == run.pieces[-1].offset + run.pieces[-1].length
         assert first <= run.start < run.stop <= last and first % BLOCK_BYTES == last % BLOCK_BYTES == 0
@@ -48,7 +49,7 @@ def test_runs_bring_every_byte_once_and_spoil_none(case):
                 one.place < end and one.place >= piece.place + piece.length for one in wanted
             )
         else:
-            assert run.stop - run.start <= RUN_BYTES
+            assert last - first <= most + 2 * BLOCK_BYTES
         for piece in run.pieces:
             (whole,) = [one for one in wanted if one.place <= piece.place < one.place + one.length]
             assert piece.offset - whole.offset == piece.place - whole.place
@@ -67,6 +68,16 @@ def test_long_pieces_are_cut_where_blocks_end():
     (first, *middle, last) = runs_of([Piece(A, 7, 3 * RUN_BYTES, 0)], 3 * RUN_BYTES)
     assert first.window[1] == first.stop and last.window[0] == last.start and middle
     assert all(run.window == (run.start, run.stop) for run in middle)
+
+
+@given(st.integers(0, BLOCK_BYTES - 1), st.integers(1, 40 * BLOCK_BYTES), st.integers(1, 4))
+def test_parts_are_alike_and_few(offset, length, blocks):
+    most = blocks * BLOCK_BYTES
+    runs = runs_of([Piece(A, offset, length, 1)], length + 1, most)
+    sizes = [run.stop - run.start for run in runs]
+    assert len(runs) <= -(-length // most) + 1 and sum(sizes) == length
+    assert len(runs) == 1 or min(sizes) >= BLOCK_BYTES - offset % BLOCK_BYTES
+    assert all(one.stop == other.start and one.stop % BLOCK_BYTES == 0 for one, other in pairwise(runs))
 
 
 def test_a_run_has_no_more_pieces_than_a_system_call_takes_places():

@@ -1,6 +1,7 @@
 """The compiled decode step against the plain one, on MLX's CPU backend and without native kernels."""
 
 import gc
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.model.compiled import DecodeStep
-from moeflux_mlx.ops import linear, native
+from moeflux_mlx.ops import backend, launch, linear, native
 from moeflux_mlx.ops.experts import Shared
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
@@ -48,7 +49,7 @@ def test_compiled_step_equals_the_plain_one(resident_model):
     for token in rest:
         tokens = mx.array([[token]])
         assert step.takes(tokens, fixed)
-        want, got = model(tokens, plain), step(tokens, fixed)
+        want, got = model(tokens, plain), step(tokens, fixed)[0]
         np.testing.assert_allclose(np.array(got), np.array(want), atol=2e-5)
     assert [c.offset for c in fixed] == [c.offset for c in plain]
 
@@ -81,7 +82,7 @@ def test_capacity_grows_in_the_middle(resident_model):
         mx.eval(model(mx.array([prompt]), cache))
     step, model.decode_step = model.decode_step, None
     for token in (1, 2, 3):
-        want, got = model(mx.array([[token]]), plain), step(mx.array([[token]]), fixed)
+        want, got = model(mx.array([[token]]), plain), step(mx.array([[token]]), fixed)[0]
         np.testing.assert_allclose(np.array(got), np.array(want), atol=5e-5)
 
 
@@ -102,6 +103,31 @@ def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, f
             found.append(mx.concatenate(parts, axis=1))
         assert mx.array_equal(*found)
     assert joined and all(joined), "the shared expert goes with the routed ones"
+
+
+def pretended(inputs, output_shapes, output_dtypes, **_):
+    """A kernel's outputs, which nobody computes."""
+    outputs = [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
+    mx.eval(outputs)
+    return mx.depends(outputs, inputs)
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_at_most_eight_launches(monkeypatch, tmp_path, family):
+    """Counted as scripts/bench/bench_decode.py does: operations of the graph that are no views."""
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    model = make_resident(monkeypatch, family, mx.bfloat16)
+    cache = model.make_cache()
+    x = mx.zeros((1, 1, model.args.hidden_size), mx.bfloat16)
+    mx.eval(model(mx.array([[5, 6, 7]]), cache), x)
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    monkeypatch.setattr(launch, "_built", lambda *kernel: pretended)
+    for layer in model.args.moe_layers:
+        mx.export_to_dot(str(tmp_path / "graph"), model.model.layers[layer](x, cache[layer]))
+        names = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph").read_text())
+        launched = [name for name in names if name not in ("Reshape", "Slice", "Split")]
+        assert 5 < len(launched) <= 8, launched
 
 
 def test_an_empty_cache_is_not_taken():

@@ -9,7 +9,7 @@ import pytest
 from metal import msl
 from moeflux_mlx.kinds import Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
-from moeflux_mlx.ops import attend, backend, launch
+from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.state.cache import KVCache
 
@@ -171,7 +171,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     step, _ = attend._plan(backend.name(), q.shape, k.shape, (q.dtype, q.dtype), 32, 64, False)
-    weights, numbers = [norm.weight for norm in layer.norms], [launch.number(n) for n in (1e-2, 1.0, 0.3)]
+    weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros((2, 2, attend.RECENT, 64))
     positions = mx.array([late, late, 64], mx.int32)
     *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent)
@@ -180,20 +180,23 @@ def test_a_late_token_is_turned_as_many_are(host):
 
 
 FAULTS = {
-    "weights of the query": ("attend_step", "is_key ? k_weight : q_weight", "q_weight"),
+    "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
     "pairs of the other kind": ("attend_step", "NEXT ?", "!NEXT ?"),
     "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
     "no magnitude": ("attend_step", "magnitude[0] * metal::sin", "metal::sin"),
-    "no epsilon": ("attend_step", "+ eps[0]", ""),
+    "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
-    "values of the newest": ("attend_step", "(at - begun) * D", "(at - top) * D"),
-    "its own position is left out": ("attend_step", "p > offset ? 0.0f", "p >= offset ? 0.0f"),
-    "a later position": ("attend_step", "p > offset ? 0.0f", "p > offset + 1 ? 0.0f"),
+    "values of the newest": ("attend_step", "values_later + (p - begun) * D", "values_later + row * D"),
+    "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
+    "later positions": ("attend_step", "row < own ? even", "row < P ? even"),
     "missing barrier": ("attend_step", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "a piece too few": ("attend_combine", "/ D + 1", "/ D"),
+    "a piece too few": ("attend_combine", "/ P + 1", "/ P"),
     "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),
+    "one of its shares": ("attend_combine", "s < SHARES - 1", "s < SHARES - 3"),
+    "half of the positions": ("attend_step", "half_of == 1", "half_of == 2"),
+    "a row's first columns": ("attend_step", "[unit % UNITS]", "[0]"),
     "parts of one weight": ("attend_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
 }
 

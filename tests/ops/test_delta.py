@@ -164,7 +164,7 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
     sizes, rng = Delta(*sizes), np.random.default_rng(sizes)
     qkv, z, b, a = step_inputs(rng, sizes, dtype)
     conv, recurrent, weights = step_state(rng, sizes, dtype)
-    got = delta.delta_step(qkv, z, a, b, conv, recurrent, weights, sizes)
+    got = delta.delta_step(qkv, z, b, a, conv, recurrent, weights, sizes)
     mixed, next_conv = delta.conv_silu(qkv, conv, weights.conv.reshape(sizes.channels, -1))
     out, following = delta.gated_delta(mixed, a, b, weights.A_log, weights.dt_bias, recurrent, sizes.key_heads)
     out = delta.gated_norm(out, z.reshape(out.shape), weights.norm, weights.eps)
@@ -255,7 +255,7 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
     sizes = Delta(key_heads, heads, 128, 128, 4)
     qkv, z, b, a = step_inputs(rng, sizes, mx.bfloat16)
-    delta.delta_step(qkv, z, a, b, *step_state(rng, sizes, mx.bfloat16), sizes)
+    delta.delta_step(qkv, z, b, a, *step_state(rng, sizes, mx.bfloat16), sizes)
     route.route(mx.zeros((1, E)), Router(E, K))
     assert len(msl.TextKernel.texts) == 7 and all(text.isascii() for text in msl.TextKernel.texts)
 

@@ -176,6 +176,93 @@ def test_text_reads_every_width_with_tiles_of_cuda(host, monkeypatch, quant, kin
         plan.cache_clear()
 
 
+# ---- codes times integers
+
+
+PLANS = (experts._plan_gate_up, experts._plan_choice, experts._plan_down)
+INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16"), GRID[-1]]
+
+
+@pytest.fixture
+def integers(host, monkeypatch):
+    """The experts' kernels as CUDA has them."""
+
+    def clear():
+        for plan in PLANS:
+            plan.cache_clear()
+
+    monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
+    monkeypatch.setitem(TILES, "metal", TILES["cuda"])
+    clear()
+    yield clear
+    clear()
+
+
+@grid(INTEGERS)
+def test_codes_times_integers(integers, quant, kind):
+    made = Experts((quant,) * 3, kind)
+    made.x[0, :64] = 0
+    made.x[1, 64:128] *= 30
+    assert made.error() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@grid(INTEGERS)
+def test_integers_of_narrow_x(integers, quant, kind, dtype):
+    """Of two bytes, and so less than x has itself beside a large one."""
+    made = Experts((quant,) * 3, kind)
+    act = mx.array(np.random.default_rng(7).standard_normal((2, 3, I), dtype=np.float32)).astype(dtype)
+    records = Records(mx.array(made.blob), made.record)
+    slots, *rest = map(mx.array, (made.slots, made.weights, made.mid))
+    out = experts.expert_down_combine(act, slots, records, *rest)
+    assert error(np.array(out), made.wanted(np.array(act.astype(mx.float32)))[1]) < LIMIT
+    x = mx.array(made.x).astype(dtype)
+    made.x = np.array(x.astype(mx.float32))
+    got = np.array(experts.expert_gate_up(x, slots, records).astype(mx.float32))
+    assert error(got, made.wanted(got)[0]) < (4e-3 if dtype == mx.bfloat16 else 6e-4)
+
+
+@grid(INTEGERS[-3:])
+def test_a_row_laid_out_in_parts_has_the_same_bits(integers, monkeypatch, quant, kind):
+    monkeypatch.setitem(globals(), "I", 640)
+    made = Experts((quant,) * 3, kind)
+    whole = made.results(mx.array)
+    monkeypatch.setattr(experts, "PLANES_BYTES", 3 * 1000)
+    integers()
+    assert all(map(np.array_equal, made.results(mx.array), whole))
+
+
+def test_a_row_that_is_too_long_for_the_memory_is_no_integers():
+    for columns, header in ((8192, "planes"), (65536, "affine")):
+        record = Record.make(columns, 64, (Quant(2, 64),) * 3)
+        blob = 4, record.stride // 4
+        assert experts._plan_gate_up("cuda", (1, columns), mx.float32, blob, (1, 2), record).kernel.form == header
+
+
+INTEGER_FAULTS = {
+    "a code that crosses": (Quant(3, 64), "planes.h.metal", "(b << 2)", "(b << 1)"),
+    "the sum of the other half": (Quant(2, 32), "planes.h.metal", "g == 0 ? low : high", "low"),
+    "signs": (MXFP4, "planes.h.metal", "0x4444u", "0x4440u"),
+    "the other half of a block": (MXFP4, "planes.h.metal", "columns / 32 % 2", "columns / 64 % 2"),
+    "the highest byte": (Quant(2, 64), "planes.h.metal", "int p = PLANES - 1; p", "int p = PLANES - 2; p"),
+    "integers that overflow": (Quant(3, 64), "planes.h.metal", "4161000.0f", "4261000.0f"),
+    "x of another slot": (Quant(2, 64), "expert_down_combine.metal", "planes + k *", "planes + 0 *"),
+    "no barrier": (Quant(2, 64), "expert_gate_up.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", INTEGER_FAULTS)
+def test_a_planted_fault_in_integers_is_caught(integers, monkeypatch, name):
+    quant, file, old, new = INTEGER_FAULTS[name]
+    msl.plant(monkeypatch, file, old, new)
+    try:
+        caught = not Experts((quant,) * 3, "BF16" if quant.has_biases else "U8").error() < 1e-4
+    except msl.Failure:
+        caught = True
+    assert caught
+
+
 def test_down_may_have_another_width(host):
     made = Experts((Quant(3, 64), Quant(3, 64), Quant(6, 32)), "BF16")
     assert made.error() < LIMIT

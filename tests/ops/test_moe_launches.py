@@ -14,9 +14,10 @@ from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Router
 from moeflux_mlx.ops import backend, combine, experts
+from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
-from moeflux_mlx.ops.route import Choice, route, router_logits
+from moeflux_mlx.ops.route import Choice, heard, route, route_told, router_logits
 from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -111,6 +112,22 @@ def test_groups_of_sigmoids(seed, T, shape, shift):
     order = np.argsort(np.array(ids)), np.argsort(want_ids)
     got = np.take_along_axis(np.array(weights), order[0], 1)
     np.testing.assert_allclose(got, np.take_along_axis(want_weights, order[1], 1), rtol=2e-5)
+
+
+@pytest.mark.parametrize("rule", [Router(512, 10), Router(16, 5), SIGMOID])
+def test_what_is_heard_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
+    monkeypatch.setattr(routes, "TELLING", {backend.name()})
+    logits, bias = random(np.random.default_rng(3), 2, rule.experts), mx.zeros((rule.experts,))
+    *want, told = route_told(logits, rule, bias)
+    assert not told, "of several tokens nothing is told apart"
+    ids, weights, told = route_told(logits[1:], rule, bias)
+    mx.eval(ids, weights, told)
+    assert max(part.nbytes for part in told) <= 8
+    for found, of_both in zip((ids, weights), want, strict=True):
+        assert np.array_equal(np.array(found), np.array(of_both)[1:])
+    found = heard(told)
+    assert np.array_equal(found[0], np.array(ids))
+    np.testing.assert_allclose(found[1], np.array(weights), rtol=2**-7)
 
 
 def test_ties_go_to_the_lowest_index(host):
@@ -291,7 +308,7 @@ FAULTS = {
     "the shared row of the first token": ("expert_down_combine.metal", "(token * (K + JOINED) + k)", "(token * K + k)"),
     "gate of the first token": ("expert_down_combine.metal", "gates[token * STRIDE + STRIDE", "gates[STRIDE"),
     "a choice later": ("topk.h.metal", "found = wanted == k", "found = wanted == k + 1"),
-    "bias in the weights": ("topk.h.metal", "topk_sigmoid(float(logits[where]))", "best"),
+    "bias in the weights": ("topk.h.metal", "topk_sigmoid(logit)", "topk_sigmoid(logit + float(bias[where]))"),
     "one of the best two": ("topk.h.metal", "first + second", "first"),
 }  # fmt: skip
 

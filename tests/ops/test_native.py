@@ -221,6 +221,50 @@ def check_attend(tokens, kv_heads, group, length, spare, dk, dv, seed):
             assert close(out[t, h], p @ v[h // group, :seen], np.abs(v).max(), 4e-6)
 
 
+def check_attend_step(kv_heads, group, begun, used, width, half, seed):
+    """Bit by bit what the single operations give, wherever the newest positions lie."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((n, width), dtype=np.float32) for n in (kv_heads * group, kv_heads, kv_heads))
+    q_norm, k_norm = rng.random((2, width), dtype=np.float32)
+    cosine, sine = rng.standard_normal((2, 1, half), dtype=np.float32)
+    past = rng.standard_normal((2, kv_heads, begun + used + 1, width), dtype=np.float32)
+    recent = np.full((2, kv_heads, used + 3, width), np.nan, np.float32)
+    recent[:, :, :used] = past[:, :, begun:-1]
+    seen = [np.ascontiguousarray(part[:, : begun + 1]) for part in past]  # room for one that does not count
+    args = (q_norm, k_norm, 1e-6), (cosine, sine, seed % 2 == 1), (*seen, begun), recent, begun + used + 1, 0.3
+    out = native.attend_step(q, k, v, *args)
+    q, k = (native.rms_norm(x, weight, 1e-6)[None] for x, weight in ((q, q_norm), (k, k_norm)))
+    q, k = (native.rope(x, cosine, sine, seed % 2 == 1) for x in (q, k))
+    assert (recent[:, :, used] == [k[0], v]).all() and np.isnan(recent[:, :, used + 1 :]).all()
+    past[:, :, -1] = k[0], v
+    assert (out == native.attend(q, *past, begun + used + 1, 0.3)[0]).all()
+
+
+def check_choose(tokens, experts, more, top_k, seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-9, 9, (tokens, experts + more)).astype(F)  # many are equal
+    order = np.argsort(-logits[:, :experts], axis=-1, kind="stable")[:, :top_k]
+    p = np.take_along_axis(oracle.softmax(logits[:, :experts].astype(float)), order, -1)
+    for normalise in (False, True):
+        ids, weights = native.choose(logits, experts, top_k, normalise, 2.5)
+        assert (ids == order).all() and ids.dtype == np.int32
+        expected = 2.5 * p / (p.sum(-1, keepdims=True) if normalise else 1)
+        assert close(weights, expected, expected, 1e-5)
+
+
+def check_around(tokens, rows, groups, seed):
+    """Bit by bit a product between its norm and its sum."""
+    rng = np.random.default_rng(seed)
+    w, s, b = weights(rng, rows, 64 * groups)
+    dense = rng.standard_normal((rows, 64 * groups), dtype=np.float32)
+    x, norm = rng.standard_normal((tokens, 64 * groups), dtype=np.float32), rng.random(64 * groups, dtype=np.float32)
+    residual = rng.standard_normal((tokens, rows), dtype=np.float32)
+    normed = native.rms_norm(x, norm, 1e-6)
+    for matrix in ((EXPERTS, w, s, b), (None, dense)):
+        expected = residual + native.linear(normed, *matrix)
+        assert (native.linear(x, *matrix, norm=(norm, 1e-6), residual=residual) == expected).all()
+
+
 def check_delta(tokens, k_heads, group, dk, dv, seed):
     rng = np.random.default_rng(seed)
     heads = k_heads * group
@@ -267,6 +311,9 @@ def sweep():
             check_rope(tokens, 2, 17, 3, False, 8)
             check_small(tokens, 3, 3, 4)
             check_attend(tokens, 2, 13, 11 + tokens, 2, 48, 16, 5)
+            check_attend_step(2, 3, 5 * tokens, tokens - 1, 48, 17, tokens)
+            check_choose(tokens, 37, 2, 5, 1)
+            check_around(tokens, 133, 3, 1)
             check_delta(tokens, 2, 3, 32, 8, 6)
         native.checksum(np.arange(1000, dtype=np.uint32))
         check_small(2, 5, 2100, 7)
@@ -430,6 +477,37 @@ def test_attend(path, tokens, kv_heads, group, length, spare, dk, dv, seed):
 
 @few
 @given(
+    st.integers(1, 3),
+    st.integers(1, 17),
+    st.integers(0, 70),
+    st.integers(0, 31),
+    st.sampled_from([16, 80]),
+    st.integers(0, 8),
+    seeds,
+)
+def test_attend_step(path, kv_heads, group, begun, used, width, half, seed):
+    check_attend_step(kv_heads, group, begun, used, width, half, seed)
+
+
+@few
+@given(st.integers(1, 9), st.integers(10, 140), st.integers(0, 2), st.integers(0, 10), seeds)
+def test_choose(path, tokens, experts, more, top_k, seed):
+    check_choose(tokens, experts, more, top_k, seed)
+
+
+def test_a_choice_of_nothing_is_valid(path):
+    ids, weights = native.choose(np.full((1, 20), np.nan, F), 20, 4, True)
+    assert (ids == [0, 1, 2, 3]).all() and np.isnan(weights).all()
+
+
+@few
+@given(st.integers(1, 9), st.integers(1, 150), st.integers(1, 7), seeds)
+def test_a_product_between_norm_and_sum(path, tokens, rows, groups, seed):
+    check_around(tokens, rows, groups, seed)
+
+
+@few
+@given(
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -473,6 +551,16 @@ def test_bits_do_not_depend_on_threads_or_slots(path):
     alone = [expert_call(blob, slots[t : t + 1], x[t : t + 1], weight[t : t + 1]) for t in range(5)]
     # One row may run on another kernel than several, equal to the last bits.
     assert np.abs(np.concatenate(alone) - expected).max() < 2e-6 * np.abs(expected).max()
+
+
+@any_path
+@pytest.mark.parametrize("threads", [2, 7])
+def test_every_piece_is_done_once(path, threads):
+    """Also where threads are more than cores, so that some sleep and the others take their pieces."""
+    words = np.random.default_rng(0).integers(0, 2**32, 9 * 2**18 + 1, dtype=np.uint32)
+    expected = np.bitwise_xor.reduce(words)
+    native.set_threads(threads)
+    assert all(native.checksum(words) == expected for _ in range(100))
 
 
 @any_path
@@ -650,6 +738,36 @@ def test_bad_cache_lengths_are_refused(path, length):
 
 
 @any_path
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": 4},
+        {"length": 8},
+        {"length": 2**62},
+        {"seen": (*np.zeros((2, 2, 4, 16), F), 5)},
+        {"seen": (*np.zeros((2, 2, 4, 16), F), -1)},
+        {"seen": (*np.zeros((2, 1, 4, 16), F), 4)},
+        {"q": np.zeros((3, 16), F)},
+        {"q": np.zeros((4, 32), F)},
+        {"v": np.zeros((2, 32), F)},
+        {"norms": (np.ones(16, F), np.ones(15, F), 1e-6)},
+        {"turn": (*np.zeros((2, 1, 9), F), False)},
+        {"turn": (*np.zeros((2, 2, 4), F), False)},
+        {"recent": np.zeros((1, 2, 3, 16), F)},
+        {"recent": np.zeros((2, 2, 3, 32), F)},
+        {"recent": read_only((2, 2, 3, 16))},
+    ],
+)
+def test_bad_steps_are_refused(path, change):
+    arguments = {"q": np.zeros((4, 16), F), "k": np.zeros((2, 16), F), "v": np.zeros((2, 16), F)}
+    arguments |= {"norms": (*np.ones((2, 16), F), 1e-6), "turn": (*np.zeros((2, 1, 4), F), False), "length": 5}
+    arguments |= {"seen": (*np.zeros((2, 2, 4, 16), F), 4), "recent": np.zeros((2, 2, 3, 16), F), "scale": 1.0}
+    assert (native.attend_step(**arguments) == 0).all()
+    with pytest.raises(REFUSED):
+        native.attend_step(**(arguments | change))
+
+
+@any_path
 def test_bad_small_operations_are_refused(path):
     x = np.zeros((2, 24), F)
     calls = [
@@ -675,6 +793,11 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.combine(x, np.array([[0]], np.int32), np.ones((1, 2), F), x[:1]),
         lambda: native.rope(np.zeros((1, 2, 8), F), *np.zeros((2, 1, 5), F)),
         lambda: native.rope(np.zeros((1, 2, 8), F), *np.zeros((2, 2, 4), F)),
+        lambda: native.choose(x, 25, 2, True),
+        lambda: native.choose(x, 0, 0, True),
+        lambda: native.choose(x, 4, 5, True),
+        lambda: native.linear(np.zeros((2, 32), F), None, np.zeros((4, 32), F), norm=(np.zeros(31, F), 0.0)),
+        lambda: native.linear(np.zeros((2, 32), F), None, np.zeros((4, 32), F), residual=np.zeros((1, 4), F)),
         lambda: native.gated_delta(x, *np.zeros((3, 1, 1, 16), F), *np.zeros((2, 1, 1), F)),
         lambda: native.set_threads(0),
         lambda: native._kernels()._force("sse9"),

@@ -163,15 +163,23 @@ def test_other_bits_are_refused():
         native.expert_gate_up(x, np.zeros((2, 3 * 576), np.uint32), np.zeros((1, 2), np.int32), Record.make(64, 64))
 
 
-ZIG = [sys.executable, "-m", "ziglang", "cc"]
-ARM = [*ZIG, "-target", "aarch64-linux-musl", "-static"]
+def arm_compiler():
+    """A command that compiles for AArch64, if there is one."""
+    if found := shutil.which("aarch64-linux-gnu-gcc"):
+        return [found]
+    zig = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl"]
+    return zig if importlib.util.find_spec("ziglang") else None
+
+
+HERE, ARM = shutil.which("gcc") or shutil.which("clang"), arm_compiler()
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang as a compiler")
+@pytest.mark.skipif(not HERE, reason="needs gcc or clang")
+@pytest.mark.skipif(not ARM, reason="needs gcc-aarch64-linux-gnu or ziglang, which compile for AArch64")
 @pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="needs qemu-user, which emulates AArch64")
 def test_an_emulated_arm_has_the_same_bits(tmp_path):
-    """Both of its instruction sets, and clang's code here."""
+    """Both of its instruction sets, and all of this processor's."""
     source, flags = Path(__file__).with_name("rounded_bits.c"), ["-O2", "-std=gnu11", "-ffp-contract=fast", "-w"]
 
     def digests(compiler, *runner):
@@ -182,6 +190,7 @@ def test_an_emulated_arm_has_the_same_bits(tmp_path):
         assert all(lines[i * each : (i + 1) * each] == lines[:each] for i in range(len(paths))), paths
         return lines[:each], paths
 
-    here, _ = digests([*ZIG, "-pthread"])
-    there, paths = digests(ARM, "qemu-aarch64")
+    here, paths = digests([HERE, "-pthread"])
+    assert paths == PATHS
+    there, paths = digests([*ARM, "-static"], "qemu-aarch64")
     assert paths == ["i8mm", "dotprod"] and there == here and len(set(here)) == 42

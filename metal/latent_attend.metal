@@ -1,0 +1,150 @@
+// Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). Position p's
+// latent and turned key, shared by all H heads, lie at latents[capacity, N] and keys[capacity, R], p, if p < begun; at
+// recent[RECENT, N + R], p - begun, if it came later; the token's own, at p = offset, come as token[N + R].
+// positions = offset, begun, capacity. query[H, N + R] float is scaled already.
+//
+// For each P positions: stats[., H, 2] float, the largest score and the sum of exp(score - largest); parts[., H, N]
+// float, the latents weighted so. What is summed with what depends on positions alone. next: `recent` with the token.
+// All else X.
+//
+// grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores ACROSS lanes share
+// EACH positions; then a simdgroup has a head; then a thread has eight columns of every second latent. A value from the
+// threadgroup's memory meets EACH keys or eight columns: reading it takes as long as four sums.
+  constexpr uint ACROSS = 4, EACH = P * ACROSS / T, ROW = N + R, HALF = T / 2;
+  // Aligned for loads of four. A position's weights lie together.
+  alignas(16) threadgroup float heads[GH * ROW];
+  alignas(16) threadgroup float weights[P * GH];
+  const uint lane = thread_index_in_simdgroup;
+  const uint mine = thread_index_in_threadgroup;
+  const uint piece = threadgroup_position_in_grid.x;
+  const uint head = threadgroup_position_in_grid.y * GH;
+  const uint offset = uint(positions[0]), begun = uint(positions[1]);
+  const uint top = piece * P;
+  if (top > offset) {
+    return;
+  }
+  const uint count = metal::min(uint(P), offset + 1 - top);
+
+  CODES_UNROLL(4)
+  for (uint i = 8 * mine; i < GH * ROW; i += 8 * T) {
+    float value[8];
+    codes_x8(query + head * ROW + i, value);
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint j = 0; j < 8; j++) {
+      heads[i + j] = value[j];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  float score[EACH * GH];
+  const device X* row[EACH];
+  const device X* tail[EACH];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH; e++) {
+    const uint at = metal::min(top + e * (P / EACH) + mine / ACROSS, offset);  // beyond, nobody reads the score
+    const device X* later = at < offset ? recent + (at - begun) * ROW : token;
+    row[e] = at < begun ? latents + size_t(at) * N : later;
+    tail[e] = at < begun ? keys + size_t(at) * R : later + N;
+    for (uint h = 0; h < GH; h++) {
+      score[e * GH + h] = 0;
+    }
+  }
+  CODES_UNROLL(2)
+  for (uint i = mine % ACROSS * 8; i < ROW; i += ACROSS * 8) {
+    float key[EACH * 8];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint e = 0; e < EACH; e++) {
+      codes_x8(i < N ? row[e] + i : tail[e] + (i - N), key + e * 8);
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint h = 0; h < GH; h++) {
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint j = 0; j < 8; j++) {
+        const float value = heads[h * ROW + i + j];
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint e = 0; e < EACH; e++) {
+          score[e * GH + h] = metal::fma(value, key[e * 8 + j], score[e * GH + h]);
+        }
+      }
+    }
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint i = 0; i < EACH * GH; i++) {
+    const float whole = lane_sum<ACROSS>(score[i]);
+    if (mine % ACROSS == 0) {
+      weights[(i / GH * (P / EACH) + mine / ACROSS) * GH + i % GH] = whole;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint h = simdgroup_index_in_threadgroup; h < GH; h += T / 32) {
+    float largest = -3.4e38f, sum = 0;
+    for (uint i = lane; i < count; i += 32) {
+      const float found = weights[i * GH + h];
+      largest = found > largest ? found : largest;
+    }
+    for (uint o = 1; o < 32; o *= 2) {
+      const float other = simd_shuffle_xor(largest, ushort(o));
+      largest = other > largest ? other : largest;
+    }
+    for (uint i = lane; i < count; i += 32) {
+      const float weight = metal::exp(weights[i * GH + h] - largest);
+      weights[i * GH + h] = weight;
+      sum += weight;
+    }
+    sum = lane_sum<32>(sum);
+    if (lane == 0) {
+      stats[(piece * H + head + h) * 2] = largest;
+      stats[(piece * H + head + h) * 2 + 1] = sum;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint second = mine / HALF;
+  for (uint left = 0; left < N; left += 8 * HALF) {
+    const uint column = left + 8 * (mine % HALF);
+    float acc[GH * 8];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < GH * 8; i++) {
+      acc[i] = 0;
+    }
+    CODES_UNROLL(8)
+    for (uint i = second; i < count && column < N; i += 2) {
+      const uint at = top + i;
+      const device X* later = at < offset ? recent + (at - begun) * ROW : token;
+      float value[8];
+      codes_x8((at < begun ? latents + size_t(at) * N : later) + column, value);
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint k = 0; k < GH * 8; k++) {
+        acc[k] = metal::fma(weights[i * GH + k / 8], value[k % 8], acc[k]);
+      }
+    }
+    // The queries are done with: their memory brings both halves' sums together.
+    if (second && column < N) {
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint k = 0; k < GH * 8; k++) {
+        heads[k / 8 * N + column + k % 8] = acc[k];
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    if (!second && column < N) {
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint k = 0; k < GH * 8; k++) {
+        acc[k] += heads[k / 8 * N + column + k % 8];
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint h = 0; h < GH; h++) {
+        dense_store(acc + 8 * h, parts + (piece * H + head + h) * N + column);
+      }
+    }
+  }
+  if (piece == 0 && head == 0) {
+    const uint used = (offset - begun) * ROW;
+    for (uint i = mine; i < used; i += T) {
+      next[i] = recent[i];
+    }
+    for (uint i = mine; i < ROW; i += T) {
+      next[used + i] = token[i];
+    }
+  }

@@ -1,0 +1,78 @@
+// out[H, V] X = each head's matrix of values [V, N] times the pieces of latent_attend.metal, weighted by what each has of
+// the whole sum of exponentials. The matrix: codes w, scales and biases S (stored.h.metal). positions[0] is the token's
+// own.
+//
+// grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread has a column of the latents, then a simdgroup EACH rows of the
+// matrix.
+  constexpr uint SIMDGROUPS = T / 32, EACH = (V + SIMDGROUPS - 1) / SIMDGROUPS, AHEAD = 8;
+  constexpr uint TURNS = (N / 8 + 31) / 32;
+  alignas(16) threadgroup float mixed[N];
+  const uint lane = thread_index_in_simdgroup;
+  const uint head = threadgroup_position_in_grid.x;
+  const uint pieces = uint(positions[0]) / P + 1;
+  float largest = -3.4e38f;
+  for (uint i = lane; i < pieces; i += 32) {
+    const float top = stats[(i * H + head) * 2];
+    largest = top > largest ? top : largest;
+  }
+  for (uint o = 1; o < 32; o *= 2) {
+    const float other = simd_shuffle_xor(largest, ushort(o));
+    largest = other > largest ? other : largest;
+  }
+  for (uint column = thread_index_in_threadgroup; column < N; column += T) {
+    float sum = 0, total = 0;
+    for (uint i = 0; i < pieces; i += AHEAD) {
+      float tops[AHEAD], sums[AHEAD], found[AHEAD];
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint a = 0; a < AHEAD; a++) {
+        const uint at = metal::min(i + a, pieces - 1) * H + head;
+        tops[a] = stats[2 * at];
+        sums[a] = stats[2 * at + 1];
+        found[a] = parts[at * N + column];
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint a = 0; a < AHEAD; a++) {
+        const float share = i + a < pieces ? metal::exp(tops[a] - largest) : 0.0f;
+        total = metal::fma(share, sums[a], total);
+        sum = metal::fma(share, found[a], sum);
+      }
+    }
+    mixed[column] = sum / total;
+  }
+  // Read before the barrier, so that all are on their way at once.
+  StoredEight<BITS> held[EACH * TURNS];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH * TURNS; e++) {
+    const uint row = metal::min(e / TURNS * SIMDGROUPS + simdgroup_index_in_threadgroup, uint(V - 1));
+    const uint piece = (head * V + row) * (N / 8) + metal::min(e % TURNS * 32 + lane, uint(N / 8 - 1));
+    held[e] = stored_load<BITS, GROUP, MX>(w, scales, biases, piece, uint(H * V * N / 8));
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  float acc[EACH];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH; e++) {
+    acc[e] = 0;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < TURNS; t++) {
+    const uint i = t * 32 + lane;
+    float values[8], total = 0;
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint j = 0; j < 8; j++) {
+      values[j] = i < N / 8 ? mixed[8 * i + j] : 0.0f;
+      total += values[j];
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint e = 0; e < EACH; e++) {
+      acc[e] += stored_dot<MX>(held[e * TURNS + t], values, total);
+    }
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH; e++) {
+    const uint row = e * SIMDGROUPS + simdgroup_index_in_threadgroup;
+    const float sum = lane_sum<32>(acc[e]);
+    if (lane == 0 && row < V) {
+      out[head * V + row] = X(sum);
+    }
+  }

@@ -1,0 +1,143 @@
+// What one token's latent attention (MLA) compares. With q[H, NOPE + R] = w_q times x[COLS], which is divided by its root
+// mean square (+ eps[0]) and multiplied by q_norm[COLS] W, or MADE: q = x. query[H, N + R] float, of each head of q the
+// first NOPE values times its matrix of keys and the rest turned, both times scale[0]. token[N + R], of kv[N + R] the
+// first N divided and multiplied alike, by kv_norm[N] W, the rest turned. Turned: by angles positions[0] / periods[R / 2],
+// times magnitude[0]. NEXT: neighbours make a pair; else i and i + R / 2. x, kv, token X.
+//
+// w_q[H, NOPE + R, COLS]: codes.h.metal. A head's matrix of keys [NOPE, N], or TURNED [N, NOPE]: codes, scales and biases
+// (stored.h.metal).
+//
+// grid: (T * (H + 1), 1, 1), threadgroup (T, 1, 1); one for each head, and the last for kv. L lanes share rows of q, EACH
+// in turn; then a thread has eight columns of its team's rows of the keys, or whole columns.
+  constexpr uint HEIGHT = NOPE + R, ROW = N + R, ABREAST = T / L, EACH = (HEIGHT + ABREAST - 1) / ABREAST;
+  constexpr uint GROUPS = Q_CHUNK < Q_GROUP ? 1 : Q_CHUNK / Q_GROUP;
+  constexpr uint ACROSS = N / 8, TEAMS = T / ACROSS, AHEAD = 8;
+  threadgroup float whole[HEIGHT];  // of q
+  threadgroup float part[TEAMS * N];
+  const uint mine = thread_index_in_threadgroup;
+  const uint lane = thread_index_in_simdgroup;
+  const uint head = threadgroup_position_in_grid.x;
+  const bool is_key = head == H;
+  float squares = 0;
+  if (is_key) {
+    for (uint i = lane; i < N; i += 32) {
+      squares = metal::fma(float(kv[i]), float(kv[i]), squares);
+    }
+    const float factor = metal::rsqrt(lane_sum<32>(squares) / float(N) + eps[0]);
+    for (uint i = mine; i < N; i += T) {
+      token[i] = X(float(kv[i]) * factor * float(kv_norm[i]));
+    }
+  } else if (MADE) {
+    for (uint i = mine; i < HEIGHT; i += T) {
+      whole[i] = float(x[head * HEIGHT + i]);
+    }
+  } else {
+    uint row[EACH];
+    float acc[EACH];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint e = 0; e < EACH; e++) {
+      row[e] = head * HEIGHT + metal::min(mine / L + e * ABREAST, HEIGHT - 1);
+      acc[e] = 0;
+    }
+    const input_row<1, X, W> input = {x, q_norm, 0, &squares};
+    for (uint chunk = mine % L; chunk < COLS / Q_CHUNK; chunk += L) {
+      uint code[EACH * (Q_CHUNK * Q_BITS / 32)];
+      float scales_of[EACH * GROUPS], biases_of[EACH * GROUPS];
+      codes_load<EACH, Q_BITS, Q_GROUP, Q_CHUNK, COLS>(
+          w_q, q_scales, q_biases, row, chunk, code, scales_of, biases_of);
+      codes_dot<EACH, Q_BITS, Q_GROUP, Q_CHUNK>(code, scales_of, biases_of, input + Q_CHUNK * chunk, acc);
+    }
+    const float factor = metal::rsqrt(lane_sum<L>(squares) / float(COLS) + eps[0]);
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint e = 0; e < EACH; e++) {
+      const float total = lane_sum<L>(acc[e]);
+      if (mine % L == 0 && mine / L + e * ABREAST < HEIGHT) {
+        whole[mine / L + e * ABREAST] = total * factor;
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint i = mine; i < R / 2; i += T) {
+    const uint first = NEXT ? 2 * i : i;
+    const uint second = NEXT ? first + 1 : i + R / 2;
+    const float angle = float(positions[0]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    const float cosine = magnitude[0] * metal::cos(angle), sine = magnitude[0] * metal::sin(angle);
+    if (is_key) {
+      const float a = float(kv[N + first]), b = float(kv[N + second]);
+      token[N + first] = X(a * cosine - b * sine);
+      token[N + second] = X(a * sine + b * cosine);
+    } else {
+      const float a = whole[NOPE + first], b = whole[NOPE + second];
+      query[head * ROW + N + first] = (a * cosine - b * sine) * scale[0];
+      query[head * ROW + N + second] = (a * sine + b * cosine) * scale[0];
+    }
+  }
+  if (is_key) {
+    return;
+  }
+  constexpr uint PIECES = H * NOPE * N / 8;
+  if (TURNED) {
+    for (uint left = 0; left < N; left += T) {
+      const uint column = metal::min(left + mine, uint(N - 1));
+      float sum = 0;
+      for (uint top = 0; top < NOPE / 8; top += AHEAD) {
+        StoredEight<BITS> held[AHEAD];
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint a = 0; a < AHEAD; a++) {
+          const uint piece = (head * N + column) * (NOPE / 8) + metal::min(top + a, uint(NOPE / 8 - 1));
+          held[a] = stored_load<BITS, GROUP, MX>(w, scales, biases, piece, PIECES);
+        }
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint a = 0; a < AHEAD; a++) {
+          float values[8], total = 0;
+          MLX_MTL_PRAGMA_UNROLL
+          for (uint j = 0; j < 8; j++) {
+            values[j] = top + a < NOPE / 8 ? whole[8 * (top + a) + j] : 0.0f;
+            total += values[j];
+          }
+          sum += stored_dot<MX>(held[a], values, total);
+        }
+      }
+      if (left + mine < N) {
+        query[head * ROW + column] = sum * scale[0];
+      }
+    }
+    return;
+  }
+  const uint team = mine / ACROSS, across = mine % ACROSS;
+  float acc[8];
+  for (uint j = 0; j < 8; j++) {
+    acc[j] = 0;
+  }
+  for (uint top = 0; top < NOPE; top += AHEAD * TEAMS) {
+    StoredEight<BITS> held[AHEAD];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint a = 0; a < AHEAD; a++) {
+      const uint row = metal::min(top + a * TEAMS + team, uint(NOPE - 1));
+      held[a] = stored_load<BITS, GROUP, MX>(w, scales, biases, (head * NOPE + row) * ACROSS + across, PIECES);
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint a = 0; a < AHEAD; a++) {
+      float v[8];
+      const uint row = top + a * TEAMS + team;
+      const float value = row < NOPE ? whole[row] : 0.0f;
+      stored_weights<MX>(held[a], v);
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint j = 0; j < 8; j++) {
+        acc[j] = metal::fma(value, v[j], acc[j]);
+      }
+    }
+  }
+  for (uint j = 0; j < 8 && team < TEAMS; j++) {
+    part[team * N + across * 8 + j] = acc[j];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (uint column = mine; column < N; column += T) {
+    float sum = 0;
+    for (uint i = 0; i < TEAMS; i++) {
+      sum += part[i * N + column];
+    }
+    query[head * ROW + column] = sum * scale[0];
+  }

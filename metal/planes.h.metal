@@ -1,0 +1,233 @@
+// Codes times integers, for GPUs that multiply four bytes by four and add the products in one instruction: 2 or 3 bits,
+// weight = scale * code + bias, and the 4 of mxfp4, weight = scale * code / 2.
+//
+// Few bits bring many codes with each byte, so making floats of them takes longer than reading them. Here four codes
+// become the signed bytes of a word, and x of 64 columns integers times one float. Of the integers PLANES planes of
+// signed bytes are made, the lowest first, in threadgroup memory, where all rows of a threadgroup find them. Sums are
+// exact; only x is rounded, by 2^-23 of the largest of its 64 columns or less, with two planes by 2^-16.
+//
+// A block of 64 columns is 4 PLANES uint4 of planes, in the order in which codes_quads meets columns, and one of
+// floats: the factor of the integers and the sums of x over either half.
+
+#define CODES_PLANES(columns) ((columns) / 64 * (4 * PLANES + 1))  // uint4 that a row of x takes
+
+#ifndef CODES_DOT4
+inline int codes_byte(uint word, int at) {
+  return int(((word >> at) & 0xFFu) ^ 0x80u) - 128;
+}
+
+// sum + the signed bytes of `codes` times those of `x`.
+inline int codes_dot4(uint codes, uint x, int sum) {
+  for (int at = 0; at < 32; at += 8) {
+    sum += codes_byte(codes, at) * codes_byte(x, at);
+  }
+  return sum;
+}
+#define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
+#endif
+
+#ifndef CODES_BYTES
+// A word of four bytes, each named by four bits of `which`: 0 to 3 are bytes of `low`, 4 to 7 of `high`.
+inline uint codes_bytes(uint low, uint high, uint which) {
+  uint made = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint n = (which >> (4 * i)) & 7u;
+    made |= (((n < 4 ? low : high) >> (8 * (n % 4))) & 0xFFu) << (8 * i);
+  }
+  return made;
+}
+#define CODES_BYTES(low, high, which) codes_bytes(low, high, which)
+#endif
+
+// The integer of the largest x of a block: no sum of a block's products passes 31 bits.
+template <int PLANES>
+constexpr float codes_top() {
+  return PLANES == 2 ? 32639.0f : 4161000.0f;
+}
+
+// The integer nearest to x * scale, up to codes_top, with 128 more in each of its bytes but the highest, which so are done
+// with carries. Added to a float of 3 * 2^22 it lies in the lowest bits.
+template <int PLANES>
+inline uint codes_integer(float x, float scale) {
+  const float zero = PLANES == 2 ? 12583040.0f : 12615808.0f;  // 3 * 2^22 + 0x80, or + 0x8080
+  const uint made = as_type<uint>(metal::fma(x, scale, zero));
+  return PLANES == 2 ? made : made - 0x4B400000u;  // only the third byte and the fourth notice
+}
+
+inline void codes_x4(const device float* x, thread float* v) {
+  const float4 a = *(const device float4*)x;
+  v[0] = a.x;
+  v[1] = a.y;
+  v[2] = a.z;
+  v[3] = a.w;
+}
+
+inline void codes_x4(const device bfloat16_t* x, thread float* v) {
+  const uint2 q = *(const device uint2*)x;
+  codes_bf16_pair(q.x, v);
+  codes_bf16_pair(q.y, v + 2);
+}
+
+inline void codes_x4(const device float16_t* x, thread float* v) {
+  const uint2 q = *(const device uint2*)x;
+  codes_f16_pair(q.x, v);
+  codes_f16_pair(q.y, v + 2);
+}
+
+// A row of x in blocks, from the first or second half of one on.
+template <int PLANES, typename P>
+struct codes_blocks {
+  P first;
+  uint side;
+};
+
+template <int PLANES, typename P>
+inline codes_blocks<PLANES, P> operator+(codes_blocks<PLANES, P> row, uint columns) {
+  return {row.first + CODES_PLANES(columns), columns / 32 % 2};
+}
+
+// Lays x[columns] out in `room`. All THREADS threads come here, whole simdgroups; `mine` is the number of this one.
+template <int BITS, int PLANES, int THREADS, typename X, typename P>
+inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint mine, P room) {
+  const uint pieces = columns / 16;  // four lanes share a block
+  CODES_UNROLL(2)
+  for (uint from = 0; from < pieces; from += THREADS) {
+    const uint piece = metal::min(from + mine, pieces - 1), k = piece % 4;
+    float v[16], sum = 0, peak = 1e-31f;
+    MLX_MTL_PRAGMA_UNROLL
+    for (int run = 0; run < 4; run++) {
+      const uint column = BITS == 3 ? 32 * (k / 2) + 8 * run + 4 * (k % 2) : 16 * k + 4 * run;
+      codes_x4(x + 64 * (piece / 4) + column, v + 4 * run);
+      sum += (v[4 * run] + v[4 * run + 1]) + (v[4 * run + 2] + v[4 * run + 3]);
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < 16; i++) {
+      peak = metal::fmax(peak, metal::fabs(v[i]));
+    }
+    sum += simd_shuffle_xor(sum, ushort(1));
+    peak = metal::fmax(peak, simd_shuffle_xor(peak, ushort(1)));
+    peak = metal::fmax(peak, simd_shuffle_xor(peak, ushort(2)));
+    const float other = simd_shuffle_xor(sum, ushort(2)), scale = codes_top<PLANES>() / peak;
+    if (from + mine < pieces) {
+      P block = room + CODES_PLANES(64) * (piece / 4);
+      uint made[4 * PLANES];
+      MLX_MTL_PRAGMA_UNROLL
+      for (int quad = 0; quad < 4; quad++) {
+        uint m[4];
+        MLX_MTL_PRAGMA_UNROLL
+        for (int run = 0; run < 4; run++) {
+          m[run] = codes_integer<PLANES>(BITS == 4 ? v[4 * quad + run] : v[4 * run + quad], scale);
+        }
+        MLX_MTL_PRAGMA_UNROLL
+        for (int p = 0; p < PLANES; p++) {
+          const uint both = p | (p + 4) << 4;
+          const uint four = CODES_BYTES(CODES_BYTES(m[0], m[1], both), CODES_BYTES(m[2], m[3], both), 0x5410u);
+          made[4 * p + quad] = p + 1 < PLANES ? four ^ 0x80808080u : four;
+        }
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (int p = 0; p < PLANES; p++) {
+        const uint4 four = {made[4 * p], made[4 * p + 1], made[4 * p + 2], made[4 * p + 3]};
+        block[BITS == 3 ? 2 * PLANES * (k / 2) + 2 * p + k % 2 : PLANES * k + p] = four;
+      }
+      if (k == 0) {
+        const float factor = peak * (1.0f / codes_top<PLANES>());
+        const uint4 floats = {as_type<uint>(factor), as_type<uint>(sum), as_type<uint>(other), 0u};
+        block[4 * PLANES] = floats;
+      }
+    }
+  }
+  return {room, 0};
+}
+
+// Codes in bytes, four to a word: 16 of 2 bits from a word, 32 of 3 bits from three, or twice 16 of mxfp4 from two.
+template <int BITS>
+inline void codes_quads(const thread uint* words, thread uint* quad) {
+  if (BITS == 2) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < 4; i++) {
+      quad[i] = (words[0] >> (2 * i)) & 0x03030303u;
+    }
+    return;
+  }
+  if (BITS == 4) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const uint word = words[i / 2] >> (16 * (i % 2)), size = word & 0x7777u;
+      const uint plus = CODES_BYTES(0x03020100u, 0x0C080604u, size);
+      const uint minus = CODES_BYTES(0xFDFEFF00u, 0xF4F8FAFCu, size);
+      quad[i] = CODES_BYTES(plus, minus, ((word >> 1) & 0x4444u) | 0x3210u);
+    }
+    return;
+  }
+  // Eight codes are three bytes; the first of each three, the second and the third.
+  const uint a = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0630u), words[2], 0x5210u);
+  const uint b = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0741u), words[2], 0x6210u);
+  const uint c = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0052u), words[2], 0x7410u);
+  quad[0] = a & 0x07070707u;
+  quad[1] = (a >> 3) & 0x07070707u;
+  quad[2] = ((a >> 6) & 0x03030303u) | ((b << 2) & 0x04040404u);
+  quad[3] = (b >> 1) & 0x07070707u;
+  quad[4] = (b >> 4) & 0x07070707u;
+  quad[5] = ((b >> 7) & 0x01010101u) | ((c << 1) & 0x06060606u);
+  quad[6] = (c >> 2) & 0x07070707u;
+  quad[7] = (c >> 5) & 0x07070707u;
+}
+
+// acc[r] += one chunk of row r, a block or half of one, times where `x` begins.
+template <int R, int BITS, int GROUP, int CHUNK, int PLANES, typename P>
+inline void codes_dot(
+    const thread uint* code,
+    const thread float* scale,
+    const thread float* bias,
+    codes_blocks<PLANES, P> x,
+    thread float* acc) {
+  constexpr int COLUMNS = GROUP < CHUNK ? GROUP : CHUNK, GROUPS = CHUNK / COLUMNS, WORDS = CHUNK * BITS / 32;
+  constexpr int UNIT = BITS == 3 ? 32 : 16, UNITS = COLUMNS / UNIT, QUADS = UNIT / 4;
+  const uint4 floats = x.first[4 * PLANES];
+  const float factor = (BITS == 4 ? 0.5f : 1.0f) * as_type<float>(floats.x);
+  const float low = as_type<float>(floats.y), high = as_type<float>(floats.z);
+  MLX_MTL_PRAGMA_UNROLL
+  for (int g = 0; g < GROUPS; g++) {
+    int sum[R * PLANES];
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < R * PLANES; i++) {
+      sum[i] = 0;
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (int unit = g * UNITS; unit < (g + 1) * UNITS; unit++) {
+      uint quad[R * QUADS];
+      MLX_MTL_PRAGMA_UNROLL
+      for (int r = 0; r < R; r++) {
+        codes_quads<BITS>(code + r * WORDS + unit * (UNIT * BITS / 32), quad + r * QUADS);
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (int p = 0; p < PLANES; p++) {
+        MLX_MTL_PRAGMA_UNROLL
+        for (int q = 0; q < QUADS; q += 4) {
+          const uint4 v = x.first[(((x.side * (32 / UNIT) + unit) * PLANES + p) * QUADS + q) / 4];
+          MLX_MTL_PRAGMA_UNROLL
+          for (int r = 0; r < R; r++) {
+            const thread uint* four = quad + r * QUADS + q;
+            int s = CODES_DOT4(four[0], v.x, sum[r * PLANES + p]);
+            s = CODES_DOT4(four[1], v.y, s);
+            s = CODES_DOT4(four[2], v.z, s);
+            sum[r * PLANES + p] = CODES_DOT4(four[3], v.w, s);
+          }
+        }
+      }
+    }
+    const float x_sum = GROUPS == 1 ? low + high : g == 0 ? low : high;
+    MLX_MTL_PRAGMA_UNROLL
+    for (int r = 0; r < R; r++) {
+      int whole = 0;
+      MLX_MTL_PRAGMA_UNROLL
+      for (int p = PLANES - 1; p >= 0; p--) {
+        whole = 256 * whole + sum[r * PLANES + p];
+      }
+      const int at = r * GROUPS + g;
+      const float b = BITS == 4 ? 0.0f : bias[at];  // no number times 0 is none, as it should be
+      acc[r] = metal::fma(scale[at] * factor, float(whole), metal::fma(b, x_sum, acc[r]));
+    }
+  }
+}

@@ -1,0 +1,12 @@
+// As topk for one token, whose choice the host waits for: told, arrays of two words each, hold an id and above it the
+// upper half of its weight's bits.
+//
+// grid: (32, 1, 1), threadgroup (32, 1, 1).
+  const uint lane = thread_index_in_simdgroup;
+  float weight = 0;
+  const uint found = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM>(logits, bias, scale, lane, lane, weight);
+  if (lane < K) {
+    ids[lane] = found;
+    weights[lane] = weight;
+    told[lane / 2][lane % 2] = (as_type<uint>(weight) & 0xFFFF0000u) | found;
+  }

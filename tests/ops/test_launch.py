@@ -1,0 +1,160 @@
+"""What the launcher makes of a kernel's inputs: arrays that are handed over once, parts of arrays, constants."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory
+
+from metal import msl
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.files import directory
+from moeflux_mlx.model.layers import Linear
+from moeflux_mlx.model.weights import arrange
+from moeflux_mlx.ops import launch, linear, native
+from moeflux_mlx.ops.launch import Kernel, Launch, in_turn, pack
+from moeflux_mlx.quant import EXPERTS
+
+TYPES = (mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8)
+
+
+@pytest.fixture
+def host():
+    with msl.launching():
+        yield
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """Names of the inputs of every launch."""
+    seen, build = [], Kernel.build
+
+    def built(kernel, target, places):
+        made = build(kernel, target, places)
+
+        def call(*, inputs, **arguments):
+            seen.append((kernel.name, len(inputs)))
+            return made(inputs=inputs, **arguments)
+
+        return call
+
+    monkeypatch.setattr(Kernel, "build", built)
+    return seen
+
+
+def some(dtype, *shape):
+    values = np.random.default_rng(shape).integers(0, 200, shape)
+    return mx.array(values).astype(dtype)
+
+
+def test_packed_arrays_are_found_again():
+    arrays = [some(dtype, 3, 5 * i + 1) for i, dtype in enumerate(TYPES)]
+    for array, piece in zip(arrays, pack(arrays), strict=True):
+        assert piece.start % launch.ALIGNED == 0 and piece.dtype == array.dtype
+        assert mx.array_equal(piece.array(*array.shape), array)
+
+
+def test_a_packed_array_is_a_view():
+    piece = pack([some(mx.uint32, 64), some(mx.bfloat16, 1 << 20)])[1]
+    mx.synchronize()
+    before = mx.get_active_memory()
+    view = piece.array(1 << 10, 1 << 10)
+    mx.eval(view)
+    assert mx.get_active_memory() - before < view.nbytes // 2
+
+
+SUM = "const uint i = thread_position_in_grid.x;\nout[i] = float(a[i]) + 10.0f * float(b[i]) + c[0];\n"
+
+
+def add(monkeypatch, a, b, c):
+    monkeypatch.setattr(launch, "_text", lambda name: SUM)
+    monkeypatch.setattr(launch, "_used", lambda source, form: [])
+    run = Launch("metal", Kernel("sum", "a b c", "out"), {}, (1, 1), 8, [((8,), mx.float32)])
+    return np.array(run(a, b, c)[0])
+
+
+@msl.needed
+@pytest.mark.parametrize("c", [0.1, 1e-6, -3.0, 1e30])
+def test_inputs_may_be_parts_numbers_and_one_array_twice(handed, host, monkeypatch, c):
+    joined = some(mx.bfloat16, 16)
+    first, last = in_turn(joined, joined[:8], joined[8:])
+    values = np.array(joined.astype(mx.float32))
+    ends = np.float32(values[:8] + 10 * values[8:]) + np.float32(c)
+    assert np.array_equal(add(monkeypatch, first, last, c), ends)
+    assert np.array_equal(add(monkeypatch, joined, last, c), ends)
+    twice = np.float32(11 * values[8:]) + np.float32(c)
+    assert np.array_equal(add(monkeypatch, last, last, c), twice)
+    assert np.array_equal(add(monkeypatch, *[joined[8:]] * 2, c), twice)
+    assert handed == [("sum", 1)] * 4
+
+
+@msl.needed
+def test_texts_that_differ_have_names_that_differ(host, monkeypatch):
+    """MLX keeps what it compiled by name."""
+    a, b = some(mx.float32, 8), some(mx.float32, 9)[1:]
+    got = [add(monkeypatch, a, b, c) for c in (1.0, 2.0)] + [add(monkeypatch, a, a, 1.0)]
+    assert np.array_equal(got[1] - got[0], np.ones(8)) and np.array_equal(got[2], 11 * np.array(a) + 1)
+
+
+def test_cudas_text_names_files_that_are_there(monkeypatch):
+    made = []
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **definition: made.append(SimpleNamespace(**definition)))
+    x = some(mx.float32, 64)
+    pieces = pack([x, x])
+    places = launch._placed([x, *pieces, x, x, 1e-6, x])[1]
+    Kernel("qmv", linear.INPUTS["qmv"], "y", "affine4").build("cuda", places)
+    (text,) = made
+    names = [line.split('"')[1] for line in (text.header + text.source).splitlines() if line.startswith("#include")]
+    folder = directory("metal")
+    wanted = ["cuda_shim", "codes.h.metal", "affine4.h.metal", "input.h.metal", "lane.h.metal", "qmv.metal"]
+    assert sorted(names) == sorted(str(folder / (n if "." in n else f"{n}.h")) for n in wanted)
+    assert len(text.header + text.source) < 1500 and text.input_names == ["x", "w_"]
+
+
+@msl.needed
+def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
+    layer, other = (Linear(128, 96) for _ in range(2))
+    rng = np.random.default_rng(3)
+    for each in (layer, other):
+        each.quant = EXPERTS
+    parts = {
+        "weight": mx.array(rng.integers(0, 2**32, (96, 16), np.uint32)),
+        "scales": mx.array(rng.normal(size=(96, 2))).astype(mx.bfloat16),
+        "biases": mx.array(rng.normal(size=(96, 2))).astype(mx.bfloat16),
+    }
+    for name, value in parts.items():
+        setattr(layer, name, value)
+        setattr(other, name, value)
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    layer.pack()
+    for name, value in parts.items():
+        assert mx.array_equal(layer[name], value)
+    for tokens in (1, 3):
+        x = mx.array(rng.normal(size=(tokens, 128))).astype(mx.bfloat16)
+        del handed[:]
+        assert mx.array_equal(layer(x), other(x))
+        assert [count for _, count in handed] == [2, 4]
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize(("family", "most"), [("qwen3_moe", 30), ("qwen3_5_moe", 30)])
+def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatch, family, most):
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+
+    model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="mmap")
+    found, counts = [], []
+    with msl.launching():
+        for prepare in (lambda model: None, arrange):
+            prepare(model)
+            cache = model.make_cache()
+            mx.eval(model(mx.array([list(range(5, 25))]), cache))
+            del handed[:]
+            found.append(np.array(model(mx.array([[7]]), cache).astype(mx.float32)))
+            counts.append(sum(count for _, count in handed) / len(model.layers))
+    assert np.array_equal(*found)
+    print(counts)
+    assert counts[1] < most < counts[0]
