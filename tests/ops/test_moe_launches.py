@@ -13,7 +13,7 @@ from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
 from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Router
-from moeflux_mlx.ops import backend, combine, experts
+from moeflux_mlx.ops import backend, combine, experts, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
@@ -146,6 +146,7 @@ def test_a_choice_among_what_is_no_number_stays_in_range(host, rule):
     assert np.array(ids).max() < 64
 
 
+@pytest.mark.skipif(not native.available(), reason="the extension is not built, and arrays of numpy need it")
 @pytest.mark.parametrize("rule", [Router(24, 5), Router(24, 5, "sigmoid", True, 4, 2, True, 1.5)])
 def test_columns_beside_the_experts_are_not_chosen(rule):
     """The last is the shared expert's gate."""
