@@ -90,10 +90,10 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 def configure_mlx() -> None:
     """Says how much MLX gathers before it hands work to the GPU, unless the user decided.
 
-    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. To hand over a CUDA graph
-    costs about as much as ten launches in it, and what comes after the first runs beside the GPU: on an H200 a token of
-    Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400. MLX reads the variables
-    when the device is first used, so this comes before the first array.
+    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. To hand over a CUDA
+    graph costs about as much as ten launches in it, and what comes after the first runs beside the GPU: on an H200 a
+    token of Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400. MLX reads the
+    variables when the device is first used, so this comes before the first array.
     """
     os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
     if sys.platform == "linux":

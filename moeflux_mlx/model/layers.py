@@ -27,21 +27,23 @@ class Weight(nn.Module):
         self.filled = False  # True once it has a tensor; until then the weight is zeros that nobody has evaluated
         self.weight = mx.zeros(shape)
         self._pieces: list[Piece] | None = None
+        self._packed: mx.array | None = None  # the weight that `_pieces` are of
 
     @property
     def pieces(self) -> list[Piece] | None:
-        """Where its arrays lie in a single one, if they do."""
-        return self._pieces
+        """Where its arrays lie in a single one, if they do; not once somebody has replaced the weight."""
+        return self._pieces if self.weight is self._packed else None
 
     def pack(self) -> None:
         """Puts codes, scales and biases into one array, of which they become views, for a GPU's kernels."""
-        if self.quant is None or self._pieces is not None or not backend.has_kernels():
+        if self.quant is None or self.pieces is not None or not backend.has_kernels():
             return
         names = self.tensors()
-        self._pieces = pack([self[name] for name in names])
-        for name, piece in zip(names, self._pieces, strict=True):
+        pieces = pack([self[name] for name in names])
+        for name, piece in zip(names, pieces, strict=True):
             setattr(self, name, piece.array(*self[name].shape))
         mx.eval([self[name] for name in names])
+        self._pieces, self._packed = pieces, self.weight
 
     @property
     def shape(self) -> tuple[int, ...]:

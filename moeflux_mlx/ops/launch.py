@@ -98,7 +98,7 @@ def ceildiv(a: int, b: int) -> int:
 
 
 def _text(name: str) -> str:
-    """A file of `metal/` without comments and indentation: MLX copies and hashes a kernel's text at every call."""
+    """A file of `metal/` without comments and indentation: MLX copies and compares a kernel's text at every call."""
     lines = (line.strip() for line in (directory("metal") / name).read_text("ascii").splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
@@ -139,7 +139,7 @@ class Kernel:
         headers whose names come before its own. CUDA's build hashes the text at every launch, so it is given the
         names of the files only.
         """
-        (names, first), (outputs, told) = self._named(places), _pieces(self.outputs)
+        (names, first), (outputs, told) = self._named(places), _several(self.outputs)
         source, first = _text(f"{self.name}.metal"), first + told
         headers = _used(source, self.form)
         make: Any = mx.fast.metal_kernel
@@ -159,7 +159,7 @@ class Kernel:
     def _named(self, places: tuple[Place, ...]) -> tuple[list[str], str]:
         """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
         names: dict[int, str] = {}
-        inputs, joined = _pieces(self.inputs)
+        inputs, joined = _several(self.inputs)
         found = list(zip(inputs, places, strict=True))
         for name, place in found:
             if not isinstance(place, float):
@@ -181,13 +181,13 @@ def _include(name: str) -> str:
     return f'#include "{directory("metal") / name}"\n'
 
 
-def _pieces(names: str) -> tuple[list[str], str]:
-    """What is passed for `names`, and the lines of text that join what is passed in pieces."""
+def _several(names: str) -> tuple[list[str], str]:
+    """What is passed for `names`, and the lines of text that join what several arrays stand for."""
     passed, lines = [], ""
     for name, _, count in (name.partition("*") for name in names.split()):
-        pieces = [f"{name}{i}" for i in range(int(count))] if count else [name]
-        passed += pieces
-        lines += f"decltype({name}0) {name}[] = {{{', '.join(pieces)}}};\n" if count else ""
+        arrays = [f"{name}{i}" for i in range(int(count))] if count else [name]
+        passed += arrays
+        lines += f"decltype({name}0) {name}[] = {{{', '.join(arrays)}}};\n" if count else ""
     return passed, lines
 
 

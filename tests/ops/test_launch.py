@@ -135,6 +135,8 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
         del handed[:]
         assert mx.array_equal(layer(x), other(x))
         assert [count for _, count in handed] == [2, 4]
+    layer.weight = other.weight = mx.array(rng.integers(0, 2**32, (96, 16), np.uint32))
+    assert mx.array_equal(layer(x), other(x))
 
 
 @msl.needed
