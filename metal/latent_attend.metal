@@ -83,10 +83,7 @@
       const float found = weights[i * GH + h];
       largest = found > largest ? found : largest;
     }
-    for (uint o = 1; o < 32; o *= 2) {
-      const float other = simd_shuffle_xor(largest, ushort(o));
-      largest = other > largest ? other : largest;
-    }
+    largest = lane_max(largest);
     for (uint i = lane; i < count; i += 32) {
       const float weight = metal::exp(weights[i * GH + h] - largest);
       weights[i * GH + h] = weight;

@@ -15,10 +15,7 @@
     const float top = stats[(i * H + head) * 2];
     largest = top > largest ? top : largest;
   }
-  for (uint o = 1; o < 32; o *= 2) {
-    const float other = simd_shuffle_xor(largest, ushort(o));
-    largest = other > largest ? other : largest;
-  }
+  largest = lane_max(largest);
   for (uint column = thread_index_in_threadgroup; column < N; column += T) {
     float sum = 0, total = 0;
     for (uint i = 0; i < pieces; i += AHEAD) {
