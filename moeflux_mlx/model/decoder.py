@@ -16,7 +16,6 @@ from ..experts.source import ExpertLoader
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend, native
 from ..ops.backend import Array
-from ..ops.elementwise import silu_mul
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, Traced, make_cache
@@ -108,8 +107,7 @@ class DenseMLP(MLP):
 
     def add_to(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the MLP makes of it, normed."""
-        _, (gate, up) = self._inputs(residual, norm)
-        return self.down_proj(silu_mul(gate, up), residual=residual)
+        return self(residual, norm=norm, residual=residual)
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """All of it."""

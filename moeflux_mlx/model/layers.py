@@ -142,8 +142,11 @@ class MLP(nn.Module):
         """Gate's rows and then up's, if they are stored alike."""
         return self._inputs.stacked
 
-    def __call__(self, x: Array, scale: Array | None = None) -> Array:
-        """`scale` [..., 1] multiplies the result: before the last product, where MLX fuses it with the SwiGLU."""
-        _, (gate, up) = self._inputs(x)
+    def __call__(
+        self, x: Array, scale: Array | None = None, norm: Norm | None = None, residual: Array | None = None
+    ) -> Array:
+        """Of norm(x), plus `residual`. `scale` [..., 1] multiplies the result: before the last product, where MLX fuses
+        it with the SwiGLU."""
+        _, (gate, up) = self._inputs(x, norm)
         act = silu_mul(gate, up)
-        return self.down_proj(act if scale is None else (act * scale).astype(act.dtype))
+        return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)
