@@ -4,12 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import GroupedQuery
-from ..ops import backend
 from ..ops.attend import Steps, Whole, attend
 from ..ops.backend import Array
-from ..ops.launch import Piece, pack
 from ..ops.rope import Rope
-from .layers import Linear, RMSNorm, Stack
+from .layers import Linear, RMSNorm, Stack, packed
 
 
 class Attention(nn.Module):
@@ -31,9 +29,7 @@ class Attention(nn.Module):
         """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj.pack()
-        self._weights: list[Piece] | None = None
-        if backend.has_kernels():
-            self._weights = pack([self.q_norm.weight, self.k_norm.weight, self.rope.periods])
+        self._weights = packed(self.q_norm.weight, self.k_norm.weight, self.rope.periods)
 
     def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
         """x plus what is mixed of norm(x)."""

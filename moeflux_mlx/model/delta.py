@@ -4,11 +4,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import Delta
-from ..ops import backend
 from ..ops.backend import Array
 from ..ops.delta import DeltaWeights, State, delta
-from ..ops.launch import Piece, pack
-from .layers import Linear, RMSNorm, Stack
+from .layers import Linear, RMSNorm, Stack, packed
 
 
 class GatedDeltaNet(nn.Module):
@@ -33,9 +31,7 @@ class GatedDeltaNet(nn.Module):
         """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
         self._inputs = Stack(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         self.out_proj.pack()
-        self._weights: list[Piece] | None = None
-        if backend.has_kernels():
-            self._weights = pack([self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight])
+        self._weights = packed(self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight)
 
     def __call__(self, x: Array, norm: RMSNorm, cache: State) -> Array:
         """x plus what is mixed of norm(x)."""

@@ -17,6 +17,11 @@ from ..ops.norm import Norm, rms_norm
 from ..quant import Quant
 
 
+def packed(*arrays: mx.array) -> list[Piece] | None:
+    """Where arrays lie in one, made of them for a GPU's kernels; None where there are none."""
+    return pack(arrays) if backend.has_kernels() else None
+
+
 class Weight(nn.Module):
     """A matrix [..., rows, cols], dense or quantised in groups along `cols`."""
 
@@ -36,10 +41,12 @@ class Weight(nn.Module):
 
     def pack(self) -> None:
         """Puts codes, scales and biases into one array, of which they become views, for a GPU's kernels."""
-        if self.quant is None or self.pieces is not None or not backend.has_kernels():
+        if self.quant is None or self.pieces is not None:
             return
         names = self.tensors()
-        pieces = pack([self[name] for name in names])
+        pieces = packed(*(self[name] for name in names))
+        if pieces is None:
+            return
         for name, piece in zip(names, pieces, strict=True):
             setattr(self, name, piece.array(*self[name].shape))
         mx.eval([self[name] for name in names])
