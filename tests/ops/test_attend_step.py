@@ -137,12 +137,12 @@ def test_arrays_that_were_shown_keep_what_they_covered(host):
     assert cache.state[2] == 21 and mx.array_equal(cache.state[0][..., :20, :], mx.array(before[0])[..., :20, :])
 
 
-def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
-    layer, cache, other = Layer(*CASES["one group"]), KVCache(), KVCache()
-    layer.feed(cache, 40)
+def check_stand_in(layer, draw, cache, other):
+    """What stands for `cache` in a compiled step gives, for tokens that `draw` draws, what `other` gives; 40 tokens are
+    in `cache`."""
     other.state = (*(array + 0 for array in cache.state[:2]), cache.offset)
     for _ in range(attend.RECENT + 2):
-        parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
+        parts = draw()
         cache.reserve(1)
         arrays = cache.step_arrays()
         assert len(arrays) == cache.traced.takes
@@ -153,6 +153,12 @@ def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
     assert cache.offset == other.offset == 74
     for a, b in zip(cache.state[:2], other.state[:2], strict=True):
         assert mx.array_equal(a[..., :74, :], b[..., :74, :])
+
+
+def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
+    layer, cache = Layer(*CASES["one group"]), KVCache()
+    layer.feed(cache, 40)
+    check_stand_in(layer, lambda: [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)], cache, KVCache())
 
 
 @pytest.mark.parametrize("back", [1, 3, 5])

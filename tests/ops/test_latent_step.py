@@ -5,11 +5,12 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
+from test_attend_step import check_stand_in
 
 from metal import msl
 from moeflux_mlx.kinds import Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
-from moeflux_mlx.ops import attend, latent
+from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.linear import Part
 from moeflux_mlx.ops.rope import Rope
@@ -167,21 +168,9 @@ def test_bits_do_not_depend_on_where_entries_lie(host):
 
 
 def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
-    layer, cache, other = Layer(*CASES["values"]), LatentCache(), LatentCache()
+    layer, cache = Layer(*CASES["values"]), LatentCache()
     layer.fill(cache, 40)
-    other.state = (*(array + 0 for array in cache.state[:2]), cache.offset)
-    for _ in range(attend.RECENT + 2):
-        parts = layer.draw()
-        cache.reserve(1)
-        arrays = cache.step_arrays()
-        assert len(arrays) == cache.traced.takes
-        stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), None)
-        assert mx.array_equal(layer.run(parts, stand_in), layer.run(parts, other))
-        assert len(stand_in.arrays) == cache.traced.gives
-        cache.take_step(stand_in.arrays)
-    assert cache.offset == other.offset == 74
-    for a, b in zip(cache.state[:2], other.state[:2], strict=True):
-        assert mx.array_equal(a[..., :74, :], b[..., :74, :])
+    check_stand_in(layer, layer.draw, cache, LatentCache())
 
 
 @pytest.mark.parametrize("back", [1, 3, 5])
