@@ -12,8 +12,9 @@ from page_server import PageServer, call, text
 
 from moeflux_mlx.server import page
 
-SLOW = [piece for i in range(400) for piece in ({"content": f"word{i} "}, 0.02)]
-HOSTILE = """<img src=x onerror="document.title='taken'"><script>document.title='taken'</script>
+LONG_PROMPT = {"prompt_progress": {"processed": 32, "total": 3400, "cache": 32}}
+SLOW = [LONG_PROMPT] + [piece for i in range(400) for piece in ({"content": f"word{i} "}, 0.02)]
+HOSTILE = r"""<img src=x onerror="document.title='taken'"><script>document.title='taken'</script>
 
 [a](javascript:document.title='taken') ![b](http://127.0.0.1:9/x.png) <http://127.0.0.1:9/ok>
 
@@ -211,6 +212,8 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     open_page.ended()
     assert open_page.server.left.wait(5), "the server still writes to nobody"
     assert open_page.see(".note") == "Stopped." and "word5" in open_page.see(".md")
+    words = open_page.see(".md").count("word")
+    assert open_page.see("#usage") == f"at least {3400 + words:,} of 4,096 tokens", "not those of the answer before"
     open_page.send("Next")
     assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
 

@@ -57,6 +57,8 @@ def test_an_answer_is_stopped_and_a_call_shown(browser, log):  # noqa: F811
         page.click("#send")
         page.ended()
         wait_for(lambda: server.worker.state.totals.cancelled == 1)
+        used, totals = re.search(r"at least ([\d,]+) of 8,192", page.see("#usage"))[1], server.worker.state.totals
+        assert 0 < int(used.replace(",", "")) - totals.prompt_tokens <= totals.generated_tokens
         page.click("#new")
         page.send("call")
         assert "weather" in page.see(".assistant") and "Paris" in page.see(".assistant")
