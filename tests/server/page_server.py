@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/":
             self.reply(200, page.content(), "text/html; charset=utf-8", Content_Security_Policy=page.csp())
-        elif self.path == "/v1/models":
+        elif self.path == "/v1/models" and self.allowed():
             self.reply(200, {"object": "list", "data": [{"id": self.server.feed(0)["model"], "object": "model"}]})
         elif self.path == "/live" and self.allowed():
             self.live()

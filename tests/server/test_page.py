@@ -46,6 +46,21 @@ def f(x):  # a comment
 
 See https://example.org/a_b_c, then stop.
 """
+FORMULAS = r"""The mean $\bar x_1 = \frac{1}{n}\sum_{i=1}^n x_i$ and \(a*b*c\), written:
+
+$$
+\begin{aligned}
+y' &= \sqrt{x^{2}} - 1 \\
+- \alpha &\in \mathbb{R}
+\end{aligned}
+$$
+
+1. \[ \text{softmax}(x)_i = \begin{cases} 1 & x > 0 \\ 0 & \text{else} \end{cases} \]
+
+| with $\left( \hat p \right)$ | without |
+|---|---|
+| $\unheard{x}_1$ | $5 and $10, `$x$`, $HOME/bin:$PATH, \$3 |
+"""
 # What takes a careless pattern time in the square of its length, or a careless parser its whole stack.
 LENGTHY = [
     *("*a " * 3000, "**a*" * 2000, "_" * 4000, "[" * 4000, "[a](" * 1000, "![" * 3000, "\\" * 4000),
@@ -55,6 +70,7 @@ LENGTHY = [
     *("<http://" * 1000, "https://a" * 1000, "```js\n" + "/*" * 5000 + "'" * 5000 + "\n```"),
     "`" * 9000 + "x",  # a fence that nothing closes: the last
 ]
+TOO_LONG = (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "context_length_exceeded"}})
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -63,7 +79,9 @@ def script(request):
     last = request["messages"][-1]
     answers = {
         "slow": SLOW,
-        "refuse": (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "x"}}),
+        "refuse": (400, {"error": {"message": "temperature is -1; expected 0 to 5", "code": "invalid_value"}}),
+        "too long": TOO_LONG,
+        "formulas": [{"content": FORMULAS[i : i + 5]} for i in range(0, len(FORMULAS), 5)],
         "break": [{"content": "half "}, {"error": {"message": "the disk is gone"}}],
         "timed": [{"content": "a"}, {"timings": {"predicted_n": 25, "predicted_ms": 2000.0}}],
         "think": [{"reasoning_content": "Let me see. "}, {"reasoning_content": "Yes."}, {"content": "It is so."}],
@@ -125,6 +143,9 @@ class Page:
 
     def count(self, selector):
         return self.run("document.querySelectorAll(arguments[0]).length", selector)
+
+    def shown(self, name):
+        return not self.run("document.getElementById(arguments[0]).hidden", name)
 
     def until(self, condition, seconds=20.0):
         end = time.monotonic() + seconds
@@ -291,7 +312,7 @@ def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
 def test_errors_are_shown_and_can_be_tried_again(open_page):
     open_page.failures = ("400 (Bad Request)",)
     open_page.send("refuse")
-    assert open_page.see(".fault p") == "The server says (400): prompt is too long: 9000 tokens > 4096"
+    assert open_page.see(".fault p") == "The server says (400): temperature is -1; expected 0 to 5"
     open_page.send("break")
     assert open_page.see(".fault p").endswith("|The server says: the disk is gone") and "half" in open_page.see(".md")
     assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "user"]
@@ -309,15 +330,50 @@ def test_a_server_that_is_gone_is_told(open_page):
     assert "cannot be reached" in open_page.see(".fault p")
 
 
-def test_a_key_is_asked_for_and_given(open_page):
+def test_a_key_is_asked_for_before_anything_is_sent(open_page):
     open_page.failures = ("401 (Unauthorized)",)
     open_page.server.key = "s3cret"
-    open_page.send("Hello")
-    assert "this server asks for a key" in open_page.see(".fault p")
-    open_page.click(".fault button")
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.shown("lock"))
+    assert open_page.see("#lock-text") == "This server asks for an API key."
+    open_page.write("Hello")
+    open_page.press("\ue007")
+    assert open_page.count(".message") == 0 and open_page.run("document.activeElement.id") == "lock-key"
+    open_page.press("wrong", "\ue007")
+    open_page.until(lambda: open_page.see("#lock-text") == "The server does not accept this API key.")
     open_page.press("s3cret", "\ue007")
-    open_page.run("[...document.querySelectorAll('.fault button')].at(-1).click()")
+    open_page.until(lambda: not open_page.shown("lock") and open_page.server.listeners == 1)
+    open_page.press("\ue007")
     open_page.until(lambda: open_page.see(".md") == "Answer 1 to Hello")
+
+
+def test_a_message_refused_for_its_key_is_answered_once_the_key_is_given(open_page):
+    open_page.failures = ("401 (Unauthorized)",)
+    open_page.send("Hello")
+    open_page.server.key = "s3cret"
+    open_page.send("More")
+    assert open_page.shown("lock") and open_page.count(".fault") == 0
+    open_page.click("#lock-key")
+    open_page.press("s3cret", "\ue007")
+    open_page.until(lambda: open_page.see(".md") == "Answer 1 to Hello|Answer 3 to More")
+    assert not open_page.shown("lock") and open_page.count(".fault") == 0
+
+
+def test_a_prompt_that_is_too_long_is_not_sent_again_as_it_is(open_page):
+    open_page.failures = ("400 (Bad Request)",)
+    names = "[...document.querySelectorAll('.fault button')].map(button => button.textContent)"
+    open_page.send("too long")
+    assert open_page.run(names) == ["Edit the message"]
+    open_page.click(".fault button")
+    open_page.press("\ue003" * len("too long"), "short", "\ue007")
+    open_page.until(lambda: open_page.see(".md") == "Answer 1 to short")
+    open_page.send("too long")
+    assert open_page.run(names) == ["Edit the message", "Ask in a new conversation"]
+    open_page.browser.refresh()
+    open_page.run("document.querySelector('.fault button:last-child').click()")
+    assert open_page.count(".message") == 0 and open_page.run("document.getElementById('prompt').value") == "too long"
+    open_page.run("[...document.querySelectorAll('.chat .open')].at(-1).click()")
+    assert open_page.see(".said") == "short", "and the conversation before can go on"
 
 
 def test_settings_are_sent(open_page):
