@@ -26,6 +26,9 @@ HOSTILE = r"""<img src=x onerror="document.title='taken'"><script>document.title
 <script>document.title = 'taken'</script>
 ```
 > - <iframe srcdoc="<script>parent.document.title='taken'</script>"></iframe>
+
+$<img src=x onerror="document.title='taken'">$ $$\text{<script>document.title='taken'</script>}$$
+$\constructor \href{javascript:1}{x}$
 """
 RICH = """## Title
 
@@ -68,6 +71,15 @@ LENGTHY = [
     *("# a" + " " * 18000 + "x", "~" * 18000 + "`", "```" + " " * 18000 + "`"),
     *("|" * 9000 + "\n" + "|-" * 9000, "|" + " " * 18000 + "-|x\n|" + " " * 18000 + "-|x"),
     *("<http://" * 1000, "https://a" * 1000, "```js\n" + "/*" * 5000 + "'" * 5000 + "\n```"),
+    *(
+        "$" * 9000,
+        "$a" * 9000,
+        "\\[\n" * 4000,
+        "$$" + "{" * 9000 + "$$",
+        "$" + "\\hat" * 900 + "$",
+        "$$" + "x_" * 9000 + "$$",
+    ),
+    *("$" + "{" * 1800 + "}" * 1800 + "$", "$$" + r"\begin{matrix}" * 900 + "$$"),
     "`" * 9000 + "x",  # a fence that nothing closes: the last
 ]
 TOO_LONG = (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "context_length_exceeded"}})
@@ -437,6 +449,19 @@ def test_markdown_becomes_elements(open_page):
     open_page.until(lambda: open_page.see(".code header button") == "Copied")
 
 
+def test_formulas_are_set_and_money_is_not(open_page):
+    open_page.send("formulas")
+    seen = {selector: open_page.see(f".md {selector}") for selector in ("mfrac", "munderover", "mover > mi", "msqrt")}
+    assert seen == {"mfrac": "1n", "munderover": "∑i=1n", "mover > mi": "x|p", "msqrt": "x2"}
+    assert open_page.see(".md p > math mi") == "x|n|i|n|x|i|a|b|c" and open_page.count(".md em") == 0
+    assert open_page.see(".aligned mtd") == "y′|=x2−1|−α|∈ℝ" and open_page.see(".md li .cases mtd") == "1|x>0|0|else"
+    assert open_page.see("td") == "$\\unheard{x}_1$|$5 and $10, $x$, $HOME/bin:$PATH, $3"
+    assert open_page.see("td code") == "$\\unheard{x}_1$|$x$", "what is unknown is set apart as it is"
+    assert open_page.count(".md math") == 5 and open_page.count(".md math[display=block]") == 2
+    height = "document.querySelector(arguments[0]).getBoundingClientRect().height"
+    assert open_page.run(height, ".md mfrac") > 1.5 * open_page.run(height, ".md mn"), "the browser sets MathML"
+
+
 def test_markup_from_a_model_stays_text(open_page):
     open_page.send("hostile")
     time.sleep(0.1)
@@ -487,7 +512,7 @@ def test_connections_end_with_the_page(open_page):
 def test_a_phone_has_no_horizontal_scroll(open_page):
     resize(open_page.browser, 360, 740, 2.0, mobile=True)
     open_page.browser.refresh()
-    for message in ("rich", "wide", "w" * 300, "hostile"):
+    for message in ("rich", "wide", "formulas", "w" * 300, "hostile"):
         open_page.send(message)
     wide = "[document.documentElement, document.getElementById('flow')].map(e => e.scrollWidth - e.clientWidth)"
     assert open_page.run(wide) == [0, 0]
