@@ -1,13 +1,15 @@
 """The page, in a browser, against a server that plays its part: what is sent, what is seen, what must not happen."""
 
 import base64
+import colorsys
 import hashlib
+import itertools
 import json
 import re
 import time
 
 import pytest
-from browser import missing, resize, start
+from browser import colours, missing, resize, start
 from page_server import PageServer, call, text
 
 from moeflux_mlx.server import page
@@ -493,6 +495,29 @@ def test_the_map_moves_and_the_figures_are_shown(open_page):
     open_page.until(lambda: open_page.count("#by-layer tr") == 6)
 
 
+def test_the_last_answers_rates_stand_when_it_has_ended(open_page):
+    answer = ".figure:nth-child(1) dd"
+    open_page.until(lambda: open_page.see(f"{answer}:not(.past) span") == "17.6")
+    open_page.until(lambda: open_page.see(f"{answer}.past span") == "195")
+
+
+def test_the_greeting_claims_no_reads(open_page):
+    said = "The model runs on your own machine. Experts that are not in its memory come from its disk."
+    assert open_page.see("#empty p") == said, "mapped experts are read by nobody"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_states_of_the_map_have_colours_of_their_own(open_page, scheme):
+    colours(open_page.browser, scheme)
+    colour = "getComputedStyle(document.querySelector(`.legend .${arguments[0]}`)).backgroundColor"
+    hues = {}
+    for name in ("memory-swatch", "reading", "hit", "missed"):
+        red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", open_page.run(colour, name))[:3])
+        hues[name] = 360 * colorsys.rgb_to_hls(red, green, blue)[0]
+    for one, other in itertools.combinations(hues, 2):
+        assert abs((hues[one] - hues[other] + 180) % 360 - 180) > 20, f"a fading {one} looks like {other}"
+
+
 def test_connections_end_with_the_page(open_page):
     open_page.until(lambda: open_page.server.listeners == 1)
     open_page.click("#close-engine")
@@ -529,6 +554,19 @@ def test_a_phone_has_no_horizontal_scroll(open_page):
         open_page.press("\ue00c")
         assert open_page.run("document.getElementById(arguments[0]).hidden", name)
         assert open_page.run("document.activeElement.id") == f"open-{name}", "focus goes back"
+
+
+@pytest.mark.parametrize("height", [667, 380])
+def test_the_settings_of_a_phone_can_be_closed_without_scrolling(open_page, height):
+    resize(open_page.browser, 375, height, 2.0, mobile=True)
+    open_page.click("#open-settings")
+    box = "(r => [r.left, r.top, r.right, r.bottom])(document.querySelector(arguments[0]).getBoundingClientRect())"
+    done, dialog = (open_page.run(box, selector) for selector in ("#settings [value=done]", "#settings"))
+    assert dialog[0] < done[0] and dialog[1] < done[1] and done[2] < dialog[2] < 375 and done[3] < dialog[3] < height
+    open_page.browser.find_element("name", "key").send_keys("x")
+    assert open_page.run(box, "[name=key]")[3] <= done[1], "nor is a field beneath it"
+    open_page.click("#settings [value=done]")
+    assert not open_page.run("document.getElementById('settings').open")
 
 
 def test_the_keyboard_is_enough(open_page, keys):
