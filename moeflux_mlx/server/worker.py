@@ -163,6 +163,8 @@ class Worker:
         assert self._sessions is not None
         kept: Kept | None = None
         before = self.state.running
+        if before is None and self.state.engine is not None:  # one that goes before another counts with it
+            self.watch.begin_request(self.state.engine, self.state.totals)
         self.state.running = job
         try:
             kept = self._sessions.take(job.prepared.tokens, job.prepared.request.session)
@@ -224,7 +226,7 @@ class Worker:
 
     def _look(self, progress: tuple[int, int] | None) -> None:
         if self.state.engine is not None:
-            self.watch.look(self.state.engine, progress, self.queue, self.state.totals.generated_tokens)
+            self.watch.look(self.state.engine, progress, self.queue, self.state.totals)
 
 
 def _is_short(job: Job) -> bool:
