@@ -1,6 +1,7 @@
 """Conversions that go shard by shard: from a small Hub with faults, and of a directory that is deleted on the way."""
 
 import errno
+import fcntl
 import json
 import os
 import pty
@@ -388,6 +389,22 @@ def test_ended_between_a_file_s_name_and_its_note_nothing_is_lost(own, whole, tm
     monkeypatch.undo()
     assert not convert(own, out, delete_source=True).repaired
     assert tree(out) == whole
+
+
+def test_a_second_process_that_was_stopped_in_between_changes_nothing(own, whole, tmp_path, monkeypatch):
+    """It asks for the directory after the first one has finished, and deleted the shards."""
+    real, out = fcntl.flock, tmp_path / "out"
+
+    def flock(descriptor, how):
+        monkeypatch.undo()
+        convert(own, out, delete_source=True)
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ModelFileError, match=f"{out} is finished, and {own} has no shards any more"):
+        convert(own, out, delete_source=True)
+    assert tree(out) == whole and not list(own.glob("*.safetensors"))
+    assert json.loads((out / STATE).read_text())["files"]
 
 
 def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, own, whole, tmp_path, monkeypatch):
