@@ -1,6 +1,6 @@
 """Makes a packed model directory of a checkpoint.
 
-Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8, int4 of compressed-tensors and AWQ, mxfp4), MLX
+Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8, int4 of compressed-tensors and AWQ), MLX
 conversions of every geometry, whose codes are copied, and the directories of moeflux and flash-moe. Works expert by
 expert and tensor by tensor, so memory grows with the largest of these only. An interrupted conversion is resumed by
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
