@@ -425,6 +425,30 @@ def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, ow
     assert (tree(out).keys() - {JOURNAL}) == whole.keys()
 
 
+def test_a_shard_goes_only_when_all_that_was_written_is_durable(own, tmp_path, monkeypatch):
+    pwrite, sync, unlink, unsynced, gone = os.pwrite, shards.sync, Path.unlink, set(), []
+
+    def write(descriptor, data, offset):
+        unsynced.add(os.fstat(descriptor).st_ino)
+        return pwrite(descriptor, data, offset)
+
+    def durable(descriptor):
+        sync(descriptor)
+        unsynced.discard(os.fstat(descriptor).st_ino)
+
+    def delete(path, **options):
+        if path.parent == own:
+            gone.append(path.name)
+            assert not unsynced
+        unlink(path, **options)
+
+    monkeypatch.setattr(shards.os, "pwrite", write)
+    monkeypatch.setattr(shards, "sync", durable)
+    monkeypatch.setattr(Path, "unlink", delete)
+    convert(own, tmp_path / "out", delete_source=True)
+    assert gone == NAMES
+
+
 def test_a_new_file_s_name_lasts_before_a_shard_goes(own, tmp_path, monkeypatch):
     real, last = shards.sync_folder, []
     monkeypatch.setattr(shards, "sync_folder", lambda folder: (last.append(folder), real(folder)))
