@@ -77,8 +77,14 @@ class Guard:
 
 
 def _start_of(markers: Set[str]) -> "re.Pattern[str] | None":
-    """Where any of the markers begins: a look ahead, because markers can overlap and each must be broken."""
-    return re.compile("(?=" + "|".join(map(re.escape, sorted(markers))) + ")") if markers else None
+    """Where any of the markers begins: a look ahead, because markers can overlap and each must be broken.
+
+    Their first characters are looked for first: some tokenizers have hundreds of markers.
+    """
+    if not markers:
+        return None
+    first = "".join(sorted({marker[0] for marker in markers}))
+    return re.compile(f"(?=[{re.escape(first)}])(?={'|'.join(map(re.escape, sorted(markers)))})")
 
 
 def _control(tokenizer: TokenizerWrapper) -> frozenset[str]:
