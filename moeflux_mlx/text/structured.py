@@ -130,8 +130,8 @@ class Mask:
 
     def redirected(self) -> tuple[frozenset[int], int] | None:
         """Ends of an answer that is still owed, and the end of the reasoning, which comes in their place."""
-        end = self._tokenizer.think_end_id
-        return (self._forbidden_ends, end) if self._forbidden_ends and end is not None else None
+        forbidden, end = self._forbidden_ends, self._tokenizer.think_end_id
+        return (forbidden, end) if forbidden and end is not None else None
 
     @property
     def _forbidden_ends(self) -> frozenset[int]:
