@@ -15,7 +15,6 @@ from ..engine.engine import Engine
 from ..engine.session import Stopped
 from ..errors import MoefluxError, RequestError
 from ..text.calls.dialect import dialect_of
-from ..text.spelling import Spelling
 from .job import Job
 from .live import Watch
 from .prepare import Prepared
@@ -129,9 +128,6 @@ class Worker:
             yield self.watch
         finally:
             self.watch.end()
-
-    def spellings(self) -> list[Spelling]:
-        return [] if self._sessions is None else self._sessions.spellings()
 
     def _main(self) -> None:
         try:
