@@ -106,8 +106,13 @@ class History:
         return self._replayed(messages, {n: answer for n, answer in found.items() if n not in hidden}, render)
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The name and the id of a call come from the client, whoever wrote the call."""
         own = message["role"] == "assistant"
-        return {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
+        done = {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
+        for call in done.get("tool_calls", ()):
+            call["id"] = self._guard.protect(call["id"])
+            call["function"] |= self._guard.protect({"name": call["function"].get("name", "")})
+        return done
 
     def _render(
         self,
