@@ -94,6 +94,12 @@ REFUSED = [
     (403, {"Host": "localhost.evil.example"}),
     (403, {"Host": ""}),
     (403, {"Host": "[::1"}),
+    (403, {"Host": "evil.example@127.0.0.1"}),
+    (403, {"Host": "127.0.0.1#.evil.example"}),
+    (403, {"Host": "127.0.0.1?.evil.example"}),
+    (403, {"Host": "127.0.0.1/.evil.example"}),
+    (403, {"Host": "[::1].evil.example"}),
+    (403, {"Host": "localhost:8080.evil.example"}),
     (403, {"Origin": "https://evil.example"}),
     (403, {"Origin": "null"}),
     (403, {"Origin": "http://localhost:1"}),
@@ -229,6 +235,12 @@ def test_template_and_reserved_names_are_refused(live):
     for more in (b'"chat_template": "{{ 1 }}"', b'"chat_template_kwargs": {"messages": []}'):
         status, _, body = answer(live, request(PATHS[0], CHAT[:-1] + b", " + more + b"}"))
         assert status == 400 and b"chat_template" in body
+
+
+def test_a_variable_of_a_template_may_have_any_other_name(live):
+    for name in (b"self", b"known", b"template", b"caller", b"", b"a b"):
+        body = CHAT[:-1] + b', "chat_template_kwargs": {"%s": 1}}' % name
+        assert answer(live, request(PATHS[0], body))[0] == 200, name
 
 
 def test_as_many_wait_as_may():
