@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..text.events import CallEnd, Text
 from .job import Job
+from .listen import FILLER
 from .prepare import Prepared, Written
 from .request import Failed, Finish, ServerEvent
 from .wire.ids import Ids
@@ -81,6 +82,7 @@ class EventStream:
         self.events, self.reply, self.over, self.keepalive = events, reply, over, keepalive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][FILLER] = self.reply.keepalive
         gone = asyncio.ensure_future(disconnected(receive))
         writing = asyncio.ensure_future(self._write(send))
         try:

@@ -6,11 +6,12 @@ import random
 import socket
 import threading
 import time
+from http.client import HTTPResponse
 
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
-from moeflux_mlx.server import reply
+from moeflux_mlx.server import listen, reply
 from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.live import used_memory
 
@@ -123,6 +124,26 @@ def test_what_waits_to_be_read_is_bounded(monkeypatch):
             wait_for(lambda: live.worker.state.totals.cancelled)
             connection.settimeout(20)
             assert b'"not_read"' in read_whole(connection)[-400:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_sends_no_more_gets_the_answer(stream, monkeypatch):
+    monkeypatch.setattr(listen, "KNOCK_SECONDS", 0.02)
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER, prompt_seconds=0.02, step=8, context=100_000)) as live:
+        with send(live, body(1, stream=stream)) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            said = answer.read().decode()
+            assert answer.status == 200 and ("[DONE]" if stream else "An owl flew over the lake.") in said
+            assert connection.recv(1) == b""
+        left = body(2, messages=[{"role": "user", "content": "a" * 20_000}], stream=stream)
+        with send(live, left) as connection:
+            wait_for(lambda: live.worker.state.running)
+            while stream and b'"role"' not in connection.recv(65536):  # what is not read would tell that it is gone
+                pass
+        wait_for(lambda: not live.worker.state.running, 2)
+        assert live.worker.state.totals.cancelled == 1
 
 
 @pytest.mark.full
