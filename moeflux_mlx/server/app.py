@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from ..engine.engine import Engine
 from ..errors import BadRequestError
 from . import page
 from .errors import error_body
-from .guard import BodyError, Guard, Rules
+from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .live import EVERY, used_memory
 from .prepare import Defaults, Prepared, Preparer
 from .reply import KEEPALIVE, Events, EventStream, whole
@@ -70,6 +71,8 @@ class Served:
     started: float = field(default_factory=time.time)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _counter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "count"))
+    _counting: int = 0  # bytes of the bodies that are counted, or wait for it
     _preparer: Preparer | None = None
 
     @property
@@ -89,6 +92,21 @@ class Served:
         data = await http.body()
         async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
             return await asyncio.to_thread(lambda: make(parse(data)))
+
+    async def count(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
+        """The same for what only counts, one body after the other, so that no answer waits for it.
+
+        Raises:
+            BadRequestError: the bodies that wait for it hold too much.
+        """
+        data = await http.body()
+        if self._counting + len(data) > MAX_BODY:
+            raise BadRequestError(BUSY, None, 503, "overloaded")
+        self._counting += len(data)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._counter, lambda: make(parse(data)))
+        finally:
+            self._counting -= len(data)
 
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
@@ -169,7 +187,7 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
     def count(body: dict[str, Any]) -> int:
         return preparer.count(messages.read(body, keep_agent_headers=served.keep_agent_headers))
 
-    return JSONResponse(messages.count(await served.read(http, count)))
+    return JSONResponse(messages.count(await served.count(http, count)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
@@ -181,7 +199,7 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
         pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
         return JSONResponse(tokenize.whole(tokens, pieces))
 
-    return await served.read(http, reply)
+    return await served.count(http, reply)
 
 
 def _description(served: Served) -> dict[str, Any]:

@@ -4,8 +4,9 @@ Everything here can be done in any thread: it renders and tokenises, and never t
 refused before the answer has begun.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -110,13 +111,9 @@ class Preparer:
 
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
-        try:
-            prompt = self._prompt(request, self._check_length)
+        with _refusing():
+            prompt = self._prompt(request)
             sampling = self._sampling(request.sampling)
-        except BadRequestError:
-            raise
-        except (RequestError, TokenizerError) as error:
-            raise BadRequestError(_without_remedy(error)) from error
         room = self.context - len(prompt.tokens)
         if room < 1:
             raise self._too_long(len(prompt.tokens))
@@ -124,18 +121,15 @@ class Preparer:
         return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
 
     def count(self, request: Request) -> int:
-        """Tokens of the prompt. Raises BadRequestError."""
-        try:
-            return len(self._prompt(request, lambda text: None).tokens)
-        except (RequestError, TokenizerError) as error:
-            raise BadRequestError(_without_remedy(error)) from error
+        """Tokens of the prompt, which may be more than the context has. Raises BadRequestError."""
+        with _refusing():
+            return len(self._prompt(request).tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises BadRequestError."""
-        try:
+        with _refusing():
+            self._check_length(text)
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except RequestError as error:
-            raise BadRequestError(str(error)) from error
 
     def _check_length(self, text: str) -> None:
         """Refuses text far beyond the context before all of it is tokenised, which can take a minute."""
@@ -151,13 +145,12 @@ class Preparer:
         failed = context_exceeded(count, self.context, at_least)
         return BadRequestError(failed.message, None, failed.status, failed.code)
 
-    def _prompt(self, request: Request, check: Callable[[str], None]) -> Prepared:
-        """`check` is given the text before it is tokenised."""
+    def _prompt(self, request: Request) -> Prepared:
         if request.prompt is None:
-            return self._chat(request, check)
+            return self._chat(request)
         tokens = request.prompt
         if isinstance(tokens, str):
-            check(tokens)
+            self._check_length(tokens)
             tokens = self._raw(tokens)
         if not tokens:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
@@ -169,7 +162,7 @@ class Preparer:
         bos = self.tokenizer.bos_token
         return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
 
-    def _chat(self, request: Request, check: Callable[[str], None]) -> Prepared:
+    def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
@@ -177,7 +170,7 @@ class Preparer:
         rendering = _Rendered(self.history, list(request.tools), variables)
         marked = rendering.text(messages)
         text = self.history.plain(marked)
-        check(text)
+        self._check_length(text)
         rendering.known = max(self.spellings(), key=lambda one: one.known(marked)[0], default=None)
         tokens = rendering.encode(marked)
         inside, opening = opens_thinking(text), ""
@@ -275,6 +268,13 @@ def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens:
     return sorted({place for place in found if 0 < place < len(tokens)})
 
 
-def _without_remedy(error: MoefluxError) -> str:
-    """The message without what only helps on a command line."""
-    return str(error).split("; --ignore-chat-template")[0].split(", or use --ignore-chat-template")[0]
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Makes a refusal of what goes wrong, without the remedy that only helps on a command line."""
+    try:
+        yield
+    except BadRequestError:
+        raise
+    except (RequestError, TokenizerError) as error:
+        message = str(error).split("; --ignore-chat-template")[0].split(", or use --ignore-chat-template")[0]
+        raise BadRequestError(message) from error

@@ -6,14 +6,17 @@ import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
+from urllib.error import HTTPError
 
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
-from moeflux_mlx.server import listen, reply
+from moeflux_mlx.server import app, listen, reply
 from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.live import used_memory
+from moeflux_mlx.server.prepare import Preparer
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ANSWER = "</think>" + "An owl flew over the lake. " * 4
@@ -144,6 +147,33 @@ def test_whoever_sends_no_more_gets_the_answer(stream, monkeypatch):
                 pass
         wait_for(lambda: not live.worker.state.running, 2)
         assert live.worker.state.totals.cancelled == 1
+
+
+def test_no_answer_waits_for_what_is_counted(monkeypatch):
+    monkeypatch.setattr(app, "MAX_BODY", 1000)
+    begun, go_on, entered = threading.Event(), threading.Event(), []
+
+    def slow(preparer, request):
+        entered.append(request)
+        begun.set()
+        assert go_on.wait(20)
+        return 7
+
+    monkeypatch.setattr(Preparer, "count", slow)
+    count = {"messages": [{"role": "user", "content": "a" * 300}]}
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER)) as live, ThreadPoolExecutor(2) as clients:
+        counted = [clients.submit(live.post, "/v1/messages/count_tokens", count) for _ in range(2)]
+        assert begun.wait(20)
+        wait_for(lambda: live.listener.config.app._held > 600)
+        with pytest.raises(HTTPError, match="503") as busy:
+            live.post("/tokenize", {"content": "a" * 500})
+        assert b"try again later" in busy.value.read()
+        with send(live, body(1)) as connection:
+            assert b"[DONE]" in read_whole(connection)
+        assert len(entered) == 1
+        go_on.set()
+        assert [one.result() for one in counted] == [{"input_tokens": 7}] * 2
+        assert len(live.post("/tokenize", {"content": "a" * 500})["tokens"]) > 100
 
 
 @pytest.mark.full
