@@ -2,10 +2,12 @@
 
 import json
 import threading
+from typing import Literal
 from urllib.error import HTTPError
 
 import anthropic
 import openai
+import pydantic
 import pytest
 from live_server import Live, demo_engine, wait_for
 
@@ -155,6 +157,18 @@ def test_structured_output(chat):
     form["json_schema"]["schema"] = {"type": "object", "unevaluatedProperties": False, "not": {}}
     with pytest.raises(openai.BadRequestError, match="not|unevaluatedProperties"):
         chat.chat.completions.create(model="m", messages=QUESTION, response_format=form)
+
+
+def test_structured_messages(claude):
+    class Owl(pydantic.BaseModel):
+        owl: bool
+        wings: Literal[2, 4]
+
+    found = claude.messages.parse(model="m", messages=QUESTION, max_tokens=60, output_format=Owl)
+    assert found.parsed_output.wings in (2, 4) and found.stop_reason == "end_turn"
+    with pytest.raises(anthropic.BadRequestError, match="cannot be enforced"):
+        form = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
+        claude.messages.create(model="m", messages=QUESTION, max_tokens=9, output_config={"format": form})
 
 
 def test_completions(chat):

@@ -131,6 +131,26 @@ def test_responses_with_tools(chat):
     assert chat.responses.create(model="m", input=history, tools=[tool]).output_text == "It is 18 C."
 
 
+def test_a_tool_runner_that_would_keep_its_messages_in_a_thread(claude):
+    """The client is told that there are no threads, and sends everything."""
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells."""
+        asked.append(city)
+        return "18 C"
+
+    with pytest.raises(anthropic.BadRequestError, match="send all messages") as refused:
+        claude.beta.messages.create(model="m", messages=QUESTION, max_tokens=9, thread={"type": "create"})
+    assert refused.value.body["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    runner = claude.beta.messages.tool_runner(model="m", messages=QUESTION, tools=[weather], max_tokens=500)
+    assert runner.until_done().content[-1].text == "It is 18 C." and asked == ["Paris"]
+
+
 def test_stop_texts_end_the_answer_only(claude):
     found = claude.messages.create(model="m", messages=QUESTION, max_tokens=500, tools=[HELD], stop_sequences=["look"])
     assert found.stop_reason == "stop_sequence" and found.stop_sequence == "look"
