@@ -111,6 +111,7 @@ class Preparer:
 
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
+        _check_end(request.messages)  # not where tokens are counted
         with _refusing():
             prompt = self._prompt(request)
             sampling = self._sampling(request.sampling)
@@ -156,7 +157,7 @@ class Preparer:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
             raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
-        return Prepared(request, list(tokens), mask=self._mask(request, False, ""))
+        return Prepared(request, list(tokens), mask=self._mask(request, False, "", ""))
 
     def _raw(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
@@ -164,21 +165,26 @@ class Preparer:
 
     def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
+        is_begun = len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        begun = messages.pop() if is_begun else None
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
             variables.setdefault("enable_thinking", request.thinking)
         rendering = _Rendered(self.history, list(request.tools), variables)
         marked = rendering.text(messages)
+        inside = opens_thinking(self.history.plain(marked))
+        if begun is not None:
+            marked, inside = self.history.begun(marked, begun)
         text = self.history.plain(marked)
         self._check_length(text)
         rendering.known = max(self.spellings(), key=lambda one: one.known(marked)[0], default=None)
         tokens = rendering.encode(marked)
-        inside, opening = opens_thinking(text), ""
+        opening = ""
         if request.tools and request.tool_choice not in ("auto", "none"):
             opening = self._call_opening(request, inside)
             tokens = [*tokens, *self.tokenizer.encode_after(opening)]
         boundaries = _boundaries(rendering, messages, tokens)
-        mask = self._mask(request, inside, opening)
+        mask = self._mask(request, inside, opening, begun["content"] if begun is not None else "")
         return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened_by(text))
 
     def remember(self, prepared: Prepared, answer: Written) -> None:
@@ -187,8 +193,8 @@ class Preparer:
             calls = tuple((call.name, call.arguments) for call in answer.calls)
             self._answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
-    def _mask(self, request: Request, inside_reasoning: bool, opening: str) -> Callable[[], Mask] | None:
-        """What says which tokens may come, where the request demands a form."""
+    def _mask(self, request: Request, inside_reasoning: bool, opening: str, begun: str) -> Callable[[], Mask] | None:
+        """What says which tokens may come, where the request demands a form; `begun` is what the answer has already."""
         tools = [] if request.tool_choice == "none" else list(request.tools)
         if not isinstance(request.tool_choice, str):
             tools = [tool for tool in tools if tool["function"]["name"] in request.tool_choice]
@@ -202,9 +208,15 @@ class Preparer:
         grammar = constrainer.grammar(schema, tools, self.dialect, required=bool(opening))
         if grammar is None:
             return None
-        prefix = self._call_opening(request, False) if opening else ""  # which ends the reasoning if there is any
+        prefix = self._call_opening(request, False) if opening else begun  # which ends the reasoning if there is any
         inside = inside_reasoning and not opening
-        return lambda: constrainer.mask(grammar, inside_reasoning=inside, prefix=prefix)
+
+        def make() -> Mask:
+            return constrainer.mask(grammar, inside_reasoning=inside, prefix=prefix)
+
+        if begun:
+            _check_beginning(make)
+        return make
 
     def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
         """What makes the model call a tool: any, or the one that is named."""
@@ -238,6 +250,24 @@ class _Rendered(Rendering):
 
     def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         return self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)
+
+
+def _check_end(messages: Messages) -> None:
+    """Refuses what no answer can follow."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return
+    if messages[-1].get("tool_calls"):
+        raise BadRequestError("the messages end with a call of a tool; send its result as well")
+    if len(messages) == 1:
+        raise BadRequestError("the only message is the beginning of an answer; send what it answers as well")
+
+
+def _check_beginning(make: Callable[[], Mask]) -> None:
+    try:
+        make()
+    except RequestError as error:
+        message = "the beginning of the answer does not conform to what is demanded of it; leave out one of both"
+        raise BadRequestError(message) from error
 
 
 def sampler_settings(sampling: Sampling) -> dict[str, Any]:

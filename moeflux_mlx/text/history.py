@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from ..errors import MoefluxError
 from .calls.dialect import dialect_of
-from .replay import Answer, AnswerStore, StandIn
+from .channels import END, START, opens_thinking
+from .chat_template import REASONING_KEYS
+from .replay import Answer, AnswerStore, StandIn, opened_by
 from .spelling import Spelling
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
@@ -87,6 +89,20 @@ class History:
         normal = [self._protected(one) for one in normal]
         tools, variables = self._guard.protect(tools) if tools else None, self._guard.protect(variables)
         return self._replayed(normal, found, lambda shown: self._render(shown, tools, add_generation_prompt, variables))
+
+    def begun(self, marked: str, message: Mapping[str, Any]) -> tuple[str, bool]:
+        """The prompt `marked` with what `message` has of the answer, and whether that ends inside the reasoning.
+
+        Text ends the reasoning that the template has opened; without text, the reasoning goes on.
+        """
+        (message,) = map(self._protected, self.normalised([message]))
+        thought, text = next((message[key] for key in REASONING_KEYS if message.get(key)), ""), message["content"]
+        prompt = self.plain(marked)
+        if thought and self._tokenizer.has_thinking and not opened_by(prompt):
+            marked += f"{START}\n"
+        elif not opens_thinking(prompt):
+            return marked + text, False
+        return marked + thought + (f"\n{END}\n\n{text}" if text else ""), not text
 
     def _replayed(self, messages: Messages, found: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
         """The prompt with the answers `found` as they were written, but for those that the template hides."""

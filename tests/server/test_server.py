@@ -159,6 +159,26 @@ def test_structured_output(chat):
         chat.chat.completions.create(model="m", messages=QUESTION, response_format=form)
 
 
+def test_an_answer_that_has_begun_is_the_same_answer(chat):
+    options = {"model": "m", "max_tokens": 24, "temperature": 0}
+    whole = chat.chat.completions.create(**options, messages=QUESTION).choices[0].message.content
+    words = " ".join(whole.split(" ")[:5])
+    begun = [*QUESTION, {"role": "assistant", "content": words}]
+    assert whole.removeprefix(words).startswith(
+        chat.chat.completions.create(**options | {"max_tokens": 5}, messages=begun).choices[0].message.content
+    )
+
+
+def test_a_begun_answer_keeps_to_its_schema(claude):
+    schema = {"type": "object", "properties": {"wings": {"enum": [2, 4]}}, "additionalProperties": False}
+    options = {"model": "m", "max_tokens": 40, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    begun = [*QUESTION, {"role": "assistant", "content": '{"wings":'}]
+    said = claude.messages.create(messages=begun, **options).content[0].text
+    assert json.loads('{"wings":' + said)["wings"] in (2, 4)
+    with pytest.raises(anthropic.BadRequestError, match="beginning of the answer"):
+        claude.messages.create(messages=[*QUESTION, {"role": "assistant", "content": "Sure: "}], **options)
+
+
 def test_structured_messages(claude):
     class Owl(pydantic.BaseModel):
         owl: bool

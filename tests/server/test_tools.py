@@ -18,6 +18,10 @@ QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
 
 def script(prompt):
     """What the model says to a prompt."""
+    if prompt.endswith("<think>\n\n</think>\n\nThe owl"):
+        return " flew."
+    if prompt.endswith("<think>\nI must."):
+        return " Now.</think>It flew."
     if prompt.endswith("<function=weather>\n"):
         return CALL.split("<function=weather>\n")[1]
     if "<tool_response>" in prompt:
@@ -149,6 +153,34 @@ def test_a_tool_runner_that_would_keep_its_messages_in_a_thread(claude):
     }
     runner = claude.beta.messages.tool_runner(model="m", messages=QUESTION, tools=[weather], max_tokens=500)
     assert runner.until_done().content[-1].text == "It is 18 C." and asked == ["Paris"]
+
+
+def test_an_answer_that_has_begun_goes_on(chat, claude):
+    begun = [*QUESTION, {"role": "assistant", "content": "The owl"}]
+    assert chat.chat.completions.create(model="m", messages=begun).choices[0].message.content == " flew."
+    assert chat.responses.create(model="m", input=begun).output_text == " flew."
+    assert claude.messages.create(model="m", messages=begun, max_tokens=9).content[0].text == " flew."
+    thought = {"role": "assistant", "content": None, "reasoning_content": "I must."}
+    message = chat.chat.completions.create(model="m", messages=[*QUESTION, thought]).choices[0].message
+    assert (message.reasoning_content, message.content) == (" Now.", "It flew.")
+    empty = chat.chat.completions.create(model="m", messages=[*QUESTION, {"role": "assistant", "content": ""}])
+    assert empty.choices[0].message.content == "I look.\n\n" + CALL
+
+
+def test_what_no_answer_can_follow(chat, claude):
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    block = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    with pytest.raises(openai.BadRequestError, match="end with a call of a tool; send its result"):
+        chat.chat.completions.create(model="m", messages=[*QUESTION, {"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(openai.BadRequestError, match="end with a call of a tool; send its result"):
+        chat.responses.create(model="m", input=[*QUESTION, item])
+    called = [*QUESTION, {"role": "assistant", "content": [block]}]
+    with pytest.raises(anthropic.BadRequestError, match="end with a call of a tool; send its result"):
+        claude.messages.create(model="m", messages=called, max_tokens=9)
+    assert claude.messages.count_tokens(model="m", messages=called).input_tokens > 20
+    with pytest.raises(openai.BadRequestError, match="only message is the beginning of an answer"):
+        chat.chat.completions.create(model="m", messages=[{"role": "assistant", "content": "The owl"}])
 
 
 def test_stop_texts_end_the_answer_only(claude):
