@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,18 +31,28 @@ from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .live import EVERY, used_memory
 from .prepare import Defaults, Prepared, Preparer
 from .reply import KEEPALIVE, Events, EventStream, whole
-from .request import Failed, Request
-from .wire import chat, completions, health, messages, metrics, models, responses, tokenize
+from .request import Failed, Request, ServerEvent
+from .wire import chat, completions, health, messages, metrics, models, tokenize
 from .wire.fields import parse
 from .wire.ids import Ids
-from .wire.replies import error_headers, queue_full
+from .wire.replies import Reply, error_headers, queue_full
+from .wire.responses_items import StoredResponses
 from .worker import QueueFullError, Worker
 
-APIS = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completions,
-    "/v1/messages": messages,
-    "/v1/responses": responses,
+
+class Wire(Protocol):
+    """An API: how its bodies are read and its answers written. A module of `wire`, or an object that remembers."""
+
+    def read(self, body: dict[str, Any], *, keep_agent_headers: bool = False) -> Request: ...
+    def stream(self, request: Request, ids: Ids) -> Reply: ...
+    def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> dict[str, Any]: ...
+
+
+APIS: dict[str, Callable[[], Wire]] = {
+    "/v1/chat/completions": lambda: chat,
+    "/v1/completions": lambda: completions,
+    "/v1/messages": lambda: messages,
+    "/v1/responses": StoredResponses,
 }
 # By which agents name a conversation where their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
@@ -111,7 +120,7 @@ class Served:
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
     """The application, guarded."""
-    routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in APIS.items()]
+    routes = [Route(path, _answering(served, path, make()), methods=["POST"]) for path, make in APIS.items()]
     for path, method, handle in (
         ("/", "GET", _page),
         ("/v1/messages/count_tokens", "POST", _count_tokens),
@@ -140,7 +149,7 @@ def _bound(
     return handler
 
 
-def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpRequest], Awaitable[Any]]:
+def _answering(served: Served, path: str, wire: Wire) -> Callable[[HttpRequest], Awaitable[Any]]:
     async def handler(request: HttpRequest) -> Any:
         try:
             return await _answer(served, wire, request)
@@ -153,11 +162,11 @@ def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpReq
     return handler
 
 
-async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
+async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     preparer = served.preparer
 
     def read(body: dict[str, Any]) -> tuple[Request, Prepared]:
-        asked: Request = wire.read(body, keep_agent_headers=served.keep_agent_headers)
+        asked = wire.read(body, keep_agent_headers=served.keep_agent_headers)
         named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
         asked = replace(asked, model=asked.model or served.name, session=asked.session or named)
         return asked, preparer(asked)

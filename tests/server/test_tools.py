@@ -135,6 +135,33 @@ def test_responses_with_tools(chat):
     assert chat.responses.create(model="m", input=history, tools=[tool]).output_text == "It is 18 C."
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_that_are_named_instead_of_sent(chat, stream):
+    tool = {"type": "function", **TOOL["function"]}
+    options = {"model": "m", "tools": [tool]}
+
+    def output(**more):
+        if not stream:
+            return chat.responses.create(input=QUESTION, **options, **more).output
+        *_, last = chat.responses.create(input=QUESTION, stream=True, **options, **more)
+        return last.response.output
+
+    items = output()
+    assert [item.type for item in items] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": items[-1].call_id, "output": "18 C"}
+    whole = [item.model_dump(exclude_none=True) for item in items]
+    for named in ([{"type": "item_reference", "id": item.id} for item in items], [{"id": item.id} for item in items]):
+        answers = [chat.responses.create(input=[*QUESTION, *middle, result], **options) for middle in (whole, named)]
+        assert [one.output_text for one in answers] == ["It is 18 C."] * 2
+        assert answers[0].usage.input_tokens == answers[1].usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="Duplicate item found"):
+        chat.responses.create(input=[*QUESTION, *named, named[0], result], **options)
+    reference = {"type": "item_reference", "id": output(store=False)[0].id}
+    with pytest.raises(openai.NotFoundError, match=f"Item with id '{reference['id']}' not found") as error:
+        chat.responses.create(input=[*QUESTION, reference, *QUESTION], **options)
+    assert error.value.param == "input"
+
+
 def test_a_tool_runner_that_would_keep_its_messages_in_a_thread(claude):
     """The client is told that there are no threads, and sends everything."""
     asked = []
