@@ -29,8 +29,9 @@ from . import page
 from .errors import error_body
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .live import EVERY, used_memory
+from .log import LEFT, RequestLog
 from .prepare import Defaults, Prepared, Preparer
-from .reply import KEEPALIVE, Events, EventStream, whole
+from .reply import EVENTS, KEEPALIVE, Events, EventStream, whole
 from .request import Failed, Request, ServerEvent
 from .wire import chat, completions, health, messages, metrics, models, tokenize
 from .wire.fields import parse
@@ -70,6 +71,7 @@ class Served:
         defaults: of sampling and template, for a loaded model.
         keep_agent_headers: leave what agents put into prompts as it is.
         keepalive: seconds.
+        log: takes a line for each request; None: nobody reads it.
     """
 
     worker: Worker
@@ -77,6 +79,7 @@ class Served:
     defaults: Callable[[Engine], Defaults]
     keep_agent_headers: bool = False
     keepalive: float = KEEPALIVE
+    log: Callable[[str], None] | None = None
     started: float = field(default_factory=time.time)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -134,7 +137,8 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         routes.append(Route(path, _bound(handle, served), methods=[method]))
     handlers = {HTTPException: _http_error, BodyError: _body_error, ClientDisconnect: _left, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(_counted(app, served), rules)
+    paths = {route.path for route in routes}
+    return RequestLog(Guard(app, rules), paths, served.requests, served.log)
 
 
 def _bound(
@@ -173,6 +177,7 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
 
     asked, prepared = await served.read(http, read)
     events, ids = Events(served.worker, prepared), Ids()
+    http.scope["state"][EVENTS] = events
 
     def over() -> None:
         preparer.remember(prepared, events.written(ids))
@@ -299,25 +304,10 @@ async def _body_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _left(*_: Any) -> Response:
     """What stands in the metrics for a client that has gone; nobody reads it."""
-    return Response(status_code=499)
+    return Response(status_code=LEFT)
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:
     print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
     message = f"the server has a fault ({type(error).__name__}); look at its log"
     return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)
-
-
-def _counted(app: ASGIApp, served: Served) -> ASGIApp:
-    known = {*APIS, "/v1/messages/count_tokens", "/v1/models", "/health", "/metrics", "/tokenize", "/live", "/"}
-
-    async def counting(scope: Any, receive: Any, send: Any) -> None:
-        async def sending(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in known else "other"
-                served.requests[path, message["status"]] += 1
-            await send(message)
-
-        await app(scope, receive, sending)
-
-    return counting

@@ -1,6 +1,7 @@
 """Hostile requests: each gets a 4xx in the shape of the API that it came by, and the server goes on."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -194,7 +195,7 @@ def test_a_body_in_pieces_is_counted():
 
 def test_bodies_are_bounded_together():
     with Live(lambda: FakeEngine(lambda prompt: "Yes.")) as live:
-        guard = live.listener.config.app
+        guard = live.listener.config.app.app
         guard.max_bodies = 1000
         padded = CHAT + b" " * 600
         with socket.create_connection(("127.0.0.1", live.port), timeout=5) as half:
@@ -241,6 +242,47 @@ def test_a_variable_of_a_template_may_have_any_other_name(live):
     for name in (b"self", b"known", b"template", b"caller", b"", b"a b"):
         body = CHAT[:-1] + b', "chat_template_kwargs": {"%s": 1}}' % name
         assert answer(live, request(PATHS[0], body))[0] == 200, name
+
+
+def test_each_request_is_told_in_a_line():
+    lines = []
+    slow = FakeEngine(lambda prompt: "</think>Yes." + " Yes" * ("much" in prompt) * 500, token_seconds=0.005)
+    with Live(lambda: slow, rules=Rules(key=KEY), log=lines.append) as live:
+        for data in (
+            request("/v1/chat/completions"),
+            request("/v1/chat/completions"),
+            request("/v1/messages", MESSAGES[:-1] + b', "stream": true}'),
+            request("/v1/responses", b'{"input": 3}'),
+            request("/v1/messages", b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"a" * 9000)),
+            request("/v1/messages/count_tokens"),
+            request("/v1/chat/completions", Authorization=None),
+            request("/tokenize", Host="evil.example"),
+            request("/v1/%1b[2Jx", method="GET"),
+            request("/v1/models", b"", method="GET"),
+            request("/health", b"", method="GET"),
+        ):
+            live.raw(data, seconds=2)
+        with socket.create_connection(("127.0.0.1", live.port)) as leaving:
+            leaving.sendall(request("/v1/completions", b'{"prompt": "much"}'))
+            wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: len(lines) == 10)
+        refused = live.get("/health") and live.listener.config.app._counts["/tokenize", 403]
+    told = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+) (\d+): (.*)\d+\.\d s", line).groups() for line in lines]
+    assert [(path, int(status)) for path, status, _ in told] == [
+        ("/v1/chat/completions", 200),
+        ("/v1/chat/completions", 200),
+        ("/v1/messages", 200),
+        ("/v1/responses", 400),
+        ("/v1/messages", 400),
+        ("/v1/messages/count_tokens", 200),
+        ("/v1/chat/completions", 401),
+        ("/tokenize", 403),
+        ("'/v1/\\x1b[2Jx'", 404),
+        ("/v1/completions", 499),
+    ]
+    counts = [re.fullmatch(r"(\d+) tokens in, (\d+) cached, (\d+) out, ", rest) for _, _, rest in told]
+    assert [bool(match) for match in counts] == [True] * 3 + [False] * 7 and refused == 1
+    assert counts[0][1] == counts[1][1] and int(counts[0][2]) == 0 < int(counts[1][2]) and counts[2][3] == "4"
 
 
 def test_as_many_wait_as_may():
