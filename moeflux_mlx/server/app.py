@@ -49,12 +49,6 @@ class Wire(Protocol):
     def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> dict[str, Any]: ...
 
 
-APIS: dict[str, Callable[[], Wire]] = {
-    "/v1/chat/completions": lambda: chat,
-    "/v1/completions": lambda: completions,
-    "/v1/messages": lambda: messages,
-    "/v1/responses": StoredResponses,
-}
 # By which agents name a conversation where their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
 T = TypeVar("T")
@@ -106,10 +100,10 @@ class Served:
             return await asyncio.to_thread(lambda: make(parse(data)))
 
     async def count(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
-        """The same for what only counts, one body after the other, so that no answer waits for it.
+        """As `read`, in the one thread that only counts: no answer waits for it.
 
         Raises:
-            BadRequestError: the bodies that wait for it hold too much.
+            BadRequestError: the bodies that wait for that thread hold too much.
         """
         data = await http.body()
         if self._counting + len(data) > MAX_BODY:
@@ -123,7 +117,13 @@ class Served:
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
     """The application, guarded."""
-    routes = [Route(path, _answering(served, path, make()), methods=["POST"]) for path, make in APIS.items()]
+    apis: dict[str, Wire] = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": completions,
+        "/v1/messages": messages,
+        "/v1/responses": StoredResponses(),
+    }
+    routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in apis.items()]
     for path, method, handle in (
         ("/", "GET", _page),
         ("/v1/messages/count_tokens", "POST", _count_tokens),

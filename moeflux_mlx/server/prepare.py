@@ -111,7 +111,7 @@ class Preparer:
 
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
-        _check_end(request.messages)  # not where tokens are counted
+        _check_end(request.messages)
         with _refusing():
             prompt = self._prompt(request)
             sampling = self._sampling(request.sampling)
@@ -165,8 +165,7 @@ class Preparer:
 
     def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
-        is_begun = len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-        begun = messages.pop() if is_begun else None
+        begun = messages.pop() if _is_begun(messages) else None
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
             variables.setdefault("enable_thinking", request.thinking)
@@ -253,13 +252,18 @@ class _Rendered(Rendering):
 
 
 def _check_end(messages: Messages) -> None:
-    """Refuses what no answer can follow."""
+    """Refuses messages that no answer can follow; their tokens can be counted all the same."""
     if not messages or messages[-1]["role"] != "assistant":
         return
     if messages[-1].get("tool_calls"):
         raise BadRequestError("the messages end with a call of a tool; send its result as well")
     if len(messages) == 1:
         raise BadRequestError("the only message is the beginning of an answer; send what it answers as well")
+
+
+def _is_begun(messages: Messages) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    return len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def _check_beginning(make: Callable[[], Mask]) -> None:

@@ -122,7 +122,7 @@ class History:
         return self._replayed(messages, {n: answer for n, answer in found.items() if n not in hidden}, render)
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The name and the id of a call come from the client, whoever wrote the call."""
+        """A message that holds no marker but what the model may have written: of a call, its arguments alone."""
         own = message["role"] == "assistant"
         done = {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
         for call in done.get("tool_calls", ()):

@@ -325,7 +325,7 @@ def test_refused(read, body, param):
 
 def test_the_tools_of_others_are_named():
     tools = [{"type": kind, "name": "x"} for kind in ("web_search_20250305", "bash_20250124")]
-    with pytest.raises(BadRequestError, match="leave out web_search_20250305, bash_20250124, or"):
+    with pytest.raises(BadRequestError, match="of type 'web_search_20250305', 'bash_20250124', or"):
         of_messages(tools=[{"name": "Read", "input_schema": {}}, *tools])
 
 

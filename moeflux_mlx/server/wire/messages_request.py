@@ -7,10 +7,11 @@ from ...errors import BadRequestError
 from ..request import Request
 from . import conversation, settings, tools
 from .conversation import Message
-from .fields import Fields, check
+from .fields import Fields, check, shown
 from .parts import joined, texts, unserved
 from .replies import NO_THREADS
 
+MOST_NAMED = 8  # tools, in the message that refuses them
 # Blocks in histories that came from a server's own tools, or that only their maker can read.
 _DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 
@@ -56,9 +57,10 @@ def _format(fields: Fields) -> Fields | None:
 def _tools(fields: Fields) -> list[tools.Tool]:
     """The client's own. Those with a type of Anthropic's run at its servers, or have a schema that its models know."""
     items = list(fields.objects("tools"))
-    others = [kind for item in items if (kind := item.text("type") or "custom") != "custom"]
+    others = [shown(kind) for item in items if (kind := item.text("type") or "custom") != "custom"]
     if others:
-        message = f"this server has no tools of its own: leave out {', '.join(others)}, or send an input_schema"
+        names = ", ".join(others[:MOST_NAMED])
+        message = f"this server has no tools of its own: leave out those of type {names}, or send an input_schema"
         raise BadRequestError(message, "tools")
     return [tools.tool(item, "input_schema") for item in items]
 

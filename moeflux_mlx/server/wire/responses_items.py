@@ -19,14 +19,10 @@ REFERENCE = "item_reference"  # its type, which may be left out
 
 
 class StoredResponses:
-    """Reads and writes as the module `responses` does.
+    """Reads and writes as the module `responses` does."""
 
-    Args:
-        items: id -> item.
-    """
-
-    def __init__(self, items: Latest[str, Item] | None = None):
-        self._items: Latest[str, Item] = items or Latest()
+    def __init__(self) -> None:
+        self._items: Latest[str, Item] = Latest()
 
     def read(self, body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
         """The request that a body makes.
