@@ -246,12 +246,12 @@ def test_a_variable_of_a_template_may_have_any_other_name(live):
 
 def test_each_request_is_told_in_a_line():
     lines = []
-    slow = FakeEngine(lambda prompt: "</think>Yes." + " Yes" * ("much" in prompt) * 500, token_seconds=0.005)
+    slow = FakeEngine(lambda prompt: "</think>Yes." + " Yes" * ("much" in prompt) * 500, token_seconds=0.002)
     with Live(lambda: slow, rules=Rules(key=KEY), log=lines.append) as live:
         for data in (
             request("/v1/chat/completions"),
             request("/v1/chat/completions"),
-            request("/v1/messages", MESSAGES[:-1] + b', "stream": true}'),
+            request("/v1/messages", MESSAGES[:-1] + b', "stream": true}', Connection="close"),
             request("/v1/responses", b'{"input": 3}'),
             request("/v1/messages", b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"a" * 9000)),
             request("/v1/messages/count_tokens"),
@@ -261,7 +261,7 @@ def test_each_request_is_told_in_a_line():
             request("/v1/models", b"", method="GET"),
             request("/health", b"", method="GET"),
         ):
-            live.raw(data, seconds=2)
+            live.raw(data)
         with socket.create_connection(("127.0.0.1", live.port)) as leaving:
             leaving.sendall(request("/v1/completions", b'{"prompt": "much"}'))
             wait_for(lambda: live.worker.state.running)
