@@ -253,9 +253,12 @@ def quantised(layer, rows, columns):
 
 @pytest.mark.parametrize("columns, calls", [(64, 0), (128, 1)])
 def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls):
-    """MLX's product writes nothing there."""
+    """MLX's product writes nothing there. A product in float32 rounds no weight, whatever its scales are in."""
     layer, product, seen = Weight(96, columns), mx.quantized_matmul, []
-    dense = quantised(layer, 96, columns)
+    quantised(layer, 96, columns)
+    layer.scales, layer.biases = (part.astype(mx.bfloat16) for part in (layer.scales, layer.biases))
+    exact = (part.astype(mx.float32) for part in (layer.scales, layer.biases))
+    dense = mx.dequantize(layer.weight, *exact, group_size=64, bits=4)
     x = mx.array(np.random.default_rng(2).standard_normal((5, columns)).astype(np.float32))
     monkeypatch.setattr(backend, "name", lambda: "cuda")
     monkeypatch.setattr(mx, "quantized_matmul", lambda *args, **more: seen.append(1) or product(*args, **more))
