@@ -20,7 +20,7 @@ from moeflux_mlx.text.tokenizer import load_tokenizer
 RECURRENT = "qwen3_next"
 N = 60
 TOLERANCES = dict.fromkeys(FAMILIES, 2e-4)
-if backend.has_kernels():  # one sums other chunks in another order: up to 2.2e-4 were seen, elsewhere 0.8e-4
+if backend.has_kernels():  # a GPU sums other chunks in another order: 2.2e-4 were seen here, 0.8e-4 in the others
     TOLERANCES["qwen3_5_moe"] = 5e-4
 
 
