@@ -139,7 +139,7 @@ def merciless(loader):
     def overwrite(keys, out):
         unpin(keys, out)
         for pool, key in ((loader._pool_of[key[0]], key) for key in keys):
-            if key in pool and not pool.pinned(key) and pool[key].future is None:
+            if key in pool and not pool.pinned(key) and pool[key].read is None:
                 row = pool[key].row
                 pool.drop(key)
                 pool.rows[row] = 0xFFFFFFFF

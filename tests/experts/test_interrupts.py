@@ -1,0 +1,131 @@
+"""An interrupt at any line or bytecode of what serves experts leaves a model that goes on with the same bits."""
+
+import itertools
+import random
+import sys
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa: F401 (a fixture)
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.experts import lookahead, mapped, pool, reader, routed, source, streamed as streaming, waves, whole
+from moeflux_mlx.experts.pool import NOWHERE
+from moeflux_mlx.ops import native
+
+FILES = {module.__file__ for module in (streaming, pool, reader, lookahead, waves, source, routed, mapped, whole)}
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in this thread before the line or bytecode `at` of `files`, counted from 0, that is
+    run within the block. `count` says how many there were."""
+
+    def __init__(self, at=None, opcodes=False, files=FILES):
+        self.at, self.opcodes, self.files, self.count = at, opcodes, files, 0
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def _enter(self, frame, event, arg):
+        if frame.f_code.co_filename not in self.files:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = self.opcodes, not self.opcodes
+        return self._step
+
+    def _step(self, frame, event, arg):
+        if event == ("opcode" if self.opcodes else "line"):
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise KeyboardInterrupt
+        return self._step
+
+
+def interrupted(work, **where):
+    """Does `work`, which is interrupted; the error, which keeps all frames as a terminal's `sys.last_exc` does."""
+    try:
+        with Interrupt(**where):
+            work()
+    except KeyboardInterrupt as error:
+        return error
+    return None  # it was cleaning up after itself, where nothing can be raised
+
+
+def check_pools(loader):
+    """Nothing is held or under way, and each row of memory has one owner."""
+    loader.drain()
+    for one in getattr(loader, "_pools", ()):
+        assert not one.in_flight() and not one.pinned_besides([])
+        rows = [slot.row for slot in map(one.get, one.records()) if slot.row != NOWHERE]
+        assert sorted([*one._free, *rows]) == list(range(len(one.rows)))
+
+
+KINDS = {
+    "the least pool": {"least_slots": TOP_K, "cache_bytes": 1},
+    "a larger pool": {"least_slots": TOP_K, "cache_bytes": 40 * 16384},
+    "the previous token's": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "prefetch": "previous"},
+    "copied": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "copied": True},
+    "mapped": None,
+}
+
+
+@pytest.fixture(params=KINDS)
+def model(request, small_waves, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # what is raised while something is freed ends there
+    options, path = KINDS[request.param], tiny_directory("qwen3_moe")
+    if request.param == "copied":
+        monkeypatch.setattr(native, "available", lambda: False)
+        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    threads = set(threading.enumerate())
+    made = streamed(path, **options) if options else load_model(path, dtype=mx.float32, expert_io="mmap")
+    yield made
+    made.experts.close()
+    assert set(threading.enumerate()) == threads
+
+
+def decoding(model):
+    cache = model.make_cache()
+    mx.eval(model(mx.array([[3]]), cache))
+    return lambda: [mx.eval(model(mx.array([[token]]), cache)) for token in (7, 9)]
+
+
+def prompting(model):
+    return lambda: mx.eval(model(tokens_of("qwen3_moe")[:, :20], model.make_cache()))
+
+
+WORK = {"tokens": decoding, "a prompt": prompting}
+
+
+def answers(model):
+    tokens = tokens_of("qwen3_moe")
+    return run(model, tokens[:, :20], 20), run(model, tokens[:, :3], 1)
+
+
+def check_answers(model, want):
+    assert all(map(np.array_equal, answers(model), want))
+    check_pools(model.experts)
+
+
+def events(model, work, opcodes):
+    """How many there are to be interrupted at."""
+    with Interrupt(opcodes=opcodes) as all_of_it:
+        work(model)()
+    return all_of_it.count
+
+
+@pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "bytecodes"])
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_a_model_goes_on_after_an_interrupt(model, work, opcodes):
+    want = answers(model)
+    draw = random.Random(f"{work} {opcodes}")
+    for at in draw.sample(range(events(model, work, opcodes)), 20):
+        kept = interrupted(work(model), at=at, opcodes=opcodes)
+        check_answers(model, want)
+        del kept
