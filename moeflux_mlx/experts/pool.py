@@ -209,7 +209,8 @@ class SlotPool:
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
         """Holds on to these records until `unpin` gets the same list; `find`s them."""
-        self._leased[id(keys)] = keys
+        if keys:  # else nobody would tell this pool
+            self._leased[id(keys)] = keys
         return [self.find(key) for key in keys]
 
     def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:

@@ -155,7 +155,7 @@ class StreamedExperts(ExpertLoader):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One thread at a time, and nothing is left of a call that has been interrupted."""
+        """One thread at a time, and what an interrupted call has left is put in order first."""
         with self._lock:
             if not self._is_sound:
                 self._reconcile()
@@ -164,12 +164,12 @@ class StreamedExperts(ExpertLoader):
             self._is_sound = True
 
     def _reconcile(self) -> None:
-        abandoned = self._guards if self._guards_of != threading.get_ident() else []
-        if not abandoned:  # who made lazy arrays can evaluate them
-            mx.eval(self._guards)
+        """After a call that was interrupted: its leases are void, and nothing that nobody will read is waited for."""
+        is_own = self._guards_of == threading.get_ident()
         for pool in self._pools:
-            pool.reconcile(abandoned)
-        self._guards = []
+            pool.reconcile([] if is_own else self._guards)
+        if not is_own:  # who made lazy arrays can evaluate them, at the end of this turn
+            self._guards = []
         self._ahead = [key for pool in self._pools for key in pool.in_flight() if pool[key].speculative]
 
     @contextlib.contextmanager
@@ -285,10 +285,11 @@ class StreamedExperts(ExpertLoader):
     def invalidate(self) -> None:
         with self._alone():
             self._take_in(self.in_flight)
-            for pool in self._pools:
-                if pool.pinned_besides([]):
-                    raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
+            in_use = any(pool.pinned_besides([]) for pool in self._pools)
+            for pool in [] if in_use else self._pools:
                 self._empty(pool)
+        if in_use:
+            raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         if self._closed:

@@ -1,18 +1,22 @@
 """An interrupt at any line or bytecode of what serves experts leaves a model that goes on with the same bits."""
 
+import contextlib
 import itertools
 import random
+import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa: F401 (a fixture)
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.experts import lookahead, mapped, pool, reader, routed, source, streamed as streaming, waves, whole
+from moeflux_mlx.experts import lookahead, mapped, pool, reader, routed, source, waves, whole
+from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.pool import NOWHERE
 from moeflux_mlx.ops import native
 
@@ -97,15 +101,15 @@ def decoding(model):
 
 
 def prompting(model):
-    return lambda: mx.eval(model(tokens_of("qwen3_moe")[:, :20], model.make_cache()))
+    return lambda: mx.eval(model(TOKENS[:, :20], model.make_cache()))
 
 
+TOKENS = tokens_of("qwen3_moe")
 WORK = {"tokens": decoding, "a prompt": prompting}
 
 
 def answers(model):
-    tokens = tokens_of("qwen3_moe")
-    return run(model, tokens[:, :20], 20), run(model, tokens[:, :3], 1)
+    return run(model, TOKENS[:, :20], 20), run(model, TOKENS[:, :3], 1)
 
 
 def check_answers(model, want):
@@ -120,12 +124,81 @@ def events(model, work, opcodes):
     return all_of_it.count
 
 
-@pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "bytecodes"])
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
-def test_a_model_goes_on_after_an_interrupt(model, work, opcodes):
+EVENTS = pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "bytecodes"])
+
+
+def sweep(model, work, opcodes, places):
+    """Interrupts `work` at each of `places(number of lines or bytecodes)`, and looks at the model every time."""
     want = answers(model)
-    draw = random.Random(f"{work} {opcodes}")
-    for at in draw.sample(range(events(model, work, opcodes)), 20):
+    for at in places(events(model, work, opcodes)):
         kept = interrupted(work(model), at=at, opcodes=opcodes)
         check_answers(model, want)
         del kept
+
+
+@EVENTS
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_a_model_goes_on_after_an_interrupt(model, work, opcodes):
+    sweep(model, work, opcodes, lambda count: random.Random(count).sample(range(count), 4))
+
+
+@pytest.mark.full
+@EVENTS
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+def test_a_model_goes_on_after_an_interrupt_anywhere(model, work, opcodes):
+    sweep(model, work, opcodes, lambda count: range(0, count, 41 if opcodes else 7))
+
+
+def test_200_interrupts_in_a_row(model):
+    """Each within the first lines of a token, so that none puts everything in order again."""
+    want, draw, kept = answers(model), random.Random(0), None
+    for _ in range(200):
+        kept = interrupted(lambda: mx.eval(model(mx.array([[5]]))), at=draw.randrange(300)) or kept
+    check_answers(model, want)
+
+
+def test_200_signals_in_a_row(model):
+    """At any moment, also in what the files use of Python's own library; then other threads can go on too."""
+    want, draw = answers(model), random.Random(1)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for work in itertools.islice(itertools.cycle([decoding(model), prompting(model)]), 200):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 2e-3))
+                work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    check_answers(model, want)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(check_answers, model, want).result()
+
+
+def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypatch):
+    """A turn ends by evaluating what still reads the pool; nobody else can."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1)
+    want = run(model, TOKENS[:, :3], 1)
+
+    def broken_off(*arrays):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(mx, "async_eval", broken_off)
+        model(TOKENS[:, :1])
+    with ThreadPoolExecutor(1) as other:
+        assert np.array_equal(other.submit(lambda: run(model, TOKENS[:, :3], 1)).result(), want)
+    model.experts.close()
+
+
+@EVENTS
+def test_an_interrupted_close_is_completed_by_the_next(opcodes):
+    threads, draw = set(threading.enumerate()), random.Random(opcodes)
+    for end in (10, 100, 1000):
+        model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1)
+        model(TOKENS[:, :1])
+        interrupted(model.experts.close, at=draw.randrange(end), opcodes=opcodes)
+        model.experts.close()
+        assert set(threading.enumerate()) == threads
