@@ -123,6 +123,7 @@ def sweep(model, work, opcodes, most=None):
     draw, want = random.Random(0), answers(model)
     with Interrupt(opcodes=opcodes) as whole_of_it:
         work(model)()
+    assert whole_of_it.places
     times = {}
     for at, place in enumerate(whole_of_it.places):
         times.setdefault(place, []).append(at)
