@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import os
 import random
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -72,11 +74,17 @@ def check_pools(loader):
         assert sorted([*one._free, *rows]) == list(range(len(one.rows)))
 
 
+def slow(fd, buffers, offset):
+    time.sleep(5e-4)
+    return os.preadv(fd, buffers, offset)
+
+
 KINDS = {
     "the least pool": {"least_slots": TOP_K, "cache_bytes": 1},
     "a larger pool": {"least_slots": TOP_K, "cache_bytes": 40 * 16384},
     "the previous token's": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "prefetch": "previous"},
     "copied": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "copied": True},
+    "queued reads": {"least_slots": TOP_K, "cache_bytes": 20 * 16384, "workers": 1, "preadv": slow},
     "mapped": None,
 }
 
@@ -141,10 +149,10 @@ EVENTS = pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "byteco
 @EVENTS
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_a_model_goes_on_after_an_interrupt(model, work, opcodes):
-    sweep(model, work, opcodes, most=8)
+    sweep(model, work, opcodes, most=5)
 
 
-@pytest.mark.parametrize("model", ["the least pool"], indirect=True)
+@pytest.mark.parametrize("model", ["the least pool", "queued reads"], indirect=True)
 def test_a_model_goes_on_after_an_interrupt_at_any_line(model):
     sweep(model, decoding, opcodes=False)
 
