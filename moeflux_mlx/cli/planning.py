@@ -7,7 +7,6 @@ import argparse
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 import mlx.core as mx
@@ -20,7 +19,7 @@ from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.memory import page_aligned
-from ..experts.reader import ExpertReader
+from ..experts.reader import ExpertReader, Read
 from ..experts.source import IoMode
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
@@ -149,14 +148,15 @@ def measure_disk(files: ExpertFiles) -> float:
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
     every = [key for key in every if share is None or share.has(*key)]
     count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
-    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Future[int]](), 0
+    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Read](), 0
     start = time.perf_counter()
     for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
         if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row
             nbytes += waiting.popleft().result()
         layer, expert = every[choice]
-        waiting.append(reader.submit(layer, expert, memoryview(memory[i % IN_FLIGHT]).cast("B")))
-    nbytes += sum(future.result() for future in waiting)
+        target = memoryview(memory[i % IN_FLIGHT]).cast("B")
+        waiting.append(reader.submit(reader.prepare(layer, expert, target)))
+    nbytes += sum(read.result() for read in waiting)
     seconds = time.perf_counter() - start
     reader.close()
     return nbytes / seconds

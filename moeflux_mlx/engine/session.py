@@ -174,9 +174,8 @@ class Session:
         self.points.keep(len(self.tokens))
 
     def _go_back(self, length: int) -> int:
-        reached = self.points.rewind(length)
-        del self.tokens[reached:]
-        return reached
+        del self.tokens[self.points.nearest(length) :]  # first: who is interrupted goes as far back the next time
+        return self.points.rewind(length)
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +239,8 @@ class Session:
         half = self._taken_up(prompt, ends)
         if half is None:
             self._drop_half()
+            if any(layer.offset != len(self.tokens) for layer in self.cache):  # going back was interrupted
+                self._go_back(len(self.tokens))
             self._reuse(prompt)
         else:
             self.reuse = Reuse(len(prompt), len(self.tokens), 0)

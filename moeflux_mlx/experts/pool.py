@@ -2,18 +2,20 @@
 
 The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every record in an array of
 its own in device memory, because updating an array that others refer to would copy all of it; there the
-host's memory is only a landing place that the GPU reads over the bus. It knows neither files nor threads, only futures.
+host's memory is only a landing place that the GPU reads over the bus. It knows neither files nor threads, only reads.
 
 A pool that breathes is resized while the model runs. On the CPU its rows are address space for the largest size. A
 system gives a large page back only as a whole, whatever it says of the parts, so the records that stay are moved
 together, into the first rows (results.tsv, "pool resize").
+
+Whoever calls may be interrupted between any two bytecodes. The table of records says who owns a row and what is being
+read, and each change of it is one step; the rest is kept for speed, and `reconcile` finds it again from the table.
 """
 
 import math
 import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -23,17 +25,21 @@ import numpy as np
 from ..formats.record import STRIDE_ALIGNMENT, Key, rounded
 from ..ops import backend
 from .memory import GIVES_BACK, adopt, as_result, give_back, landing_memory, on_device, private_pages
+from .reader import Read
+
+NOWHERE = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """One record in memory or on its way: in row `row` of the memory, or copied to `device`.
+    """One record in memory or on its way by `read`: in row `row` of the memory, or copied to `device`.
 
-    `guard` must be evaluated before the memory is used again.
+    The row is the record's own until the copy has been computed, and is then NOWHERE. `guard` must be evaluated before
+    the memory is used again.
     """
 
     row: int
-    future: "Future[int] | None" = None
+    read: Read | None = None
     guard: mx.array | None = None
     device: mx.array | None = None
     speculative: bool = False
@@ -71,7 +77,7 @@ class SlotPool:
         self.slots = slots
         self.most = slots if most is None or not self.breathes else most
         self._pages: mmap.mmap | None = None
-        self._copying: list[tuple[int, mx.array]] = []  # rows that the device still reads, and their copies
+        self._copying: list[Slot] = []  # whose rows the device may still read
         self._landing: mx.array | None = None
         if landing is not None and backend.name() == "cuda":
             self.rows, self._landing = landing_memory(landing, nbytes // 4)
@@ -84,7 +90,7 @@ class SlotPool:
         self._adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
         self._free = list(range(len(self.rows)))  # a heap: the first rows are used first
         self._used: OrderedDict[Key, Slot] = OrderedDict()
-        self._pins: dict[Key, int] = {}  # how many leases hold a record, while any does
+        self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
         self._guests: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
@@ -116,7 +122,7 @@ class SlotPool:
         return slot
 
     def put(self, key: Key, slot: Slot) -> None:
-        """Files a claimed slot, its read submitted."""
+        """Files a claimed slot, its read prepared: should nobody come to submit that, `reconcile` finds the slot."""
         self._used[key] = slot
         self._arriving.add(key)
         if self._most_guests is not None:
@@ -150,11 +156,11 @@ class SlotPool:
         row_wanted, last = self.copied and not self._free, None
         for key in keys:
             slot = self._used[key]
-            if key in self._pins:
+            if self.pinned(key):
                 continue
-            if slot.future is None and not row_wanted and key not in self.intended:
+            if slot.read is None and not row_wanted and key not in self.intended:
                 return key
-            if last is None and (slot.future is not None or not row_wanted):
+            if last is None and (slot.read is not None or not row_wanted):
                 last = key
         return None if for_guess else last
 
@@ -170,17 +176,17 @@ class SlotPool:
     def arrived(self, key: Key) -> None:
         """The record's bytes are there."""
         slot = self._used[key]
-        if self.copied:  # first: should there be no memory for it, the record has not arrived
+        if self.copied and slot.device is None:  # first: should there be no memory for it, the record has not arrived
             slot.device = self._copy(slot.row)
-            self._copying.append((slot.row, slot.device))
-        slot.future = None
+            self._copying.append(slot)
+        slot.read = None
         self._arriving.discard(key)
 
     def _finish_copies(self) -> None:
         while self._copying:
-            row, copy = self._copying[-1]
-            mx.eval(copy)
-            self._copying.pop()  # before the row is free: whoever interrupts this must not find it twice
+            mx.eval(self._copying[-1].device)
+            slot = self._copying.pop()
+            row, slot.row = slot.row, NOWHERE
             heappush(self._free, row)
 
     def _copy(self, row: int) -> mx.array:
@@ -202,21 +208,17 @@ class SlotPool:
         return blob, np.array([slot.row for slot in slots], np.int32)
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
-        """Holds on to these records until `unpin`; `find`s them."""
-        slots = []
-        for key in keys:
-            self._pins[key] = self._pins.get(key, 0) + 1
-            slots.append(self.find(key))
-        return slots
+        """Holds on to these records until `unpin` gets the same list; `find`s them."""
+        if keys:  # else nobody would tell this pool
+            self._leased[id(keys)] = keys
+        return [self.find(key) for key in keys]
 
     def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:
-        for key in keys:
-            left = self._pins.pop(key) - 1
-            if left:
-                self._pins[key] = left
-            slot = self._used.get(key)
-            if slot is not None and guard is not None:
+        """Nothing, if these keys do not hold anything any more."""
+        if guard is not None and id(keys) in self._leased:
+            for slot in filter(None, map(self._used.get, keys)):
                 self._guard(slot, guard)
+        self._leased.pop(id(keys), None)  # last, and one step: who is interrupted before holds on
 
     @staticmethod
     def _guard(slot: Slot, guard: mx.array) -> None:
@@ -225,10 +227,10 @@ class SlotPool:
         slot.guard = guard
 
     def pinned(self, key: Key) -> bool:
-        return key in self._pins
+        return any(key in keys for keys in list(self._leased.values()))
 
-    def pinned_besides(self, keys: list[Key]) -> int:
-        return len(self._pins.keys() - keys) if self._pins else 0
+    def pinned_besides(self, keys: Sequence[Key]) -> int:
+        return len(set().union(*list(self._leased.values())).difference(keys))
 
     def demote(self, key: Key) -> None:
         """The record becomes the first to give way; while somebody interrupts, only one of his own does."""
@@ -242,15 +244,37 @@ class SlotPool:
         slot = self._used[key]
         if slot.guard is not None:
             mx.eval(slot.guard)
+        if slot.device is not None and slot.row != NOWHERE:
+            self._finish_copies()  # they hold on to the record
         del self._used[key]
         self._guests.pop(key, None)
         self._arriving.discard(key)
-        if slot.device is None:
+        if slot.row != NOWHERE:
             heappush(self._free, slot.row)
             if slot.row >= self.slots and not self.copied:  # it could not be moved when the pool shrank
                 self._give_back(slot.row, slot.row + 1)
-        elif any(copy is slot.device for _, copy in self._copying):
-            self._finish_copies()  # they hold on to the record
+
+    def reconcile(self, abandoned: Sequence[mx.array] = ()) -> None:
+        """After a call that was interrupted anywhere: nothing is leased, and all else agrees with the records again.
+
+        Args:
+            abandoned: guards that nobody will evaluate.
+        """
+        self._leased.clear()
+        self.intended = set()
+        for key, slot in list(self._used.items()):
+            if any(slot.guard is guard for guard in abandoned):
+                slot.guard = None
+            if slot.read is not None and (slot.read.is_cancelled or not slot.read.is_queued and slot.read.cancel()):
+                self.drop(key)
+        self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
+        self._copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
+        self._guests = OrderedDict((key, None) for key in self._guests if key in self._used)
+        self._find_free()
+
+    def _find_free(self) -> None:
+        taken = {slot.row for slot in self._used.values()}
+        self._free = [row for row in range(len(self.rows)) if row not in taken]  # ascending: a heap
 
     def resize(self, slots: int, evict: Callable[[Key], object]) -> int:
         """Keeps at most `slots` records from now on, and no memory for more; returns how many it came to.
@@ -276,9 +300,9 @@ class SlotPool:
 
         A record that is pinned or arriving stays where it is.
         """
-        self._free = sorted(set(range(len(self.rows))) - {slot.row for slot in self._used.values()})
+        self._find_free()
         for key, slot in self._used.items():
-            if slot.row >= slots and slot.future is None and key not in self._pins:
+            if slot.row >= slots and slot.read is None and not self.pinned(key):
                 self._move(slot)
         self._free.sort()  # it is still a heap
         for first, stop in _runs(self._free):
@@ -290,7 +314,7 @@ class SlotPool:
             mx.eval(slot.guard)
         old, new = slot.row, self._free[0]
         self.rows[new] = self.rows[old]
-        heappop(self._free)  # whoever interrupts this leaves a row without an owner until `_compact`, none with two
+        heappop(self._free)
         slot.row = new
         heappush(self._free, old)
 

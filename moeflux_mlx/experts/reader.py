@@ -2,15 +2,17 @@
 
 Reads that somebody waits for overtake speculative ones in the queue. A record that lies in several places is read by
 several threads. It knows files and pieces; what is worth keeping is the pool's business.
+
+Whoever asks for a read may be interrupted between any two bytecodes, so it takes no lock that a reading thread needs:
+it and the threads meet in deques, dicts and queues, each call of which is one step.
 """
 
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import SimpleQueue
 
 from ..errors import ExpertIOError, ModelFileError
 from ..formats.pieces import ExpertFiles, Run, runs_of
@@ -26,37 +28,105 @@ Check = Callable[[int, int, memoryview], None]
 DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
 
 
-@dataclass(eq=False)
-class _Read:
-    """A record on its way: `left` threads have not done their share, `got` bytes have come, `error` is what failed."""
+class Read:
+    """A record on its way into `target`.
 
-    layer: int
-    expert: int
-    target: memoryview
-    future: "Future[int]"
-    left: int
-    begun: bool = False
-    got: int = 0
-    error: ExpertIOError | None = None
+    Attributes:
+        is_queued: whether threads will come to it; whoever submits it may be interrupted before.
+    """
 
-    def begin(self) -> bool:
-        """Whether it is to be read: a future that runs cannot be cancelled any more."""
-        if self.left and not self.begun:
-            self.begun = self.future.set_running_or_notify_cancel()
-            self.left = self.left if self.begun else 0
-        return self.begun
+    def __init__(self, layer: int, expert: int, target: memoryview, shares: Sequence[Share]):
+        self.layer, self.expert, self.target = layer, expert, target
+        self.is_queued = False
+        self._error: ExpertIOError | None = None
+        self._shares = deque(shares)  # not begun
+        self._left, self._got = len(shares), 0  # shares that are not over; bytes that have come
+        self._fate: dict[str, bool] = {}  # "begun": whether a thread came first, or `cancel`
+        self._over = False
+        self._told: list[SimpleQueue[Read]] = []  # those who wait
 
-    def count_off(self) -> bool:
-        """One share is over; tells whether it was the last."""
-        self.left -= 1
-        return self.left == 0
+    @property
+    def waiting(self) -> int:
+        """Shares that no thread has begun."""
+        return len(self._shares)
 
-    def settle(self) -> None:
-        """Tells whoever waits how it went."""
-        if self.error is not None:
-            self.future.set_exception(self.error)
+    @property
+    def is_cancelled(self) -> bool:
+        return self._fate.get("begun") is False
+
+    @property
+    def is_over(self) -> bool:
+        return self._over or self.is_cancelled
+
+    @property
+    def error(self) -> ExpertIOError | None:
+        """What went wrong."""
+        return ExpertIOError(CLOSED) if self.is_cancelled else self._error
+
+    def cancel(self) -> bool:
+        """Whether it will never be begun."""
+        if self._fate.setdefault("begun", False):
+            return False
+        self.settle()
+        return True
+
+    def take(self) -> Share | None:
+        """A share for the thread that calls; None: it is cancelled, or others have them all."""
+        if not self._fate.setdefault("begun", True):
+            return None
+        try:
+            return self._shares.popleft()
+        except IndexError:
+            return None
+
+    def count_off(self, outcome: int | ExpertIOError) -> bool:
+        """A share is over; tells whether it was the last."""
+        if isinstance(outcome, ExpertIOError):
+            self._error = outcome
         else:
-            self.future.set_result(self.got)
+            self._got += outcome
+        self._left -= 1
+        return self._left == 0
+
+    def settle(self, error: ExpertIOError | None = None) -> None:
+        """It is over, whoever waits is told, and `error`, if any, is what went wrong."""
+        self._error, self._over = error or self._error, True
+        for told in self._told:
+            told.put(self)
+
+    def tell(self, told: "SimpleQueue[Read]") -> None:
+        """`told` gets this read once it is over, perhaps twice."""
+        self._told.append(told)
+        if self.is_over:
+            told.put(self)
+
+    def wait(self) -> ExpertIOError | None:
+        """What went wrong, once it is over."""
+        if not self.is_over:
+            told: SimpleQueue[Read] = SimpleQueue()
+            self.tell(told)
+            told.get()
+        return self.error
+
+    def result(self) -> int:
+        """Bytes read, once it is over. Raises ExpertIOError."""
+        error = self.wait()
+        if error is not None:
+            raise error
+        return self._got
+
+
+def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
+    """The same, each once it is over."""
+    told: SimpleQueue[Read] = SimpleQueue()
+    left = set(reads)
+    for read in left:
+        read.tell(told)
+    while left:
+        read = told.get()
+        if read in left:
+            left.remove(read)
+            yield read
 
 
 class ExpertReader:
@@ -87,11 +157,12 @@ class ExpertReader:
         self._check, self._checked = check, set[Key]()
         self._in_pieces: dict[Key, tuple[Share, ...]] = {}
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
-        self._queue: tuple[deque[tuple[_Read, Share]], ...] = (deque(), deque())  # wanted now, speculative
-        self._wake = threading.Condition()
+        self._queue: tuple[deque[Read], ...] = (deque(), deque())  # wanted now, speculative; once for each share
+        self._wake: SimpleQueue[None] = SimpleQueue()  # each item wakes a thread, which looks until nothing is queued
         self._closed = False
         self._process = os.getpid()
-        self._active, self._busy, self._busy_since = 0, 0.0, 0.0
+        self._lock = threading.Lock()  # of the threads among themselves
+        self._busy = 0, 0.0, 0.0  # shares under way, seconds until there last were none, since when there are some
         names = [f"expert-reader-{i}" for i in range(workers)]
         self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
         for thread in self._threads:
@@ -117,11 +188,11 @@ class ExpertReader:
     @property
     def busy_seconds(self) -> float:
         """Time during which at least one read was under way."""
-        with self._wake:
-            return self._busy + (time.perf_counter() - self._busy_since if self._active else 0.0)
+        active, seconds, since = self._busy
+        return seconds + (time.perf_counter() - since if active else 0.0)
 
-    def submit(self, layer: int, expert: int, target: memoryview, speculative: bool = False) -> "Future[int]":
-        """Queues one record; the future gives the bytes read, or an ExpertIOError.
+    def prepare(self, layer: int, expert: int, target: memoryview) -> Read:
+        """A read of one record, for `submit`.
 
         Args:
             target: writable bytes, as many as are held of a record, page-aligned when `direct`.
@@ -130,14 +201,24 @@ class ExpertReader:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
         """
         check_process(self._process)
-        shares = self._shares(layer, expert, len(target))
-        read = _Read(layer, expert, target, Future(), len(shares))
-        with self._wake:
-            if self._closed:
-                raise ExpertIOError(CLOSED)
-            self._queue[speculative].extend((read, share) for share in shares)
-            self._wake.notify(len(shares))
-        return read.future
+        self._check_open()
+        return Read(layer, expert, target, self._shares(layer, expert, len(target)))
+
+    def submit(self, read: Read, speculative: bool = False) -> Read:
+        """Queues what `prepare` gave. Raises ExpertIOError: the reader is closed."""
+        count = read.waiting
+        self._queue[speculative].extend([read] * count)
+        for _ in range(count):
+            self._wake.put(None)
+        read.is_queued = True
+        if self._closed:  # perhaps since the threads looked last
+            read.cancel()
+            self._check_open()
+        return read
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ExpertIOError(CLOSED)
 
     def _shares(self, layer: int, expert: int, room: int) -> tuple[Share, ...]:
         """What each of some threads reads of the record; kept where it took longer to make than to find again."""
@@ -150,87 +231,77 @@ class ExpertReader:
                 self._in_pieces[layer, expert] = found
         return found
 
-    def promote(self, future: "Future[int]") -> None:
-        """Moves a queued speculative read, or what is left of it, to those that somebody waits for."""
-        with self._wake:
-            parts = list(self._queue[True])
-            self._queue[True].clear()
-            for part in parts:
-                self._queue[part[0].future is not future].append(part)
+    def promote(self, read: Read) -> None:
+        """A queued speculative read, or what is left of it, joins those that somebody waits for."""
+        self._queue[False].extend([read] * read.waiting)  # who comes to its old place finds nothing to take
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is running, closes the files. More than once does no harm."""
         if os.getpid() != self._process:
             return
-        with self._wake:
-            self._closed = True
-            over = [read for queue in self._queue for read, _ in queue if self._abandon(read)]
-            for queue in self._queue:
-                queue.clear()
-            self._wake.notify_all()
-        for read in over:
-            read.settle()
+        self._closed = True
+        self._wake.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may call from anywhere
                 thread.join()
+        while (read := self._next()) is not None:  # submitted meanwhile
+            read.cancel()
         self._files.close()
 
-    @staticmethod
-    def _abandon(read: _Read) -> bool:
-        """A share of `read` will not be read; tells whether nothing of it is under way any more."""
-        if not read.begun:
-            read.future.cancel()
-            read.begin()  # tells those who wait for the first of several
-            return False
-        read.error = read.error or ExpertIOError(CLOSED)
-        return read.count_off()
+    def _next(self) -> Read | None:
+        for queue in self._queue:
+            try:
+                return queue.popleft()
+            except IndexError:
+                continue
+        return None
 
     def _work(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._closed or self._queue[False] or self._queue[True]):
-                    self._wake.wait()
-                if self._closed:
-                    return
-                read, share = (self._queue[False] or self._queue[True]).popleft()
-                if not read.begin():
-                    continue
-                self._begin()
-            outcome = read.error or self._attempt(read, share)
-            with self._wake:
-                self._end()
-                if isinstance(outcome, ExpertIOError):
-                    read.error = outcome
-                else:
-                    read.got += outcome
-                is_over = read.count_off()
-            if is_over:
-                self._look_at(read)
-                read.settle()
+        while not self._closed:
+            self._wake.get()
+            while (read := self._next()) is not None:
+                self._serve(read)
+        self._wake.put(None)  # the others are to see it too
 
-    def _look_at(self, read: _Read) -> None:
-        """Shows a whole record to who wants to see it, once."""
+    def _serve(self, read: Read) -> None:
+        """Reads one share, if there is one left; once the reader is closed, none is begun."""
+        if self._closed:
+            read.cancel()
+        share = read.take()
+        if share is None:
+            return
+        with self._lock:
+            self._count(1)
+        outcome = read.error or (ExpertIOError(CLOSED) if self._closed else self._attempt(read, share))
+        with self._lock:
+            self._count(-1)
+            is_last = read.count_off(outcome)
+        if is_last:
+            read.settle(self._complaint(read))
+
+    def _complaint(self, read: Read) -> ExpertIOError | None:
+        """Of `check` about a whole record that it has not seen."""
         key = read.layer, read.expert
         if self._check is None or read.error is not None or key in self._checked:
-            return
+            return None
         try:
             self._check(*key, read.target)
         except ModelFileError as error:
-            read.error = ExpertIOError(str(error))
-        else:
-            self._checked.add(key)
+            return ExpertIOError(str(error))
+        self._checked.add(key)
+        return None
 
-    def _begin(self) -> None:
-        self._active += 1
-        if self._active == 1:
-            self._busy_since = time.perf_counter()
+    def _count(self, change: int) -> None:
+        """A share has begun, or is over."""
+        active, seconds, since = self._busy
+        now = time.perf_counter()
+        if not active:
+            since = now
+        elif active + change == 0:
+            seconds += now - since
+        self._busy = active + change, seconds, since
 
-    def _end(self) -> None:
-        self._active -= 1
-        if self._active == 0:
-            self._busy += time.perf_counter() - self._busy_since
-
-    def _attempt(self, read: _Read, share: Share) -> int | ExpertIOError:
+    def _attempt(self, read: Read, share: Share) -> int | ExpertIOError:
         """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
         try:
             return self._files.read_all(share, read.target)

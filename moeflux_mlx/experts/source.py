@@ -90,7 +90,6 @@ class Lease:
 
     def __init__(self, source: "ExpertLoader", keys: list[Key], inverse: np.ndarray, there: list[bool]):
         self._source, self.keys, self.inverse, self._there = source, keys, inverse, there
-        self._released = False
 
     @property
     def ready(self) -> np.ndarray:
@@ -124,10 +123,9 @@ class Lease:
         """Lets the records be overwritten once `out`, the output of all that reads them, is evaluated.
 
         None, or a numpy array, means that the reading is over. `out` is kept while the records are: give a small one.
+        Only the first time counts.
         """
-        if not self._released:
-            self._released = True
-            self._source.unpin(self.keys, out if isinstance(out, mx.array) else None)
+        self._source.unpin(self.keys, out if isinstance(out, mx.array) else None)
 
     def __enter__(self) -> "Lease":
         return self
@@ -210,7 +208,8 @@ class ExpertLoader(ABC):
     @abstractmethod
     def turn(self, tokens: int) -> contextlib.AbstractContextManager[bool]:
         """Held by one thread for one call of the model with so many tokens; tells whether its results must be
-        evaluated before it ends.
+        evaluated before it ends. A call may be interrupted between any two bytecodes, and the next turn begins
+        by putting in order what it left; its leases are void.
 
         Raises:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
@@ -303,16 +302,15 @@ class ExpertLoader(ABC):
     def close(self) -> None:
         """Stops the threads, closes the files, gives memory back; what is asked for later raises ExpertIOError.
 
-        Waits for a call that another thread has under way, if experts are streamed.
+        More than once does no harm, and completes what was interrupted. Waits for a call that another thread has under
+        way, if experts are streamed.
         """
         with self._lock:
-            if self._closed:
-                return
             self._let_go()
             self._closed = True
-            for forget in self._forgetting:
-                forget()
-            self._forgetting = []
+            while self._forgetting:
+                self._forgetting[-1]()
+                self._forgetting.pop()
 
     @abstractmethod
     def _let_go(self) -> None:
@@ -334,7 +332,7 @@ class ExpertLoader(ABC):
 
     @abstractmethod
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        """As `Lease.release`."""
+        """As `Lease.release`; `keys` is the lease's own list."""
 
 
 def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:

@@ -2,6 +2,10 @@
 
 Least recently used records give way, one that somebody may still read does not, and reads run on worker threads while
 the caller computes. It knows bytes, files and which expert was used when; it does not know what a transformer is.
+
+An interrupt (Ctrl-C, or an exception that another thread raises in this one) may come between any two bytecodes, also
+where something is being cleaned up. So no call relies on the one before it having been completed: `_alone` notes when
+one has not, and the next one first finds everything again from the pools' tables of records.
 """
 
 import contextlib
@@ -10,9 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, as_completed
 from itertools import chain
-from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +24,7 @@ from ..formats.pieces import ExpertFiles
 from ..ops import backend
 from ..ops.experts import Records
 from .pool import Slot, SlotPool, can_breathe
-from .reader import DEFAULT_WORKERS, Check, ExpertReader
+from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
 from .shares import SizeClass, divide, size_classes
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
@@ -72,16 +74,17 @@ class StreamedExperts(ExpertLoader):
         self._busy_before = 0.0
         self._callers: set[int] = set()  # the first two threads that have had a turn
         self._guards: list[mx.array] = []  # given out in this turn
+        self._guards_of = 0  # the thread whose turn it is
+        self._is_sound = True  # no call is under way, and none has been interrupted
         self._ahead: list[Key] = []  # guesses that are being read, or wait for it
         self._reader = reader or ExpertReader(packed, workers=workers, check=check)
-        self._stop = weakref.finalize(self, self._reader.close)
+        weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self._classes, self._least = size_classes(self.layout), least
         self._parts = _pools(self._classes, sizes, least, buffer_bytes, copied)
         self._pools = [pool for part in self._parts for pool in part]
         self._allowance = allowance if self.breathes else None
-        self._within = 0  # turns of the thread that holds the lock
         self._groups = [
             group.tolist()
             for one, part in zip(self._classes, self._parts, strict=True)
@@ -122,7 +125,7 @@ class StreamedExperts(ExpertLoader):
         """Gives the pool so many bytes: whole records, at least as many as a request may ask for, at most what the
         pool was made for; returns the slots that it came to, more if more are leased. Least recently used records go.
         """
-        with self._lock:
+        with self._alone():
             self._check_open()
             self._collect()
             return sum(
@@ -151,6 +154,25 @@ class StreamedExperts(ExpertLoader):
         return [key for pool in self._pools for key in pool.in_flight()]
 
     @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread at a time, and what an interrupted call has left is put in order first."""
+        with self._lock:
+            if not self._is_sound:
+                self._reconcile()
+            self._is_sound = False
+            yield
+            self._is_sound = True
+
+    def _reconcile(self) -> None:
+        """After a call that was interrupted: its leases are void, and nothing that nobody will read is waited for."""
+        is_own = self._guards_of == threading.get_ident()
+        for pool in self._pools:
+            pool.reconcile([] if is_own else self._guards)
+        if not is_own:  # who made lazy arrays can evaluate them, at the end of this turn
+            self._guards = []
+        self._ahead = [key for pool in self._pools for key in pool.in_flight() if pool[key].speculative]
+
+    @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
         """A lazy array can be evaluated only by the thread that made it, and what a call leaves lazy reads memory that
         the next call may use again. So once several threads have called, nothing is left lazy; what a single thread
@@ -160,18 +182,17 @@ class StreamedExperts(ExpertLoader):
         self._check_open()
         with self._lock:
             self._check_open()
-            if len(self._callers) < 2:
-                self._callers.add(threading.get_ident())
-            shared = len(self._callers) > 1
-            if not self._within:
-                self._breathe(tokens)
-            self._within += 1
-            try:
-                yield shared
-            finally:
-                self._within -= 1
-                (mx.eval if shared else mx.async_eval)(self._guards)
-                self._guards = []
+            self._breathe(tokens)
+            with self._alone():
+                self._guards_of = threading.get_ident()
+                if len(self._callers) < 2:
+                    self._callers.add(self._guards_of)
+                shared = len(self._callers) > 1
+                try:
+                    yield shared
+                finally:
+                    (mx.eval if shared else mx.async_eval)(self._guards)
+                    self._guards = []
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
@@ -189,7 +210,7 @@ class StreamedExperts(ExpertLoader):
 
     def _places(self) -> list[tuple[Key, int]]:
         return [
-            (key, IN_MEMORY if pool[key].future is None else ARRIVING) for pool in self._pools for key in pool.records()
+            (key, IN_MEMORY if pool[key].read is None else ARRIVING) for pool in self._pools for key in pool.records()
         ]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
@@ -254,20 +275,21 @@ class StreamedExperts(ExpertLoader):
         )
 
     def wait_for(self, layer: int) -> None:
-        with self._lock:
+        with self._alone():
             self._take_in([key for key in self.in_flight if key[0] == layer])
 
     def drain(self) -> None:
-        with self._lock:
+        with self._alone():
             self._take_in(self.in_flight)
 
     def invalidate(self) -> None:
-        with self._lock:
-            self.drain()
-            for pool in self._pools:
-                if pool.pinned_besides([]):
-                    raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
+        with self._alone():
+            self._take_in(self.in_flight)
+            in_use = any(pool.pinned_besides([]) for pool in self._pools)
+            for pool in [] if in_use else self._pools:
                 self._empty(pool)
+        if in_use:
+            raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         if self._closed:
@@ -299,11 +321,12 @@ class StreamedExperts(ExpertLoader):
         self._pool_of[keys[0][0]].unpin(keys, out)  # a lease is of one layer
 
     def _let_go(self) -> None:
-        self._stop()
-        self._take_in(self.in_flight)
-        for pool in self._pools:
-            self._empty(pool)
-        self._pools = []
+        with self._alone():
+            self._reader.close()
+            self._take_in(self.in_flight)
+            for pool in self._pools:
+                self._empty(pool)
+            self._pools = []
 
     def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:
         """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
@@ -319,7 +342,7 @@ class StreamedExperts(ExpertLoader):
                 missing.append(keys[i])
                 ready[i] = False
             else:
-                ready[i] = slot.future is None
+                ready[i] = slot.read is None
                 self._count(slot)
         for key in missing:
             self._stats.misses += 1
@@ -344,16 +367,19 @@ class StreamedExperts(ExpertLoader):
 
         Raises the error of the reads if all failed; whoever asked for them learns it too.
         """
-        reads = {slot.future: key for key in pool.in_flight() if (slot := pool[key]).future}
-        for future in as_completed(reads):
-            if not _failed(future):
-                self._arrived(pool, reads[future])
+        reads = {read: key for key in pool.in_flight() if (read := pool[key].read)}
+        assert reads  # else there would have been a slot, or a victim
+        errors = []
+        for read in as_they_end(reads):
+            if read.error is None:
+                self._arrived(pool, reads[read])
                 return
-        raise next(cast(ExpertIOError, future.exception()) for future in reads if not future.cancelled())
+            errors.append(read.error)
+        raise errors[0]
 
     def _evict(self, pool: SlotPool, key: Key) -> None:
         slot = pool[key]
-        if slot.future is not None and slot.future.cancel():
+        if slot.read is not None and slot.read.cancel():
             self._stats.prefetched -= slot.speculative
         elif self._arrived(pool, key) is not None:
             return  # the read failed, and the record with it
@@ -363,17 +389,18 @@ class StreamedExperts(ExpertLoader):
 
     def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
         slot.speculative = speculative
-        slot.future = self._reader.submit(*key, pool.memory(slot), speculative=speculative)
-        pool.put(key, slot)
+        slot.read = self._reader.prepare(*key, pool.memory(slot))
+        pool.put(key, slot)  # first: a read that is under way has an owner
+        self._reader.submit(slot.read, speculative)
 
     def _count(self, slot: Slot) -> None:
-        if slot.future is None:
+        if slot.read is None:
             self._stats.hits += 1
             self._stats.prefetch_hits += slot.speculative
         else:
             self._stats.misses += 1
             self._stats.late += 1
-            self._reader.promote(slot.future)
+            self._reader.promote(slot.read)
         slot.speculative = False
 
     def _collect(self) -> None:
@@ -383,8 +410,8 @@ class StreamedExperts(ExpertLoader):
         """
         for pool in self._pools:
             for key in pool.in_flight():
-                future = pool[key].future
-                if future is not None and future.done() and not (pool.pinned(key) and _failed(future)):
+                read = pool[key].read
+                if read is not None and read.is_over and not (read.error is not None and pool.pinned(key)):
                     self._arrived(pool, key)
 
     @staticmethod
@@ -392,23 +419,20 @@ class StreamedExperts(ExpertLoader):
         """In the order in which to wait; records that are copied, as they arrive: copies hide behind reads."""
         if not pool.copied:
             return keys
-        reads = {slot.future: key for key in keys if (slot := pool.get(key)) and slot.future}
+        reads = {slot.read: key for key in keys if (slot := pool.get(key)) and slot.read}
         present = [key for key in keys if key not in reads.values()]
-        return chain(present, (reads[future] for future in as_completed(reads)))
+        return chain(present, (reads[read] for read in as_they_end(reads)))
 
     def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
         """Waits for one record; a failed one is dropped and its error returned."""
         slot = pool.get(key)
-        if slot is None or slot.future is None:
+        if slot is None or slot.read is None:
             return None
-        try:
-            error = slot.future.exception()  # not raised here: its traceback would keep the callers' frames
-        except CancelledError:
-            error = ExpertIOError("the expert loader was closed while reading")
+        error = slot.read.wait()  # not raised here: its traceback would keep the callers' frames
         if error is not None:
             pool.drop(key)
-            return cast(ExpertIOError, error)
-        nbytes = slot.future.result()
+            return error
+        nbytes = slot.read.result()
         pool.arrived(key)
         self._stats.bytes_read += nbytes
         return None
@@ -419,9 +443,9 @@ class StreamedExperts(ExpertLoader):
         for key in self._ahead:
             pool = self._pool_of[key[0]]
             slot = pool.get(key)
-            if slot is None or not slot.speculative or slot.future is None:
+            if slot is None or not slot.speculative or slot.read is None:
                 continue  # used, read or gone
-            if key in wanted or not slot.future.cancel():
+            if key in wanted or not slot.read.cancel():
                 left.append(key)
             else:
                 pool.drop(key)
@@ -436,11 +460,6 @@ class StreamedExperts(ExpertLoader):
         for key in pool.records():
             self._stats.wasted += pool[key].speculative
             pool.drop(key)
-
-
-def _failed(future: "Future[int]") -> bool:
-    """Of a finished read."""
-    return future.cancelled() or future.exception() is not None
 
 
 def _is_due(pool: SlotPool, share: int) -> bool:

@@ -96,9 +96,9 @@ class RewindPoints:
         """
         reached = self.nearest(position)
         kept = self._kept.get(reached, {})
+        self.drop_after(reached)  # first: caches that are interrupted here are seen to disagree
         for i, layer in enumerate(self.cache):
             layer.go_back(reached, kept.get(i))
-        self.drop_after(reached)
         return reached
 
     def drop_after(self, position: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from goldens import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_interrupts import interrupted
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
@@ -13,6 +14,8 @@ from moeflux_mlx.engine import session as engine_session
 from moeflux_mlx.engine.session import Session, Stopped
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.ops import backend, delta
+from moeflux_mlx.state import cache as state_cache
+from moeflux_mlx.state import rewind
 from moeflux_mlx.state.cache import KVCache, RecurrentCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -242,6 +245,17 @@ def test_an_answer_cut_off_inside_a_recurrent_layer_does_no_harm(monkeypatch):
         list(session.respond([*session.tokens, 5, 6], max_tokens=9))
     monkeypatch.undo()
     check(session, [*session.tokens, 9])
+
+
+@pytest.mark.parametrize("at", range(0, 60, 13))
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_going_back_may_be_interrupted_at_any_line(family, at):
+    """The session then is where it was, or where it was going, and its caches get there with the next prompt."""
+    session = make(family, checkpoint_every=16, span=24)
+    list(session.respond(text(), max_tokens=3))
+    files = {module.__file__ for module in (engine_session, rewind, state_cache)}
+    interrupted(lambda: session.rewind(20), at=at, files=files)
+    check(session, [*session.tokens, *text(5, 9)])
 
 
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])

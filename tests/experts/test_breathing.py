@@ -20,7 +20,7 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import waves
 from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages
-from moeflux_mlx.experts.pool import SlotPool
+from moeflux_mlx.experts.pool import NOWHERE, SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.record import ExpertLayout
@@ -111,7 +111,7 @@ class BreathingMachine(RuleBasedStateMachine):
         """Free rows read as zeros; behind the limit there is only what cannot be moved."""
         assert not self.pool.rows[self.pool._free].any()
         for key in self.pool.records():
-            moves = self.pool[key].future is None and not self.pool.pinned(key)
+            moves = self.pool[key].read is None and not self.pool.pinned(key)
             assert self.pool[key].row < self.loader.slots or not moves
 
     @invariant()
@@ -123,9 +123,8 @@ class BreathingMachine(RuleBasedStateMachine):
     def every_row_has_one_owner(self):
         slots = [self.pool[key] for key in self.pool.records()]
         assert len(slots) <= self.loader.slots <= ALL
-        copying = [row for row, _ in self.pool._copying]
-        used = [slot.row for slot in slots if slot.device is None]
-        assert sorted([*self.pool._free, *used, *copying]) == list(range(len(self.pool.rows)))
+        used = [slot.row for slot in slots if slot.row != NOWHERE]
+        assert sorted([*self.pool._free, *used]) == list(range(len(self.pool.rows)))
 
     def teardown(self):
         self.faults.plan = []
@@ -355,7 +354,7 @@ def test_an_allowance_is_asked_once_in_a_turn(packed, monkeypatch):
     size = [2]
     for slots in (2, 1, 6, 6, 99, 99, 3, 2, 2):
         size[0] = slots
-        with loader.turn(slots), loader.turn(tokens=-1):
+        with loader.turn(slots):
             assert loader.slots == min(max(slots, 2), ALL)
     assert asked == [2, 1, 6, 6, 99, 99, 3, 2, 2] and resized == [6, 99, 3, 2]
     loader.close()
@@ -376,7 +375,7 @@ def test_what_the_allowance_raises_ends_the_call_only(packed):
         pass
     with loader.turn(1):
         assert loader._lock._is_owned()
-    assert not loader._lock._is_owned() and not loader._within
+    assert not loader._lock._is_owned()
     loader.close()
 
 

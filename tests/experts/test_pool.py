@@ -29,15 +29,17 @@ def filled(slots, copied=False):
 def test_a_pinned_block_is_no_victim(copied, for_guess):
     pool = filled(3, copied)
     pool._finish_copies()
-    for expert in (0, 1):
-        pool.pin([(0, expert)])
+    first, second, third, again = ([(0, expert)] for expert in (0, 1, 2, 0))
+    pool.pin(first)
+    pool.pin(second)
     assert pool.victim(for_guess) == (0, 2)
-    pool.pin([(0, 2)])
+    pool.pin(third)
     assert pool.victim(for_guess) is None
-    pool.pin([(0, 0)])
-    pool.unpin([(0, 0)])
+    pool.pin(again)
+    for _ in range(2):
+        pool.unpin(first)
     assert pool.victim(for_guess) is None, "pinned twice, it is still pinned once"
-    pool.unpin([(0, 0)])
+    pool.unpin(again)
     assert pool.victim(for_guess) == (0, 0)
 
 

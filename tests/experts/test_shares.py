@@ -17,7 +17,7 @@ from test_source import Faults
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.memory import GIVES_BACK
-from moeflux_mlx.experts.pool import SlotPool, whole_pages
+from moeflux_mlx.experts.pool import NOWHERE, SlotPool, whole_pages
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.shares import SizeClass, divide, size_classes, slots_within, taken
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -258,8 +258,8 @@ class MixedMachine(RuleBasedStateMachine):
         for pool in self.loader._pools:
             slots = [pool[key] for key in pool.records()]
             assert len(slots) <= pool.slots <= pool.most
-            used = [slot.row for slot in slots if slot.device is None]
-            assert sorted([*pool._free, *used, *(row for row, _ in pool._copying)]) == list(range(len(pool.rows)))
+            used = [slot.row for slot in slots if slot.row != NOWHERE]
+            assert sorted([*pool._free, *used]) == list(range(len(pool.rows)))
 
     def teardown(self):
         self.faults.plan = []

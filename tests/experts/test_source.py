@@ -295,7 +295,7 @@ def test_wrong_guesses_do_not_fill_the_pool(packed):
         loader.request(0, np.array([0])).wait()
         loader.hint([(1, guess)])
         for key in loader.in_flight:
-            loader._pools[0].get(key).future.result()
+            loader._pools[0].get(key).read.result()
     for _ in range(2):
         lease = loader.request(0, np.arange(4))
         lease.wait()
@@ -361,7 +361,7 @@ def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
     for start in (2, 1, 0):
         wanted = np.arange(start, start + 4)
         assert np.array_equal(blocks(loader.request(1, wanted)), records(packed, 1)[wanted])
-    rows = pool._free + [row for row, _ in pool._copying]
+    rows = pool._free + [slot.row for slot in pool._copying]
     assert len(set(rows)) == len(rows) <= len(pool.rows)
     loader.close()
 
@@ -385,7 +385,7 @@ def test_evicted_blocks_do_not_stay_in_device_memory(packed):
     for layer, start in ((1, 0), (0, 2), (1, 1)):
         blocks(loader.request(layer, np.arange(start, start + 4)))
         kept = {id(pool[key].device) for key in pool.records()}
-        assert {id(copy) for _, copy in pool._copying} <= kept
+        assert {id(slot.device) for slot in pool._copying} <= kept
     loader.close()
 
 

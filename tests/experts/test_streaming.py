@@ -47,11 +47,11 @@ def run(model, tokens, chunk):
     return np.array(mx.concatenate(parts, axis=1)[0])
 
 
-def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, **options):
+def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=8, **options):
     """A model of its own whose loader is made with `options`."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
     packed = PackedExperts.open(path, args)
-    reader = ExpertReader(packed, direct=direct, preadv=preadv)
+    reader = ExpertReader(packed, direct=direct, preadv=preadv, workers=workers)
     source = StreamedExperts(packed, reader=reader, **options)
     model = Model(args, RoutedExperts(source, prefetch), split_latent(tensors))
     fill(model, tensors, args.quantization, mx.float32)
@@ -139,7 +139,7 @@ def merciless(loader):
     def overwrite(keys, out):
         unpin(keys, out)
         for pool, key in ((loader._pool_of[key[0]], key) for key in keys):
-            if key in pool and not pool.pinned(key) and pool[key].future is None:
+            if key in pool and not pool.pinned(key) and pool[key].read is None:
                 row = pool[key].row
                 pool.drop(key)
                 pool.rows[row] = 0xFFFFFFFF

@@ -40,8 +40,9 @@ def records_of(files, layer, direct=True):
     layout, reader = files.layout, ExpertReader(files, direct=direct, workers=2)
     record = layout.records[layer]
     memory = np.frombuffer(memoryview(private_pages(layout.layer_bytes(layer))), np.uint8).reshape(-1, record.stride)
-    for future in [reader.submit(layer, expert, memory[expert].data) for expert in range(layout.num_experts)]:
-        future.result()
+    reads = [reader.prepare(layer, expert, memory[expert].data) for expert in range(layout.num_experts)]
+    for read in list(map(reader.submit, reads)):
+        read.result()
     reader.close()
     return memory[:, : record.size]
 
