@@ -22,6 +22,7 @@ from ..kinds import Mixer
 from ..model.span import PromptSizes
 from ..ops.attend import SCORES
 from ..ops.backend import computes_natively, takes_widths
+from ..ops.gpu_time import block_size
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
@@ -344,10 +345,12 @@ def _largest(
 
     Cuts that leave room for all experts come before larger ones that do not.
     """
+    longest = longest_block(args, figures, demand)
     for context in contexts(args, demand):
         fixed = demand.resident + runtime_bytes(layout, demand) + state_bytes(args, context, demand.itemsize)
         spare = room(figures) - fixed - pool
-        needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in cuts(context, demand)}
+        ways = cuts(context, demand, longest)
+        needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in ways}
         needs = {sizes: need for sizes, need in needs.items() if need <= spare} or needs
         mapped = {sizes: need for sizes, need in needs.items() if not _reads(layout, figures, demand, fixed + need)}
         for sizes, need in (mapped or needs).items():
@@ -373,12 +376,17 @@ def contexts(args: ModelArgs, demand: Demand) -> list[int]:
     return [longest >> i for i in range(5) if i == 0 or longest >> i >= LEAST_CONTEXT]
 
 
-def cuts(context: int, demand: Demand) -> Iterator[PromptSizes]:
-    """The ways to cut prompts, largest first, with what is asked for."""
+def longest_block(args: ModelArgs, figures: Figures, demand: Demand) -> int:
+    """The block that is asked for, or the usual one; less where a Mac's GPU would hold the screen up with it."""
+    asked = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
+    return asked if figures.operations is None else block_size(args, asked, figures.operations)
+
+
+def cuts(context: int, demand: Demand, longest: int) -> Iterator[PromptSizes]:
+    """The ways to cut prompts, largest first, with what is asked for, in blocks of at most `longest` tokens."""
     spans: Sequence[int] = [span for span in SPANS if span < 2 * context] or SPANS[-1:]
     if demand.span is not None:
         spans = [demand.span]
-    longest = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
     for span in spans:
         yield PromptSizes(span, min(longest, span))
     if demand.prefill_step_size is None:
@@ -551,9 +559,11 @@ def _longest_context(
     """Below `asked`, in whole steps of the caches; 0 if not even one fits."""
     left = room(figures) - demand.resident - runtime_bytes(layout, demand) - pool
 
+    longest = longest_block(args, figures, demand)
+
     def fits(steps: int) -> bool:
         context = steps * KV_STEP
-        smallest = list(cuts(context, demand))[-1]
+        smallest = list(cuts(context, demand, longest))[-1]
         need = state_bytes(args, context, demand.itemsize)
         return need + activation_bytes(args, layout, demand, context, smallest) <= left
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..ops import backend, native
+from ..ops import backend, gpu_time, native
 
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 CGROUPS = Path("/sys/fs/cgroup")
@@ -31,6 +31,7 @@ class Figures:
         name: of `memory`, for messages.
         copies: mapping a file copies it into `memory` (an NVIDIA GPU); elsewhere the page cache holds it.
         others: bytes of MLX's arrays that are not part of `memory`: what was in use when it was measured.
+        operations: floating-point operations that one command buffer may hold (Metal).
     """
 
     memory: int
@@ -39,6 +40,7 @@ class Figures:
     name: str = "RAM"
     copies: bool = False
     others: int = 0
+    operations: float | None = None
 
     @property
     def breathes(self) -> bool:
@@ -59,7 +61,8 @@ def machine_figures() -> Figures:
     if backend.name() == "cuda":
         return Figures(int(info["free_memory"]), name="free GPU memory", copies=True, others=mx.get_active_memory())
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
-    return Figures(usable_ram_bytes(), working_set, buffer)
+    operations = gpu_time.SECONDS * gpu_time.rate(str(info["device_name"]))
+    return Figures(usable_ram_bytes(), working_set, buffer, operations=operations)
 
 
 def default_dtype() -> mx.Dtype:

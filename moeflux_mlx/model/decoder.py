@@ -14,7 +14,7 @@ from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..experts.source import ExpertLoader
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
-from ..ops import backend, native
+from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
@@ -235,7 +235,11 @@ class Model(nn.Module):
 
     def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced]) -> mx.array:
         """Also what is compiled."""
-        return self.lm_head(self.run(tokens, cache))
+        hidden = self.run(tokens, cache)
+        count, most = hidden.shape[1], gpu_time.rows_at_once(*self.lm_head.shape)
+        if most is None or count <= most:
+            return self.lm_head(hidden)
+        return mx.concatenate([self.lm_head(hidden[:, at : at + most]) for at in range(0, count, most)], axis=1)
 
     def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
         """The normed hidden states [B, L, hidden_size] before `lm_head`, on the CPU as a numpy array."""
