@@ -25,6 +25,7 @@ from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
+from ..ops.limits import within_limits
 from ..ops.tiles import Tiles
 from ..process import claim_process
 from ..spec import ModelArgs
@@ -91,6 +92,7 @@ class Engine:
         return Session(self.model, self.tokenizer, **given)
 
 
+@within_limits()
 def open_engine(
     path_or_hf_repo: str | Path | None = None,
     *,
@@ -272,7 +274,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         NotPackedError: a checkpoint that needs converting; the message holds the command.
         TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory, or there is no such
             file of tiles.
-        ExpertIOError: this process was forked from one that had loaded a model.
+        ExpertIOError: this process was forked from one that had loaded a model. DeviceError: memory is at an end.
     """
     return engine.model, engine.tokenizer
 

@@ -12,6 +12,7 @@ from ..errors import ModelFileError, RequestError
 from ..experts.source import LoaderStats
 from ..model.decoder import Model, check_vocabulary
 from ..ops.elementwise import log_softmax
+from ..ops.limits import within_limits
 from ..spec import ModelArgs
 from ..state.cache import Cache, KVCache
 from ..text.tokenizer import TokenizerWrapper
@@ -86,6 +87,7 @@ def generate_step(
     Raises:
         RequestError: an empty prompt, or a token count out of range.
         ModelFileError: the logits are NaN, which damaged weights cause.
+        DeviceError: memory or the GPU's time is at an end; the cache may hold anything.
     """
     tokens = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
@@ -102,12 +104,13 @@ def generate_step(
             taken.drop()
         raise
     step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
-    for n, (token, logprobs) in enumerate(_chosen(step, tokens, logits, max_tokens), start=1):
-        if n == 1:
-            report(len(tokens), len(tokens))
-        yield token, logprobs
-        if n == 1 or n % KVCache.step == 0:
-            mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
+    with within_limits():
+        for n, (token, logprobs) in enumerate(_chosen(step, tokens, logits, max_tokens), start=1):
+            if n == 1:
+                report(len(tokens), len(tokens))
+            yield token, logprobs
+            if n == 1 or n % KVCache.step == 0:
+                mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
 
 
 def _chosen(

@@ -4,6 +4,8 @@ It reads the system's figures; it does not know what they are for.
 """
 
 import os
+import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from ..ops import backend, gpu_time, native
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+# Address space of the threads that begin with a model, MLX's and the readers': a stack of 8 MiB and an arena of 64 MiB
+# each. 965 MB on two cores, where experts are read; with less MLX hangs, or the process ends without a word.
+THREADS_BYTES = 1 << 30
 AUTO_BITS = (
     8  # of activations on the CPU: costs less than a tenth of the KL that 4-bit weights do (docs/performance.md)
 )
@@ -29,7 +34,7 @@ class Figures:
         working_set: Metal's max_recommended_working_set_size.
         buffer: Metal's max_buffer_length.
         name: of `memory`, for messages.
-        copies: mapping a file copies it into `memory` (an NVIDIA GPU); elsewhere the page cache holds it.
+        copies: mapping a file takes of `memory` (an NVIDIA GPU, address space); elsewhere the page cache holds it.
         others: bytes of MLX's arrays that are not part of `memory`: what was in use when it was measured.
         operations: floating-point operations that one command buffer may hold (Metal).
     """
@@ -56,7 +61,7 @@ class Figures:
 def machine_figures() -> Figures:
     """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
     if not backend.has_kernels():
-        return Figures(usable_ram_bytes())
+        return min([Figures(usable_ram_bytes()), *limited_address_space()], key=lambda figures: figures.memory)
     info = mx.device_info()
     if backend.name() == "cuda":
         return Figures(int(info["free_memory"]), name="free GPU memory", copies=True, others=mx.get_active_memory())
@@ -97,6 +102,16 @@ def physical_ram_bytes() -> int:
 def usable_ram_bytes() -> int:
     """Physical memory, or the limit of this process's control group where that is smaller."""
     return min([physical_ram_bytes(), *group_limits()])
+
+
+def limited_address_space() -> list[Figures]:
+    """What `ulimit -v` leaves for a model, mapped files included; empty where there is no such limit (Linux)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+        return []
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + THREADS_BYTES
+    name = f"address space (ulimit -v less {used / 1e9:.2f} GB for the program)"
+    return [Figures(max(limit - used, 0), name=name, copies=True)]
 
 
 def group_limits(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:

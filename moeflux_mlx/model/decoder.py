@@ -16,6 +16,7 @@ from ..experts.source import ExpertLoader
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
+from ..ops.limits import within_limits
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, Traced, make_cache
@@ -185,6 +186,7 @@ class Model(nn.Module):
         Raises:
             RequestError: tokens of another shape or outside the vocabulary, or not one cache for each layer.
             ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
+            DeviceError: memory or the GPU's time is at an end; caches may hold anything.
         """
         return self._in_turn(self._logits, tokens, cache)
 
@@ -212,7 +214,7 @@ class Model(nn.Module):
         """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
         count = getattr(tokens, "size", 0)  # `_check` may still refuse them
         turn = nullcontext(False) if self.experts is None else self.experts.turn(count)
-        with native.activations(self.cpu_activations), turn as shared:
+        with within_limits(), native.activations(self.cpu_activations), turn as shared:
             self._check(tokens, cache)
             with using(self.tiles):
                 yield shared
@@ -267,7 +269,7 @@ class Model(nn.Module):
                 `span.drop` undoes it.
 
         Raises:
-            RequestError, ExpertIOError: as calling the model does.
+            RequestError, ExpertIOError, DeviceError: as calling the model does.
         """
         with self._turn(span.tokens, cache):
             self._through_layers(span, cache, report)
