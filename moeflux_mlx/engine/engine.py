@@ -259,7 +259,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         span: prompt tokens that go through the model together, so that each expert is read once for all of them; None
             means as many as there is room for, in steps from 512 to 32768.
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
-            means 4096, or what there is room for. It does not bound a span.
+            means 4096, or what there is room for; on a Mac it is less where the GPU would take too long. It does not
+            bound a span.
         revision: of the Hugging Face repo.
         tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
             wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
