@@ -3,8 +3,9 @@
 macOS ends a command buffer that holds the GPU for about five seconds ("Caused GPU Timeout Error"), or keeps the screen
 waiting ("Impacting Interactivity", a limit that is not documented). MLX commits a command buffer after a number of
 operations, however long they take. So on Metal what is committed together is counted in floating-point operations and
-stays below `SECONDS` at the GPU's full rate: kernels that reach a tenth of that rate are still in time. Elsewhere
-nothing is bounded. Nothing here has run on an Apple GPU.
+stays below `SECONDS` at the GPU's full rate: kernels that reach a tenth of that rate are still in time. Traffic is not
+counted; the most of it sums the experts' outputs of a span: 19 GB for 32,768 tokens of DeepSeek-V3, 0.3 s at an M1's
+68 GB/s. Elsewhere nothing is bounded. Nothing here has run on an Apple GPU.
 """
 
 import mlx.core as mx

@@ -124,9 +124,13 @@ class GroupedRows:
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
         made: list[mx.array] = []
+        most, gathered = piece_rows(records.record), 0
         for batch in self._batches[index]:
             for piece in _products(self._x, self._source, batch, slots[batch.experts], records):
-                gpu_time.commit(piece)
+                gathered += len(piece)
+                if gathered > most:
+                    gpu_time.commit(*made)
+                    gathered = len(piece)
                 made.append(piece)
         mx.async_eval(made)  # all of them: what is left lazy would read the records when they are others
         self._outputs += made
@@ -276,7 +280,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
 
 
 def piece_rows(record: Record) -> int:
-    """Rows that one product takes, at most."""
+    """Rows that one product takes, at most, and on Metal one command buffer."""
     most = gpu_time.rows_at_once(record.hidden_size, 3 * record.moe_intermediate_size)
     return PIECE_ROWS if most is None else min(PIECE_ROWS, most)
 
