@@ -22,8 +22,7 @@ from moeflux_mlx.state.cache import make_cache
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
 MEMORY = 1 << 40
-METAL = mx.metal.is_available()
-pytestmark = pytest.mark.skipif(METAL, reason="pretends that the CPU is an Apple GPU")
+pytestmark = pytest.mark.usefixtures("cpu_device")  # which pretends to be an Apple GPU
 
 
 class Work:
