@@ -15,9 +15,9 @@ from ..spec import ModelArgs
 from . import backend
 
 SECONDS = 0.5  # of one command buffer
-# Float32 operations a second, in 10^12, of a chip's GPU with all of its cores: Apple's press releases for M1 and M2,
-# huggingface.js (packages/tasks/src/hardware.ts, pull request 1044) for M3 and M4, two M3 Max for M3 Ultra. M5 counts
-# as M4: what its matrix units add is left out.
+# Float32 operations a second, in 10^12, of a chip's GPU with all of its cores, as huggingface.js lists them
+# (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is two of the Max. M5 counts as M4: what its matrix units
+# add is left out. Chips are sold with down to 60 % of the cores, which the tenth above has room for.
 TFLOPS = {
     **{"Apple M1": 2.6, "Apple M1 Pro": 5.2, "Apple M1 Max": 10.4, "Apple M1 Ultra": 20.8},
     **{"Apple M2": 3.6, "Apple M2 Pro": 6.8, "Apple M2 Max": 13.5, "Apple M2 Ultra": 27.0},
@@ -87,5 +87,5 @@ def _own(mixer: Mixer, tokens: int) -> float:
             return 0.0
         case Latent():
             return product(tokens, mixer.q_latent, mixer.heads * mixer.head_dim)
-        case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464, equation 10)
+        case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464)
             return 7.0 * tokens * mixer.value_width * mixer.key_dim / DELTA_SHARE
