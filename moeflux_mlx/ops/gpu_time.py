@@ -16,8 +16,8 @@ from . import backend
 
 SECONDS = 0.5  # of one command buffer
 # Float32 operations a second, in 10^12, of a chip's GPU with all of its cores, as huggingface.js lists them
-# (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is two of the Max. M5 counts as M4: what its matrix units
-# add is left out. Chips are sold with down to 60 % of the cores, which the tenth above has room for.
+# (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is two of the Max. M5 counts as M4, without its matrix
+# units. Chips are also sold with fewer cores, an M1 Max with three quarters.
 TFLOPS = {
     **{"Apple M1": 2.6, "Apple M1 Pro": 5.2, "Apple M1 Max": 10.4, "Apple M1 Ultra": 20.8},
     **{"Apple M2": 3.6, "Apple M2 Pro": 6.8, "Apple M2 Max": 13.5, "Apple M2 Ultra": 27.0},
