@@ -17,6 +17,7 @@ from .engine.sampling import make_logits_processors, make_sampler
 from .engine.weights import model_fingerprint
 from .errors import (
     ConfigError,
+    DeviceError,
     ExpertIOError,
     ModelFileError,
     MoefluxError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "DeviceError",
     "ExpertIOError",
     "ExpertLoader",
     "GenerationResponse",

@@ -5,6 +5,7 @@
     |-- ModelFileError       a model directory, layer file, layout or tensor is missing or wrong
     |   `-- NotPackedError   a checkpoint that has not been converted yet
     |-- ExpertIOError        reading routed experts failed while the model was running
+    |-- DeviceError          memory or the GPU's time was at an end while a model was loaded or computed
     |-- RankError            a process of several that run one model is gone, late, or computes something else
     |   `-- RankStopped      one of them was stopped
     |-- TokenizerError       tokenizer files or chat template are missing or cannot be used
@@ -48,6 +49,10 @@ class NotPackedError(ModelFileError):
 
 class ExpertIOError(MoefluxError, OSError):
     """Reading routed experts failed: I/O error, file truncated while open, or loader closed."""
+
+
+class DeviceError(MoefluxError):
+    """An allocation failed, or the system ended what the GPU was computing; what was being computed is lost."""
 
 
 class RankError(MoefluxError):

@@ -99,7 +99,7 @@ def figures(ram_gb: float | None) -> Figures:
         return own
     limits = (own.working_set, own.buffer)
     working_set, buffer = (None if limit is None else limit * nbytes // own.memory for limit in limits)
-    return Figures(nbytes, working_set, buffer)
+    return Figures(nbytes, working_set, buffer, operations=own.operations)
 
 
 def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:

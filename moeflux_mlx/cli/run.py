@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from ..errors import MoefluxError, MoefluxWarning, RequestError
+from ..ops.limits import within_limits
 from .terminal import note
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -33,7 +34,8 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
         warnings.showwarning = _show_warning
         try:
             prepare_streams(writes)
-            code = run(options)
+            with within_limits():
+                code = run(options)
             if writes:
                 sys.stdout.flush()
             return code

@@ -22,12 +22,14 @@ from ..kinds import Mixer
 from ..model.span import PromptSizes
 from ..ops.attend import SCORES
 from ..ops.backend import computes_natively, takes_widths
+from ..ops.gpu_time import block_size
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from ..state.cache import FLOAT_BYTES, KVCache, kind_of, uncut_bytes
 from .machine import WORKING_SET_SHARE, Figures
 
+EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}
 MODES = ("auto", "mmap", "pread", "resident")
 HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
@@ -40,6 +42,9 @@ BLOCK, LEAST_BLOCK = 4096, 64
 # A span that is longer than this, or whose memory the pool cannot have back afterwards, takes one part in so many of
 # what the pool could have.
 EASY_SPAN, PROMPT_SHARE = 8192, 4
+# Layers whose mapped files one command buffer refers to, at most; Metal wires them together. MLX commits after 50
+# operations, and a layer takes more than five.
+LAYERS_AT_ONCE = 10
 SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
 ROUTING_BYTES = 40  # of one row: its expert, weight, places, and what sorting needs
 
@@ -330,6 +335,8 @@ def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     wanted = max(demand.expert_cache_bytes or 0, least)
     if demand.expert_io == IoMode.RESIDENT:
         wanted = layout.total_bytes
+    elif demand.expert_io == IoMode.MMAP and not figures.copies:
+        wanted = max(wanted, _least(args, layout, figures, IoMode.MMAP))
     context, sizes = _largest(args, layout, figures, demand, least)
     need = state_bytes(args, context, demand.itemsize) + activation_bytes(args, layout, demand, context, sizes)
     if demand.resident + runtime_bytes(layout, demand) + need + wanted > room(figures):
@@ -344,10 +351,12 @@ def _largest(
 
     Cuts that leave room for all experts come before larger ones that do not.
     """
+    longest = longest_block(args, figures, demand)
     for context in contexts(args, demand):
         fixed = demand.resident + runtime_bytes(layout, demand) + state_bytes(args, context, demand.itemsize)
         spare = room(figures) - fixed - pool
-        needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in cuts(context, demand)}
+        ways = cuts(context, demand, longest)
+        needs = {sizes: activation_bytes(args, layout, demand, context, sizes) for sizes in ways}
         needs = {sizes: need for sizes, need in needs.items() if need <= spare} or needs
         mapped = {sizes: need for sizes, need in needs.items() if not _reads(layout, figures, demand, fixed + need)}
         for sizes, need in (mapped or needs).items():
@@ -373,12 +382,17 @@ def contexts(args: ModelArgs, demand: Demand) -> list[int]:
     return [longest >> i for i in range(5) if i == 0 or longest >> i >= LEAST_CONTEXT]
 
 
-def cuts(context: int, demand: Demand) -> Iterator[PromptSizes]:
-    """The ways to cut prompts, largest first, with what is asked for."""
+def longest_block(args: ModelArgs, figures: Figures, demand: Demand) -> int:
+    """The block that is asked for, or the usual one; less where a Mac's GPU would hold the screen up with it."""
+    asked = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
+    return asked if figures.operations is None else block_size(args, asked, figures.operations)
+
+
+def cuts(context: int, demand: Demand, longest: int) -> Iterator[PromptSizes]:
+    """The ways to cut prompts, largest first, with what is asked for, in blocks of at most `longest` tokens."""
     spans: Sequence[int] = [span for span in SPANS if span < 2 * context] or SPANS[-1:]
     if demand.span is not None:
         spans = [demand.span]
-    longest = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
     for span in spans:
         yield PromptSizes(span, min(longest, span))
     if demand.prefill_step_size is None:
@@ -437,7 +451,9 @@ def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode
     """Bytes of experts that must be in memory."""
     if mode is IoMode.PREAD:
         return least_pool(args, layout)
-    return layout.total_bytes if figures.copies or mode is IoMode.RESIDENT else 0
+    if figures.copies or mode is IoMode.RESIDENT:
+        return layout.total_bytes
+    return 0 if figures.working_set is None else min(layout.total_bytes, LAYERS_AT_ONCE * layout.largest_layer)
 
 
 def default_context(args: ModelArgs) -> int:
@@ -527,7 +543,7 @@ def _refusal(
     text = (
         f"this does not fit {figures.name} of {_gb(figures.memory)}: {_gb(demand.resident)} resident weights, "
         f"{_gb(state)} for a context of {context}, {_gb(fixed - demand.resident - state)} temporary, "
-        f"{_gb(pool)} {'experts' if mode is IoMode.RESIDENT else 'expert pool'}, {_gb(kept)} {why}"
+        f"{_gb(pool)} {EXPERTS_OF[mode]}, {_gb(kept)} {why}"
     )
     spare = room(figures) - fixed
     if spare >= least and pool > spare:
@@ -541,7 +557,7 @@ def _refusal(
     if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
         need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
     text += f"; {_gb(need)} of memory would do"
-    streams = mode is IoMode.RESIDENT and spare >= least_pool(args, layout)
+    streams = mode is not IoMode.PREAD and spare >= least_pool(args, layout)
     return f"{text}; --expert-io pread needs no more than there is" if streams else text
 
 
@@ -551,9 +567,11 @@ def _longest_context(
     """Below `asked`, in whole steps of the caches; 0 if not even one fits."""
     left = room(figures) - demand.resident - runtime_bytes(layout, demand) - pool
 
+    longest = longest_block(args, figures, demand)
+
     def fits(steps: int) -> bool:
         context = steps * KV_STEP
-        smallest = list(cuts(context, demand))[-1]
+        smallest = list(cuts(context, demand, longest))[-1]
         need = state_bytes(args, context, demand.itemsize)
         return need + activation_bytes(args, layout, demand, context, smallest) <= left
 

@@ -25,6 +25,7 @@ from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
+from ..ops.limits import within_limits
 from ..ops.tiles import Tiles
 from ..process import claim_process
 from ..spec import ModelArgs
@@ -91,6 +92,7 @@ class Engine:
         return Session(self.model, self.tokenizer, **given)
 
 
+@within_limits()
 def open_engine(
     path_or_hf_repo: str | Path | None = None,
     *,
@@ -257,7 +259,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         span: prompt tokens that go through the model together, so that each expert is read once for all of them; None
             means as many as there is room for, in steps from 512 to 32768.
         prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
-            means 4096, or what there is room for. It does not bound a span.
+            means 4096, or what there is room for; on a Mac it is less where the GPU would take too long. It does not
+            bound a span.
         revision: of the Hugging Face repo.
         tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
             wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
@@ -272,7 +275,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         NotPackedError: a checkpoint that needs converting; the message holds the command.
         TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory, or there is no such
             file of tiles.
-        ExpertIOError: this process was forked from one that had loaded a model.
+        ExpertIOError: this process was forked from one that had loaded a model. DeviceError: memory is at an end.
     """
     return engine.model, engine.tokenizer
 

@@ -13,6 +13,7 @@ from ..errors import ModelFileError, RequestError
 from ..experts.source import LoaderStats
 from ..model.decoder import Model, check_vocabulary
 from ..ops.elementwise import log_softmax
+from ..ops.limits import within_limits
 from ..spec import ModelArgs
 from ..state.cache import Cache, KVCache
 from ..text.tokenizer import TokenizerWrapper
@@ -91,6 +92,7 @@ def generate_step(
     Raises:
         RequestError: an empty prompt, or a token count out of range.
         ModelFileError: the logits are NaN, which damaged weights cause.
+        DeviceError: memory or the GPU's time is at an end; the cache may hold anything.
     """
     tokens = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
@@ -107,7 +109,7 @@ def generate_step(
             taken.drop()
         raise
     step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
-    with closing(_chosen(step, tokens, logits, max_tokens)) as chosen:
+    with within_limits(), closing(_chosen(step, tokens, logits, max_tokens)) as chosen:
         for n, (token, logprobs) in enumerate(chosen, start=1):
             if n == 1:
                 report(len(tokens), len(tokens))

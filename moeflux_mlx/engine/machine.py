@@ -4,17 +4,22 @@ It reads the system's figures; it does not know what they are for.
 """
 
 import os
+import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..ops import backend, native
+from ..ops import backend, gpu_time, native
 
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+# Address space of the threads that begin with a model, MLX's and the readers': a stack of 8 MiB and an arena of 64 MiB
+# each. 965 MB on two cores, where experts are read; with less MLX hangs, or the process ends without a word.
+THREADS_BYTES = 1 << 30
 AUTO_BITS = (
     8  # of activations on the CPU: costs less than a tenth of the KL that 4-bit weights do (docs/performance.md)
 )
@@ -29,8 +34,9 @@ class Figures:
         working_set: Metal's max_recommended_working_set_size.
         buffer: Metal's max_buffer_length.
         name: of `memory`, for messages.
-        copies: mapping a file copies it into `memory` (an NVIDIA GPU); elsewhere the page cache holds it.
+        copies: mapping a file takes of `memory` (an NVIDIA GPU, address space); elsewhere the page cache holds it.
         others: bytes of MLX's arrays that are not part of `memory`: what was in use when it was measured.
+        operations: floating-point operations that one command buffer may hold (Metal).
     """
 
     memory: int
@@ -39,6 +45,7 @@ class Figures:
     name: str = "RAM"
     copies: bool = False
     others: int = 0
+    operations: float | None = None
 
     @property
     def breathes(self) -> bool:
@@ -54,12 +61,13 @@ class Figures:
 def machine_figures() -> Figures:
     """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
     if not backend.has_kernels():
-        return Figures(usable_ram_bytes())
+        return min([Figures(usable_ram_bytes()), *limited_address_space()], key=lambda figures: figures.memory)
     info = mx.device_info()
     if backend.name() == "cuda":
         return Figures(int(info["free_memory"]), name="free GPU memory", copies=True, others=mx.get_active_memory())
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
-    return Figures(usable_ram_bytes(), working_set, buffer)
+    operations = gpu_time.SECONDS * gpu_time.rate(str(info["device_name"]))
+    return Figures(usable_ram_bytes(), working_set, buffer, operations=operations)
 
 
 def default_dtype() -> mx.Dtype:
@@ -94,6 +102,16 @@ def physical_ram_bytes() -> int:
 def usable_ram_bytes() -> int:
     """Physical memory, or the limit of this process's control group where that is smaller."""
     return min([physical_ram_bytes(), *group_limits()])
+
+
+def limited_address_space() -> list[Figures]:
+    """What `ulimit -v` leaves for a model, mapped files included; empty where there is no such limit (Linux)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+        return []
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + THREADS_BYTES
+    name = f"address space (ulimit -v less {used / 1e9:.2f} GB for the program)"
+    return [Figures(max(limit - used, 0), name=name, copies=True)]
 
 
 def group_limits(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..model.decoder import Model
 from ..model.span import Span
+from ..ops.limits import within_limits
 from ..state.cache import Cache, Pair
 
 Progress = Callable[[int, int], Any]
@@ -66,6 +67,7 @@ class Prefill:
         self._logits: mx.array | None = None
         self.kept: dict[int, dict[int, Pair]] = {}
 
+    @within_limits()
     def run(self, progress: Progress = lambda done, total: None) -> mx.array:
         """Computes the rest of the prompt; the logits [1, vocab_size] after its last token.
 
@@ -74,7 +76,7 @@ class Prefill:
                 What it raises stops the work within a block of a mixer or a wave of experts; `run` can be called again.
 
         Raises:
-            ExpertIOError: as calling the model does.
+            ExpertIOError, DeviceError: as calling the model does.
         """
         progress(self.done, len(self.tokens))
         for layer in self.cache:

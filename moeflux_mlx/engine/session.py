@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..errors import PromptCacheError, SnapshotError
+from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..state.cache import Cache, Pair, uncut_bytes
@@ -114,7 +114,7 @@ class Session:
         """Yields the responses of `stream_generate` to `prompt`, token ids of the whole text so far.
 
         Closing the iterator, an exception and `Stopped` leave a session that can go on. After `Stopped` a prompt that
-        begins with the same tokens goes on in the middle of the span where it stopped.
+        begins with the same tokens goes on in the middle of the span where it stopped; DeviceError leaves no token.
 
         Args:
             boundaries: lengths of the prompt's prefixes that later prompts are likely to share; a state is
@@ -148,6 +148,8 @@ class Session:
             raise
         except BaseException as error:
             self._agree_again(keep_half=isinstance(error, Stopped))
+            if isinstance(error, DeviceError):
+                self._go_back(0)  # arrays may be marked as computed that the GPU never wrote
             raise
         finally:
             self._save_states(prompt)

@@ -14,8 +14,9 @@ from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..experts.source import ExpertLoader
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
-from ..ops import backend, native
+from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
+from ..ops.limits import within_limits
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, Traced, make_cache
@@ -185,6 +186,7 @@ class Model(nn.Module):
         Raises:
             RequestError: tokens of another shape or outside the vocabulary, or not one cache for each layer.
             ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
+            DeviceError: memory or the GPU's time is at an end; caches may hold anything.
         """
         return self._in_turn(self._logits, tokens, cache)
 
@@ -212,7 +214,7 @@ class Model(nn.Module):
         """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
         count = getattr(tokens, "size", 0)  # `_check` may still refuse them
         turn = nullcontext(False) if self.experts is None else self.experts.turn(count)
-        with native.activations(self.cpu_activations), turn as shared:
+        with within_limits(), native.activations(self.cpu_activations), turn as shared:
             self._check(tokens, cache)
             with using(self.tiles):
                 yield shared
@@ -235,7 +237,11 @@ class Model(nn.Module):
 
     def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced]) -> mx.array:
         """Also what is compiled."""
-        return self.lm_head(self.run(tokens, cache))
+        hidden = self.run(tokens, cache)
+        count, most = hidden.shape[1], gpu_time.rows_at_once(*self.lm_head.shape)
+        if most is None or count <= most:
+            return self.lm_head(hidden)
+        return mx.concatenate([self.lm_head(hidden[:, at : at + most]) for at in range(0, count, most)], axis=1)
 
     def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
         """The normed hidden states [B, L, hidden_size] before `lm_head`, on the CPU as a numpy array."""
@@ -263,7 +269,7 @@ class Model(nn.Module):
                 `span.drop` undoes it.
 
         Raises:
-            RequestError, ExpertIOError: as calling the model does.
+            RequestError, ExpertIOError, DeviceError: as calling the model does.
         """
         with self._turn(span.tokens, cache):
             self._through_layers(span, cache, report)

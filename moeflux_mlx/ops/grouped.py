@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
-from . import backend
+from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records
@@ -124,8 +124,14 @@ class GroupedRows:
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
         made: list[mx.array] = []
+        most, gathered = piece_rows(records.record), 0
         for batch in self._batches[index]:
-            made += _products(self._x, self._source, batch, slots[batch.experts], records)
+            for piece in _products(self._x, self._source, batch, slots[batch.experts], records):
+                gathered += len(piece)
+                if gathered > most:
+                    gpu_time.commit(*made)
+                    gathered = len(piece)
+                made.append(piece)
         mx.async_eval(made)  # all of them: what is left lazy would read the records when they are others
         self._outputs += made
         return made[-1]
@@ -250,20 +256,20 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
         source: [P] the row of x at each place.
         slots: where the batch's experts lie in the records.
     """
-    start, H = batch.start, x.shape[1]
+    start, H, most = batch.start, x.shape[1], piece_rows(records.record)
     if not batch.rows:
         size = BLOCK_ROWS[backend.name()]
         parts, owners = dense(records, slots, x.dtype), mx.array(batch.owners)
-        for part in _parts(len(batch.owners), PIECE_ROWS // size):
+        for part in _parts(len(batch.owners), most // size):
             at, own = start + part.start * size, owners[part]
             taken = mx.take(x, source[at : at + own.size * size], axis=0).reshape(own.size, size, H)
             yield grouped_ffn(taken, parts, records, own).reshape(-1, H)
         return
-    for part, width in batch.parts(PIECE_ROWS // batch.rows):
+    for part, width in batch.parts(most // batch.rows):
         count = part.stop - part.start
         some = np.concatenate([slots[part], np.repeat(slots[part][:1], width - count)])  # others' places
         gate_up, down = dequantized_records(records, mx.array(some.astype(np.uint32)), x.dtype)
-        for rows in _parts(batch.rows, PIECE_ROWS):
+        for rows in _parts(batch.rows, most):
             length = rows.stop - rows.start
             at = start + part.start * batch.rows + rows.start
             places = source[at : at + count * length]
@@ -271,6 +277,12 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
                 places = mx.concatenate([places, mx.broadcast_to(places[:1], ((width - count) * length,))])
             made = dense_ffn(mx.take(x, places, axis=0).reshape(width, length, H), gate_up, down)
             yield made[:count].reshape(-1, H)
+
+
+def piece_rows(record: Record) -> int:
+    """Rows that one product takes, at most, and on Metal one command buffer."""
+    most = gpu_time.rows_at_once(record.hidden_size, 3 * record.moe_intermediate_size)
+    return PIECE_ROWS if most is None else min(PIECE_ROWS, most)
 
 
 def _parts(n: int, size: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..quant import DEFAULT
-from . import backend, native
+from . import backend, gpu_time, native
 from .attend import RECENT, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
@@ -57,6 +57,11 @@ class HeadMatrices:
         """x [B, heads, L, ...] @ M.T (`transpose`) or x @ M."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
         return multiply(x, part, transpose != self.turned)
+
+    def of(self, some: slice) -> "HeadMatrices":
+        """Those of some heads."""
+        part = part_of_heads(self.weights, self.heads, self.rows or slice(None), some)
+        return HeadMatrices(part, part.weight.shape[0], turned=self.turned)
 
     def stored(self) -> "Stored":
         """What kernels take of them."""
@@ -278,12 +283,35 @@ def _expanded(
     value: HeadMatrices,
     scale: float,
 ) -> mx.array:
+    """On Metal a few heads at a time: one product would expand all latents to the keys of all heads."""
+    heads, positions = q_nope.shape[1], latent.shape[2]
+    most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
+    if most is None or most >= heads:
+        return _of_heads(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
+    parts = []
+    for some in (slice(start, start + most) for start in range(0, heads, most)):
+        queries, matrices = (q_nope[:, some], q_pe[:, some]), (key.of(some), value.of(some))
+        parts.append(_of_heads(*queries, latent, k_pe, mask, *matrices, scale))
+    return mx.concatenate(parts, axis=1)
+
+
+def _of_heads(
+    q_nope: mx.array,
+    q_pe: mx.array,
+    latent: mx.array,
+    k_pe: mx.array,
+    mask: Mask,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    scale: float,
+) -> mx.array:
     k = key.multiply(latent, transpose=True).swapaxes(-1, -2)  # [B, heads, nope, N]
     v = value.multiply(latent, transpose=True)
     k_pe, parts = k_pe.swapaxes(-1, -2), []
     for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
         scores = q_nope[:, :, rows] @ k[..., seen] + q_pe[:, :, rows] @ k_pe[..., seen]
         parts.append(_softmax(scores * scale, part_mask) @ v[:, :, seen])
+        gpu_time.commit(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 

@@ -155,9 +155,9 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         yield native.dequantize(w.quant, *(part[head] for part in parts), **into)
 
 
-def part_of_heads(w: Weights, heads: int, rows: slice) -> Part:
-    """The `rows` of each head's matrix, [heads, rows, columns], as views."""
-    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[:, rows] for part in _parts(w)))
+def part_of_heads(w: Weights, heads: int, rows: slice, some: slice = slice(None)) -> Part:
+    """The `rows` of the matrices of `some` heads, [heads, rows, columns], as views."""
+    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[some, rows] for part in _parts(w)))
 
 
 def _is_native(w: Weights) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..engine.engine import Engine
 from ..engine.session import Stopped
-from ..errors import MoefluxError, RequestError
+from ..errors import DeviceError, MoefluxError, RequestError
 from ..text.calls.dialect import dialect_of
 from .job import Job
 from .live import Watch
@@ -170,7 +170,8 @@ class Worker:
             job.emit(CANCELLED)
         except Exception as error:  # one request's failure is not the others'
             self.state.totals.failed += 1
-            print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
+            remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may tell what was asked
+            print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
             job.emit(_failure(error))
         finally:
             self.state.running = before

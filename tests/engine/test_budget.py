@@ -82,7 +82,8 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
         plan_memory(args, layout, *followed(advice, memory, demand, share))
         return
     assert made.total <= room(figures) <= memory - made.headroom
-    assert share is None or made.total <= 0.9 * share * memory
+    at_once = made.pool or made.copied or min(made.experts, 10 * layout.largest_layer)  # of one command buffer
+    assert share is None or made.fixed + at_once <= 0.9 * share * memory
     assert made.slots * layout.expert_stride == made.pool <= layout.total_bytes
     if made.mode is IoMode.PREAD:
         assert made.pool >= least_pool(args, layout)
@@ -134,6 +135,17 @@ def test_a_pool_stays_within_what_a_mac_s_gpu_may_use(gb, working_set, name):
     with pytest.raises(RequestError, match="beyond what Metal recommends to use; an expert pool of"):
         demand = Demand(GB, itemsize=2, expert_io="pread", expert_cache_bytes=int(0.9 * working_set * GB))
         plan_memory(args, layout, made.figures, demand)
+
+
+def test_what_a_command_buffer_refers_to_fits_what_a_mac_s_gpu_may_use():
+    """Mapping more than memory may be asked for, but Metal wires the files of some layers together."""
+    args, layout = named("qwen3.5-397b-a17b")
+    demand = Demand(6 * GB, 8192, 2, expert_io="mmap")
+    enough = Figures(96 * GB, working_set=72 * GB)
+    assert layout.total_bytes > enough.memory and plan_memory(args, layout, enough, demand).mode is IoMode.MMAP
+    with pytest.raises(RequestError, match="36.* GB mapped experts, .*; --expert-io pread needs no more"):
+        plan_memory(args, layout, Figures(48 * GB, working_set=36 * GB), demand)
+    assert plan_memory(args, layout, Figures(48 * GB), demand).mode is IoMode.MMAP
 
 
 def test_more_memory_never_makes_the_pool_smaller():
@@ -199,7 +211,7 @@ def test_mapped_experts_count_where_they_are_copied():
     assert tight.mode is IoMode.PREAD and "leave less than" in tight.decision
     room = plan_memory(args, layout, Figures(2 * memory, copies=True), demand)
     assert room.mode is IoMode.MMAP and room.total == room.fixed + layout.total_bytes
-    with pytest.raises(RequestError, match="16.31 GB expert pool"):
+    with pytest.raises(RequestError, match="16.31 GB mapped experts"):
         plan_memory(args, layout, Figures(memory, copies=True), replace(demand, expert_io="mmap"))
 
 

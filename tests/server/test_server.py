@@ -11,6 +11,9 @@ import pydantic
 import pytest
 from live_server import Live, demo_engine, wait_for
 
+from moeflux_mlx.engine.session import Session
+from moeflux_mlx.errors import DeviceError
+
 QUESTION = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
 
 
@@ -131,6 +134,16 @@ def test_a_client_that_leaves_within_its_body_is_no_fault(live, capfd):
     live.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode(), seconds=0.2)
     wait_for(lambda: 'path="/v1/responses",status="499"' in live.get("/metrics"))
     assert "a request failed" not in capfd.readouterr().err
+
+
+def test_what_only_the_server_s_owner_can_mend_is_in_its_log(chat, monkeypatch, capfd):
+    def ends(*_, **__):
+        raise DeviceError("computing failed: Caused GPU Timeout Error; give a smaller --prefill-step-size")
+
+    monkeypatch.setattr(Session, "respond", ends)
+    with pytest.raises(openai.InternalServerError, match="computing failed .DeviceError.") as told:
+        chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=4)
+    assert "--prefill-step-size" in capfd.readouterr().err and "--prefill" not in str(told.value)
 
 
 def test_bias_and_penalties(chat, live):

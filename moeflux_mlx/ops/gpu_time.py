@@ -1,0 +1,91 @@
+"""How long a Mac's GPU takes for a part of a prompt, and how much it may be given at once.
+
+macOS ends a command buffer that holds the GPU for about five seconds ("Caused GPU Timeout Error"), or keeps the screen
+waiting ("Impacting Interactivity", a limit that is not documented). MLX commits a command buffer after a number of
+operations, however long they take. So on Metal what is committed together is counted in floating-point operations and
+stays below `SECONDS` at the GPU's full rate: kernels that reach a tenth of that rate are still in time. Traffic is not
+counted; the most of it sums the experts' outputs of a span: 19 GB for 32,768 tokens of DeepSeek-V3, 0.3 s at an M1's
+68 GB/s. Elsewhere nothing is bounded. Nothing here has run on an Apple GPU.
+"""
+
+import mlx.core as mx
+
+from ..kinds import Delta, GroupedQuery, Latent, Mixer
+from ..spec import ModelArgs
+from . import backend
+
+SECONDS = 0.5  # of one command buffer
+# Float32 operations a second, in 10^12, of a chip's GPU with all of its cores, as huggingface.js lists them
+# (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is two of the Max. M5 counts as M4, without its matrix
+# units. Chips are also sold with fewer cores, an M1 Max with three quarters.
+TFLOPS = {
+    **{"Apple M1": 2.6, "Apple M1 Pro": 5.2, "Apple M1 Max": 10.4, "Apple M1 Ultra": 20.8},
+    **{"Apple M2": 3.6, "Apple M2 Pro": 6.8, "Apple M2 Max": 13.5, "Apple M2 Ultra": 27.0},
+    **{"Apple M3": 4.1, "Apple M3 Pro": 6.4, "Apple M3 Max": 14.2, "Apple M3 Ultra": 28.4},
+    **{"Apple M4": 4.6, "Apple M4 Pro": 9.2, "Apple M4 Max": 18.4},
+    **{"Apple M5": 4.6, "Apple M5 Pro": 9.2, "Apple M5 Max": 18.4},
+}
+SLOWEST = min(TFLOPS.values())
+# A command buffer holds at most a layer's work on one block, with one part of its attention and the latents that are
+# expanded for that, or one piece of a wave. A block is bounded by the chip, in the plan; the rest is cut alike on every
+# Apple GPU.
+BLOCK_SHARE = 0.5
+AT_ONCE = 0.25 * SECONDS * SLOWEST * 1e12  # operations of one piece, or of one expansion
+DELTA_SHARE = 0.25  # of the rate, which the delta rule's steps one after another reach; 0.35 to 0.46 on an H200
+
+
+def rate(chip: str) -> float:
+    """Operations a second of a GPU by Metal's name of it; one that is not known counts as the slowest."""
+    return TFLOPS.get(chip, SLOWEST) * 1e12
+
+
+def rows_at_once(inner: int, outer: int) -> int | None:
+    """Rows that are multiplied with matrices of `inner` * `outer` values together; None: as many as there are."""
+    return None if backend.name() != "metal" else max(int(AT_ONCE / product(1, inner, outer)), 1)
+
+
+def commit(*arrays: mx.array) -> None:
+    """On Metal, hands over what has gathered for `arrays`, so that what follows goes into another command buffer."""
+    if backend.name() == "metal":
+        backend.start(*arrays)
+
+
+def product(rows: int, inner: int, outer: int) -> float:
+    """[rows, inner] times [inner, outer]: a multiplication and an addition for each."""
+    return 2.0 * rows * inner * outer
+
+
+def block_size(args: ModelArgs, longest: int, operations: float) -> int:
+    """`longest`, or that halved until a block is within its share of what one command buffer may hold."""
+    while longest > 1 and max(block(args, mixer, longest) for mixer in args.mixers) > BLOCK_SHARE * operations:
+        longest //= 2
+    return longest
+
+
+def block(args: ModelArgs, mixer: Mixer, tokens: int) -> float:
+    """A layer over a block of a span: its mixer but for scores, router and shared expert, or a dense MLP."""
+    width = max(args.intermediate_size, args.shared_expert_intermediate_size)
+    mlp = product(tokens, args.hidden_size, 3 * width + args.num_experts)
+    return mlp + product(tokens, args.hidden_size, _projected(mixer)) + _own(mixer, tokens)
+
+
+def _projected(mixer: Mixer) -> int:
+    """Columns of the projections from the hidden state and back to it."""
+    match mixer:
+        case GroupedQuery():
+            return mixer.head_dim * ((2 + mixer.gate) * mixer.heads + 2 * mixer.kv_heads)
+        case Latent():
+            return mixer.q_latent + mixer.latent + mixer.rotation.dims + mixer.heads * mixer.value
+        case Delta():
+            return mixer.channels + 2 * mixer.value_width + 2 * mixer.value_heads
+
+
+def _own(mixer: Mixer, tokens: int) -> float:
+    """What else grows with the tokens alone: queries from a latent; the delta rule's steps."""
+    match mixer:
+        case GroupedQuery():
+            return 0.0
+        case Latent():
+            return product(tokens, mixer.q_latent, mixer.heads * mixer.head_dim)
+        case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464)
+            return 7.0 * tokens * mixer.value_width * mixer.key_dim / DELTA_SHARE

@@ -1,0 +1,50 @@
+"""What MLX and the system raise where memory or the GPU's time is at an end, as one error with a remedy.
+
+MLX raises RuntimeError and tells the causes apart in its text alone (0.32.4: device.cpp and allocator.cpp of
+backend/metal, allocator.cpp and utils.cpp of backend/cuda, scheduler.cpp). Its CPU backend does not notice that an
+allocation failed, and the process ends by a signal: a plan must leave room for that (`engine.machine`).
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import DeviceError
+
+TIME = "give a smaller --prefill-step-size"
+MEMORY = "give a shorter --context or a smaller --expert-cache-gb, or end other programs"
+AGAIN = "nothing is known of the cause; start the program again"
+# From the narrower text to the wider one.
+REMEDIES = {
+    "kIOGPUCommandBufferCallbackErrorTimeout": TIME,
+    "kIOGPUCommandBufferCallbackErrorImpactingInteractivity": TIME,
+    "the launch timed out": TIME,
+    "kIOGPUCommandBufferCallbackErrorOutOfMemory": MEMORY,
+    "[METAL] Command buffer execution failed": AGAIN,
+    "[malloc] Unable to allocate": MEMORY,
+    "[metal::malloc]": MEMORY,
+    "failed: out of memory": MEMORY,  # CUDA
+    "std::bad_alloc": MEMORY,  # a thread of MLX's CPU backend
+    "Resource temporarily unavailable": MEMORY,  # a thread that MLX could not start
+    "can't start new thread": MEMORY,
+}
+
+
+@contextmanager
+def within_limits() -> Iterator[None]:
+    """What is computed or allocated inside raises DeviceError where memory or the GPU's time is at an end."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        remedy = _remedy(error)
+        if remedy is None:
+            raise
+        cause = str(error).partition("\n")[0] or "out of memory"
+        raise DeviceError(f"computing failed: {cause.rstrip('.')}; {remedy}") from error
+
+
+def _remedy(error: Exception) -> str | None:
+    """None: the error is about something else."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return MEMORY
+    return next((remedy for text, remedy in REMEDIES.items() if text in str(error)), None)

@@ -1,0 +1,182 @@
+"""What a Mac's GPU is given at once, at the shapes of real models: counted as graphs are built, and never computed."""
+
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.budget import Demand, plan_memory
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.machine import Figures
+from moeflux_mlx.experts.waves import wave_size, waves_of
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.decoder import DecoderLayer, Model
+from moeflux_mlx.model.span import PromptSizes, Span
+from moeflux_mlx.ops import backend, gpu_time, launch, native
+from moeflux_mlx.ops.experts import Records
+from moeflux_mlx.ops.grouped import GroupedRows
+from moeflux_mlx.spec import ModelArgs, variants
+from moeflux_mlx.state.cache import make_cache
+
+CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
+MEMORY = 1 << 40
+pytestmark = pytest.mark.usefixtures("cpu_device")  # which pretends to be an Apple GPU
+
+
+class Work:
+    """Operations of the products, attentions and delta rules that are asked for, as they gather between commits."""
+
+    def __init__(self, monkeypatch):
+        self.launches, self.gatherings, self.gathered, self.attended = [], [], 0.0, 0
+        monkeypatch.setattr(backend, "name", lambda: "metal")
+        monkeypatch.setattr(launch, "_built", lambda target, kernel, places: self.kernel(kernel.name))
+        for name in ("quantized_matmul", "gather_qmm"):
+            self.count(monkeypatch, mx, name, lambda out, x, *_: 2 * out.size * x.shape[-1])
+        self.count(monkeypatch, mx.array, "__matmul__", lambda out, x, _: 2 * out.size * x.shape[-1])
+        self.count(monkeypatch, mx.fast, "scaled_dot_product_attention", self.scores)
+        monkeypatch.setattr(mx, "async_eval", lambda *_: self.commit())
+        monkeypatch.setattr(mx, "eval", lambda *_: self.commit())
+
+    def count(self, monkeypatch, owner, name, operations):
+        own = getattr(owner, name)
+
+        def counted(*given, **named):
+            out = own(*given, **named)
+            self.add(operations(out, *given))
+            return out
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def scores(self, out, q, k, v):
+        operations = 2 * prod(q.shape[:3]) * k.shape[2] * (k.shape[3] + v.shape[3])
+        self.attended += operations
+        return operations
+
+    def kernel(self, name):
+        """Outputs that nobody computes; the delta rule's steps are the only ones of a prompt that take long."""
+
+        def pretended(inputs, output_shapes, output_dtypes, **_):
+            if name == "gated_delta_tokens":
+                (tokens, heads, value), key = output_shapes[0], output_shapes[1][-1]
+                self.add(4 * 7 * tokens * heads * value * key)  # at a quarter of the rate
+            return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
+
+        return pretended
+
+    def add(self, operations):
+        self.launches.append(operations)
+        self.gathered += operations
+
+    def commit(self):
+        self.gatherings.append(self.gathered)
+        self.gathered = 0.0
+
+    def seconds(self, chip):
+        """(The longest launch, the longest that gathered), on a chip."""
+        assert self.launches and self.gatherings and not self.gathered
+        return max(self.launches) / gpu_time.rate(chip), max(self.gatherings) / gpu_time.rate(chip)
+
+
+def block_sizes(args, context, chip):
+    """As a Mac with enough memory plans them."""
+    figures = Figures(MEMORY, MEMORY * 3 // 4, MEMORY, operations=gpu_time.SECONDS * gpu_time.rate(chip))
+    return plan_memory(args, ExpertLayout.from_args(args), figures, Demand(10**9, context, 2)).sizes
+
+
+def kinds_of_layers(args):
+    """One layer of each mixer, with experts and without."""
+    return {(args.mixers[i], i in args.moe_layers): i for i in range(args.num_hidden_layers)}.values()
+
+
+def last_block(args, layer, positions, block):
+    """A layer over the last block of a prompt of so many tokens, without its routed experts."""
+    made, cache = DecoderLayer(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
+    if cache.is_trimmable():
+        for name, (heads, width) in zip(("keys", "values"), cache.rows(args.mixers[layer]), strict=True):
+            setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
+    cache.offset = positions - block
+    made.set_dtype(mx.bfloat16)
+    x = mx.zeros((1, block, args.hidden_size), mx.bfloat16)
+    made.mlp.end = lambda parts, report: parts[0]
+    made.pass_span(x, cache, Span(mx.zeros((1, block), mx.int32), cache.offset, block), lambda share: None)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", variants())
+def test_no_launch_of_a_block_and_nothing_that_gathers_takes_half_a_second(monkeypatch, name, chip):
+    args = ModelArgs.from_variant(name)
+    for context in (8192, 65_536, 262_144):
+        block = block_sizes(args, context, chip).block
+        with monkeypatch.context() as patched:
+            work = Work(patched)
+            for layer in kinds_of_layers(args):
+                last_block(args, layer, context, block)
+            assert max(work.seconds(chip)) < gpu_time.SECONDS
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "qwen3-30b-a3b"])
+def test_a_block_is_estimated_as_it_is_built(monkeypatch, name):
+    args = ModelArgs.from_variant(name)
+    for layer in kinds_of_layers(args):
+        with monkeypatch.context() as patched:
+            work = Work(patched)
+            last_block(args, layer, 4096, 1024)
+        estimate = gpu_time.block(args, args.mixers[layer], 1024)
+        assert sum(work.launches) - work.attended == pytest.approx(estimate, rel=0.001)
+
+
+def test_what_is_cut_is_computed_alike(monkeypatch):
+    """Latents expanded for a few heads at a time, pieces of waves, and logits."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    model = load_model(tiny_directory("deepseek_v3"), dtype=mx.float32)
+    tokens = mx.array(np.random.default_rng(4).integers(0, model.args.vocab_size, (1, 45)))
+    whole = np.array(model(tokens))
+    monkeypatch.setattr(gpu_time, "rows_at_once", lambda inner, outer: 3)
+    np.testing.assert_allclose(np.array(model(tokens)), whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("spread", ["even", "all to few"])
+@pytest.mark.parametrize("name", variants())
+def test_no_piece_of_a_wave_takes_half_a_second(monkeypatch, name, spread):
+    """Cut alike on every Apple GPU, so the slowest is looked at."""
+    args = ModelArgs.from_variant(name)
+    layout, tokens, K = ExpertLayout.from_args(args), 32_768, args.num_experts_per_tok
+    ids = np.arange(tokens * K).reshape(tokens, K) % (args.num_experts if spread == "even" else K + 2)
+    counts = np.bincount(ids.reshape(-1), minlength=args.num_experts)
+    record = layout.records[args.moe_layers[0]]
+    waves = waves_of(counts, wave_size(layout, K))
+    work = Work(monkeypatch)
+    rows = GroupedRows(mx.zeros((tokens, args.hidden_size), mx.bfloat16), ids, counts, waves, record)
+    records = Records(mx.zeros((args.num_experts, record.stride // 4), mx.uint32), record)
+    for i, wave in enumerate(waves):
+        rows.multiply(i, wave, records)
+    assert 2 * 3 * args.hidden_size * args.moe_intermediate_size * tokens * K <= sum(work.launches)
+    assert max(work.seconds("Apple M1")) < gpu_time.SECONDS
+
+
+def test_logits_of_many_tokens_are_several_launches(monkeypatch):
+    args = ModelArgs.from_variant("qwen3.5-35b-a3b")
+    model = Model(args, None)
+    monkeypatch.setattr(model, "run", lambda tokens, cache: mx.zeros((1, 8192, args.hidden_size)))
+    work = Work(monkeypatch)
+    assert model._step(mx.zeros((1, 8192), mx.int32), []).shape == (1, 8192, args.vocab_size)
+    assert sum(work.launches) == 2 * 8192 * args.hidden_size * args.vocab_size
+    assert max(work.launches) / gpu_time.rate("Apple M1") < gpu_time.SECONDS
+
+
+def test_a_faster_gpu_takes_larger_blocks_and_other_machines_the_usual_ones():
+    args = ModelArgs.from_variant("cogito-v2-671b")
+    blocks = [block_sizes(args, 8192, chip).block for chip in ("Apple M1", "Apple M1 Max", "Apple M2 Ultra")]
+    assert blocks == sorted(set(blocks)) and blocks[0] >= 256
+    plan = plan_memory(args, ExpertLayout.from_args(args), Figures(MEMORY), Demand(10**9, 8192, 2))
+    assert plan.sizes == PromptSizes(plan.sizes.span, 4096)
+
+
+def test_a_block_that_is_asked_for_is_bounded_too():
+    args = ModelArgs.from_variant("cogito-v2-671b")
+    figures = Figures(MEMORY, MEMORY * 3 // 4, MEMORY, operations=0.5 * gpu_time.rate("Apple M1"))
+    asked = Demand(10**9, 8192, 2, prefill_step_size=3000)
+    assert plan_memory(args, ExpertLayout.from_args(args), figures, asked).sizes.block == 375
