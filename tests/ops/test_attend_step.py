@@ -201,7 +201,7 @@ FAULTS = {
     "a piece too few": ("attend_combine", "/ P + 1", "/ P"),
     "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),
     "one of its shares": ("attend_combine", "s < SHARES - 1", "s < SHARES - 3"),
-    "half of the positions": ("attend_step", "half_of == 1", "half_of == 2"),
+    "half of the positions": ("attend_step", "share == 1", "share == 2"),
     "a row's first columns": ("attend_step", "[unit % UNITS]", "[0]"),
     "parts of one weight": ("attend_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
 }
