@@ -140,13 +140,13 @@ class Kernel:
         A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. It may use
         headers whose names come before its own. CUDA's build hashes the text at every launch, so it is given the
         names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
-        behind it: the compiler then keeps to registers of which there are enough for `threads`.
+        behind it (`threads_named`).
         """
         (names, first), (outputs, told) = self._named(places), _several(self.outputs)
         source, first = _text(f"{self.name}.metal"), constants + first + told
         headers = _used(source, self.form)
         make: Any = mx.fast.metal_kernel
-        header = "".join(map(_text, headers)) + f"[[max_total_threads_per_threadgroup({threads})]]\n"
+        header = "".join(map(_text, headers)) + threads_named(threads)
         if target == "cuda":
             make = mx.fast.cuda_kernel
             header = "".join(map(_include, ["cuda_shim.h", *headers]))
@@ -178,6 +178,11 @@ class Kernel:
             elif name != names[place[0]]:
                 lines.append(f"auto {name} = {names[place[0]]};\n")
         return list(names.values()), "".join(lines) + joined
+
+
+def threads_named(threads: int) -> str:
+    """The end of a header that lets Metal's compiler keep to registers of which there are enough for `threads`."""
+    return f"[[max_total_threads_per_threadgroup({threads})]]\n"
 
 
 def _include(name: str) -> str:

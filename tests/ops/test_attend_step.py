@@ -21,6 +21,7 @@ CASES = {  # heads, kv heads, width, gates, rotation
     "gates": (3, 1, 32, True, Rotation(16, 1e4)),
     "two threadgroups to a key head": (18, 1, 32, True, Rotation(32, 1e4, interleaved=True)),
     "YaRN": (2, 2, 128, False, Rotation(64, 1e6, YARN)),
+    "more than 128 columns": (2, 1, 160, True, Rotation(32, 1e4)),
 }
 
 

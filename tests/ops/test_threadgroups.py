@@ -23,8 +23,8 @@ SEEN = (256, 384, 832, 896, 1024)  # limits of pipelines on M1, M2 and the M1 of
 class Pipelines:
     """Stands in for mx.fast.metal_kernel: it refuses as MLX does, and computes nothing.
 
-    `launches`: of each its kernel's name, which holds a digest of its constants, the grid, the threads that it asked for
-    and those that the attribute names.
+    `launches`: of each the kernel's name, which holds a digest of its constants, the grid, the threads that it asked
+    for, and those that the attribute names.
     """
 
     def __init__(self, limit):
