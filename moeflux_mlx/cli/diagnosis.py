@@ -69,10 +69,8 @@ def thread_lines() -> list[str]:
     if backend.name() != "metal":
         return []
     alone, named = thread_limits()
-    return [
-        f"threads   of a threadgroup: the kernels ask for at most {MOST_THREADS['metal']}; one that needs many registers"
-        f" gets {alone} of {ASKED}, and {named} where it names them"
-    ]
+    found = f"Metal gives a kernel of many registers {alone} of {ASKED}, {named} if its text names them"
+    return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {found}"]
 
 
 def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:

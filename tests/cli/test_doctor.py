@@ -46,4 +46,4 @@ def test_metals_limit_on_threads_is_said(monkeypatch):
     monkeypatch.setattr(diagnosis.backend, "name", lambda: "metal")
     monkeypatch.setattr(diagnosis, "thread_limits", lambda: (384, 1024))
     (line,) = diagnosis.thread_lines()
-    assert "at most 256" in line and "384 of 1024, and 1024" in line
+    assert "at most 256" in line and "384 of 1024, 1024 if" in line
