@@ -11,10 +11,7 @@
   threadgroup float outs[DV];
   const uint lane = thread_index_in_simdgroup;
   const uint head = threadgroup_position_in_grid.x;
-  const float u = float(a[head]) + dt_bias[head];
-  const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-  const float decay = metal::exp(-metal::exp(A_log[head]) * softplus);
-  const float beta = 1.0f / (1.0f + metal::exp(-float(b[head])));
+  float decay = 0, beta = 0;
   float q[N], k[N];
 
   _Pragma("unroll 1")
@@ -44,6 +41,10 @@
         }
         mixed[i] = float(X(sum / (1.0f + metal::exp(-sum))));
       }
+      const float u = float(a[head]) + dt_bias[head];
+      const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
+      decay = metal::exp(-metal::exp(A_log[head]) * softplus);
+      beta = 1.0f / (1.0f + metal::exp(-float(b[head])));
       threadgroup_barrier(mem_flags::mem_threadgroup);
 
       float qq = 0, kk = 0;

@@ -17,16 +17,10 @@
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
-  // What the end needs is asked for first.
   const uint mine = thread_index_in_threadgroup;
   const uint at = token * H + top + mine;
   const bool finishes = mine < ROWS && top + mine < H;
-  float sum = finishes ? float(h_mid[at]) : 0.0f;
-  float last = 0;
-  if (SHARED && finishes) {
-    last = float(shared[at]);
-  }
-
+  float sum = 0, last = 0;
 #ifdef CODES_PLANES
   threadgroup uint4 planes[SG * CODES_PLANES(SPAN)];
 #endif
@@ -46,6 +40,10 @@
       weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
     }
     const device X* a = act + (token * (K + JOINED) + k) * I;
+    if (turn == 0 && finishes) {  // what the end needs is asked for first
+      sum = float(h_mid[at]);
+      last = SHARED ? float(shared[at]) : 0.0f;
+    }
 
     uint row[R];
     float acc[R];
