@@ -1,12 +1,14 @@
 // out[H, D] X = the pieces of attend_step.metal, weighted by what each has of the whole sum of exponentials. GATE: times
 // sigmoid(gate[H, 1]), where gate is [H, 2, D] X. positions[0] is the token's own; a piece has P positions.
 //
-// grid: (4 * D * H, 1, 1), threadgroup (4 * D, 1, 1). Four threads have an output, each every fourth piece.
+// grid: (4 * C * H, D / C, 1), threadgroup (4 * C, 1, 1). A threadgroup has C columns of a head. Four threads have an
+// output, each every fourth piece.
   constexpr uint SHARES = 4;
-  threadgroup float sums[(SHARES - 1) * D];
-  threadgroup float totals[(SHARES - 1) * D];
+  threadgroup float sums[(SHARES - 1) * C];
+  threadgroup float totals[(SHARES - 1) * C];
   const uint head = threadgroup_position_in_grid.x;
-  const uint column = thread_index_in_threadgroup % D, mine = thread_index_in_threadgroup / D;
+  const uint at = thread_index_in_threadgroup % C, mine = thread_index_in_threadgroup / C;
+  const uint column = threadgroup_position_in_grid.y * C + at;
   const uint pieces = uint(positions[0]) / P + 1;
   float largest = -3.4e38f;
   _Pragma("unroll 1")
@@ -22,14 +24,14 @@
     sum = metal::fma(share, parts[(i * H + head) * (D + 2) + column], sum);
   }
   if (mine > 0) {
-    sums[(mine - 1) * D + column] = sum;
-    totals[(mine - 1) * D + column] = total;
+    sums[(mine - 1) * C + at] = sum;
+    totals[(mine - 1) * C + at] = total;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (mine == 0) {
     for (uint s = 0; s < SHARES - 1; s++) {
-      sum += sums[s * D + column];
-      total += totals[s * D + column];
+      sum += sums[s * C + at];
+      total += totals[s * C + at];
     }
     const float value = sum / total;
     if (GATE) {

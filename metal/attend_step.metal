@@ -10,10 +10,11 @@
 // score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
 // alone. next: `recent` with the token's key and value. All else X.
 //
-// grid: (2 * D * pieces, H / GH, 1), threadgroup (2 * D, 1, 1). A threadgroup has GH heads that share a key head, and P
-// positions: a thread first has pairs of a position and a head, then a column of the values and half of the positions.
+// grid: (SHARES * D * pieces, H / GH, 1), threadgroup (SHARES * D, 1, 1). A threadgroup has GH heads that share a key
+// head, and P positions: a thread first has pairs of a position and a head, then a column of the values and, where SHARES
+// is 2, half of the positions; where it is 1, all of them.
 // Few threadgroups run this once, so the time to fetch its instructions counts: loops stay loops.
-  constexpr uint G = H / KV, THREADS = 2 * D, SG = THREADS / 32;
+  constexpr uint G = H / KV, THREADS = SHARES * D, SG = THREADS / 32;
   constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in other banks
   constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, COPIES = RECENT * UNITS / THREADS;
   constexpr float NONE = -3.4e38f;
@@ -65,7 +66,11 @@
       copied[COPIES + t] = ((const device uint4*)(recent + values_later))[unit];
     }
   }
-  norms[mine] = float(mine < D ? q_weight[mine] : k_weight[mine - D]);
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < 2 / SHARES; t++) {
+    const uint i = mine + t * THREADS;
+    norms[i] = float(i < D ? q_weight[i] : k_weight[i - D]);
+  }
   CODES_UNROLL(1)
   for (uint i = mine; i < DIMS / 2; i += THREADS) {
     const float angle = float(offset) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
@@ -159,14 +164,14 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const uint column = mine % D, half_of = mine / D;
+  const uint column = mine % D, share = mine / D;
   float acc[GH];
   for (uint h = 0; h < GH; h++) {
     acc[h] = 0;
   }
   const uint end = metal::min(uint(P), own);
   CODES_UNROLL(8)
-  for (uint row = half_of; row < end; row += 2) {
+  for (uint row = share; row < end; row += SHARES) {
     const uint p = top + row;
     const device X* from = p < begun ? values + kept + size_t(p) * D : recent + values_later + (p - begun) * D;
     const float value = float(from[column]);
@@ -175,17 +180,18 @@
       acc[h] = metal::fma(weights[row * GH + h], value, acc[h]);
     }
   }
-  if (half_of == 1) {
+  if (share == 1) {
     for (uint h = 0; h < GH; h++) {
       heads[h * D + column] = acc[h];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (half_of == 0) {
+  if (share == 0) {
     const float value = own < P ? float(v[kv * D + column]) : 0.0f;
     for (uint h = 0; h < GH; h++) {
       const float weight = own < P ? weights[own * GH + h] : 0.0f;
-      parts[(piece * H + head + h) * (D + 2) + column] = metal::fma(weight, value, acc[h] + heads[h * D + column]);
+      const float sum = SHARES == 1 ? acc[h] : acc[h] + heads[h * D + column];
+      parts[(piece * H + head + h) * (D + 2) + column] = metal::fma(weight, value, sum);
     }
   }
   if (copies) {
@@ -198,7 +204,7 @@
       }
     }
     const uint at = (offset - begun) * D + column;
-    if (half_of == 0) {
+    if (share == 0) {
       next[later + at] = X(heads[GH * D + column]);
       next[values_later + at] = v[kv * D + column];
     }

@@ -4,78 +4,85 @@
 // a, b[NV] X; A_log, dt_bias[NV] float; taps[C, TAPS] W; weight[DV] V; state, next[NV, DV, DK] float.
 //
 // grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head, a simdgroup R rows of its state
-// in registers, DK / 32 columns to a lane. Value heads that share a key head each convolve its channels.
+// at a time in registers, DK / 32 columns to a lane. Value heads that share a key head each convolve its channels.
   constexpr uint N = DK / 32, C = 2 * NK * DK + NV * DV, SHARED = NV / NK, KEPT = TAPS - 1;
+  constexpr uint TURNS = (DV + R * SG - 1) / (R * SG);
   threadgroup float mixed[2 * DK + DV];  // q, k, v
   threadgroup float outs[DV];
   const uint lane = thread_index_in_simdgroup;
   const uint head = threadgroup_position_in_grid.x;
-  const uint first = simdgroup_index_in_threadgroup * R;
+  float decay = 0, beta = 0;
+  float q[N], k[N];
 
-  uint row[R];
-  float s[R * N];
-  for (uint r = 0; r < R; r++) {
-    row[r] = metal::min(first + r, uint(DV - 1));
-    for (uint i = 0; i < N; i++) {
-      s[r * N + i] = state[(head * DV + row[r]) * DK + lane * N + i];
-    }
-  }
-  for (uint i = thread_index_in_threadgroup; i < 2 * DK + DV; i += 32 * SG) {
-    const bool is_value = i >= 2 * DK;
-    const uint key = (i / DK * NK + head / SHARED) * DK + i % DK;
-    const uint column = is_value ? 2 * NK * DK + head * DV + i - 2 * DK : key;
-    const bool keeps = is_value || head % SHARED == 0;
-    float sum = 0;
-    for (uint j = 0; j < TAPS; j++) {
-      const X v = j < KEPT ? conv[j * C + column] : qkv[column];
-      sum = metal::fma(float(taps[column * TAPS + j]), float(v), sum);
-      if (keeps && j > 0) {
-        next_conv[(j - 1) * C + column] = v;
+  _Pragma("unroll 1")
+  for (uint turn = 0; turn < TURNS; turn++) {
+    const uint first = (turn * SG + simdgroup_index_in_threadgroup) * R;
+    uint row[R];
+    float s[R * N];
+    for (uint r = 0; r < R; r++) {
+      row[r] = metal::min(first + r, uint(DV - 1));
+      for (uint i = 0; i < N; i++) {
+        s[r * N + i] = state[(head * DV + row[r]) * DK + lane * N + i];
       }
     }
-    mixed[i] = float(X(sum / (1.0f + metal::exp(-sum))));
-  }
-  const float u = float(a[head]) + dt_bias[head];
-  const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-  const float decay = metal::exp(-metal::exp(A_log[head]) * softplus);
-  const float beta = 1.0f / (1.0f + metal::exp(-float(b[head])));
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (turn == 0) {  // while the first rows are on their way
+      for (uint i = thread_index_in_threadgroup; i < 2 * DK + DV; i += 32 * SG) {
+        const bool is_value = i >= 2 * DK;
+        const uint key = (i / DK * NK + head / SHARED) * DK + i % DK;
+        const uint column = is_value ? 2 * NK * DK + head * DV + i - 2 * DK : key;
+        const bool keeps = is_value || head % SHARED == 0;
+        float sum = 0;
+        for (uint j = 0; j < TAPS; j++) {
+          const X v = j < KEPT ? conv[j * C + column] : qkv[column];
+          sum = metal::fma(float(taps[column * TAPS + j]), float(v), sum);
+          if (keeps && j > 0) {
+            next_conv[(j - 1) * C + column] = v;
+          }
+        }
+        mixed[i] = float(X(sum / (1.0f + metal::exp(-sum))));
+      }
+      const float u = float(a[head]) + dt_bias[head];
+      const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
+      decay = metal::exp(-metal::exp(A_log[head]) * softplus);
+      beta = 1.0f / (1.0f + metal::exp(-float(b[head])));
+      threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  float q[N], k[N];
-  float qq = 0, kk = 0;
-  for (uint i = 0; i < N; i++) {
-    q[i] = mixed[lane * N + i];
-    k[i] = mixed[DK + lane * N + i];
-    qq = metal::fma(q[i], q[i], qq);
-    kk = metal::fma(k[i], k[i], kk);
-  }
-  const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
-  const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
-  for (uint i = 0; i < N; i++) {
-    q[i] *= q_scale;
-    k[i] *= k_scale;
-  }
-  for (uint r = 0; r < R; r++) {
-    float memory = 0;
-    for (uint i = 0; i < N; i++) {
-      s[r * N + i] *= decay;
-      memory = metal::fma(s[r * N + i], k[i], memory);
-    }
-    const float learnt = (mixed[2 * DK + row[r]] - lane_sum<32>(memory)) * beta;
-    float sum = 0;
-    for (uint i = 0; i < N; i++) {
-      s[r * N + i] = metal::fma(learnt, k[i], s[r * N + i]);
-      sum = metal::fma(s[r * N + i], q[i], sum);
-    }
-    sum = lane_sum<32>(sum);
-    if (lane == 0 && first + r < DV) {
-      outs[first + r] = float(X(sum));
-    }
-  }
-  for (uint r = 0; r < R; r++) {
-    if (first + r < DV) {
+      float qq = 0, kk = 0;
       for (uint i = 0; i < N; i++) {
-        next[(head * DV + row[r]) * DK + lane * N + i] = s[r * N + i];
+        q[i] = mixed[lane * N + i];
+        k[i] = mixed[DK + lane * N + i];
+        qq = metal::fma(q[i], q[i], qq);
+        kk = metal::fma(k[i], k[i], kk);
+      }
+      const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
+      const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
+      for (uint i = 0; i < N; i++) {
+        q[i] *= q_scale;
+        k[i] *= k_scale;
+      }
+    }
+    for (uint r = 0; r < R; r++) {
+      float memory = 0;
+      for (uint i = 0; i < N; i++) {
+        s[r * N + i] *= decay;
+        memory = metal::fma(s[r * N + i], k[i], memory);
+      }
+      const float learnt = (mixed[2 * DK + row[r]] - lane_sum<32>(memory)) * beta;
+      float sum = 0;
+      for (uint i = 0; i < N; i++) {
+        s[r * N + i] = metal::fma(learnt, k[i], s[r * N + i]);
+        sum = metal::fma(s[r * N + i], q[i], sum);
+      }
+      sum = lane_sum<32>(sum);
+      if (lane == 0 && first + r < DV) {
+        outs[first + r] = float(X(sum));
+      }
+    }
+    for (uint r = 0; r < R; r++) {
+      if (first + r < DV) {
+        for (uint i = 0; i < N; i++) {
+          next[(head * DV + row[r]) * DK + lane * N + i] = s[r * N + i];
+        }
       }
     }
   }

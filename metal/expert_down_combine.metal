@@ -5,71 +5,76 @@
 // The shared expert, added last: shared[T, H] Z when SHARED is 1. When JOINED is 1, the product of act's last row with
 // codes, scales and biases of its down, arrays of their own, times the sigmoid of gates[t, STRIDE - 1] when GATED is 1.
 //
-// grid: (32 * (K + JOINED) * blocks, T, 1), threadgroup (32 * (K + JOINED), 1, 1): simdgroup k works for slot k, so K
-// experts are read at once and their order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at
-// a time, R in turn. R is at most L, so that a threadgroup has a thread for each of its rows. Where x is laid out in
-// blocks (planes.h.metal), a simdgroup does so with SPAN columns of its own at a time, a multiple of CHUNK L, or I.
+// grid: (32 * SG * blocks, T, 1), threadgroup (32 * SG, 1, 1): a simdgroup works for every SG-th slot, so SG experts are
+// read at once, and the order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in
+// turn. R is at most L, so that a threadgroup has a thread for each of its rows. Where x is laid out in blocks
+// (planes.h.metal), a simdgroup does so with SPAN columns of its own at a time, a multiple of CHUNK L, or I.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, CODE_GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
+  constexpr uint TURNS = (K + JOINED + SG - 1) / SG;
   threadgroup float part[(K + JOINED) * ROWS];
   const uint lane = thread_index_in_simdgroup % L;
   const uint token = threadgroup_position_in_grid.y;
-  const uint k = simdgroup_index_in_threadgroup;
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
-  swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
-  float weight = 1;
-  if (k < K) {
-    const device uint32_t* record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
-    down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
-    weight = weights[token * ROW + k];
-  } else if (GATED) {
-    weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
-  }
-  const device X* a = act + (token * (K + JOINED) + k) * I;
-
-  // What the end needs is asked for first.
   const uint mine = thread_index_in_threadgroup;
   const uint at = token * H + top + mine;
   const bool finishes = mine < ROWS && top + mine < H;
-  float sum = finishes ? float(h_mid[at]) : 0.0f;
-  float last = 0;
-  if (SHARED && finishes) {
-    last = float(shared[at]);
-  }
-
-  uint row[R];
-  float acc[R];
-  for (int r = 0; r < R; r++) {
-    row[r] = metal::min(first + r * ABREAST, uint(H - 1));
-    acc[r] = 0;
-  }
+  float sum = 0, last = 0;
 #ifdef CODES_PLANES
-  threadgroup uint4 planes[(K + JOINED) * CODES_PLANES(SPAN)];
+  threadgroup uint4 planes[SG * CODES_PLANES(SPAN)];
 #endif
-  for (uint from = 0; from < I; from += SPAN) {
-    const uint columns = metal::min(uint(SPAN), I - from);
-#ifdef CODES_PLANES
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    const auto x = codes_lay<BITS, PLANES, 32>(
-        a + from, columns, thread_index_in_simdgroup, planes + k * CODES_PLANES(SPAN));
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-#else
-    const device X* x = a + from;
-#endif
-    CODES_UNROLL(AHEAD)
-    for (uint chunk = lane; chunk < columns / CHUNK; chunk += L) {
-      uint code[R * (CHUNK * BITS / 32)];
-      float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
-      const uint c = from / CHUNK + chunk;
-      codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, c, code, scale, bias);
-      codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
+  CODES_UNROLL(1)
+  for (uint turn = 0; turn < TURNS; turn++) {
+    const uint k = turn * SG + simdgroup_index_in_threadgroup;
+    if (TURNS > 1 && k >= K + JOINED) {
+      break;
     }
-  }
-  for (int r = 0; r < R; r++) {
-    const float total = lane_sum<L>(acc[r]);
-    if (lane == 0) {
-      part[k * ROWS + first - top + r * ABREAST] = weight * total;
+    swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
+    float weight = 1;
+    if (k < K) {
+      const device uint32_t* record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
+      down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
+      weight = weights[token * ROW + k];
+    } else if (GATED) {
+      weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
+    }
+    const device X* a = act + (token * (K + JOINED) + k) * I;
+    if (turn == 0 && finishes) {  // what the end needs is asked for first
+      sum = float(h_mid[at]);
+      last = SHARED ? float(shared[at]) : 0.0f;
+    }
+
+    uint row[R];
+    float acc[R];
+    for (int r = 0; r < R; r++) {
+      row[r] = metal::min(first + r * ABREAST, uint(H - 1));
+      acc[r] = 0;
+    }
+    for (uint from = 0; from < I; from += SPAN) {
+      const uint columns = metal::min(uint(SPAN), I - from);
+#ifdef CODES_PLANES
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      const auto x = codes_lay<BITS, PLANES, 32>(
+          a + from, columns, thread_index_in_simdgroup, planes + simdgroup_index_in_threadgroup * CODES_PLANES(SPAN));
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+#else
+      const device X* x = a + from;
+#endif
+      CODES_UNROLL(AHEAD)
+      for (uint chunk = lane; chunk < columns / CHUNK; chunk += L) {
+        uint code[R * (CHUNK * BITS / 32)];
+        float scale[R * CODE_GROUPS], bias[R * CODE_GROUPS];
+        const uint c = from / CHUNK + chunk;
+        codes_load<R, BITS, GROUP, CHUNK, I>(down.codes, down.scales, down.biases, row, c, code, scale, bias);
+        codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      const float total = lane_sum<L>(acc[r]);
+      if (lane == 0) {
+        part[k * ROWS + first - top + r * ABREAST] = weight * total;
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -3,8 +3,8 @@
 // own.
 //
 // grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread has a column of the latents, then a simdgroup EACH rows of the
-// matrix.
-  constexpr uint SIMDGROUPS = T / 32, EACH = (V + SIMDGROUPS - 1) / SIMDGROUPS, AHEAD = 8;
+// matrix at a time.
+  constexpr uint SIMDGROUPS = T / 32, ROWS = (V + SIMDGROUPS - 1) / SIMDGROUPS, EACH = ROWS < 8 ? ROWS : 8, AHEAD = 8;
   constexpr uint TURNS = (N / 8 + 31) / 32;
   alignas(16) threadgroup float mixed[N];
   const uint lane = thread_index_in_simdgroup;
@@ -36,40 +36,46 @@
     }
     mixed[column] = sum / total;
   }
-  // Read before the barrier, so that all are on their way at once.
-  StoredEight<BITS> held[EACH * TURNS];
-  MLX_MTL_PRAGMA_UNROLL
-  for (uint e = 0; e < EACH * TURNS; e++) {
-    const uint row = metal::min(e / TURNS * SIMDGROUPS + simdgroup_index_in_threadgroup, uint(V - 1));
-    const uint piece = (head * V + row) * (N / 8) + metal::min(e % TURNS * 32 + lane, uint(N / 8 - 1));
-    held[e] = stored_load<BITS, GROUP, MX>(w, scales, biases, piece, uint(H * V * N / 8));
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  float acc[EACH];
-  MLX_MTL_PRAGMA_UNROLL
-  for (uint e = 0; e < EACH; e++) {
-    acc[e] = 0;
-  }
-  MLX_MTL_PRAGMA_UNROLL
-  for (uint t = 0; t < TURNS; t++) {
-    const uint i = t * 32 + lane;
-    float values[8], total = 0;
+  _Pragma("unroll 1")
+  for (uint done = 0; done < ROWS; done += EACH) {
+    const uint top = done * SIMDGROUPS + simdgroup_index_in_threadgroup;
+    // Read before the barrier, so that all are on their way at once.
+    StoredEight<BITS> held[EACH * TURNS];
     MLX_MTL_PRAGMA_UNROLL
-    for (uint j = 0; j < 8; j++) {
-      values[j] = i < N / 8 ? mixed[8 * i + j] : 0.0f;
-      total += values[j];
+    for (uint e = 0; e < EACH * TURNS; e++) {
+      const uint row = metal::min(top + e / TURNS * SIMDGROUPS, uint(V - 1));
+      const uint piece = (head * V + row) * (N / 8) + metal::min(e % TURNS * 32 + lane, uint(N / 8 - 1));
+      held[e] = stored_load<BITS, GROUP, MX>(w, scales, biases, piece, uint(H * V * N / 8));
+    }
+    if (done == 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+
+    float acc[EACH];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint e = 0; e < EACH; e++) {
+      acc[e] = 0;
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint t = 0; t < TURNS; t++) {
+      const uint i = t * 32 + lane;
+      float values[8], total = 0;
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint j = 0; j < 8; j++) {
+        values[j] = i < N / 8 ? mixed[8 * i + j] : 0.0f;
+        total += values[j];
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint e = 0; e < EACH; e++) {
+        acc[e] += stored_dot<MX>(held[e * TURNS + t], values, total);
+      }
     }
     MLX_MTL_PRAGMA_UNROLL
     for (uint e = 0; e < EACH; e++) {
-      acc[e] += stored_dot<MX>(held[e * TURNS + t], values, total);
-    }
-  }
-  MLX_MTL_PRAGMA_UNROLL
-  for (uint e = 0; e < EACH; e++) {
-    const uint row = e * SIMDGROUPS + simdgroup_index_in_threadgroup;
-    const float sum = lane_sum<32>(acc[e]);
-    if (lane == 0 && row < V) {
-      out[head * V + row] = X(sum);
+      const uint row = top + e * SIMDGROUPS;
+      const float sum = lane_sum<32>(acc[e]);
+      if (lane == 0 && row < V) {
+        out[head * V + row] = X(sum);
+      }
     }
   }

@@ -16,14 +16,15 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.budget import MemoryPlan, demand_of, plan_memory
-from ..engine.checkup import check_operations, runs_on
+from ..engine.checkup import ASKED, check_operations, runs_on, thread_limits
 from ..engine.machine import Figures, default_dtype, machine_figures, physical_ram_bytes
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..experts.source import IoMode
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..model.tensors import variant_bytes
-from ..ops import native
+from ..ops import backend, native
+from ..ops.launch import MOST_THREADS
 from ..spec import ModelArgs, variants
 from .planning import measure_disk
 
@@ -36,7 +37,7 @@ EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
 def run(options: argparse.Namespace) -> int:
     """Prints the screen; returns 1 if a value is wrong."""
     figures, dtype = machine_figures(), default_dtype()
-    print("\n".join(machine_lines(figures)))
+    print("\n".join([*machine_lines(figures), *thread_lines()]))
     lines, is_right = value_lines(dtype)
     print("\n".join(lines))
     disk = None if options.no_disk else print_disk(options.directory or hub_folder())
@@ -61,6 +62,15 @@ def machine_lines(figures: Figures) -> list[str]:
         *([f"GPU       {mx.device_info().get('device_name', 'unnamed')}"] if mx.default_device() == mx.gpu else []),
         f"memory    {'; '.join(limits)}",
     ]
+
+
+def thread_lines() -> list[str]:
+    """What Metal gives a threadgroup here, and what the kernels ask for."""
+    if backend.name() != "metal":
+        return []
+    alone, named = thread_limits()
+    found = f"Metal gives a kernel of many registers {alone} of {ASKED}, {named} if its text names them"
+    return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {found}"]
 
 
 def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:

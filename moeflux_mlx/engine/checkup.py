@@ -4,9 +4,11 @@ Each check runs an operation as a model would, on small random inputs, against t
 models nor files.
 """
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +17,7 @@ from ..formats.record import Projection, Record
 from ..kinds import Router
 from ..ops import backend, native
 from ..ops.experts import Records, expert_ffn
+from ..ops.launch import threads_named
 from ..ops.linear import Part, linear
 from ..ops.route import route
 from ..quant import EXPERTS
@@ -24,6 +27,25 @@ BOUNDS = {
     mx.float32: 1e-4,
     mx.bfloat16: 2e-2,
 }  # largest error over largest value; a wrong order of codes gives over 0.5
+
+ASKED = 1024  # threads of a threadgroup: what Metal gives a kernel of few registers on every Apple GPU
+# Values that all lie in registers before the first is written.
+CROWDED = """
+const uint mine = thread_position_in_grid.x;
+float held[96], sum = 0;
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  held[i] = x[(mine + 31 * i) % 1024];
+}
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  sum = metal::fma(sum, held[i], held[i]);
+}
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  out[96 * mine + i] = held[i] * sum;
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,29 @@ def runs_on() -> str:
     if native.available():
         return f"CPU: native kernels ({native.instruction_paths()[0]}, {native.threads()} threads)"
     return "CPU: plain MLX operations, 30 times slower: the native kernels are not built"
+
+
+def thread_limits() -> tuple[int, int]:
+    """Threads that Metal gives a threadgroup of a kernel that needs many registers, and of one that also names them.
+
+    Before the M3 the first is less than 1,024; 0: it does not build. No kernel of a model depends on either.
+    """
+    return _threads_given(""), _threads_given(threads_named(ASKED))
+
+
+def _threads_given(header: str) -> int:
+    """What MLX says when it refuses `ASKED` threads, or all of them."""
+    make: Any = mx.fast.metal_kernel
+    text = {"input_names": ["x"], "output_names": ["out"], "header": header, "source": CROWDED}
+    call: dict[str, Any] = {"grid": (ASKED, 1, 1), "threadgroup": (ASKED, 1, 1)}
+    call |= {"output_shapes": [(ASKED, 96)], "output_dtypes": [mx.float32]}
+    try:
+        mx.eval(make(name=f"moeflux_crowded{len(header)}", **text)(inputs=[mx.ones((ASKED,))], **call))
+    except ValueError as error:
+        return int(re.findall(r"\d+", str(error))[-1])
+    except RuntimeError:
+        return 0
+    return ASKED
 
 
 def check_operations(dtype: mx.Dtype) -> list[Check]:

@@ -194,13 +194,19 @@ class TrialExperts:
 def samples(shapes: Shapes) -> dict[str, Sample]:
     """Every spot that the model's layers and head have, each with its launch: those of a single token first."""
     listening = Listening()
+    for run in passes(shapes):
+        with using(listening):
+            run()
+    return listening.samples
+
+
+def passes(shapes: Shapes) -> Iterator[Callable[[], object]]:
+    """Of a token, a prompt and a few tokens, through one layer of each kind and the head; nothing is evaluated."""
     parts = [*_layers(shapes), _head(shapes)]
     for tokens in TOKENS:
         for part in parts:
             x = mx.random.normal((1, tokens, shapes.args.hidden_size)).astype(shapes.dtype)
-            with using(listening):
-                part(x)
-    return listening.samples
+            yield functools.partial(part, x)
 
 
 def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
@@ -314,7 +320,7 @@ class Trial:
         try:
             made = self._launch(tile)(*self._sample.inputs)
             mx.eval(made)
-        except RuntimeError:  # it does not build, or takes more registers than there are
+        except (RuntimeError, ValueError):  # it does not build, or takes more registers or threads than there are
             return False
         return all(difference(got, want) <= BOUND for got, want in zip(made, self.wanted, strict=True))
 

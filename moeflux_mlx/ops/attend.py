@@ -16,7 +16,7 @@ import numpy as np
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import Input, Kernel, Launch, Piece, Shape, ceildiv, in_turn
+from .launch import MOST_THREADS, Input, Kernel, Launch, Piece, Shape, ceildiv, in_turn
 from .norm import Norm
 from .rope import Rope, angles
 
@@ -229,8 +229,11 @@ def _plan(
     sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
     template = sizes | {"W": types[1], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
-    pieces = ceildiv(capacity + RECENT, positions)
+    pieces, most = ceildiv(capacity + RECENT, positions), MOST_THREADS[target]
+    template["SHARES"] = shares = 2 if 2 * width <= most else 1
+    columns = max(n for n in range(32, width + 1, 32) if width % n == 0 and 4 * n <= most)
     outputs = [((pieces, heads, width + 2), mx.float32), ((2, kv_heads, RECENT, width), types[0])]
-    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), 2 * width, outputs)
+    step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), shares * width, outputs)
     out = [((1, 1, heads * width), types[0])]
-    return step, Launch(target, ATTEND_COMBINE, sizes | {"GATE": int(stride > width)}, (heads, 1), 4 * width, out)
+    sizes |= {"GATE": int(stride > width), "C": columns}
+    return step, Launch(target, ATTEND_COMBINE, sizes, (heads, width // columns), 4 * columns, out)

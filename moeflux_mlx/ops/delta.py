@@ -17,7 +17,7 @@ from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
-from .launch import SHARED_BYTES, Input, Kernel, Launch, Piece, Shape, ceildiv, count, in_turn, require
+from .launch import MOST_THREADS, SHARED_BYTES, Input, Kernel, Launch, Piece, Shape, ceildiv, count, in_turn, require
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
@@ -255,8 +255,7 @@ def _plan_step(
 ) -> Launch:
     heads, v_dim, k_dim = sizes.value_heads, sizes.value_dim, sizes.key_dim
     rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
-    simdgroups = ceildiv(v_dim, rows)
-    require(simdgroups <= 32, f"{rows} rows for each simdgroup make {simdgroups} of them; a threadgroup has at most 32")
+    simdgroups = min(ceildiv(v_dim, rows), MOST_THREADS[target] // 32)
     template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
     template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups}
     outputs = [((*qkv[:-1], sizes.value_width), dtype), (conv, dtype), (recurrent, mx.float32)]

@@ -21,7 +21,7 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
-from .launch import Input, Kernel, Launch, Piece, Shape, ceildiv, require
+from .launch import MOST_THREADS, Input, Kernel, Launch, Piece, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of
 from .route import Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
@@ -425,11 +425,12 @@ def _plan_down(
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
-    template["SPAN"] = _span(form, each, inner, lanes)
+    template["SG"] = simdgroups = min(each, MOST_THREADS[target] // 32)
+    template["SPAN"] = _span(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)
-    return Launch(target, kernel, template, groups, 32 * each, [(residual, dtypes[1])])
+    return Launch(target, kernel, template, groups, 32 * simdgroups, [(residual, dtypes[1])])
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:

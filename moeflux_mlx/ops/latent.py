@@ -27,7 +27,9 @@ from .rope import Rope
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent", "parts stats next")
 COMBINE = Kernel("latent_combine", "parts stats positions w scales biases", "out")
-THREADS, LANES = 512, 16  # of a threadgroup that has one head; that share a row of the queries' matrix
+# Of a threadgroup that has one head: its threads, and the lanes that share a row of the queries' matrix.
+SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
+WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query has eight
 PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # that a threadgroup attends for, where its memory holds so many
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
@@ -173,7 +175,7 @@ def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) 
 
 def takes_step(latent: int, rotated: int) -> bool:
     """Whether single tokens with latents and rotated keys of such widths take the kernels here."""
-    fits = latent <= 8 * THREADS and _abreast(1, latent + rotated) == 1
+    fits = latent <= WIDEST and _abreast(1, latent + rotated) == 1
     return backend.has_kernels() and fits and latent % 8 == rotated % 8 == 0
 
 
@@ -236,19 +238,19 @@ def _plan(
     (heads, height, columns, row, capacity), (v, turned), (dims, interleaved) = sizes, matrices, rotation
     X, N, P = types[0], row - dims, ceildiv(capacity + RECENT, PIECE)
     read = form or Form(DEFAULT, X)
-    common = {"X": X, "H": heads, "N": N, "R": dims}
-    made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": THREADS, "L": LANES}
+    common, (threads, lanes) = {"X": X, "H": heads, "N": N, "R": dims}, SHAPES[target]
+    made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": threads, "L": lanes}
     made |= {"MADE": int(form is None), "NEXT": int(interleaved), "TURNED": int(turned)}
     made |= {f"Q_{name}": value for name, value in read.template.items()} | _template(eights[0])
     out = [((heads, row), mx.float32), ((row,), X)]
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
-    query = Launch(target, kernel, made, (heads + 1, 1), THREADS, out)
+    query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
     abreast = _abreast(heads, row)
     made = common | {"GH": abreast, "P": PIECE, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | {"V": v, "P": PIECE, "T": THREADS} | _template(eights[1])
-    return query, attend, Launch(target, COMBINE, made, (heads, 1), THREADS, [((1, 1, heads * v), X)])
+    made = common | {"V": v, "P": PIECE, "T": threads} | _template(eights[1])
+    return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 
 def _template(form: Eights) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, starmap
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from ..files import directory
 SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
 ALIGNED = 256  # bytes: where each of several arrays in one begins
+# Of a threadgroup. A kernel that needs many registers has fewer than 1,024 on Apple's GPUs before the M3: 384 at least.
+MOST_THREADS = {"metal": 256, "cuda": 1024}
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
     **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
@@ -132,24 +134,25 @@ class Kernel:
     outputs: str
     form: str = ""
 
-    def build(self, target: str, places: tuple[Place, ...]) -> Any:
-        """MLX's object for it, compiled at first use with each set of template arguments.
+    def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
+        """MLX's object for it, compiled at first use.
 
         A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. It may use
         headers whose names come before its own. CUDA's build hashes the text at every launch, so it is given the
-        names of the files only.
+        names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
+        behind it (`threads_named`).
         """
         (names, first), (outputs, told) = self._named(places), _several(self.outputs)
-        source, first = _text(f"{self.name}.metal"), first + told
+        source, first = _text(f"{self.name}.metal"), constants + first + told
         headers = _used(source, self.form)
         make: Any = mx.fast.metal_kernel
-        header = "".join(map(_text, headers))
+        header = "".join(map(_text, headers)) + threads_named(threads)
         if target == "cuda":
             make = mx.fast.cuda_kernel
             header = "".join(map(_include, ["cuda_shim.h", *headers]))
             source = _include(f"{self.name}.metal")
         return make(
-            name=f"moeflux_{self.name}{self.form}_{zlib.crc32(first.encode()):x}",
+            name=f"moeflux_{self.name}{self.form}_{threads}_{zlib.crc32(first.encode()):x}",
             input_names=names,
             output_names=outputs,
             header=header,
@@ -177,6 +180,11 @@ class Kernel:
         return list(names.values()), "".join(lines) + joined
 
 
+def threads_named(threads: int) -> str:
+    """The end of a header that lets Metal's compiler keep to registers of which there are enough for `threads`."""
+    return f"[[max_total_threads_per_threadgroup({threads})]]\n"
+
+
 def _include(name: str) -> str:
     return f'#include "{directory("metal") / name}"\n'
 
@@ -191,9 +199,14 @@ def _several(names: str) -> tuple[list[str], str]:
     return passed, lines
 
 
+def _constant(name: str, value: int | mx.Dtype) -> str:
+    """A line of text that declares it."""
+    return f"using {name} = {TYPES[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n"
+
+
 @cache
-def _built(target: str, kernel: Kernel, places: tuple[Place, ...]) -> Any:
-    return kernel.build(target, places)
+def _built(target: str, kernel: Kernel, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
+    return kernel.build(target, constants, threads, places)
 
 
 @dataclass(frozen=True)
@@ -203,7 +216,7 @@ class Launch:
     Args:
         target: "metal" or "cuda".
         kernel: what runs.
-        template: arguments of the text, by name.
+        template: constants of the text by name, numbers and types.
         groups: threadgroups along both axes; MLX counts its grid in threads.
         threads: of a threadgroup.
         outputs: shape and dtype of each.
@@ -216,10 +229,17 @@ class Launch:
     threads: int
     outputs: Sequence[tuple[Shape, mx.Dtype]]
 
+    def __post_init__(self) -> None:
+        assert self.threads <= MOST_THREADS[self.target], f"{self.kernel.name} asks for {self.threads} threads"
+
+    @cached_property
+    def constants(self) -> str:
+        """The template as text: what MLX makes a template of cannot have the attribute that `Kernel.build` gives it."""
+        return "".join(starmap(_constant, self.template.items()))
+
     @cached_property
     def arguments(self) -> dict[str, Any]:
         return {
-            "template": list(self.template.items()),
             "grid": (self.groups[0] * self.threads, self.groups[1], 1),
             "threadgroup": (self.threads, 1, 1),
             "output_shapes": [shape for shape, _ in self.outputs],
@@ -228,7 +248,7 @@ class Launch:
 
     def __call__(self, *inputs: Input) -> list[mx.array]:
         arrays, places = _placed(inputs)
-        return _built(self.target, self.kernel, places)(inputs=arrays, **self.arguments)
+        return _built(self.target, self.kernel, self.constants, self.threads, places)(inputs=arrays, **self.arguments)
 
 
 @cache

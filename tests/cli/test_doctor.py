@@ -39,3 +39,11 @@ def test_a_missing_extra_comes_with_its_command(monkeypatch, capsys):
     monkeypatch.setattr(diagnosis, "EXTRAS", {"server": ("no_such_package",)})
     assert doctor.main(["--no-disk"]) == 0
     assert "no_such_package: pip install 'moeflux-mlx[server]'" in capsys.readouterr().out
+
+
+def test_metals_limit_on_threads_is_said(monkeypatch):
+    assert diagnosis.thread_lines() == []
+    monkeypatch.setattr(diagnosis.backend, "name", lambda: "metal")
+    monkeypatch.setattr(diagnosis, "thread_limits", lambda: (384, 1024))
+    (line,) = diagnosis.thread_lines()
+    assert "at most 256" in line and "384 of 1024, 1024 if" in line

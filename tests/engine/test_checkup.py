@@ -1,7 +1,9 @@
 """The check of a machine's values: right ones pass, planted faults do not."""
 
 import mlx.core as mx
+import pytest
 
+from metal import msl
 from moeflux_mlx.engine import checkup
 from moeflux_mlx.engine.machine import default_dtype
 
@@ -34,3 +36,35 @@ def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
     right = checkup.route
     monkeypatch.setattr(checkup, "route", lambda *given: (right(*given)[0], right(*given)[1] * 1.001))
     assert not checkup.check_operations(mx.float32)[2].is_right
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("given", [384, 1024])
+def test_the_threads_that_metal_gives_are_found(monkeypatch, given):
+    """By MLX's words where it refuses them; and the text computes."""
+    texts = []
+
+    class Kernel(msl.HostKernel):
+        def __init__(self, *, header, **definition):
+            super().__init__(header=header, **definition)
+            self.limit = 1024 if header else given
+
+        def __call__(self, *, threadgroup, **call):
+            if threadgroup[0] > self.limit:
+                words = "Thread group size (1024) is greater than  the maximum allowed threads per threadgroup"
+                raise ValueError(f"{words} ({self.limit}).")
+            texts.append(super().__call__(threadgroup=threadgroup, orders=(0,), **call))
+            return texts[-1]
+
+    with msl.launching(Kernel):
+        assert checkup.thread_limits() == (given, 1024)
+    assert all(mx.isfinite(out).all() for (out,) in texts)
+
+
+def test_a_kernel_that_metal_cannot_build_gets_no_threads(monkeypatch):
+    def refused(**definition):
+        raise RuntimeError("[metal::Device] Unable to load kernel")
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", refused)
+    assert checkup.thread_limits() == (0, 0)

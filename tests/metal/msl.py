@@ -48,6 +48,7 @@ FLAGS = [
         "-Werror",
     ),
     *("-Wno-unknown-attributes", "-Wno-sign-compare", "-Wno-unused-function", "-Wno-unused-parameter"),
+    *("-Wno-unused-local-typedef", "-Wno-unused-variable"),  # constants of a launch that a text has no use for
     "-fsanitize=thread,shift,array-bounds,integer-divide-by-zero,float-cast-overflow",
 ]
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-c"]

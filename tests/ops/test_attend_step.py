@@ -21,6 +21,7 @@ CASES = {  # heads, kv heads, width, gates, rotation
     "gates": (3, 1, 32, True, Rotation(16, 1e4)),
     "two threadgroups to a key head": (18, 1, 32, True, Rotation(32, 1e4, interleaved=True)),
     "YaRN": (2, 2, 128, False, Rotation(64, 1e6, YARN)),
+    "more than 128 columns": (2, 1, 160, True, Rotation(32, 1e4)),
 }
 
 
@@ -201,7 +202,7 @@ FAULTS = {
     "a piece too few": ("attend_combine", "/ P + 1", "/ P"),
     "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),
     "one of its shares": ("attend_combine", "s < SHARES - 1", "s < SHARES - 3"),
-    "half of the positions": ("attend_step", "half_of == 1", "half_of == 2"),
+    "half of the positions": ("attend_step", "share == 1", "share == 2"),
     "a row's first columns": ("attend_step", "[unit % UNITS]", "[0]"),
     "parts of one weight": ("attend_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
 }

@@ -246,7 +246,12 @@ INTEGER_FAULTS = {
     "the other half of a block": (MXFP4, "planes.h.metal", "columns / 32 % 2", "columns / 64 % 2"),
     "the highest byte": (Quant(2, 64), "planes.h.metal", "int p = PLANES - 1; p", "int p = PLANES - 2; p"),
     "integers that overflow": (Quant(3, 64), "planes.h.metal", "4161000.0f", "4261000.0f"),
-    "x of another slot": (Quant(2, 64), "expert_down_combine.metal", "planes + k *", "planes + 0 *"),
+    "x of another slot": (
+        Quant(2, 64),
+        "expert_down_combine.metal",
+        "planes + simdgroup_index_in_threadgroup",
+        "planes + 0",
+    ),
     "no barrier": (Quant(2, 64), "expert_gate_up.metal", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
 }
 

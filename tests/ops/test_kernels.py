@@ -300,6 +300,16 @@ def test_bits_do_not_depend_on_whether_records_lie_apart(host):
     assert mx.array_equal(together.down_combine(), apart.down_combine())
 
 
+def test_slots_beyond_a_threadgroups_threads_are_taken_in_turns(host, monkeypatch):
+    e = Experts(11, 2, 11, 64, 64, mx.float32)
+    turns = e.down_combine()
+    assert error(turns, e.want_out()) < LIMITS[mx.float32]
+    monkeypatch.setitem(launch.MOST_THREADS, "metal", 1024)
+    experts._plan_down.cache_clear()
+    assert mx.array_equal(e.down_combine(), turns)
+    experts._plan_down.cache_clear()
+
+
 def test_slots_may_be_signed_or_not(host):
     e = Experts(8, 1, 4, 64, 64, mx.float32)
     assert mx.array_equal(e.gate_up(e.index(mx.int32)), e.gate_up(e.index(mx.uint32)))

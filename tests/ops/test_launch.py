@@ -30,8 +30,8 @@ def handed(monkeypatch):
     """Names of the inputs of every launch."""
     seen, build = [], Kernel.build
 
-    def built(kernel, target, places):
-        made = build(kernel, target, places)
+    def built(kernel, *given):
+        made = build(kernel, *given)
 
         def call(*, inputs, **arguments):
             seen.append((kernel.name, len(inputs)))
@@ -103,7 +103,7 @@ def test_cudas_text_names_files_that_are_there(monkeypatch):
     x = some(mx.float32, 64)
     pieces = pack([x, x])
     places = launch._placed([x, *pieces, x, x, 1e-6, x])[1]
-    Kernel("qmv", linear.INPUTS["qmv"], "y", "affine4").build("cuda", places)
+    Kernel("qmv", linear.INPUTS["qmv"], "y", "affine4").build("cuda", "", 64, places)
     (text,) = made
     names = [line.split('"')[1] for line in (text.header + text.source).splitlines() if line.startswith("#include")]
     folder = directory("metal")

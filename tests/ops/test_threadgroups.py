@@ -1,0 +1,121 @@
+"""Threads of a threadgroup on Metal: no launch has more than any Apple GPU gives a kernel, whatever it computes."""
+
+import math
+import random
+import re
+from argparse import Namespace
+
+import goldens
+import mlx.core as mx
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.engine import tuning
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.ops import backend, launch, linear
+from moeflux_mlx.ops.tiles import CODE, LIMITS, Tile, Tiles, using
+from moeflux_mlx.spec import variants
+
+SEEN = (256, 384, 832, 896, 1024)  # limits of pipelines on M1, M2 and the M1 of virtual machines
+
+
+class Pipelines:
+    """Stands in for mx.fast.metal_kernel: it refuses as MLX does, and computes nothing.
+
+    `launches`: of each the kernel's name, which holds a digest of its constants, the grid, the threads that it asked
+    for, and those that the attribute names.
+    """
+
+    def __init__(self, limit):
+        self.limit, self.launches = limit, []
+
+    def __call__(self, *, name, header, **_):
+        named, limit = (
+            re.search(r"(?:^|\n)\[\[max_total_threads_per_threadgroup\((\d+)\)\]\]\n$", header),
+            self.limit(name),
+        )
+
+        def call(*, grid, threadgroup, output_shapes, output_dtypes, **_):
+            threads = math.prod(threadgroup)
+            self.launches.append((name, grid, threads, int(named[1])))
+            if threads > limit:
+                raise ValueError(
+                    f"Thread group size ({threads}) is greater than  the maximum allowed threads per threadgroup"
+                    f" ({limit})."
+                )
+            return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+
+class Most(Tiles):
+    """For every kernel the tile of the most threads that a file can have."""
+
+    def tile(self, target, kernel, shape):
+        return Tile(rows=1, lanes=32, simdgroups=LIMITS["simdgroups"][1], spread=LIMITS["spread"][1])
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What a function launches, with a limit for each kernel."""
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+
+    def of(run, limit):
+        pipelines = Pipelines(limit)
+        monkeypatch.setattr(backend, "name", lambda: "metal")
+        monkeypatch.setattr(mx.fast, "metal_kernel", pipelines)
+        launch._built.cache_clear()
+        run()
+        return pipelines.launches
+
+    yield of
+    launch._built.cache_clear()
+
+
+def shapes_of(name):
+    """Of a named variant, or of a tiny model of a family."""
+    tiny = None if name in variants() else tiny_directory(name)
+    return screen.shapes_of(Namespace(variant=None if tiny else name, model=tiny))
+
+
+def layers(monkeypatch, shapes, tiles=CODE):
+    """Lets every layer of another kind and the head launch what they would for a token, a few and a prompt."""
+    monkeypatch.setattr(mx, "eval", lambda *arrays: None)  # the weights of large models stay a graph
+    for run in tuning.passes(shapes):
+        with using(tiles):
+            run()
+
+
+@pytest.mark.parametrize("tiles", [CODE, Most()], ids=["code", "most"])
+@pytest.mark.parametrize("name", [*variants(), *goldens.families()])
+def test_every_launch_names_its_threads_and_any_gpu_gives_them(launches, monkeypatch, name, tiles):
+    asked = launches(lambda: layers(monkeypatch, shapes_of(name), tiles), lambda kernel: min(SEEN))
+    assert len({kernel for kernel, *_ in asked}) > 5
+    assert all(threads == named for *_, threads, named in asked)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "cogito-v2-671b"])
+def test_what_is_launched_does_not_depend_on_limits(launches, monkeypatch, name):
+    """So the bits of every start, and of all ranks, are those of one text in one grid."""
+    found = [launches(lambda: layers(monkeypatch, shapes_of(name)), limits_of(seed)) for seed in range(4)]
+    assert all(one == found[0] for one in found)
+
+
+def limits_of(seed):
+    """A limit for each kernel, drawn at random."""
+    return lambda kernel: random.Random(f"{seed} {kernel}").choice(SEEN)
+
+
+@pytest.mark.parametrize("family", goldens.families())
+def test_no_model_asks_for_more(launches, family):
+    """What streams its experts, with all that is around them."""
+    model = load_model(tiny_directory(family), dtype=mx.bfloat16)
+
+    def run():
+        cache = model.make_cache()
+        for tokens in (9, 1, 3):
+            mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
+
+    asked = launches(run, lambda kernel: min(SEEN))
+    assert asked and all(threads == named for *_, threads, named in asked)
