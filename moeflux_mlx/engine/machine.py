@@ -13,6 +13,7 @@ from ..errors import RequestError
 from ..ops import backend, native
 
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # of activations
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 AUTO_BITS = (
@@ -65,6 +66,19 @@ def machine_figures() -> Figures:
 def default_dtype() -> mx.Dtype:
     """bfloat16 on a GPU; float32 on CPU, where MLX's bfloat16 arithmetic is several times slower."""
     return mx.bfloat16 if backend.has_kernels() else mx.float32
+
+
+def checked_dtype(asked: object) -> mx.Dtype:
+    """The dtype of activations: the one asked for, or the default where that is None.
+
+    Raises:
+        RequestError: it is not one in which activations can be.
+    """
+    if asked is None:
+        return default_dtype()
+    if isinstance(asked, mx.Dtype) and asked in DTYPES:
+        return asked
+    raise RequestError(f"dtype is {asked!r}; give mlx.core.float32, bfloat16 or float16, or None for the default")
 
 
 def activation_bits(asked: int | str, dtype: mx.Dtype | None) -> int:
