@@ -40,21 +40,20 @@ class BuildSideBySide(build_ext):
         # pip builds in a temporary folder; in this one the next installation finds what was compiled.
         self.build_temp = f"build/temp.{self.plat_name}-{sysconfig.get_config_var('SOABI')}"
 
-    def build_extension(self, ext):
-        compile_all = self.compiler.compile
+    def build_extensions(self):
+        compile_one = self.compiler.compile
 
         def compile_changed(sources, output_dir, depends, extra_postargs, **options):
             command = repr([self.compiler.compiler_so, extra_postargs])
             folder = f"{output_dir}/{crc32(command.encode()):08x}"
             objects = self.compiler.object_filenames(sources, output_dir=folder)
-            changed = [s for s, made in zip(sources, objects) if newer_group([s, *depends], made)]  # noqa: B905
+            changed = [s for s, made in zip(sources, objects, strict=True) if newer_group([s, *depends], made)]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda s: compile_all([s], folder, extra_postargs=extra_postargs, **options), changed))
+                list(pool.map(lambda s: compile_one([s], folder, extra_postargs=extra_postargs, **options), changed))
             return objects
 
         self.compiler.compile = compile_changed
-        super().build_extension(ext)
-        self.compiler.compile = compile_all
+        super().build_extensions()
 
 
 setup(ext_modules=[kernels, *([reads] if sys.platform == "linux" else [])], cmdclass={"build_ext": BuildSideBySide})
