@@ -89,7 +89,7 @@ def read_prompt(words: list[str], option: str | None) -> str:
         raise RequestError(
             f"the prompt is given twice, as {' '.join(words)!r} and with --prompt; leave one of them out"
         )
-    value = " ".join(words) if option is None and words else DEFAULT_PROMPT if option is None else option
+    value = " ".join(words) if words else DEFAULT_PROMPT if option is None else option
     if value == "-":
         try:
             value = sys.stdin.buffer.read().decode("utf-8")

@@ -119,8 +119,8 @@ def open_engine(
         weights.check_held(None)
     else:
         mode = io_mode(mode, weights)
-    computed, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
-    args, dtype, chosen = weights.args, computed, choose(tiles)
+    activations, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
+    args, dtype, chosen = weights.args, activations, choose(tiles)
     demand = demand_of(
         args,
         resident_bytes(weights.shapes, dtype),

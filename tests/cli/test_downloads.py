@@ -15,11 +15,11 @@ def hub(tmp_path):
 
 
 def test_downloaded_models_are_listed_and_removed(hub, capsys):
-    assert main(["list"]) == 0 and capsys.readouterr() == ("", f"0 models in {cache()}\n")
+    assert main(["list"]) == 0 and capsys.readouterr() == ("", f"downloaded models: 0, in {cache()}\n")
     path = fetch("org/model")
     assert main(["list"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("org/model ") and out.endswith(" GB\n") and err.startswith("1 models in ")
+    assert out.startswith("org/model ") and out.endswith(" GB\n") and err.startswith("downloaded models: 1, in ")
     assert main(["remove", "org/model"]) == 1 and path.exists()
     assert "GB of org/model are deleted; nobody can be asked here: add --yes" in capsys.readouterr().err
     assert main(["remove", "org/modle"]) == 1

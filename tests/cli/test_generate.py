@@ -220,6 +220,7 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
 def test_the_prompt_is_words_or_an_option(capfd, model_dir):
     options = ["--model", model_dir, "-m", "2"]
     assert command(capfd, "hi", "there", *options)[1] == command(capfd, *options, "--prompt", "hi there")[1]
+    assert "prompt is empty" in fails(capfd, *options, "")
     assert "the prompt is given twice, as 'hi' and with --prompt" in fails(capfd, *options, "hi", "-p", "there")
 
 
