@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from .cli.options import add_model_options, add_prompt_cache_options, add_sampling_options
 from .cli.ranks import add_rank_options, together
 from .cli.repl import run
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("chat"),
-        description="Chat with a Mixture-of-Experts model. /help lists the commands inside.",
+    made = Parser(
+        "chat",
+        "Chat with a Mixture-of-Experts model. /help lists the commands inside.",
     )
     add = made.add_argument_group("chat").add_argument
     add("--system-prompt", help="system message")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .cli.conversion import run
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 from .packing.convert import convert
 from .quant import AFFINE_BITS, AFFINE_GROUPS, COMPUTED_MODES, DEFAULT
 
@@ -13,9 +13,9 @@ __all__ = ["convert", "main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("convert"),
-        description="Convert a Mixture-of-Experts checkpoint into a packed model directory. "
+    made = Parser(
+        "convert",
+        "Convert a Mixture-of-Experts checkpoint into a packed model directory. "
         "An interrupted conversion is resumed by running the same command again.",
     )
     add = made.add_argument

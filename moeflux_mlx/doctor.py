@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cli.diagnosis import run
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("doctor"),
-        description="Show what this machine is, check that it computes rightly, measure the disk, and list what fits. "
+    made = Parser(
+        "doctor",
+        "Show what this machine is, check that it computes rightly, measure the disk, and list what fits. "
         "Takes some seconds and needs no model; the exit code is 1 if anything is wrong.",
     )
     made.add_argument(

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from .cli.evaluation import run
 from .cli.options import add_activations, add_dtype, add_expert_io, add_tiles
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 from .engine.evaluate import WINDOW
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("evaluate"),
-        description="Measure a model's perplexity on a text, and its KL divergence from another model.",
+    made = Parser(
+        "evaluate",
+        "Measure a model's perplexity on a text, and its KL divergence from another model.",
     )
     add = made.add_argument_group("what is measured").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")

@@ -18,7 +18,7 @@ def user_path(value: str | Path) -> Path:
     """The path, with `~` for a home directory; nothing need be there.
 
     Raises:
-        RequestError: no such user, or a name that no file here can have; an empty one, too.
+        RequestError: no such user, or a name that no file here can have; an empty one, too, and what is no name.
     """
     if value == "":
         raise RequestError("a path is empty; give the name of a file or directory")
@@ -27,7 +27,7 @@ def user_path(value: str | Path) -> Path:
         if "\0" in str(path):
             raise ValueError("it holds a null character")
         path.exists()  # tells of names that are too long, and of folders that are not ours to look into
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"{str(value)!r} cannot be used as a path: {reason}") from error
     return path

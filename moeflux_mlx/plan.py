@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from .cli.options import add_dtype, add_expert_io, add_prompt_sizes
 from .cli.planning import DISKS, run
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 from .spec import variants
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("plan"),
-        description="Plan memory, expert I/O and the speed that a disk allows; loads nothing.",
+    made = Parser(
+        "plan",
+        "Plan memory, expert I/O and the speed that a disk allows; loads nothing.",
     )
     add = made.add_argument_group("model").add_argument
     add(

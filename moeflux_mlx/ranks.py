@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from .cli.hosts import default_python, run
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("ranks"),
-        description="Check by ssh that machines have the same versions and model, write a host file for mlx.launch "
+    made = Parser(
+        "ranks",
+        "Check by ssh that machines have the same versions and model, write a host file for mlx.launch "
         "and print the command that starts all ranks.",
     )
     add = made.add_argument

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.ranks import add_rank_options, together
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 from .cli.serving import run
 
 POOL_SHARE = 0.75  # of the pool of experts that a context longer than the default leaves
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("serve"),
-        description="Serve a packed Mixture-of-Experts model to agents and chat apps by OpenAI's and Anthropic's APIs.",
+    made = Parser(
+        "serve",
+        "Serve a packed Mixture-of-Experts model to agents and chat apps by OpenAI's and Anthropic's APIs.",
     )
     add = made.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")

@@ -4,15 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.run import execute, program
+from .cli.run import Parser, execute
 from .cli.tuning import run
 from .spec import variants
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("tune"),
-        description="Try other tiles of each kernel on this GPU at a model's shapes, check their values, and keep the "
+    made = Parser(
+        "tune",
+        "Try other tiles of each kernel on this GPU at a model's shapes, check their values, and keep the "
         "fastest where load and the commands find them. Takes one to three minutes; the model's weights are not read. "
         "Other tiles may change the last bits of what a model computes, in all modes alike.",
     )

@@ -1,6 +1,6 @@
 /* Vector bodies of the native CPU kernels, compiled once per instruction set.
  *
- * native.c includes this file once per path after defining
+ * The file of an instruction set includes this after defining
  *   PATH    suffix of every name made here
  *   TARGET  function attribute that switches the instruction set on (may be empty)
  *   W       floats per vector: 16, 8 or 4
@@ -672,7 +672,7 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
     return out;
 }
 
-static Path FN(path) = {
+const Path FN(path) = {
     FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
     FN(rms_norm), FN(rope), FN(softmax), FN(attend), FN(delta), FN(conv), FN(fold),
     NULL, NULL, NULL,

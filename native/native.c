@@ -6,14 +6,9 @@
  * slots, or what other rows hold. With rounded activations it depends on neither of the two.
  * The documented face is native.py.
  */
-#ifndef KERNELS_ALONE /* as tests run them on an emulated processor, which has no Python */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#endif
 
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,123 +19,20 @@
 #endif
 #endif
 
-#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "4-bit words and bfloat16 pairs are read as little-endian"
-#endif
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#if defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
-#endif
-
+#include "paths.h"
 #include "team.h"
 
-/* Weight bytes asked for ahead of use; 6 KiB is where two Zen 5 cores reach their read bandwidth. */
-#define PREFETCH_BYTES 6144
 /* Weight bytes per unit of work: large, as each start waits for memory, but small enough to balance, and half
  * of it where several passes should find the weights in L2. */
 #define CHUNK_BYTES 262144
 #define MAX_CHUNK_ROWS 512
 #define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
 #define DENSE_BATCH 64    /* rows of x multiplied by one row of a dense matrix */
-#define CACHE_AHEAD 16    /* keys or values asked for before their turn */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
-#define ROUNDED_LEAST 1e-31f /* keeps quotients finite; smaller activations lose precision */
 #define BLOCK_FROM 4      /* rounded rows of x from which blocks of eight, though not filled, beat a row at a time */
 #define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
 #define MAX_ARGS 11
 #define MOST_EXPERTS 4096 /* whose scores are on the stack */
-
-/* Small arrays of accumulators stay in registers only if the loops over them are unrolled. */
-#if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
-#define UNROLL32 UNROLL
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#define UNROLL32 _Pragma("GCC unroll 32")
-#endif
-
-/* Codes that fill whole words, and how many words. */
-#define BLOCK_CODES(bits) ((bits) % 2 ? 32 : (bits) == 6 ? 16 : 32 / (bits))
-#define BLOCK_WORDS(bits) ((bits) == 6 ? 3 : (bits) % 2 ? (bits) : 1)
-#define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
-
-typedef enum { BF16, F16, F32, E8M0 } Kind; /* of scales and biases */
-
-static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind == E8M0 ? 1 : 2; }
-
-typedef struct {
-    const uint32_t *w;  /* [rows, words] codes, in * bits / 32 words to a row, or floats [rows, in] */
-    const void *s, *b;  /* [rows, in / group]; NULL if there are none */
-    ptrdiff_t in, rows, words, group, groups;
-    int bits;           /* of a code; 32: dense */
-    Kind kind;
-    int is_mx;          /* E2M1 codes, E8M0 scales, no biases */
-    int is_plain;       /* 4 bits, groups of 64, as rows() and single_rows() read them */
-    /* What will be read after the last row asked for, or NULL: a prefetch hint. */
-    const uint32_t *next;
-    const char *next_s, *next_b;
-} Matrix;
-
-/* Keys [n, Dk] and values [n, Dv] of one head. */
-typedef struct {
-    const float *k, *v;
-    ptrdiff_t n;
-} Seen;
-
-/* Products with rounded activations, of one instruction set. */
-typedef struct {
-    void (*pack)(const Matrix *, const float *, int, uint32_t *);
-    /* By form and planes, as form_of and planes_of number them. */
-    void (*rows[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, const uint32_t *, float *);
-    void (*tiles[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const uint32_t *const *, void *, float *const *);
-} Rounded;
-
-typedef struct {
-    const char *name;
-    ptrdiff_t width;
-    void (*pack)(const float *, float *, ptrdiff_t);
-    void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
-    ptrdiff_t (*plane_floats)(const Matrix *); /* what an activation row takes in planes of bytes, 0: it is in blocks */
-    void (*pack_blocks)(const Matrix *, const float *, float *);
-    void (*rows_of_blocks)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
-    void (*dense_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
-    void (*dequantize)(const Matrix *, ptrdiff_t, ptrdiff_t, float *);
-    void (*combine)(const float *const *, const float *, ptrdiff_t, const float *, const float *, float *, ptrdiff_t,
-                    ptrdiff_t);
-    void (*silu_mul)(const float *, const float *, float *, ptrdiff_t);
-    void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
-    void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
-    void (*softmax)(float *, ptrdiff_t);
-    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, float *, ptrdiff_t, float *);
-    void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
-    void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
-    uint32_t (*fold)(const uint32_t *, ptrdiff_t);
-    /* A single row of x has its own kernel if that is faster, else NULL. */
-    void (*single_pack)(const float *, float *, ptrdiff_t);
-    void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
-    const Rounded *rounded; /* NULL: activations are never rounded */
-} Path;
-
-static inline ptrdiff_t table_bytes(const Matrix *m) { return m->groups * unit_of(m->kind); }
-
-/* Ask for a row's scales and biases (past r1, of what comes next); else every few rows wait for memory. */
-static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
-    ptrdiff_t bytes = table_bytes(m);
-    int over = row >= r1 && m->next;
-    const char *s = over ? m->next_s + (row - r1) * bytes : (const char *)m->s + row * bytes;
-    const char *b = over ? m->next_b + (row - r1) * bytes : (const char *)m->b + row * bytes;
-    for (ptrdiff_t at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(s + at);
-        if (m->b) __builtin_prefetch(b + at);
-    }
-}
 
 /* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
 static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
@@ -149,156 +41,8 @@ static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
     m->next_b = then->b ? (const char *)then->b + row * table_bytes(then) : NULL;
 }
 
-/* Where `row` starts; past r1, where the work goes on. */
-static inline const uint32_t *soon_of(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
-    return row < r1 || !m->next ? m->w + row * m->words : m->next + (row - r1) * m->words;
-}
+static const Path *path; /* that the operations take */
 
-static ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
-
-/* Groups of a row of rounded activations, padded to whole vectors. */
-static ptrdiff_t rounded_groups(const Matrix *m) { return chunks_of(m->groups, 8) * 8; }
-
-/* Which of Rounded's forms a matrix has, or -1. */
-static int form_of(const Matrix *m) {
-    int group = m->group == 32 ? 0 : m->group == 64 ? 1 : 2;
-    if (m->is_mx) return 6;
-    return m->bits == 4 ? group : m->bits == 8 ? 3 + group : -1;
-}
-
-static ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
-
-#define DPBUSD 1 /* who multiplies bytes in rounded.h */
-#define MADDUBS 2
-#define SDOT 3
-#define USDOT 4
-/* Some compilers know an instruction set's intrinsics only where the whole file may use it. */
-#if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10
-#define ANY_TARGET 1
-#endif
-#if defined(__aarch64__) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_DOTPROD))
-#define DOTPROD 1
-#endif
-#if defined(DOTPROD) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_MATMUL_INT8))
-#define I8MM 1
-#endif
-
-/* What the headers below make for the PATH and TARGET that stand before each. */
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define FN(name) CAT(name, PATH)
-#define INLINE static inline __attribute__((always_inline)) TARGET
-
-#if defined(__x86_64__)
-#define PATH avx512
-#define path_name_avx512 "avx512"
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#define W 16
-#include "kernels.h"
-#include "vnni.h"
-#define PATH avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma")))
-#define W 16
-#include "planes.h"
-#define PATH dpbusd
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
-#define DOT DPBUSD
-#include "rounded.h"
-#define PATH avx2
-#define path_name_avx2 "avx2"
-#define TARGET __attribute__((target("avx2,fma")))
-#define W 8
-#include "kernels.h"
-#define PATH avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#define W 8
-#include "planes.h"
-#define PATH maddubs
-#define TARGET __attribute__((target("avx2,fma")))
-#define DOT MADDUBS
-#include "rounded.h"
-#endif
-#define PATH portable
-#define path_name_portable "portable"
-#define TARGET
-#define W 4
-#include "kernels.h"
-
-#if defined(DOTPROD)
-#define PATH sdot
-#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
-#define DOT SDOT
-#include "rounded.h"
-#endif
-#if defined(I8MM)
-#define PATH usdot
-#define TARGET __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
-#define DOT USDOT
-#include "rounded.h"
-#endif
-
-/* Fastest first; `usable_paths` of them run on this processor. */
-static const Path *paths[4]; /* x86-64 has the most */
-static int usable_paths;
-static const Path *path;
-
-#if defined(DOTPROD)
-/* Whether the processor has a feature: its number in Linux's hwcaps, the second word from 64 on. */
-enum { DOTPROD_BIT = 20, I8MM_BIT = 64 + 13 };
-
-static int arm_has(int bit) {
-#if defined(__linux__)
-    return (int)(getauxval(bit < 64 ? AT_HWCAP : AT_HWCAP2) >> bit % 64 & 1);
-#elif defined(__APPLE__)
-    int found = 0;
-    size_t size = sizeof found;
-    const char *name = bit == I8MM_BIT ? "hw.optional.arm.FEAT_I8MM" : "hw.optional.arm.FEAT_DotProd";
-    return !sysctlbyname(name, &found, &size, NULL, 0) && found;
-#else
-    return 0;
-#endif
-}
-#endif
-
-static void find_paths(void) {
-    usable_paths = 0;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    static Path vnni, in_bytes;
-    vnni = path_avx512;
-    vnni.name = "avx512vnni", vnni.single_pack = vnni_pack, vnni.single_rows = vnni_rows, vnni.rounded = &rounded_dpbusd;
-    if (__builtin_cpu_supports("avx512vbmi")) {
-        vnni.plane_floats = plane_floats_avx512, vnni.pack_blocks = pack_any_avx512;
-        vnni.rows_of_blocks = rows_of_any_avx512;
-    }
-    path_avx512.rounded = path_avx2.rounded = &rounded_maddubs;
-    in_bytes = path_avx2;
-    in_bytes.plane_floats = plane_floats_avx2, in_bytes.pack_blocks = pack_any_avx2;
-    in_bytes.rows_of_blocks = rows_of_any_avx2;
-    if (avx512 && __builtin_cpu_supports("avx512vnni")) paths[usable_paths++] = &vnni;
-    if (avx512) paths[usable_paths++] = &path_avx512;
-    if (avx2) paths[usable_paths++] = &in_bytes;
-#endif
-#if defined(DOTPROD)
-    static Path dotprod;
-    dotprod = path_portable;
-    dotprod.name = "dotprod", dotprod.rounded = &rounded_sdot;
-#if defined(I8MM)
-    static Path i8mm;
-    i8mm = path_portable;
-    i8mm.name = "i8mm", i8mm.rounded = &rounded_usdot;
-    if (arm_has(I8MM_BIT)) paths[usable_paths++] = &i8mm;
-#endif
-    if (arm_has(DOTPROD_BIT)) paths[usable_paths++] = &dotprod;
-#endif
-    paths[usable_paths++] = &path_portable;
-    path = paths[0];
-}
-
-#ifndef KERNELS_ALONE
 /* ---- arguments ---------------------------------------------------------------------------- */
 
 typedef enum { FLOATS, WORDS, INTEGERS, SCALES } Wanted;
@@ -1506,7 +1250,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__native(void) {
     find_paths();
+    path = paths[0];
     pthread_atfork(NULL, NULL, team_after_fork);
     return PyModule_Create(&module);
 }
-#endif

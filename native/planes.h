@@ -1,7 +1,7 @@
 /* Products in integers, as exact as float32, with every form whose codes unpack to bytes faster than to floats.
  *
- * native.c includes this after kernels.h with PATH, TARGET and W of the same names: 16 needs AVX-512 VNNI and VBMI, 8
- * needs AVX2 and takes 2 and 4 bits only. As in vnni.h, the activations of a group are 24-bit integers times one float,
+ * Included after kernels.h with PATH, TARGET and W of the same names: 16 needs AVX-512 VNNI and VBMI, 8 needs AVX2 and
+ * takes 2 and 4 bits only. As in vnni.h, the activations of a group are 24-bit integers times one float,
  * in three planes of signed bytes. Codes become BYTES(bits) vectors of unsigned bytes: over all of them, lane i of 32
  * bits holds those of consecutive columns, in an order that is cheap to make and that packing follows.
  *
@@ -157,7 +157,7 @@ INLINE void FN(split)(const int32_t *x, int8_t *out, const int middle, const int
 /* A group's activations as integers; returns the float that they are times. */
 INLINE float FN(integers)(const float *x, ptrdiff_t n, int32_t *out, float *sum) {
     float lanes[W];
-    vf top = FN(splat)(VNNI_LEAST), total = {0};
+    vf top = FN(splat)(LEAST_PEAK), total = {0};
     for (ptrdiff_t i = 0; i < n; i += W) {
         const vf v = *(const vf *)(x + i), size = (vf)((vi)v & 0x7FFFFFFF);
         top = FN(pick)((vi)(size > top), size, top);
@@ -166,8 +166,8 @@ INLINE float FN(integers)(const float *x, ptrdiff_t n, int32_t *out, float *sum)
     *(vf *)lanes = top, *sum = FN(hsum)(total);
     float peak = lanes[0];
     for (int i = 1; i < W; i++) peak = lanes[i] > peak ? lanes[i] : peak;
-    for (ptrdiff_t i = 0; i < n; i++) out[i] = (int32_t)rintf(x[i] * (VNNI_PEAK / peak));
-    return peak / VNNI_PEAK;
+    for (ptrdiff_t i = 0; i < n; i++) out[i] = (int32_t)rintf(x[i] * (PLANES_PEAK / peak));
+    return peak / PLANES_PEAK;
 }
 
 static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) {
@@ -272,7 +272,7 @@ EVERY(5, 0)
 EVERY(6, 0)
 #endif
 
-/* As pack_blocks and rows_of_blocks, which do the rest. */
+/* As pack_blocks and rows_of_blocks, which do the rest and which they replace. */
 static TARGET void FN(pack_any)(const Matrix *m, const float *x, float *out) {
     FN(in_planes)(m) ? FN(pack_planes)(m, x, out) : FN(pack_blocks)(m, x, out);
 }
@@ -299,6 +299,10 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
     if (n > 1) kernels[1](m, r0, r1, x, y);
     if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
 }
+void FN(use_planes)(Path *path) {
+    path->plane_floats = FN(plane_floats), path->pack_blocks = FN(pack_any), path->rows_of_blocks = FN(rows_of_any);
+}
+
 #undef PLANES
 #undef EVERY
 #undef THREE

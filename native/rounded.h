@@ -1,6 +1,6 @@
 /* Products with activations rounded to 8 or 16 bits, in integers: compiled once per instruction set.
  *
- * native.c includes this file after defining
+ * rounded.c includes this file after defining
  *   PATH    suffix of every name made here
  *   TARGET  function attribute that switches the instruction set on
  *   DOT     DPBUSD, MADDUBS, SDOT or USDOT: who multiplies bytes
@@ -129,7 +129,7 @@ INLINE void FN(round_groups)(const float *x, int planes, ptrdiff_t groups, int8_
     const f8 zero = {0}, magic = zero + 12582912.0f; /* 1.5 * 2^23: rounds, and leaves an integer */
     for (ptrdiff_t g = 0; g < groups; g++, x += GROUP, out += GROUP * planes) {
         int8_t plain[2][128];
-        f8 top = zero + ROUNDED_LEAST, spoilt = zero;
+        f8 top = zero + LEAST_PEAK, spoilt = zero;
         i8 total = {0};
         UNROLL for (int i = 0; i < GROUP; i += 8) {
             f8 v = *(const f8 *)(x + i), size = (f8)((u8)v & 0x7FFFFFFFu);
@@ -405,7 +405,7 @@ EVERY(4, 32, 1)
 #define TABLE_OF(name)                                                                                              \
     {BOTH(name, 4, 32, 0), BOTH(name, 4, 64, 0), BOTH(name, 4, 128, 0), BOTH(name, 8, 32, 0), BOTH(name, 8, 64, 0), \
         BOTH(name, 8, 128, 0), BOTH(name, 4, 32, 1)}
-static const Rounded FN(rounded) = {FN(round_row), TABLE_OF(row), TABLE_OF(tiles)};
+const Rounded FN(rounded) = {FN(round_row), TABLE_OF(row), TABLE_OF(tiles)};
 
 #undef TABLE_OF
 #undef BOTH

@@ -11,8 +11,6 @@
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
 #define VNNI_INLINE static inline __attribute__((always_inline)) VNNI
 #define VNNI_BLOCK 384 /* bytes of planes for 128 elements */
-#define VNNI_PEAK 8355700.0f /* 127 in each of the three bytes is 8355711; rounding must stay below */
-#define VNNI_LEAST 1e-31f /* keeps the quotient finite; smaller activations lose precision */
 
 /* Groups, padded to whole vectors. */
 static ptrdiff_t vnni_groups(ptrdiff_t in) { return chunks_of(in / 64, 16) * 16; }
@@ -26,15 +24,15 @@ static VNNI void vnni_pack(const float *x, float *out, ptrdiff_t in) {
     memset(out, 0, (size_t)((char *)(sum + vnni_groups(in)) - (char *)out));
     for (ptrdiff_t g = 0; g < in / 64; g++, x += 64) {
         uint8_t *plane = (uint8_t *)out + g / 2 * VNNI_BLOCK + g % 2 * 32;
-        __m512 v[4], top = _mm512_set1_ps(VNNI_LEAST), total = _mm512_setzero_ps();
+        __m512 v[4], top = _mm512_set1_ps(LEAST_PEAK), total = _mm512_setzero_ps();
         for (int i = 0; i < 4; i++) {
             v[i] = _mm512_loadu_ps(x + 16 * i);
             top = _mm512_max_ps(top, _mm512_abs_ps(v[i]));
             total = _mm512_add_ps(total, v[i]);
         }
         float peak = _mm512_reduce_max_ps(top);
-        __m512 up = _mm512_set1_ps(VNNI_PEAK / peak);
-        factor[g] = peak / VNNI_PEAK, sum[g] = _mm512_reduce_add_ps(total);
+        __m512 up = _mm512_set1_ps(PLANES_PEAK / peak);
+        factor[g] = peak / PLANES_PEAK, sum[g] = _mm512_reduce_add_ps(total);
         for (int i = 0; i < 4; i++) {
             __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], up));
             for (int p = 0; p < 3; p++) {
@@ -116,4 +114,8 @@ VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrd
 static VNNI void vnni_rows(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *x, float *y) {
     for (ptrdiff_t r = r0; r < r1; r += 4)
         m->kind == F32 ? vnni_row_block(m, r0, r, r1, x, y, 1) : vnni_row_block(m, r0, r, r1, x, y, 0);
+}
+
+void use_vnni(Path *path) {
+    path->name = "avx512vnni", path->single_pack = vnni_pack, path->single_rows = vnni_rows;
 }

@@ -32,7 +32,7 @@ enter_environment() {
   stamp="$VIRTUAL_ENV/.moeflux-$(echo "$extras" | tr ' ' '-')"
   wanted="$(pwd) $(cat pyproject.toml setup.py native/* | cksum)"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing into $VIRTUAL_ENV ..." >&2
+    echo "installing into $VIRTUAL_ENV; the first time, the CPU kernels are compiled, in about half a minute ..." >&2
     if [ -n "$extras" ]; then target=".[$(echo $extras | tr ' ' ',')]"; fi
     # uv makes environments without pip.
     python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null

@@ -32,7 +32,20 @@ ORDER = [
     "cli",
 ]
 # Commands, and what binds the public names: above all of them.
-COMMANDS = {"generate", "chat", "convert", "plan", "doctor", "benchmark", "serve", "evaluate", "ranks", "tune"}
+COMMANDS = {
+    "generate",
+    "chat",
+    "convert",
+    "plan",
+    "doctor",
+    "benchmark",
+    "serve",
+    "evaluate",
+    "ranks",
+    "tune",
+    "list",
+    "remove",
+}
 MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
 
 

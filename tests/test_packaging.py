@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -52,6 +54,51 @@ def data_files():
     for name in ("metal", "configs", "demo"):
         folder = directory(name)
         yield from (f"moeflux_mlx/{name}/{f.relative_to(folder)}" for f in folder.rglob("*") if f.is_file())
+
+
+COMPILER = """#!/bin/sh
+# Writes what it is asked for, and the name of each source; a source waits until a second one has begun.
+for word; do case $last in -o) out=$word ;; esac; case $word in native/*.c) source=$word ;; esac; last=$word; done
+[ -z "$source" ] || { echo "$source" >>"$COMPILED"; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+  [ "$ALONE" ] || [ "$(wc -l <"$COMPILED")" -gt 1 ] && break; sleep 0.5; [ $i = 20 ] && exit 1; done; }
+: >"$out"
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor compiles one file at a time")
+def test_sources_compile_side_by_side_and_once(tmp_path):
+    """Also where pip builds in a temporary folder, as it does for each further extra."""
+    for name in ("setup.py", "native"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
+    for folder in ("ops", "experts"):
+        (tmp_path / "moeflux_mlx" / folder).mkdir(parents=True)
+    compiler, log = tmp_path / "compiler", tmp_path / "compiled"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+
+    def compiled(**environment):
+        """The sources that a build compiles."""
+        log.write_text("")
+        command = [sys.executable, "setup.py", "build", "--build-base", tempfile.mkdtemp(dir=tmp_path)]
+        environment = {**os.environ, "CC": str(compiler), "COMPILED": str(log), **environment}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+        return sorted(Path(source).name for source in log.read_text().split())
+
+    first = compiled()
+    assert {"avx512.c", "native.c", "portable.c"} < set(first) and len(set(first)) == len(first)
+    assert compiled() == []
+    later = time.time() + 9
+    os.utime(tmp_path / "native" / "native.c", (later, later))
+    assert compiled(ALONE="1") == ["native.c"]
+    assert len(compiled(CFLAGS="-O0")) == len(first)
+
+
+def test_the_sdist_has_every_native_source(wheel):
+    sdist = next(wheel.parent.glob("*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        packed = {Path(name).name for name in archive.getnames() if "/native/" in name}
+    assert {file.name for file in (ROOT / "native").iterdir() if file.name != "reads.c"} <= packed
 
 
 def test_a_wheel_made_from_the_sdist_has_all_data(wheel):

@@ -25,11 +25,12 @@ from .options import (
 from .run import INTERRUPTED
 from .terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
 
+DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."
 WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always share a few
 
 
 def run(options: argparse.Namespace) -> int:
-    prompt = read_prompt(options.prompt)
+    prompt = read_prompt(options.words, options.prompt)
     template_config = parse_template_config(options.chat_template_config)
     generation = sampling(options)
     engine = load_named(options, local_model(options))
@@ -85,15 +86,20 @@ def stream(
     return code
 
 
-def read_prompt(value: str) -> str:
-    """The prompt option, or all of stdin when it is '-'."""
+def read_prompt(words: list[str], option: str | None) -> str:
+    """The prompt, in words or in the option, or all of stdin where that is '-'."""
+    if words and option is not None:
+        raise RequestError(
+            f"the prompt is given twice, as {' '.join(words)!r} and with --prompt; leave one of them out"
+        )
+    value = " ".join(words) if words else DEFAULT_PROMPT if option is None else option
     if value == "-":
         try:
             value = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
             raise RequestError(f"the prompt on stdin is not UTF-8: byte {error.start} is invalid") from None
     if not value.strip():
-        raise RequestError("the prompt is empty; give some text with --prompt, or '-' and text on stdin")
+        raise RequestError("the prompt is empty; give some text, or --prompt - and text on stdin")
     return value
 
 

@@ -1,4 +1,4 @@
-"""How fast a model runs here, for users: prompts and answers of random tokens, a table, and one line of JSON.
+"""How fast a model runs here, for users: prompts and answers of random tokens, a table, and JSON if it is wanted.
 
 Every length is measured in turn, so that a machine that slows down slows all of them; the table has medians.
 """
@@ -18,8 +18,11 @@ import numpy as np
 
 from ..engine.engine import Engine
 from ..engine.generation import generate_step
+from ..engine.locate import resolve
 from ..engine.machine import machine_figures
+from ..engine.weights import open_weights
 from ..errors import RequestError
+from ..spec import ModelArgs
 from .diagnosis import machine_lines
 from .fetching import local_model
 from .options import open_optional
@@ -29,6 +32,7 @@ Steps = Callable[[list[int], int], Generator[Any, None, None]]  # a prompt and h
 
 
 OURS = "ours"
+LENGTHS = (128, 512, 2048)  # tokens of prompts
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,12 @@ Rounds = dict[int, list[Measured]]  # by length of the prompt
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table and the line; returns 0."""
-    if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens) < 1:
+    if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens or LENGTHS) < 1:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
-    longest = max(options.prompt_tokens) + options.max_tokens
-    options.context = options.context or longest
-    engine = open_optional(options, local_model(options))
-    if longest > engine.model.args.max_position_embeddings:
-        raise RequestError(f"{longest} tokens do not fit the model's {engine.model.args.max_position_embeddings}")
+    model = local_model(options)
+    options.prompt_tokens = fitting_lengths(options, open_weights(resolve(model, options.revision)).args)
+    options.context = options.context or max(options.prompt_tokens) + options.max_tokens
+    engine = open_optional(options, model)
     peer = None if options.against is None else mlx_lm_steps(engine)
     lines = machine_lines(machine_figures())
     print("\n".join([*lines, engine.experts.decision]))
@@ -72,8 +75,25 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(table(found[OURS], found.get("mlx-lm"))))
     memory = {"planned_gb": engine.plan.total / 1e9, "peak_gb": peak_memory_gb(), "mlx_gb": mx.get_peak_memory() / 1e9}
     print(f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak")
-    print(json.dumps(report(options, engine, lines, memory, found)))
+    if options.json:
+        print(json.dumps(report(options, engine, lines, memory, found)))
     return 0
+
+
+def fitting_lengths(options: argparse.Namespace, args: ModelArgs) -> list[int]:
+    """The prompts' lengths that were asked for, or those of the usual ones that fit the model.
+
+    Raises:
+        RequestError: one does not fit, or none does.
+    """
+    room = args.max_position_embeddings - options.max_tokens
+    lengths: list[int] = options.prompt_tokens or [length for length in LENGTHS if length <= room]
+    if not lengths or max(lengths) > room:
+        raise RequestError(
+            f"prompts of {max(lengths or LENGTHS)} tokens and {options.max_tokens} after them do not fit the model's "
+            f"{args.max_position_embeddings}; give --prompt-tokens and --max-tokens that add up to no more"
+        )
+    return lengths
 
 
 def own_steps(engine: Engine) -> Steps:

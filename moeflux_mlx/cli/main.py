@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from .run import did_you_mean
+
 COMMANDS = {
     "generate": ("moeflux_mlx.generate.__main__", "a prompt in, text out"),
     "chat": ("moeflux_mlx.chat", "a conversation in the terminal"),
@@ -14,6 +16,8 @@ COMMANDS = {
     "benchmark": ("moeflux_mlx.benchmark", "how fast a model runs on this machine"),
     "tune": ("moeflux_mlx.tune", "find the fastest tiles of the kernels on this GPU"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),
+    "list": ("moeflux_mlx.list", "the models that were downloaded"),
+    "remove": ("moeflux_mlx.remove", "delete a model that was downloaded"),
     "doctor": ("moeflux_mlx.doctor", "what this machine is, and whether it computes rightly"),
 }
 
@@ -23,8 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0] in COMMANDS:
         return importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
+    if given == ["--version"]:
+        print(f"moeflux-mlx {importlib.import_module('moeflux_mlx').__version__}")
+        return 0
     if given and given[0] not in ("-h", "--help"):
-        print(f"error: no command {given[0]!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        meant = did_you_mean(given[0], COMMANDS)
+        print(f"error: no command {given[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
         return 2
     print(usage())
     return 0 if given else 2
@@ -33,4 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """The commands, a line each."""
     lines = [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: moeflux COMMAND [OPTIONS]", "", *lines, "", "moeflux COMMAND --help lists the options."])
+    return "\n".join(
+        [
+            "usage: moeflux COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "moeflux COMMAND --help lists the options, moeflux --version says which one this is.",
+        ]
+    )

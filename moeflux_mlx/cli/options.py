@@ -169,13 +169,19 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
     )
 
 
-def load_named(options: argparse.Namespace, model: str | Path | None) -> Engine:
-    """The model of the options, which is, or has come to, `model`; its tokenizer read."""
+def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
+    """The model of the options, which is, or has come to, `model`; its tokenizer read.
+
+    With `greeting`, that is said, and how experts are read only where the user decided it or wants to know.
+    """
     start = time.perf_counter()
     with Progress("loading", of_bytes=True) as progress:
         engine = open_optional(options, model, progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
-    note(engine.experts.decision)
+    if greeting is not None:
+        note(greeting)
+    if greeting is None or options.verbose or engine.plan.demand.forced:
+        note(engine.experts.decision)
     if engine.plan.shortened:
         note(engine.plan.shortened)
     if options.verbose:

@@ -22,7 +22,7 @@ from .options import (
     sampling,
     why_cut,
 )
-from .terminal import Interruption, Progress, note, unsafe_letters
+from .terminal import Interruption, Progress, WordWrap, note, unsafe_letters
 
 HELP = """\
 /reset          forget the conversation (the system message stays)
@@ -38,7 +38,8 @@ A message that begins with / is written with two. Alt-Enter begins a new line. C
 def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
     generation = sampling(options)
-    engine = load_named(options, local_model(options))
+    greeting = f"{options.model or 'The demo model'} is ready. /help lists the commands."
+    engine = load_named(options, local_model(options), greeting)
     tokenizer = engine.tokenizer
     if tokenizer.chat_template is None:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
@@ -46,7 +47,6 @@ def run(options: argparse.Namespace) -> int:
     session = engine.session(store=store)
     conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
     chat = Chat(conversation, engine, generation, hide_thinking=options.hide_thinking, verbose=options.verbose)
-    note("/help lists the commands.")
     for line in lines(options.history_file):
         if not chat.take(line):
             break
@@ -219,6 +219,7 @@ class Display:
     def __init__(self, out: TextIO, hide_thinking: bool):
         self.out, self.hide = out, hide_thinking
         self.dropped = unsafe_letters(out)
+        self.wrapped = WordWrap().feed if out.isatty() else str
         self.marks = ("\033[2m", "\033[0m\n") if out.isatty() else ("<think>", "</think>\n")
         self.thinking = False
 
@@ -227,7 +228,7 @@ class Display:
             text = "" if is_thinking else text
         elif is_thinking != self.thinking:
             self._switch(is_thinking)
-        self.out.write(text.translate(self.dropped))
+        self.out.write(self.wrapped(text.translate(self.dropped)))
         self.out.flush()
 
     def finish(self) -> None:
@@ -238,5 +239,7 @@ class Display:
         self.out.flush()
 
     def _switch(self, is_thinking: bool) -> None:
+        if not is_thinking:
+            self.wrapped("\n")  # its mark ends the line
         self.out.write(self.marks[0] if is_thinking else self.marks[1])
         self.thinking = is_thinking

@@ -1,13 +1,14 @@
 """Runs a command: its errors and warnings are one line each on stderr, its exit code says how it went."""
 
 import argparse
+import difflib
 import errno
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from ..errors import MoefluxError, MoefluxWarning, RequestError
 from ..ops.limits import within_limits
@@ -15,6 +16,25 @@ from .terminal import note
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # what writing to stdout ends in
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a command; a wrong one ends in one line, with the option that was probably meant."""
+
+    def __init__(self, command: str, description: str):
+        super().__init__(prog=program(command), description=description)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        is_unknown = message.startswith("unrecognized arguments") and unknown
+        meant = did_you_mean(unknown[0], self._option_string_actions) if is_unknown else ""
+        self.exit(2, f"error: {message}{meant}; {self.prog} --help lists the options\n")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about `word`, which is none of those that are known."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def program(command: str) -> str:

@@ -2,11 +2,13 @@
 
 import contextlib
 import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 from typing import Any, TextIO
+from unicodedata import combining, east_asian_width
 
 from ..errors import RequestError
 
@@ -46,6 +48,49 @@ def peak_memory_gb() -> float:
 def unsafe_letters(out: TextIO) -> dict[int, None]:
     """What to leave out of a model's text for `out`, as `str.translate` takes it."""
     return CONTROLS if out.isatty() else {}
+
+
+class WordWrap:
+    """Breaks lines between words at a terminal's edge, in text that comes in pieces; code between ``` is left alone.
+
+    A letter is shown as soon as it comes. A word that turns out too long for its line is taken back to the next one.
+    """
+
+    def __init__(self) -> None:
+        self.line, self.start, self.is_code = "", 0, False  # `start`: of the line's last word
+
+    def feed(self, text: str) -> str:
+        """What to write for the next piece."""
+        edge = shutil.get_terminal_size().columns
+        return "".join(self._letter(letter, edge) for letter in text)
+
+    def _letter(self, letter: str, edge: int) -> str:
+        if letter == "\n":
+            self.is_code ^= self.line.startswith("```")
+            self.line = ""
+            return letter
+        if not self.line or _parts_words(letter) or _parts_words(self.line[-1]):
+            self.start = len(self.line)
+        self.line += letter
+        if self.is_code or columns(self.line) <= edge:
+            return letter
+        if self.start == 0:  # the terminal breaks what is longer than a line
+            self.line = letter
+            return letter
+        before, self.line, self.start = columns(self.line[: self.start]), self.line[self.start :].lstrip(), 0
+        if len(self.line) < 2:
+            return f"\n{self.line}"
+        # The cursor goes to where the word began, and what follows is wiped.
+        return f"\033[{before + 1}G\033[K\n{self.line}"
+
+
+def _parts_words(letter: str) -> bool:
+    return letter.isspace() or columns(letter) == 2
+
+
+def columns(text: str) -> int:
+    """The width of text in a terminal; East Asian letters and pictures take two columns."""
+    return sum(0 if combining(one) else 2 if east_asian_width(one) in "WF" else 1 for one in text)
 
 
 def duration(seconds: float) -> str:

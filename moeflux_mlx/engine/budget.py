@@ -163,7 +163,18 @@ def demand_of(
     expert_cache_bytes: int | None,
     in_place: bool = False,
 ) -> Demand:
-    """What running a model with activations in `dtype` needs; None means what the plan finds best."""
+    """What running a model with activations in `dtype` needs; None means what the plan finds best.
+
+    Raises:
+        RequestError: a number of tokens or bytes is none, or the context is longer than the model's.
+    """
+    asked = {"context": context, "span": span, "prefill_step_size": prefill_step_size}
+    for name, value in (*asked.items(), ("expert_cache_bytes", expert_cache_bytes)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise RequestError(f"{name} is {value!r}; it must be a positive integer, or None for what is best")
+    limit = args.max_position_embeddings
+    if context is not None and context > limit:
+        raise RequestError(f"context is {context} and the model takes {limit} tokens; give at most {limit}")
     return Demand(
         resident=resident,
         context=context,
@@ -263,10 +274,6 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
         RequestError: it does not fit, or a value is impossible; the message has the figures and the
             nearest that fits.
     """
-    asked = ("context", demand.context), ("span", demand.span), ("prefill_step_size", demand.prefill_step_size)
-    for name, value in asked:
-        if value is not None and value < 1:
-            raise RequestError(f"{name} is {value}; it must be positive")
     context, sizes = _cut_to_fit(args, layout, figures, demand)
     state = state_bytes(args, context, demand.itemsize)
     activations = activation_bytes(args, layout, demand, context, sizes)

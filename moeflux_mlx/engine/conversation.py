@@ -102,10 +102,15 @@ class Conversation:
     def _check_room(self, prompt: list[int]) -> None:
         """Raises RequestError: the model takes no token after `prompt`."""
         limit = self.session.model.args.max_position_embeddings
-        if len(prompt) >= limit:
-            raise RequestError(
-                f"the conversation has {len(prompt)} tokens and the model takes {limit}; begin anew with /reset"
-            )
+        if len(prompt) < limit:
+            return
+        system = self.messages[: -len(self.turns)]
+        alone = self._encode(self.rendering.text([*system, self.turns[-1]]))
+        if len(alone) >= limit:
+            raise RequestError(f"the message has {len(alone)} tokens and the model takes {limit}; shorten it")
+        raise RequestError(
+            f"the conversation has {len(prompt)} tokens and the model takes {limit}; begin anew with /reset"
+        )
 
 
 def _are_messages(turns: list[Any]) -> bool:

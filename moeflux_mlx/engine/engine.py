@@ -34,7 +34,7 @@ from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import Breath, Demand, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
 from .lead import Lead, LeadSession
 from .locate import resolve
-from .machine import activation_bits, default_dtype, machine_figures
+from .machine import activation_bits, checked_dtype, machine_figures
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
 from .tiles import choose
@@ -121,8 +121,8 @@ def open_engine(
         weights.check_held(None)
     else:
         mode = io_mode(mode, weights)
-    bits = activation_bits(cpu_activations, dtype)
-    args, dtype, chosen = weights.args, dtype or default_dtype(), choose(tiles)
+    activations, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
+    args, dtype, chosen = weights.args, activations, choose(tiles)
     demand = demand_of(
         args,
         resident_bytes(weights.shapes, dtype),

@@ -90,12 +90,14 @@ def generate_step(
             `prefill_step_size` and `span` are then its own, and an exception leaves what is half done to its maker.
 
     Raises:
-        RequestError: an empty prompt, or a token count out of range.
+        RequestError: an empty prompt, a token count out of range, or caches that are not this model's.
         ModelFileError: the logits are NaN, which damaged weights cause.
         DeviceError: memory or the GPU's time is at an end; the cache may hold anything.
     """
     tokens = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
+    if prompt_cache is not None:
+        model.check_cache(prompt_cache)
     taken = prefill
     if taken is None:
         cache = model.make_cache() if prompt_cache is None else prompt_cache

@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..ops import backend, gpu_time, native
 
 WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # of activations
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 # Address space of the threads that begin with a model, MLX's and the readers': a stack of 8 MiB and an arena of 64 MiB
@@ -73,6 +74,19 @@ def machine_figures() -> Figures:
 def default_dtype() -> mx.Dtype:
     """bfloat16 on a GPU; float32 on CPU, where MLX's bfloat16 arithmetic is several times slower."""
     return mx.bfloat16 if backend.has_kernels() else mx.float32
+
+
+def checked_dtype(asked: object) -> mx.Dtype:
+    """The dtype of activations: the one asked for, or the default where that is None.
+
+    Raises:
+        RequestError: it is not one in which activations can be.
+    """
+    if asked is None:
+        return default_dtype()
+    if isinstance(asked, mx.Dtype) and asked in DTYPES:
+        return asked
+    raise RequestError(f"dtype is {asked!r}; give mlx.core.float32, bfloat16 or float16, or None for the default")
 
 
 def activation_bits(asked: int | str, dtype: mx.Dtype | None) -> int:

@@ -147,8 +147,9 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     probs = mx.exp(ascending)
     likelier = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
     total = likelier[..., :1] + probs[..., :1]
-    # A token goes when the tokens likelier than it already hold the mass asked for.
-    dropped = mx.sum(likelier >= top_p * total, axis=-1, keepdims=True)
+    # A token goes when the tokens likelier than it already hold the mass asked for; the likeliest stays also where
+    # that mass is too small for a float32.
+    dropped = mx.sum(likelier[..., :-1] >= top_p * total, axis=-1, keepdims=True)
     least = mx.take_along_axis(ascending, dropped, axis=-1)
     return mx.where(logprobs < least, NEG_INF, logprobs)
 

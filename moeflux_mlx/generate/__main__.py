@@ -4,26 +4,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..cli.answer import run
+from ..cli.answer import DEFAULT_PROMPT, run
 from ..cli.options import add_model_options, add_prompt_cache_options, add_sampling_options
 from ..cli.ranks import add_rank_options, together
-from ..cli.run import execute, program
-
-DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."
+from ..cli.run import Parser, execute
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("generate"),
-        description="Generate text with a Mixture-of-Experts model.",
+    made = Parser(
+        "generate",
+        "Generate text with a Mixture-of-Experts model.",
     )
     add = made.add_argument_group("prompt").add_argument
-    add(
-        "--prompt",
-        "-p",
-        default=DEFAULT_PROMPT,
-        help="the user's message; '-' reads stdin (default: %(default)r)",
-    )
+    add("words", nargs="*", metavar="PROMPT", help=f"the user's message (default: {DEFAULT_PROMPT!r})")
+    add("--prompt", "-p", help="the same; '-' reads stdin")
     add("--system-prompt", help="system message for the chat template")
     add("--ignore-chat-template", action="store_true", help="feed the prompt as it is")
     made.add_argument(

@@ -225,10 +225,15 @@ class Model(nn.Module):
             raise RequestError(f"tokens are {form}; give an mx.array of integers [B, L]")
         if tokens.size == 0:
             raise RequestError(f"tokens are {tokens.shape}; give at least one")
-        if len(cache) != len(self.layers):
-            raise RequestError(f"{len(cache)} caches for {len(self.layers)} layers; use model.make_cache()")
+        self.check_cache(cache)
         if tokens.size > 1 or not backend.has_kernels():
             check_vocabulary(cast(Any, tokens.item()) if tokens.size == 1 else np.array(tokens), self.args.vocab_size)
+
+    def check_cache(self, cache: object) -> None:
+        """Raises RequestError: it is not a list with a cache for each layer."""
+        form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
+        if not isinstance(cache, Sequence) or len(cache) != len(self.layers):
+            raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
 
     def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
         if self.decode_step is not None and self.decode_step.takes(tokens, cache):

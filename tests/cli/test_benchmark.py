@@ -1,4 +1,4 @@
-"""The benchmark for users: a table, a line of JSON with every round, refusals in one line."""
+"""The benchmark for users: a table, with --json a line of JSON with every round, refusals in one line."""
 
 import json
 
@@ -17,7 +17,7 @@ def tiny():
 
 
 def test_table_and_json(capsys, tiny):
-    assert benchmark.main([*SHORT, *tiny, "--expert-io", "pread"]) == 0
+    assert benchmark.main([*SHORT, *tiny, "--expert-io", "pread", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     assert [row["prompt_tokens"] for row in found["rows"]] == [5, 20]
@@ -28,6 +28,13 @@ def test_table_and_json(capsys, tiny):
     assert lines[0].startswith("machine ") and "GB planned" in lines[-2]
 
 
+def test_lengths_fit_the_demo_model_and_json_is_for_who_asks(capsys):
+    assert benchmark.main(["--max-tokens", "2", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = next(i for i, line in enumerate(lines) if line.lstrip().startswith("prompt"))
+    assert [line.split()[0] for line in lines[table + 1 : -1]] == ["128", "512"] and lines[-1].startswith("memory: ")
+
+
 def test_a_peer_takes_turns(monkeypatch, capsys, tiny):
     order = []
 
@@ -35,7 +42,7 @@ def test_a_peer_takes_turns(monkeypatch, capsys, tiny):
         return lambda prompt, count: (order.append(len(prompt)) for _ in range(count))
 
     monkeypatch.setattr(benchmarking, "mlx_lm_steps", peer)
-    assert benchmark.main([*SHORT, *tiny, "--against", "mlx-lm"]) == 0
+    assert benchmark.main([*SHORT, *tiny, "--against", "mlx-lm", "--json"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert order == [16] * 4 + ([5] * 4 + [20] * 4) * 2
     assert "mlx-lm: tokens/s" in "".join(out) and len(json.loads(out[-1])["rows"][0]["mlx-lm"]) == 2
@@ -46,7 +53,10 @@ def test_a_peer_takes_turns(monkeypatch, capsys, tiny):
     [
         (["--max-tokens", "1"], "--max-tokens must be at least 2"),
         (["--rounds", "0"], "--rounds and --prompt-tokens at least 1"),
-        (["--prompt-tokens", "9999999", "--context", "64"], "do not fit the model's"),
+        (
+            ["--prompt-tokens", "9999999"],
+            "give --prompt-tokens and --max-tokens that add up to no more",
+        ),
         (["--against", "mlx-lm"], "mlx-lm cannot run"),
     ],
 )

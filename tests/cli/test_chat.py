@@ -142,9 +142,12 @@ def test_a_stopped_answer_is_kept_and_a_message_without_one_is_not():
 def test_a_conversation_beyond_the_context_is_refused(monkeypatch):
     talk = conversation()
     limit = talk.session.model.args.max_position_embeddings
-    with pytest.raises(RequestError, match=f"the model takes {limit}.*/reset"):
+    with pytest.raises(RequestError, match=f"the message has .* the model takes {limit}; shorten it"):
         ask(talk, "x" * limit)
     assert talk.turns == []
+    ask(talk, "x" * (limit // 2))
+    with pytest.raises(RequestError, match=f"the conversation has .* the model takes {limit}.*/reset"):
+        ask(talk, "x" * (limit // 2))
 
 
 @pytest.mark.parametrize("family", [ATTENTION, RECURRENT])
@@ -285,16 +288,24 @@ def test_an_answer_ends_with_the_models_context(monkeypatch):
     assert ends[:2] == [limit, limit] and ends[2] < limit
 
 
+def test_the_first_line_names_the_model(monkeypatch, capsys):
+    _, _, err = run(monkeypatch, capsys, [])
+    assert err.splitlines()[0] == f"{tiny_directory(RECURRENT)} is ready. /help lists the commands."
+    assert "threshold" not in err
+    assert "threshold" in run(monkeypatch, capsys, [], "--verbose")[2]
+    assert "pread (forced)" in run(monkeypatch, capsys, [], "--expert-io", "pread")[2]
+
+
 def test_answers_that_were_cut_say_so(monkeypatch, capsys):
     endless = stopping_at(999)
-    monkeypatch.setattr(repl, "load_named", lambda options, model: endless)
+    monkeypatch.setattr(repl, "load_named", lambda *_: endless)
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
     assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)\n") == 2
     limit = endless.model.args.max_position_embeddings
     _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
     assert f"(the text has the {limit} tokens that the model takes)" in err
     ending = stopping_at(*range(256))
-    monkeypatch.setattr(repl, "load_named", lambda options, model: ending)
+    monkeypatch.setattr(repl, "load_named", lambda *_: ending)
     assert "(cut" not in (err := run(monkeypatch, capsys, ["Hello"])[2]) and "(the text" not in err
 
 

@@ -176,6 +176,12 @@ def test_tokens_that_a_model_cannot_take(tokens, words):
     assert all(layer.empty() for layer in cache)
 
 
+@pytest.mark.parametrize("cache", [[], 5, {}])
+def test_caches_of_no_model_are_refused(cache):
+    with pytest.raises(RequestError, match=r"for \d+ layers; use model.make_cache"):
+        next(generate_step([1], tiny_model("qwen3_next", mx.float32), prompt_cache=cache))
+
+
 def test_another_models_caches_are_refused():
     with pytest.raises(RequestError, match=r"3 caches for \d+ layers; use model.make_cache"):
         tiny_model("qwen3_next", mx.float32)(mx.array([[1]]), tiny_model("qwen3_moe", mx.float32).make_cache()[:3])
@@ -209,6 +215,29 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
     peak, arrays = map(float, re.search(r"peak memory: ([\d.]+) GB, ([\d.]+) GB of it MLX's", err).groups())
     assert peak > arrays > 0 and peak > 0.03
     assert "\r" not in err  # progress is for terminals
+
+
+def test_the_prompt_is_words_or_an_option(capfd, model_dir):
+    options = ["--model", model_dir, "-m", "2"]
+    assert command(capfd, "hi", "there", *options)[1] == command(capfd, *options, "--prompt", "hi there")[1]
+    assert "prompt is empty" in fails(capfd, *options, "")
+    assert "the prompt is given twice, as 'hi' and with --prompt" in fails(capfd, *options, "hi", "-p", "there")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--promt", "hi"], "error: unrecognized arguments: --promt; did you mean --prompt?"),
+        (["--maxtokens=5"], "error: unrecognized arguments: --maxtokens=5; did you mean --max-tokens?"),
+        (["--max-tokens", "x"], "error: argument --max-tokens/-m: invalid int value: 'x'; "),
+        (["--zzzzzzzzzz"], "error: unrecognized arguments: --zzzzzzzzzz; "),
+    ],
+)
+def test_a_wrong_option_is_one_line(capfd, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    said = capfd.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(message) and said.count("\n") == 1 and "--help lists" in said
 
 
 def test_command_reads_stdin_and_ignores_the_template(capfd, model_dir, monkeypatch):

@@ -43,6 +43,13 @@ def test_without_a_command_the_commands_are_listed(argv, code, capsys):
 def test_a_misspelt_command_is_named(capsys):
     assert main(["speak"]) == 2
     assert "no command 'speak'; there are: generate, chat" in capsys.readouterr().err
+    assert main(["benchmrk"]) == 2
+    assert capsys.readouterr().err.endswith("; did you mean benchmark?\n")
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moeflux-mlx {moeflux_mlx.__version__}\n"
 
 
 @pytest.mark.parametrize("module", ["generate", "generate.__main__", "chat", "plan", "convert"])

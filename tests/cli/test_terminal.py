@@ -1,8 +1,11 @@
-"""What a terminal shows while a prompt is computed."""
+"""What a terminal shows while a prompt is computed, and of an answer."""
 
 import io
+import re
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from moeflux_mlx.cli import terminal
 
@@ -64,3 +67,44 @@ def test_long_work_writes_a_line_now_and_then_elsewhere(clock, monkeypatch):
 @pytest.mark.parametrize("seconds, text", [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3671, "61 min 11 s")])
 def test_durations(seconds, text):
     assert terminal.duration(seconds) == text
+
+
+def shown(written, edge):
+    """The lines of a terminal that has so many columns, as it breaks them itself."""
+    lines = [""]
+    for move, letter in re.findall(r"\033\[(\d+)G\033\[K|(.)", written, re.DOTALL):
+        if move:
+            lines[-1] = lines[-1][: int(move) - 1]
+        elif letter == "\n":
+            lines.append("")
+        elif terminal.columns(lines[-1] + letter) > edge:
+            lines.append(letter)
+        else:
+            lines[-1] += letter
+    return lines
+
+
+@given(st.lists(st.sampled_from(["a", "bcd", "efghijkl", " ", "\n"]), max_size=40), st.lists(st.integers(1, 9)))
+@example(["bcd", " ", "bcd", " ", "bcd"], [1] * 11)
+def test_words_are_whole_however_the_text_is_cut(parts, cuts):
+    text, pieces, edge = "".join(parts), [], 10
+    for cut in cuts:
+        pieces, text = [*pieces, text[:cut]], text[cut:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(edge))
+        wrap = terminal.WordWrap()
+        lines = shown("".join(map(wrap.feed, [*pieces, text])), edge)
+    words = "".join(parts).split()
+    if all(len(word) <= edge for word in words):
+        assert [word for line in lines for word in line.split()] == words
+    assert "".join("".join(lines).split()) == "".join(words)
+
+
+def test_lines_are_broken_between_words_and_between_wide_letters(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    assert shown(terminal.WordWrap().feed("Once upon a time there"), 10) == ["Once upon ", "a time ", "there"]
+    water = "水"  # two columns
+    assert shown(terminal.WordWrap().feed("one " + 5 * water), 10) == ["one " + 3 * water, 2 * water]
+    code = "```\nlong = 1 + 2 + 3\n```\n"
+    assert terminal.WordWrap().feed(code) == code
+    assert terminal.WordWrap().feed(code + "Once upon a time").endswith("Once upon \na time")

@@ -538,11 +538,23 @@ def test_the_disk_is_measured(capsys):
     assert re.search(r"hit rate  50%: 0.000 GB a token +\d+\.\d+\n", out)
 
 
+def test_a_plan_that_does_not_fit_says_so():
+    """Mapped files may be larger than memory, but then the disk is read all the time."""
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    layout = ExpertLayout.from_args(args)
+    for gigabytes, is_warned in ((22, True), (40, False)):
+        made = plan_memory(args, layout, Figures(gigabytes * GB), Demand(GB, context=40960, native=True))
+        assert made.mode is IoMode.MMAP
+        lines = planning.memory_lines(made, layout)
+        assert lines[-1].startswith("warning: ") == is_warned and ("left  " in lines[-1 - is_warned])
+        assert not is_warned or "GB more than there is" in lines[-1] and "--expert-io pread" in lines[-1]
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
         (["--variant", "qwen3.5-397b-a17b", "--ram-gb", "4"], "GB of memory would do"),
-        (["--variant", "qwen3-30b-a3b", "--ram-gb", "8", "--context", "400000"], "a context of [0-9]+ fits"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "8", "--context", "40960"], "a context of [0-9]+ fits"),
         (["--variant", "qwen3-30b-a3b", "--measure-disk"], "give --model"),
         (["--model", "x", "--measure-disk", "--disk-gb-per-s", "3"], "exclude each other"),
         (["--variant", "qwen3-30b-a3b", "--disk-gb-per-s", "0"], "--disk-gb-per-s is 0.0"),

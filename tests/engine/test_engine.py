@@ -12,7 +12,7 @@ from tiny_models import tiny_directory
 import moeflux_mlx
 from moeflux_mlx.engine import engine as engine_module
 from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.errors import ExpertIOError, ModelFileError, TokenizerError
+from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError, TokenizerError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.experts.mapped import MappedExperts
 
@@ -96,3 +96,21 @@ def test_a_load_that_fails_keeps_no_experts(tmp_path, monkeypatch):
     assert made and not made[0]._layers
     with pytest.raises(ExpertIOError, match="closed"):
         made[0].request(0, np.array([0]))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"path_or_hf_repo": 5}, "'5' cannot be used as a path"),
+        ({"dtype": "float32"}, "dtype is 'float32'; give mlx.core.float32, bfloat16 or float16, or None"),
+        ({"dtype": mx.int32}, "dtype is mlx.core.int32; give mlx.core.float32"),
+        ({"context": "5"}, "context is '5'; it must be a positive integer"),
+        ({"span": 2.5}, "span is 2.5; it must be a positive integer"),
+        ({"prefill_step_size": 0}, "prefill_step_size is 0; it must be a positive integer"),
+        ({"expert_cache_bytes": "1GB", "expert_io": "pread"}, "expert_cache_bytes is '1GB'; it must be"),
+        ({"context": 99999}, r"context is 99999 and the model takes \d+ tokens; give at most"),
+    ],
+)
+def test_arguments_of_another_kind(given, words):
+    with pytest.raises(RequestError, match=words):
+        open_engine(**{"path_or_hf_repo": tiny_directory("qwen3_moe"), **given})

@@ -90,6 +90,11 @@ def test_top_p_keeps_the_reference_set(row, top_p):
     assert kept(keep_top_p(mx.array(row), top_p), row) == top_p_reference(row, top_p)
 
 
+def test_a_top_p_too_small_for_a_float32_keeps_the_likeliest():
+    row = np.log(np.array([0.1, 0.6, 0.3], np.float32))
+    assert kept(keep_top_p(mx.array(row), 1e-46), row) == {1}
+
+
 @pytest.mark.parametrize(
     "top_p, count", [(0.25, 1), (0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (0.875, 3), (0.9, 5)]
 )

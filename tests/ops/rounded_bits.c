@@ -2,8 +2,7 @@
  *
  * test_rounded.py compiles it for this processor and for AArch64, which is emulated, and compares what they print.
  */
-#define KERNELS_ALONE
-#include "../../native/native.c"
+#include "../../native/paths.h"
 
 #include <stdio.h>
 

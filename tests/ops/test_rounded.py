@@ -171,6 +171,7 @@ def arm_compiler():
     return zig if importlib.util.find_spec("ziglang") else None
 
 
+NATIVE = Path(__file__).resolve().parents[2] / "native"
 HERE, ARM = shutil.which("gcc") or shutil.which("clang"), arm_compiler()
 
 
@@ -180,17 +181,18 @@ HERE, ARM = shutil.which("gcc") or shutil.which("clang"), arm_compiler()
 @pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="needs qemu-user, which emulates AArch64")
 def test_an_emulated_arm_has_the_same_bits(tmp_path):
     """Both of its instruction sets, and all of this processor's."""
-    source, flags = Path(__file__).with_name("rounded_bits.c"), ["-O2", "-std=gnu11", "-ffp-contract=fast", "-w"]
+    kernels = [NATIVE / f"{name}.c" for name in ("avx512", "avx2", "portable", "rounded", "paths")]
+    sources, flags = [Path(__file__).with_name("rounded_bits.c"), *kernels], ["-O2", "-std=gnu11", "-ffp-contract=fast"]
 
     def digests(compiler, *runner):
-        subprocess.run([*compiler, *flags, source, "-o", tmp_path / "program", "-lm"], check=True)
+        subprocess.run([*compiler, *flags, "-w", *sources, "-o", tmp_path / "program", "-lm"], check=True)
         done = subprocess.run([*runner, tmp_path / "program"], capture_output=True, text=True, check=True)
         lines, paths = done.stdout.splitlines(), done.stderr.split()
         each = len(lines) // len(paths)
         assert all(lines[i * each : (i + 1) * each] == lines[:each] for i in range(len(paths))), paths
         return lines[:each], paths
 
-    here, paths = digests([HERE, "-pthread"])
+    here, paths = digests([HERE])
     assert paths == PATHS
     there, paths = digests([*ARM, "-static"], "qemu-aarch64")
     assert paths == ["i8mm", "dotprod"] and there == here and len(set(here)) == 42

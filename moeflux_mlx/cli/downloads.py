@@ -1,0 +1,70 @@
+"""The models in the Hub's cache that can be run: listed, and deleted."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..engine.weights import open_weights
+from ..errors import MoefluxError, RequestError
+from ..files import read_json
+from ..formats.hub import cache_folder
+from ..formats.packed import FOLDER, LAYOUT
+from ..packing.in_place import states_mlx
+from ..spec import ModelArgs
+from .run import did_you_mean
+from .terminal import agree, note
+
+
+def list_models(options: argparse.Namespace) -> int:
+    """Prints a line for each: its name, its size, and whether something is missing."""
+    models = downloaded()
+    width = max(map(len, models), default=0)
+    for name, found in sorted(models.items()):
+        rest = "" if any(_is_whole(one.snapshot_path) for one in found.revisions) else "  not all of it is here"
+        print(f"{name:{width}}  {found.size_on_disk / 1e9:9.3f} GB{rest}")
+    note(f"downloaded models: {len(models)}, in {cache_folder()}")
+    return 0
+
+
+def remove_model(options: argparse.Namespace) -> int:
+    """Deletes one, if the user agrees."""
+    import huggingface_hub as hub
+
+    models = downloaded()
+    if options.name not in models:
+        meant = did_you_mean(options.name, models)
+        raise RequestError(f"{options.name} is not among the downloaded models, which moeflux list shows{meant}")
+    revisions = [one.commit_hash for one in models[options.name].revisions]
+    deletion = hub.scan_cache_dir(cache_folder()).delete_revisions(*revisions)
+    agree(f"{deletion.expected_freed_size / 1e9:.3f} GB of {options.name} are deleted", options.yes)
+    deletion.execute()
+    note(f"{options.name} is deleted")
+    return 0
+
+
+def downloaded() -> dict[str, Any]:
+    """What huggingface_hub knows of each, by name."""
+    import huggingface_hub as hub
+
+    if not cache_folder().is_dir():
+        return {}
+    repos = hub.scan_cache_dir(cache_folder()).repos
+    models = (repo for repo in repos if repo.repo_type == "model")
+    return {repo.repo_id: repo for repo in models if any(_runs(one.snapshot_path) for one in repo.revisions)}
+
+
+def _runs(folder: Path) -> bool:
+    """Whether it is of a known family, and packed or as MLX quantises; its weights may be missing."""
+    try:
+        ModelArgs.from_file(folder)
+        return (folder / FOLDER / LAYOUT).exists() or states_mlx(read_json(folder / "config.json"))
+    except MoefluxError:
+        return False
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        open_weights(folder)
+    except MoefluxError:
+        return False
+    return True
