@@ -16,7 +16,7 @@ from ..ops.backend import FLOATS
 from ..quant import Quant, Quantization, of_shapes
 from .decoder import Model
 from .layers import Weight
-from .tensors import kept_dtype
+from .tensors import is_of_matrix, kept_dtype
 
 
 def read_resident(path: Path) -> dict[str, mx.array]:
@@ -51,7 +51,7 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
         _fill_weight(path, module, left, quantization, dtype)
     for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         path, _, leaf = name.rpartition(".")
-        if path not in matrices:
+        if not is_of_matrix(name, matrices):
             tensor = _take_float(left, name, parameter.shape)
             setattr(_module(model, path), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
     arrange(model)

@@ -193,7 +193,7 @@ def _step(
     assert norm.eps == queries.norm.eps
     keys, values, form = key.stored(), value.stored(), queries.form
     made = [_nothing(), q, q] if form is None else inputs_of(queries.weights)
-    held = cache.held(((1, kv.shape[2] - rope.dims), (1, rope.dims)), kv.dtype)
+    held = cache.held(kv.dtype)
     query, attend, combine = _plan(
         backend.name(),
         (queries.heads, *queries.weights.shape, kv.shape[2], held.keys.shape[2]),
