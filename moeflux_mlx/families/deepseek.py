@@ -41,4 +41,8 @@ def _attention(read: Fields) -> Latent:
     )
 
 
-FAMILIES = {"deepseek_v3": Family(_deepseek_v3)}
+RENAMES = (
+    (".mlp.shared_experts.", ".mlp.shared_expert."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+)
+FAMILIES = {"deepseek_v3": Family(_deepseek_v3, renames=RENAMES)}

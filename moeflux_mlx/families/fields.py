@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Mixer, Rotation, Router, SharedExpert, Yarn
 
@@ -157,14 +159,22 @@ def layers(read: Fields, mixers: Sequence[Mixer], moe: Experts, moe_layers: Sequ
     return tuple(LayerSpec(mixer, moe if i in sparse else dense or moe) for i, mixer in enumerate(mixers))
 
 
+# {module path that a checkpoint has: ((the model's module path, its rows), ...)} of one layer.
+FusedRows = dict[str, tuple[tuple[str, np.ndarray], ...]]
+
+
 @dataclass(frozen=True)
 class Family:
-    """One value of `model_type`.
+    """One value of `model_type`: how its config.json is read, and what its checkpoints call and store otherwise.
 
     Args:
         read: the config's text part -> fields of `ModelArgs`, by name.
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
+        renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
+        fused_rows: (mixer, number of its layer) -> matrices that a checkpoint may store as one.
     """
 
     read: Callable[[Fields], dict[str, Any]]
     zero_centred: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    fused_rows: Callable[[Mixer, int], FusedRows] = lambda mixer, layer: {}

@@ -3,9 +3,11 @@
 import reprlib
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError
-from ..kinds import Delta, SharedExpert
-from .fields import Family, Fields, common, experts, grouped_query, layer_count, layers, sparse_layers
+from ..kinds import Delta, Mixer, SharedExpert
+from .fields import Family, Fields, FusedRows, common, experts, grouped_query, layer_count, layers, sparse_layers
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -54,9 +56,35 @@ def _qwen3_5_moe(read: Fields) -> dict[str, Any]:
     return _qwen3_next(read, normalise=True)
 
 
+def _interleaved_rows(mixer: Mixer, layer: int) -> FusedRows:
+    """Qwen3-Next's projections of linear attention, which the model has flat: [q of all heads | k | v], z, b and a.
+
+    Rows are grouped by key head, [q | k | its value heads' v | their z] and [b | a]
+    (transformers, `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`).
+    """
+    if not isinstance(mixer, Delta):
+        return {}
+    stem = f"model.layers.{layer}.linear_attn.in_proj_"
+    heads = mixer.key_heads
+    ratio = mixer.value_heads // heads
+    values = ratio * mixer.value_dim
+    q, k, v, z = _group(heads, [mixer.key_dim] * 2 + [values] * 2)
+    b, a = _group(heads, [ratio] * 2)
+    return {
+        f"{stem}qkvz": ((f"{stem}qkv", np.concatenate([q, k, v])), (f"{stem}z", z)),
+        f"{stem}ba": ((f"{stem}b", b), (f"{stem}a", a)),
+    }
+
+
+def _group(heads: int, widths: list[int]) -> list[np.ndarray]:
+    """Row numbers of each part, all heads after one another."""
+    rows = np.arange(heads * sum(widths)).reshape(heads, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]
+
+
 ZERO_CENTRED = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
-    "qwen3_next": Family(_qwen3_next, ZERO_CENTRED),
+    "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows),
     "qwen3_5_moe": Family(_qwen3_5_moe, ZERO_CENTRED),
 }

@@ -234,7 +234,7 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Sh
         ConfigError, ModelFileError: as `convert`.
     """
     form = SourceFormat(checkpoint.config, checkpoint.tensors)
-    tensors = canonical_tensors(checkpoint.tensors.values(), args.num_hidden_layers)
+    tensors = canonical_tensors(checkpoint.tensors.values(), args)
     resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}
     layers, lossy, made = list[LayerFile | PackedLayerFile](), list(resident.lossy), False
