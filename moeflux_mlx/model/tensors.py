@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..ops.forms import DTYPES
 from ..quant import DEFAULT, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
@@ -79,6 +80,5 @@ def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> i
             continue
         tensors[f"{path}.weight"] = mx.zeros((*rows, stored.words(columns)), mx.uint32)
         for part in stored.parts[1:]:
-            of_groups = mx.bfloat16 if stored.has_biases else mx.uint8
-            tensors[f"{path}.{part}"] = mx.zeros((*rows, stored.groups(columns)), of_groups)
+            tensors[f"{path}.{part}"] = mx.zeros((*rows, stored.groups(columns)), DTYPES[stored.of_groups("BF16")])
     return resident_bytes(tensors, dtype)

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from ..errors import ModelFileError
 from ..ops import backend
 from ..ops.backend import FLOATS
-from ..quant import Quant, Quantization, of_shapes
+from ..quant import FLOAT, Quant, Quantization, of_shapes
 from .decoder import Model
 from .layers import Weight
 from .tensors import is_of_matrix, kept_dtype
@@ -98,7 +98,7 @@ def _fill_weight(
 def _of_groups(name: str, quant: Quant, shape: tuple[int, ...], left: dict[str, mx.array], dtype: mx.Dtype) -> mx.array:
     """Scales or biases as they are kept."""
     tensor = _take(left, name)
-    if quant.has_biases:
+    if quant.scale == FLOAT:
         _checked_float(name, tensor, shape)
     else:
         _check_shape(name, tensor, shape)

@@ -120,7 +120,7 @@ class MatrixSource:
             return [("weight", self.dense, self.matrix.shape)]
         quant, dtypes = self.quant, self.matrix.dtypes
         if self.made:
-            dtypes = ("U32", "BF16", "BF16") if quant.has_biases else ("U32", "U8")
+            dtypes = ("U32", *[quant.of_groups("BF16")] * 2)
         shapes = [(*lead, quant.words(cols))] + [(*lead, quant.groups(cols))] * 2
         return list(zip(quant.parts, dtypes, shapes, strict=False))
 
