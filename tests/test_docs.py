@@ -109,6 +109,17 @@ def test_every_command_has_a_parser(command):
     assert refusal(command, ["--help"]) == ""
 
 
+def test_the_architecture_names_what_there_is():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = [ROOT / name for name in ("moeflux_mlx", "native", "metal", "scripts", "tests")]
+    sources = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".h", ".c", ".metal")]
+    words = {word for file in sources for word in (file.name, *re.findall(r"\w+", file.read_text(encoding="utf-8")))}
+    named = re.findall(r"`([A-Za-z_][\w.]*)`", text)
+    assert [name for name in named if name not in words and not words.issuperset(name.split("."))] == []
+    modules = [module.split(".")[1:] for module, _ in COMMANDS.values()]
+    assert [name for name, *rest in modules if f"`{name}/`" not in text and f"`{name}.py`" not in text] == []
+
+
 def test_a_wrong_link_is_found(tmp_path):
     own = tmp_path / "own.md"
     text = (

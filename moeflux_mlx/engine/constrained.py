@@ -1,5 +1,6 @@
 """A logits processor that leaves only the tokens which a mask allows."""
 
+from collections.abc import Set
 from typing import Protocol
 
 import mlx.core as mx
@@ -14,12 +15,15 @@ class TokenMask(Protocol):
     def allowed(self) -> np.ndarray:
         """bool [V], or narrower than the logits, which then may not have the tokens beyond."""
 
+    def redirected(self) -> tuple[Set[int], int] | None:
+        """Tokens that are not allowed, and the one that is as likely in their place; None for none."""
+
     def consume(self, token: int) -> None:
         """The text goes on with `token`."""
 
 
 def make_constraint(mask: TokenMask) -> LogitsProcessor:
-    """For one generation: what `mask` does not allow becomes -inf.
+    """For one generation: what `mask` does not allow becomes -inf, and may raise what is there in its place.
 
     The tokens that the first call gets are the prompt; of those that follow, the mask is told each once.
     """
@@ -33,6 +37,11 @@ def make_constraint(mask: TokenMask) -> LogitsProcessor:
         allowed = np.zeros(logits.shape[-1], bool)
         given = mask.allowed()[: len(allowed)]
         allowed[: len(given)] = given
-        return mx.where(mx.array(allowed), logits.astype(mx.float32), NEG_INF)
+        logits = logits.astype(mx.float32)
+        redirected = mask.redirected()
+        if redirected is not None:
+            ends, other = redirected
+            logits[:, other] = logits[:, [*ends, other]].max(axis=-1)
+        return mx.where(mx.array(allowed), logits, NEG_INF)
 
     return constrain

@@ -1,6 +1,6 @@
 """Makes a packed model directory of a checkpoint.
 
-Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8, int4 of compressed-tensors and AWQ, mxfp4), MLX
+Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8, int4 of compressed-tensors and AWQ), MLX
 conversions of every geometry, whose codes are copied, and the directories of moeflux and flash-moe. Works expert by
 expert and tensor by tensor, so memory grows with the largest of these only. An interrupted conversion is resumed by
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
@@ -36,7 +36,7 @@ from .shards import Scattering
 from .source_format import SourceFormat
 from .supply import COPIED, Supply, find_supply
 from .wanted import Wanted
-from .writer import STATE, Output, Unit, check_space
+from .writer import STATE, Output, Unit, check_space, reserved
 
 Progress = Callable[[int, int, str], None]
 
@@ -129,20 +129,20 @@ def convert(
     wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
     share = _share(ranks, rank, is_here=user_path(hf_path).exists() and not delete_source)
     path = user_path(mlx_path)
-    supply, checkpoint = _open(hf_path, path, revision, delete_source)
-    args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, wanted, share)
-    origin = {"hf_path": str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)}
-    stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
-    output = Output(
-        path,
-        {"source": checkpoint_digest(checkpoint, stamps), "options": {**wanted.options, **_of_rank(share)}},
-        {**origin, "revision": revision, "delete_source": delete_source},
-    )
     report = progress or (lambda done, total, name: None)
-    if supply is None:
-        check_space(path, output.missing_bytes(plan.units) - _left_out(output, plan))
-    with output.opened():
+    with reserved(path):  # before anything is read that another conversion could change
+        supply, checkpoint = _open(hf_path, path, revision, delete_source)
+        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share)
+        origin = {"hf_path": str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)}
+        stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
+        output = Output(
+            path,
+            {"source": checkpoint_digest(checkpoint, stamps), "options": {**wanted.options, **_of_rank(share)}},
+            {**origin, "revision": revision, "delete_source": delete_source},
+        )
+        if supply is None:
+            check_space(path, output.missing_bytes(plan.units) - _left_out(output, plan))
+        output.write_state()
         if supply is None:
             kept, repaired = _at_once(output, plan, checkpoint, report, verify)
         else:

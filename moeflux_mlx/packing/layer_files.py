@@ -130,10 +130,16 @@ def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, for
     """The experts of `layer`, in whichever of the three forms the checkpoint has them.
 
     Raises:
-        ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it.
+        ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it. Or a stack is in
+            mxfp4 blocks.
     """
     stem = f"model.layers.{layer}.mlp."
-    if f"{stem}experts.gate_up_proj" in tensors or f"{stem}experts.gate_up_proj_blocks" in tensors:
+    if f"{stem}experts.gate_up_proj_blocks" in tensors:
+        raise ModelFileError(
+            f"tensor {stem}experts.gate_up_proj_blocks cannot be converted: in mxfp4 blocks, rows of gate and up "
+            "alternate (gpt-oss), which is not implemented; take a conversion of mlx-lm's, with switch_mlp tensors"
+        )
+    if f"{stem}experts.gate_up_proj" in tensors:
         return FusedExperts(args, tensors, stem, form)
     if f"{stem}switch_mlp.{PROJECTIONS[0]}.weight" in tensors:
         return StackedExperts(args, tensors, stem, form)

@@ -12,7 +12,7 @@ from ..formats.checkpoint import Tensor
 from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_computed
 
 NONE: Mapping[str, Tensor] = {}
-METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4, mxfp4 blocks"
+METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4"
 TELLING = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
 
 

@@ -65,11 +65,36 @@ def begin_again(path: Path, alone: bool) -> str:
     )
 
 
+@contextlib.contextmanager
+def reserved(path: Path) -> Iterator[None]:
+    """Makes the directory and keeps every other conversion out of it. It goes again if nothing is written into it.
+
+    Raises:
+        ModelFileError: another process is converting into it, or it cannot be made.
+    """
+    if path.exists() and not path.is_dir():
+        raise ModelFileError(f"{path} exists and is not a directory")
+    made = [one for one in (path.absolute(), *path.absolute().parents) if not one.exists()]
+    with contextlib.ExitStack() as stack:
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock), path.stat()):  # who made it removed it meanwhile
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
+            raise ModelFileError(f"{path} is being written by another conversion") from None
+        stack.callback(_remove_empty, made)
+        yield
+
+
 class Output:
     """The directory that a conversion fills.
 
     Args:
-        path: need not exist.
+        path: `reserved` for as long as this is used.
         identity: what the bytes follow from; a directory begun with another one is refused.
         origin: noted beside, for whoever finds the conversion unfinished.
     """
@@ -87,10 +112,8 @@ class Output:
         Raises:
             ModelFileError: the directory belongs to something else.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ModelFileError(f"{self.path} exists and is not a directory")
         if not (self.path / STATE).exists():
-            if self.path.exists() and any(file.suffix != PARTIAL for file in self.path.iterdir()):
+            if any(file.suffix != PARTIAL for file in self.path.iterdir()):
                 raise ModelFileError(f"{self.path} is not empty and has no {STATE}; choose an empty directory")
             return {}
         state = read_json(self.path / STATE)
@@ -121,26 +144,6 @@ class Output:
     def _can_link(self, unit: Unit) -> bool:
         return unit.link is not None and _links_work(unit.link, existing_parent(self.path))
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Makes the directory and keeps every other conversion out of it.
-
-        Raises:
-            ModelFileError: another process is converting into it, or it cannot be written.
-        """
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ModelFileError(f"{self.path} is being written by another conversion") from None
-            self._write_state()
-            yield
-        finally:
-            os.close(lock)
-
     def is_finished(self, unit: Unit) -> bool:
         """Whether an earlier run wrote the file and it still has the same bytes."""
         if not self._has_length(unit):
@@ -163,7 +166,7 @@ class Output:
             _rename(partial, file)
         self.linked |= linked
         self.files[unit.name] = {"bytes": unit.size, "sha256": sha256}
-        self._write_state()
+        self.write_state()
 
     def partial(self, unit: Unit) -> Path:
         """Where an unfinished file lies."""
@@ -176,7 +179,7 @@ class Output:
         """
         file, partial = self.path / unit.name, self.partial(unit)
         self.files[unit.name] = {"bytes": unit.size, "sha256": _sha256(partial)}
-        self._write_state()
+        self.write_state()
         with writing(file):
             _rename(partial, file)
 
@@ -213,7 +216,8 @@ class Output:
             if opened.read(1):
                 raise ModelFileError(f"{file} is longer than {offset} bytes; delete it and convert again")
 
-    def _write_state(self) -> None:
+    def write_state(self) -> None:
+        """Says whose directory it is, and which files are finished."""
         self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())
 
 
@@ -297,6 +301,13 @@ def _link(source: Path, target: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Of these, each within the next, those that hold nothing."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _rename(partial: Path, file: Path) -> None:

@@ -80,8 +80,7 @@ class Served:
             raise BadRequestError("the model is being loaded; try again later", None, 503, "loading")
         if self._preparer is None:
             context, size = engine.plan.context, engine.model.args.vocab_size
-            spellings = self.worker.spellings
-            self._preparer = Preparer(engine.tokenizer, size, context, self.defaults(engine), spellings)
+            self._preparer = Preparer(engine.tokenizer, size, context, self.defaults(engine))
         return self._preparer
 
     async def read(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:

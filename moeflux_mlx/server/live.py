@@ -6,7 +6,7 @@ A picture is taken by the thread that runs the model, and only while somebody lo
 import base64
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,32 @@ import mlx.core as mx
 
 from ..engine.engine import Engine
 from ..experts.source import LoaderStats
+from .running import Totals
 
 EVERY = 0.5  # seconds between pictures
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted up to a moment."""
+
+    experts: LoaderStats = field(default_factory=LoaderStats)
+    requests: Totals = field(default_factory=Totals)
+
+    def rates_since(self, before: "Counts") -> dict[str, float]:
+        """Tokens and bytes by the seconds that their own work took, so that no pause makes an answer slower."""
+        experts, now, then = self.experts.since(before.experts), self.requests, before.requests
+        computed, generated = now.computed_tokens - then.computed_tokens, now.generated_tokens - then.generated_tokens
+        return {
+            "hit_rate": experts.hit_rate,
+            "gb_per_second": experts.gb_per_second,
+            "prompt_tokens_per_second": _rate(computed, now.prompt_seconds - then.prompt_seconds),
+            "tokens_per_second": _rate(generated, now.answer_seconds - then.answer_seconds),
+        }
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else 0.0
 
 
 class Watch:
@@ -28,8 +52,7 @@ class Watch:
         self._lookers = 0
         self._taken = 0.0
         self._is_on = False
-        self._before: tuple[LoaderStats, int] = LoaderStats(), 0
-        self._prompt_at = 0
+        self._before = self._request = Counts()
 
     def begin(self) -> None:
         """Somebody looks."""
@@ -44,29 +67,27 @@ class Watch:
         """Seconds after which a picture is due even though nothing happens; None: none is."""
         return EVERY if self._lookers else None
 
-    def look(self, engine: Engine, progress: tuple[int, int] | None, queue: int, generated: int) -> None:
+    def begin_request(self, engine: Engine, totals: Totals) -> None:
+        """Rates of the request are counted from here on, until the next one begins."""
+        self._request = _counts(engine, totals)
+
+    def look(self, engine: Engine, progress: tuple[int, int] | None, queue: int, totals: Totals) -> None:
         """Takes a picture if one is due. `progress` of a prompt, or None while nothing runs."""
         now = time.perf_counter()
         if bool(self._lookers) != self._is_on:
             self._is_on = bool(self._lookers)
             engine.experts.watch(self._is_on)
-            self._before = replace(engine.experts.stats), generated
+            self._before = _counts(engine, totals)
             self._taken = now
         if not self._is_on or now - self._taken < EVERY:
             return
-        self.latest = self._picture(engine, progress, queue, generated, now - self._taken)
+        self.latest = self._picture(engine, progress, queue, _counts(engine, totals))
         self._taken = now
 
-    def _picture(
-        self, engine: Engine, progress: tuple[int, int] | None, queue: int, generated: int, seconds: float
-    ) -> dict[str, Any]:
-        stats, before = replace(engine.experts.stats), self._before
-        self._before = stats, generated
-        since = stats.since(before[0])
-        in_prompt = progress is not None and progress[0] < progress[1]
-        done = progress[0] if progress is not None and in_prompt else 0
-        made, self._prompt_at = max(done - self._prompt_at, 0), done
+    def _picture(self, engine: Engine, progress: tuple[int, int] | None, queue: int, counts: Counts) -> dict[str, Any]:
+        before, self._before = self._before, counts
         layout, states = engine.experts.layout, engine.experts.picture()
+        done, total = progress or (0, 0)
         return {
             "model": engine.path.name,
             "busy": progress is not None,
@@ -75,13 +96,15 @@ class Watch:
             "layers": [int(layer) for layer in layout.moe_layers],
             "experts": layout.num_experts,
             "map": base64.b64encode(states.tobytes()).decode(),
-            "hit_rate": since.hit_rate,
-            "gb_per_second": since.gb_per_second,
-            "prompt_tokens_per_second": made / seconds,
-            "tokens_per_second": (generated - before[1]) / seconds,
+            **counts.rates_since(before),
+            "request": counts.rates_since(self._request),
             "memory": {"used": used_memory(), "planned": engine.plan.total, "pool": engine.plan.pool},
-            "prompt": {"done": done, "total": progress[1]} if progress is not None and in_prompt else None,
+            "prompt": {"done": done, "total": total} if done < total else None,
         }
+
+
+def _counts(engine: Engine, totals: Totals) -> Counts:
+    return Counts(replace(engine.experts.stats), replace(totals))
 
 
 def used_memory() -> int:

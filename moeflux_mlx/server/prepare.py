@@ -17,7 +17,6 @@ from ..text.events import CallEnd
 from ..text.grammar import is_strict
 from ..text.history import History
 from ..text.replay import Answer, AnswerStore, opened_by
-from ..text.spelling import Spelling
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.tokenizer import TokenizerWrapper
 from .request import Request, Sampling
@@ -89,19 +88,11 @@ class Preparer:
     vocab_size: of the model; tokens of a request are below it.
     context: positions that there is room for.
     defaults: of sampling and template.
-    spellings: texts that sessions know, at the time of the call.
     """
 
-    def __init__(
-        self,
-        tokenizer: TokenizerWrapper,
-        vocab_size: int,
-        context: int,
-        defaults: Defaults,
-        spellings: Callable[[], Sequence[Spelling]] = tuple,
-    ):
+    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, context: int, defaults: Defaults):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
-        self.defaults, self.spellings = defaults, spellings
+        self.defaults = defaults
         self._answers = AnswerStore()
         self.history = History(tokenizer, self._answers)
         self.dialect = self.history.dialect
@@ -178,8 +169,8 @@ class Preparer:
         marked = rendering.text(messages)
         text = self.history.plain(marked)
         check(text)
-        rendering.known = max(self.spellings(), key=lambda one: one.known(marked)[0], default=None)
         tokens = rendering.encode(marked)
+        rendering.encoded = marked, tokens
         inside, opening = opens_thinking(text), ""
         if request.tools and request.tool_choice not in ("auto", "none"):
             opening = self._call_opening(request, inside)
@@ -235,13 +226,13 @@ class Preparer:
 class _Rendered(Rendering):
     """A chat template that is given messages in the form that it wants, and texts that cannot end a turn.
 
-    `known` is a text whose tokens are taken over as far as they spell the same.
+    `encoded`: one rendering and its tokens; the others are much the same.
     """
 
     def __init__(self, history: History, tools: list[Mapping[str, Any]], variables: Mapping[str, Any]):
         self.history, self.tools, self.variables = history, tools, variables
-        self.known: Spelling | None = None
-        self.encode = lambda marked: history.encode(marked, self.known)
+        self.encoded: tuple[str, list[int]] = ("", [])
+        self.encode = lambda marked: history.encode(marked, self.encoded)
 
     def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         return self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)

@@ -28,6 +28,7 @@ class Totals:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_tokens: int = 0  # of prompts, while they are computed
     generated_tokens: int = 0
     prompt_seconds: float = 0.0
     answer_seconds: float = 0.0
@@ -55,6 +56,7 @@ class Running:
         self.job, self.session, self._look, self._totals = job, session, look, totals
         self._answering = Answering(job.prepared, session.tokenizer, dialect)
         self._accepted, self._cached = False, 0
+        self._done = 0  # tokens of the prompt, cached or computed
         self._told = 0.0  # when a report on the prompt was given last
         self._since = 0.0  # up to when time has been counted
         self._prompt_seconds = self._answer_seconds = 0.0
@@ -115,9 +117,12 @@ class Running:
         self._count_time(in_prompt=True)
         if not self._accepted:
             self._accepted, self._cached = True, total - self.session.reuse.computed
+            self._done = self._cached
             self._totals.prompt_tokens += total
             self._totals.cached_tokens += self._cached
             self.job.emit(Accepted(total, self._cached))
+        self._totals.computed_tokens += max(done - self._done, 0)
+        self._done = max(done, self._done)
         if self._since - self._told >= TELL_EVERY and done < total:
             self._told = self._since
             self.job.emit(PromptProgress(done, total))

@@ -8,25 +8,11 @@ goes when there are too many, short ones first, or when they hold too much; a st
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..engine.session import Session
-from ..text.spelling import Spelling
 
 WORTH_COPYING = 64  # tokens; fewer are computed anew rather than copied
 SMALL = 256  # tokens; texts as short as titles are asked for go first
-
-
-@dataclass(eq=False)
-class Known:
-    """A session's text as other threads may see it, spelt when somebody asks."""
-
-    session: Session
-    tokens: Sequence[int]
-
-    @cached_property
-    def spelling(self) -> Spelling:
-        return Spelling(self.session.tokenizer, self.tokens)
 
 
 @dataclass(eq=False)
@@ -41,7 +27,7 @@ class Kept:
 
 
 class Sessions:
-    """Used by the thread that runs the model; only `spellings` may be asked for by others.
+    """Used by the thread that runs the model.
 
     Args:
         make: a new session.
@@ -53,14 +39,9 @@ class Sessions:
         self._make, self._count, self._max_bytes = make, count, max_bytes
         self._kept: list[Kept] = []
         self._clock = itertools.count(1)
-        self._published: tuple[Known, ...] = ()
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def spellings(self) -> list[Spelling]:
-        """Of all texts that are known, at the time of the call."""
-        return [known.spelling for known in self._published]
 
     @property
     def nbytes(self) -> int:
@@ -89,16 +70,6 @@ class Sessions:
         kept.busy, kept.answer_at = False, min(answer_at, len(kept.session.tokens))
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
-        self.publish()
-
-    def publish(self) -> None:
-        """Tells other threads what is known now."""
-        before = {known.session: known for known in self._published}
-        found = []
-        for session in (kept.session for kept in self._kept if not kept.busy):
-            old = before.get(session)
-            found.append(old if old and list(old.tokens) == session.tokens else Known(session, tuple(session.tokens)))
-        self._published = tuple(found)
 
     def _new(self, make: Callable[[], Session]) -> Kept:
         made = Kept(make())

@@ -15,7 +15,6 @@ from ..engine.engine import Engine
 from ..engine.session import Stopped
 from ..errors import MoefluxError, RequestError
 from ..text.calls.dialect import dialect_of
-from ..text.spelling import Spelling
 from .job import Job
 from .live import Watch
 from .prepare import Prepared
@@ -130,9 +129,6 @@ class Worker:
         finally:
             self.watch.end()
 
-    def spellings(self) -> list[Spelling]:
-        return [] if self._sessions is None else self._sessions.spellings()
-
     def _main(self) -> None:
         try:
             engine = self._load()
@@ -163,6 +159,8 @@ class Worker:
         assert self._sessions is not None
         kept: Kept | None = None
         before = self.state.running
+        if before is None and self.state.engine is not None:  # one that goes before another counts with it
+            self.watch.begin_request(self.state.engine, self.state.totals)
         self.state.running = job
         try:
             kept = self._sessions.take(job.prepared.tokens, job.prepared.request.session)
@@ -224,7 +222,7 @@ class Worker:
 
     def _look(self, progress: tuple[int, int] | None) -> None:
         if self.state.engine is not None:
-            self.watch.look(self.state.engine, progress, self.queue, self.state.totals.generated_tokens)
+            self.watch.look(self.state.engine, progress, self.queue, self.state.totals)
 
 
 def _is_short(job: Job) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, cast
 from ..errors import MoefluxError
 from .calls.dialect import dialect_of
 from .replay import Answer, AnswerStore, StandIn
-from .spelling import Spelling
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
@@ -67,15 +66,9 @@ class History:
         """The prompt of `marked`."""
         return self._guard.plain(marked)
 
-    def encode(self, marked: str, known: Spelling | None = None) -> list[int]:
-        """Token ids of what `marked` gives, with those of `known` as far as they spell its beginning.
-
-        A marker that a user wrote is marked, so no control token that is known stands for it.
-        """
-        letters, count = known.known(marked) if known is not None else (0, 0)
-        if known is None or not count:
-            return self._guard.encode(marked)
-        return known.tokens[:count] + self._guard.encode(marked[letters:], is_begun=True)
+    def encode(self, marked: str, beside: tuple[str, Sequence[int]] = ("", ())) -> list[int]:
+        """Token ids of what `marked` gives; `beside` is another prompt with its tokens, which may save work."""
+        return self._guard.encode(marked, beside)
 
     def marked(
         self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: Mapping[str, Any]

@@ -22,12 +22,12 @@ class Spelling:
     def __init__(self, tokenizer: TokenizerWrapper, tokens: Sequence[int]):
         self.tokenizer, self.tokens = tokenizer, list(tokens)
         speller, specials, pieces, letters = tokenizer.detokenizer, tokenizer.all_special_ids, [], 0
-        self._ends = [(0, 0)]  # (letters, tokens) after each special token, and after the last one
+        self._ends = [(0, 0)]  # (letters, tokens) after each special token and the last one, if all bytes are spelt
         for count, token in enumerate(self.tokens, start=1):
             speller.add_token(token)
             pieces.append(speller.last_segment)
             letters += len(pieces[-1])
-            if token in specials or count == len(self.tokens):
+            if (token in specials or count == len(self.tokens)) and speller.is_whole:
                 self._ends.append((letters, count))
         self.text = "".join(pieces)
 

@@ -1,7 +1,7 @@
 """Which tokens may come next, so that an answer follows a grammar; llguidance says so.
 
 Any tokenizer of ours will do: llguidance is given the bytes that each token stands for. While the model reasons, every
-token may come. llguidance is loaded when it is first needed.
+token may come but the end of an answer that is still owed. llguidance is loaded when it is first needed.
 """
 
 import json
@@ -118,13 +118,26 @@ class Mask:
         from llguidance.numpy import fill_next_token_bitmask
 
         if self._inside:
-            return np.ones(self._tokens.vocab_size, bool)
+            allowed = np.ones(self._tokens.vocab_size, bool)
+            allowed[list(self._forbidden_ends)] = False
+            return allowed
         fill_next_token_bitmask(self._matcher, self._bits)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
         allowed = bits[: self._tokens.vocab_size].astype(bool)
         if not self._begun and self._tokenizer.think_start_id is not None:
             allowed[self._tokenizer.think_start_id] = True
         return allowed
+
+    def redirected(self) -> tuple[frozenset[int], int] | None:
+        """Ends of an answer that is still owed, and the end of the reasoning, which comes in their place."""
+        forbidden, end = self._forbidden_ends, self._tokenizer.think_end_id
+        return (forbidden, end) if forbidden and end is not None else None
+
+    @property
+    def _forbidden_ends(self) -> frozenset[int]:
+        """Tokens that would end an answer of which the grammar wants more, while the model reasons."""
+        owed = self._inside and not self._matcher.is_accepting()
+        return frozenset(self._tokenizer.eos_token_ids if owed else ())
 
     def consume(self, token: int) -> None:
         """The answer goes on with `token`.

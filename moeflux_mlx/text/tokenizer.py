@@ -250,6 +250,11 @@ class StreamingDetokenizer:
         return segment
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the tokens so far end a character, so that nothing is held back for more bytes."""
+        return not self._utf8.getstate()[0]
+
+    @property
     def text(self) -> str:
         """All text so far."""
         self._given = ["".join(self._given)]

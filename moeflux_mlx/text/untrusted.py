@@ -7,9 +7,11 @@ like any text, and the rendered prompt is cut there before it is encoded, piece 
 All other text is encoded as ever.
 """
 
+import bisect
+import os
 import re
 import secrets
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from .calls.dialect import CALL_TAGS
@@ -26,6 +28,9 @@ class Guard:
         self._mark = f"mark{secrets.token_hex(12)}"
         markers = {marker for marker in tokenizer.markers | _control(tokenizer) if len(marker) > 1}
         self._any, self._others = _start_of(markers), _start_of(markers - CALL_TAGS.union(THINK_TAGS))
+        self._ids = {tokenizer.convert_tokens_to_ids(marker) for marker in tokenizer.markers}
+        longest_first = sorted(map(re.escape, tokenizer.markers), key=len, reverse=True)
+        self._whole = re.compile("|".join(longest_first) or r"\Z.")
 
     def protect(self, value: Any, own: bool = False) -> Any:
         """A copy of JSON data whose strings have every marker broken, keys too: templates write schemas whole.
@@ -38,16 +43,31 @@ class Guard:
             return {self.protect(key, own): self.protect(item, own) for key, item in value.items()}
         return [self.protect(item, own) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def encode(self, prompt: str, is_begun: bool = False) -> list[int]:
-        """Token ids of a prompt that was rendered from what `protect` gave; `is_begun`: some text stands before it."""
-        first, *others = prompt.split(self._mark)
-        encode = self._tokenizer.encode_after
-        ids = encode(first) if is_begun else self._tokenizer.encode(first, add_special_tokens=False)
-        return ids + [token for piece in others for token in self._tokenizer.encode_after(piece)]
+    def encode(self, prompt: str, beside: tuple[str, Sequence[int]] = ("", ())) -> list[int]:
+        """Token ids of a prompt that was rendered from what `protect` gave.
+
+        `beside`: another such prompt and its tokens. Both begin with the same tokens up to the last marker of their
+        common beginning, because no token depends on what stands on the other side of a marker.
+        """
+        start, count = self._shared(prompt, *beside)
+        first, *others = prompt[start:].split(self._mark)
+        after = self._tokenizer.encode_after
+        ids = after(first) if count else self._tokenizer.encode(first, add_special_tokens=False)
+        return [*beside[1][:count], *ids, *(token for piece in others for token in after(piece))]
 
     def plain(self, prompt: str) -> str:
         """The prompt without marks."""
         return prompt.replace(self._mark, "")
+
+    def _shared(self, prompt: str, other: str, tokens: Sequence[int]) -> tuple[int, int]:
+        """Characters, and tokens of `other`, up to the last marker of what both prompts begin with."""
+        ends = [match.end() for match in self._whole.finditer(other)]
+        counts = [count for count, token in enumerate(tokens, start=1) if token in self._ids]
+        common = len(os.path.commonprefix([prompt, other]))
+        shared = bisect.bisect_right(ends, common)
+        if not shared or len(ends) != len(counts):
+            return 0, 0
+        return ends[shared - 1], counts[shared - 1]
 
     def _broken(self, text: str, start: "re.Pattern[str] | None") -> str:
         if start is None:
@@ -57,8 +77,14 @@ class Guard:
 
 
 def _start_of(markers: Set[str]) -> "re.Pattern[str] | None":
-    """Where any of the markers begins: a look ahead, because markers can overlap and each must be broken."""
-    return re.compile("(?=" + "|".join(map(re.escape, sorted(markers))) + ")") if markers else None
+    """Where any of the markers begins: a look ahead, because markers can overlap and each must be broken.
+
+    Their first characters are looked for first: some tokenizers have hundreds of markers.
+    """
+    if not markers:
+        return None
+    first = "".join(sorted({marker[0] for marker in markers}))
+    return re.compile(f"(?=[{re.escape(first)}])(?={'|'.join(map(re.escape, sorted(markers)))})")
 
 
 def _control(tokenizer: TokenizerWrapper) -> frozenset[str]:

@@ -68,11 +68,14 @@ class Pool:
         cells[(step * 5) % LAYERS, self.random.choice(EXPERTS, 12)] = 2
         hits = (cells == 3).sum() / ((cells == 3) | (cells == 4)).sum()
         wobble = 1 + 0.09 * np.sin(step / 3) + 0.05 * self.random.standard_normal()
+        rates = {
+            "hit_rate": float(hits), "gb_per_second": 2.4 * wobble, "prompt_tokens_per_second": 380 * wobble,
+            "tokens_per_second": 17.2 / wobble,
+        }  # fmt: skip
         return {
             "model": "Qwen3.6-35B-A3B", "busy": True, "queue": 0, "context": 65536, "layers": list(range(LAYERS)),
-            "experts": EXPERTS, "map": base64.b64encode(cells.tobytes()).decode(), "hit_rate": float(hits),
-            "gb_per_second": 2.4 * wobble, "prompt_tokens_per_second": 380 * wobble, "prompt": None,
-            "tokens_per_second": 17.2 / wobble,
+            "experts": EXPERTS, "map": base64.b64encode(cells.tobytes()).decode(), "prompt": None,
+            **rates, "request": rates,
             "memory": {"used": 12_900_000_000, "planned": 14_000_000_000, "pool": 9_900_000_000},
         }  # fmt: skip
 

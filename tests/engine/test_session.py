@@ -172,6 +172,23 @@ def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, m
     check(session, [*longer, 5])
 
 
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_after_a_failure_nothing_of_the_span_is_taken_for_known(family):
+    """Its arrays may be what failed."""
+    session = make(family, span=40, prefill_step_size=16)
+    check(session, text(20, 3))
+    known, held = list(session.tokens), session.nbytes
+
+    def fail(done, total):
+        if done >= len(known) + 15:
+            raise OSError("unplugged")
+
+    with pytest.raises(OSError, match="unplugged"):
+        list(session.respond(known + text(), prompt_progress_callback=fail))
+    assert session.known(known + text()) == len(known) and session.nbytes <= held
+    check(session, known + text())
+
+
 @pytest.mark.parametrize("use", ["another text", "rewind", "save"])
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
 def test_any_other_use_drops_a_span_that_is_half_done(family, use, tmp_path):
@@ -403,6 +420,20 @@ def test_states_spread_out_when_room_is_short():
         advance(caches, n)
         points.keep(caches[0].offset)
     assert points.positions == [102, 202, 302]
+
+
+def test_states_give_way_to_what_else_takes_their_room():
+    caches = fake_caches()
+    points = RewindPoints(caches, 4 * 32)
+    for _ in range(4):
+        advance(caches, 10)
+        points.keep(caches[0].offset)
+    assert len(points.positions) == 4
+    points.set_apart(2 * 32)
+    assert len(points.positions) == 2
+    advance(caches, 10)
+    points.keep(50)
+    assert len(points.positions) == 2 and 50 in points.positions
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 """Conversions that go shard by shard: from a small Hub with faults, and of a directory that is deleted on the way."""
 
 import errno
+import fcntl
 import json
 import os
 import pty
@@ -390,6 +391,22 @@ def test_ended_between_a_file_s_name_and_its_note_nothing_is_lost(own, whole, tm
     assert tree(out) == whole
 
 
+def test_a_second_process_that_was_stopped_in_between_changes_nothing(own, whole, tmp_path, monkeypatch):
+    """It asks for the directory after the first one has finished, and deleted the shards."""
+    real, out = fcntl.flock, tmp_path / "out"
+
+    def flock(descriptor, how):
+        monkeypatch.undo()
+        convert(own, out, delete_source=True)
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ModelFileError, match=f"{out} is finished, and {own} has no shards any more"):
+        convert(own, out, delete_source=True)
+    assert tree(out) == whole and not list(own.glob("*.safetensors"))
+    assert json.loads((out / STATE).read_text())["files"]
+
+
 def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, own, whole, tmp_path, monkeypatch):
     real, out = Path.unlink, tmp_path / "out"
 
@@ -406,6 +423,30 @@ def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, ow
     with pytest.raises(ModelFileError, match=f"{out} is finished, and {own} has no shards any more"):
         convert(own, out, delete_source=True)
     assert (tree(out).keys() - {JOURNAL}) == whole.keys()
+
+
+def test_a_shard_goes_only_when_all_that_was_written_is_durable(own, tmp_path, monkeypatch):
+    pwrite, sync, unlink, unsynced, gone = os.pwrite, shards.sync, Path.unlink, set(), []
+
+    def write(descriptor, data, offset):
+        unsynced.add(os.fstat(descriptor).st_ino)
+        return pwrite(descriptor, data, offset)
+
+    def durable(descriptor):
+        sync(descriptor)
+        unsynced.discard(os.fstat(descriptor).st_ino)
+
+    def delete(path, **options):
+        if path.parent == own:
+            gone.append(path.name)
+            assert not unsynced
+        unlink(path, **options)
+
+    monkeypatch.setattr(shards.os, "pwrite", write)
+    monkeypatch.setattr(shards, "sync", durable)
+    monkeypatch.setattr(Path, "unlink", delete)
+    convert(own, tmp_path / "out", delete_source=True)
+    assert gone == NAMES
 
 
 def test_a_new_file_s_name_lasts_before_a_shard_goes(own, tmp_path, monkeypatch):

@@ -119,6 +119,7 @@ class FakeSession:
         pass
 
     def respond(self, prompt, *, boundaries, prompt_progress_callback, max_tokens, sampler, logits_processors):
+        self.engine.asked.append(list(prompt))
         known = self.known(prompt)
         self.reuse = Reuse(len(prompt), known)
         self.tokens = self.tokens[:known]
@@ -179,7 +180,7 @@ class FakeEngine:
         self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256, num_experts_per_tok=2))
         self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
         self.experts = FakeExperts()
-        self.prompts = []
+        self.prompts, self.asked = [], []  # what was done of each, and their tokens
 
     def session(self, **_):
         return FakeSession(self)

@@ -25,16 +25,22 @@ def call(name, *pieces):
     ]
 
 
+def rates(tokens):
+    """Of a model that writes `tokens` in a second; one that writes none stands still."""
+    rest = {"hit_rate": 0.875, "gb_per_second": 3.25, "prompt_tokens_per_second": 410.0}
+    return {**(rest if tokens else dict.fromkeys(rest, 0.0)), "tokens_per_second": tokens}
+
+
 def feed(step):
     """Live figures of a model of a few experts, where a hit wanders through the map."""
     cells = bytearray(len(LAYERS) * EXPERTS)
     for i in range(len(cells)):
         cells[i] = 1 if i % 3 else 0
     cells[step % len(cells)], cells[(step * 7) % len(cells)] = 3, 4
+    busy = step % 2 == 1
     return {
-        "model": "tiny-moe", "busy": step % 2 == 1, "queue": 0, "context": 4096, "layers": LAYERS, "experts": EXPERTS,
-        "map": base64.b64encode(cells).decode(), "hit_rate": 0.875, "gb_per_second": 3.25,
-        "prompt_tokens_per_second": 410.0, "tokens_per_second": 12.5 + step % 3,
+        "model": "tiny-moe", "busy": busy, "queue": 0, "context": 4096, "layers": LAYERS, "experts": EXPERTS,
+        "map": base64.b64encode(cells).decode(), **rates(17.6 if busy else 0.0), "request": rates(195.0),
         "memory": {"used": 6_200_000_000, "planned": 8_000_000_000, "pool": 4_100_000_000}, "prompt": None,
     }  # fmt: skip
 
@@ -71,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/":
             self.reply(200, page.content(), "text/html; charset=utf-8", Content_Security_Policy=page.csp())
-        elif self.path == "/v1/models":
+        elif self.path == "/v1/models" and self.allowed():
             self.reply(200, {"object": "list", "data": [{"id": self.server.feed(0)["model"], "object": "model"}]})
         elif self.path == "/live" and self.allowed():
             self.live()

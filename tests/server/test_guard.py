@@ -89,6 +89,8 @@ REFUSED = [
     (401, {"Authorization": "Bearer wrong"}),
     (401, {"Authorization": "Basic " + KEY}),
     (401, {"Authorization": f"Bearer {KEY}x"}),
+    (401, {"Authorization": f"Bearer {KEY[:-1]}"}),
+    (401, {"Authorization": None, "x_api_key": KEY[:3]}),
     (401, {"Authorization": None, "x_api_key": "\xe9"}),
     (403, {"Host": "evil.example"}),
     (403, {"Host": "localhost.evil.example"}),

@@ -73,6 +73,15 @@ def test_clients_that_vanish():
             assert b"[DONE]" in read_whole(connection)
 
 
+def test_who_leaves_the_queue_takes_no_place_in_it():
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER, token_seconds=0.05)) as live, send(live, body(1)):
+        wait_for(lambda: live.worker.state.running)
+        with send(live, body(2)):
+            wait_for(lambda: live.worker.queue == 1)
+        wait_for(lambda: not live.worker.queue, 2)
+        assert live.worker.state.running.prepared.request.messages[0]["content"] == "Client 1 asks."
+
+
 def test_a_slow_reader_holds_nobody_up():
     long = "</think>" + "word " * 600
     with Live(lambda: FakeEngine(lambda prompt: long if "slow" in prompt else ANSWER, context=100_000)) as live:

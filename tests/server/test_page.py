@@ -1,19 +1,22 @@
 """The page, in a browser, against a server that plays its part: what is sent, what is seen, what must not happen."""
 
 import base64
+import colorsys
 import hashlib
+import itertools
 import json
 import re
 import time
 
 import pytest
-from browser import missing, resize, start
+from browser import colours, missing, resize, start
 from page_server import PageServer, call, text
 
 from moeflux_mlx.server import page
 
-SLOW = [piece for i in range(400) for piece in ({"content": f"word{i} "}, 0.02)]
-HOSTILE = """<img src=x onerror="document.title='taken'"><script>document.title='taken'</script>
+LONG_PROMPT = {"prompt_progress": {"processed": 32, "total": 3400, "cache": 32}}
+SLOW = [LONG_PROMPT] + [piece for i in range(400) for piece in ({"content": f"word{i} "}, 0.02)]
+HOSTILE = r"""<img src=x onerror="document.title='taken'"><script>document.title='taken'</script>
 
 [a](javascript:document.title='taken') ![b](http://127.0.0.1:9/x.png) <http://127.0.0.1:9/ok>
 
@@ -25,6 +28,9 @@ HOSTILE = """<img src=x onerror="document.title='taken'"><script>document.title=
 <script>document.title = 'taken'</script>
 ```
 > - <iframe srcdoc="<script>parent.document.title='taken'</script>"></iframe>
+
+$<img src=x onerror="document.title='taken'">$ $$\text{<script>document.title='taken'</script>}$$
+$\constructor \href{javascript:1}{x}$
 """
 RICH = """## Title
 
@@ -45,6 +51,21 @@ def f(x):  # a comment
 
 See https://example.org/a_b_c, then stop.
 """
+FORMULAS = r"""The mean $\bar x_1 = \frac{1}{n}\sum_{i=1}^n x_i$ and \(a*b*c\), written:
+
+$$
+\begin{aligned}
+y' &= \sqrt{x^{2}} - 1 \\
+- \alpha &\in \mathbb{R}
+\end{aligned}
+$$
+
+1. \[ \text{softmax}(x)_i = \begin{cases} 1 & x > 0 \\ 0 & \text{else} \end{cases} \]
+
+| with $\left( \hat p \right)$ | without |
+|---|---|
+| $\unheard{x}_1$ | $5 and $10, `$x$`, $HOME/bin:$PATH, \$3 |
+"""
 # What takes a careless pattern time in the square of its length, or a careless parser its whole stack.
 LENGTHY = [
     *("*a " * 3000, "**a*" * 2000, "_" * 4000, "[" * 4000, "[a](" * 1000, "![" * 3000, "\\" * 4000),
@@ -52,8 +73,18 @@ LENGTHY = [
     *("# a" + " " * 18000 + "x", "~" * 18000 + "`", "```" + " " * 18000 + "`"),
     *("|" * 9000 + "\n" + "|-" * 9000, "|" + " " * 18000 + "-|x\n|" + " " * 18000 + "-|x"),
     *("<http://" * 1000, "https://a" * 1000, "```js\n" + "/*" * 5000 + "'" * 5000 + "\n```"),
+    *(
+        "$" * 9000,
+        "$a" * 9000,
+        "\\[\n" * 4000,
+        "$$" + "{" * 9000 + "$$",
+        "$" + "\\hat" * 900 + "$",
+        "$$" + "x_" * 9000 + "$$",
+    ),
+    *("$" + "{" * 1800 + "}" * 1800 + "$", "$$" + r"\begin{matrix}" * 900 + "$$"),
     "`" * 9000 + "x",  # a fence that nothing closes: the last
 ]
+TOO_LONG = (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "context_length_exceeded"}})
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -62,7 +93,9 @@ def script(request):
     last = request["messages"][-1]
     answers = {
         "slow": SLOW,
-        "refuse": (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "x"}}),
+        "refuse": (400, {"error": {"message": "temperature is -1; expected 0 to 5", "code": "invalid_value"}}),
+        "too long": TOO_LONG,
+        "formulas": [{"content": FORMULAS[i : i + 5]} for i in range(0, len(FORMULAS), 5)],
         "break": [{"content": "half "}, {"error": {"message": "the disk is gone"}}],
         "timed": [{"content": "a"}, {"timings": {"predicted_n": 25, "predicted_ms": 2000.0}}],
         "think": [{"reasoning_content": "Let me see. "}, {"reasoning_content": "Yes."}, {"content": "It is so."}],
@@ -124,6 +157,9 @@ class Page:
 
     def count(self, selector):
         return self.run("document.querySelectorAll(arguments[0]).length", selector)
+
+    def shown(self, name):
+        return not self.run("document.getElementById(arguments[0]).hidden", name)
 
     def until(self, condition, seconds=20.0):
         end = time.monotonic() + seconds
@@ -211,6 +247,8 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     open_page.ended()
     assert open_page.server.left.wait(5), "the server still writes to nobody"
     assert open_page.see(".note") == "Stopped." and "word5" in open_page.see(".md")
+    words = open_page.see(".md").count("word")
+    assert open_page.see("#usage") == f"at least {3400 + words:,} of 4,096 tokens", "not those of the answer before"
     open_page.send("Next")
     assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
 
@@ -288,7 +326,7 @@ def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
 def test_errors_are_shown_and_can_be_tried_again(open_page):
     open_page.failures = ("400 (Bad Request)",)
     open_page.send("refuse")
-    assert open_page.see(".fault p") == "The server says (400): prompt is too long: 9000 tokens > 4096"
+    assert open_page.see(".fault p") == "The server says (400): temperature is -1; expected 0 to 5"
     open_page.send("break")
     assert open_page.see(".fault p").endswith("|The server says: the disk is gone") and "half" in open_page.see(".md")
     assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "user"]
@@ -306,15 +344,50 @@ def test_a_server_that_is_gone_is_told(open_page):
     assert "cannot be reached" in open_page.see(".fault p")
 
 
-def test_a_key_is_asked_for_and_given(open_page):
+def test_a_key_is_asked_for_before_anything_is_sent(open_page):
     open_page.failures = ("401 (Unauthorized)",)
     open_page.server.key = "s3cret"
-    open_page.send("Hello")
-    assert "this server asks for a key" in open_page.see(".fault p")
-    open_page.click(".fault button")
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.shown("lock"))
+    assert open_page.see("#lock-text") == "This server asks for an API key."
+    open_page.write("Hello")
+    open_page.press("\ue007")
+    assert open_page.count(".message") == 0 and open_page.run("document.activeElement.id") == "lock-key"
+    open_page.press("wrong", "\ue007")
+    open_page.until(lambda: open_page.see("#lock-text") == "The server does not accept this API key.")
     open_page.press("s3cret", "\ue007")
-    open_page.run("[...document.querySelectorAll('.fault button')].at(-1).click()")
+    open_page.until(lambda: not open_page.shown("lock") and open_page.server.listeners == 1)
+    open_page.press("\ue007")
     open_page.until(lambda: open_page.see(".md") == "Answer 1 to Hello")
+
+
+def test_a_message_refused_for_its_key_is_answered_once_the_key_is_given(open_page):
+    open_page.failures = ("401 (Unauthorized)",)
+    open_page.send("Hello")
+    open_page.server.key = "s3cret"
+    open_page.send("More")
+    assert open_page.shown("lock") and open_page.count(".fault") == 0
+    open_page.click("#lock-key")
+    open_page.press("s3cret", "\ue007")
+    open_page.until(lambda: open_page.see(".md") == "Answer 1 to Hello|Answer 3 to More")
+    assert not open_page.shown("lock") and open_page.count(".fault") == 0
+
+
+def test_a_prompt_that_is_too_long_is_not_sent_again_as_it_is(open_page):
+    open_page.failures = ("400 (Bad Request)",)
+    names = "[...document.querySelectorAll('.fault button')].map(button => button.textContent)"
+    open_page.send("too long")
+    assert open_page.run(names) == ["Edit the message"]
+    open_page.click(".fault button")
+    open_page.press("\ue003" * len("too long"), "short", "\ue007")
+    open_page.until(lambda: open_page.see(".md") == "Answer 1 to short")
+    open_page.send("too long")
+    assert open_page.run(names) == ["Edit the message", "Ask in a new conversation"]
+    open_page.browser.refresh()
+    open_page.run("document.querySelector('.fault button:last-child').click()")
+    assert open_page.count(".message") == 0 and open_page.run("document.getElementById('prompt').value") == "too long"
+    open_page.run("[...document.querySelectorAll('.chat .open')].at(-1).click()")
+    assert open_page.see(".said") == "short", "and the conversation before can go on"
 
 
 def test_settings_are_sent(open_page):
@@ -378,6 +451,19 @@ def test_markdown_becomes_elements(open_page):
     open_page.until(lambda: open_page.see(".code header button") == "Copied")
 
 
+def test_formulas_are_set_and_money_is_not(open_page):
+    open_page.send("formulas")
+    seen = {selector: open_page.see(f".md {selector}") for selector in ("mfrac", "munderover", "mover > mi", "msqrt")}
+    assert seen == {"mfrac": "1n", "munderover": "∑i=1n", "mover > mi": "x|p", "msqrt": "x2"}
+    assert open_page.see(".md p > math mi") == "x|n|i|n|x|i|a|b|c" and open_page.count(".md em") == 0
+    assert open_page.see(".aligned mtd") == "y′|=x2−1|−α|∈ℝ" and open_page.see(".md li .cases mtd") == "1|x>0|0|else"
+    assert open_page.see("td") == "$\\unheard{x}_1$|$5 and $10, $x$, $HOME/bin:$PATH, $3"
+    assert open_page.see("td code") == "$\\unheard{x}_1$|$x$", "what is unknown is set apart as it is"
+    assert open_page.count(".md math") == 5 and open_page.count(".md math[display=block]") == 2
+    height = "document.querySelector(arguments[0]).getBoundingClientRect().height"
+    assert open_page.run(height, ".md mfrac") > 1.5 * open_page.run(height, ".md mn"), "the browser sets MathML"
+
+
 def test_markup_from_a_model_stays_text(open_page):
     open_page.send("hostile")
     time.sleep(0.1)
@@ -409,6 +495,29 @@ def test_the_map_moves_and_the_figures_are_shown(open_page):
     open_page.until(lambda: open_page.count("#by-layer tr") == 6)
 
 
+def test_the_last_answers_rates_stand_when_it_has_ended(open_page):
+    answer = ".figure:nth-child(1) dd"
+    open_page.until(lambda: open_page.see(f"{answer}:not(.past) span") == "17.6")
+    open_page.until(lambda: open_page.see(f"{answer}.past span") == "195")
+
+
+def test_the_greeting_claims_no_reads(open_page):
+    said = "The model runs on your own machine. Experts that are not in its memory come from its disk."
+    assert open_page.see("#empty p") == said, "mapped experts are read by nobody"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_states_of_the_map_have_colours_of_their_own(open_page, scheme):
+    colours(open_page.browser, scheme)
+    colour = "getComputedStyle(document.querySelector(`.legend .${arguments[0]}`)).backgroundColor"
+    hues = {}
+    for name in ("memory-swatch", "reading", "hit", "missed"):
+        red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", open_page.run(colour, name))[:3])
+        hues[name] = 360 * colorsys.rgb_to_hls(red, green, blue)[0]
+    for one, other in itertools.combinations(hues, 2):
+        assert abs((hues[one] - hues[other] + 180) % 360 - 180) > 20, f"a fading {one} looks like {other}"
+
+
 def test_connections_end_with_the_page(open_page):
     open_page.until(lambda: open_page.server.listeners == 1)
     open_page.click("#close-engine")
@@ -428,7 +537,7 @@ def test_connections_end_with_the_page(open_page):
 def test_a_phone_has_no_horizontal_scroll(open_page):
     resize(open_page.browser, 360, 740, 2.0, mobile=True)
     open_page.browser.refresh()
-    for message in ("rich", "wide", "w" * 300, "hostile"):
+    for message in ("rich", "wide", "formulas", "w" * 300, "hostile"):
         open_page.send(message)
     wide = "[document.documentElement, document.getElementById('flow')].map(e => e.scrollWidth - e.clientWidth)"
     assert open_page.run(wide) == [0, 0]
@@ -445,6 +554,19 @@ def test_a_phone_has_no_horizontal_scroll(open_page):
         open_page.press("\ue00c")
         assert open_page.run("document.getElementById(arguments[0]).hidden", name)
         assert open_page.run("document.activeElement.id") == f"open-{name}", "focus goes back"
+
+
+@pytest.mark.parametrize("height", [667, 380])
+def test_the_settings_of_a_phone_can_be_closed_without_scrolling(open_page, height):
+    resize(open_page.browser, 375, height, 2.0, mobile=True)
+    open_page.click("#open-settings")
+    box = "(r => [r.left, r.top, r.right, r.bottom])(document.querySelector(arguments[0]).getBoundingClientRect())"
+    done, dialog = (open_page.run(box, selector) for selector in ("#settings [value=done]", "#settings"))
+    assert dialog[0] < done[0] and dialog[1] < done[1] and done[2] < dialog[2] < 375 and done[3] < dialog[3] < height
+    open_page.browser.find_element("name", "key").send_keys("x")
+    assert open_page.run(box, "[name=key]")[3] <= done[1], "nor is a field beneath it"
+    open_page.click("#settings [value=done]")
+    assert not open_page.run("document.getElementById('settings').open")
 
 
 def test_the_keyboard_is_enough(open_page, keys):

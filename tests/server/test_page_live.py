@@ -1,6 +1,7 @@
 """The page in a browser against the server itself: the demo model, and a model that calls a tool."""
 
 import json
+import re
 
 import pytest
 from live_server import FakeEngine, Live, demo_engine, wait_for
@@ -35,6 +36,8 @@ def test_a_chat_with_the_demo_model(browser, log):  # noqa: F811
         page.send("Tell me a story.")
         said, tokens = page.see(".assistant .md"), server.worker.state.totals.generated_tokens
         assert said and tokens
+        rate = re.search(r"([\d.,]+) per second", page.see(".figures"))[1]
+        page.until(lambda: page.see(".figure:nth-child(1) dd.past span") == rate)
         page.click("[aria-label=Regenerate]")
         page.until(lambda: server.worker.state.totals.generated_tokens == 2 * tokens)
         page.ended()
@@ -54,6 +57,8 @@ def test_an_answer_is_stopped_and_a_call_shown(browser, log):  # noqa: F811
         page.click("#send")
         page.ended()
         wait_for(lambda: server.worker.state.totals.cancelled == 1)
+        used, totals = re.search(r"at least ([\d,]+) of 8,192", page.see("#usage"))[1], server.worker.state.totals
+        assert 0 < int(used.replace(",", "")) - totals.prompt_tokens <= totals.generated_tokens
         page.click("#new")
         page.send("call")
         assert "weather" in page.see(".assistant") and "Paris" in page.see(".assistant")

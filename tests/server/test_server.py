@@ -240,21 +240,32 @@ def test_tokenize(live):
     assert "".join(token["piece"] for token in found) == "Once there was"
 
 
+def next_picture(reply):
+    line = ""
+    while not line.startswith("data: "):
+        line = reply.readline().decode()
+    return json.loads(line[6:])
+
+
 def test_live_pictures(live, chat):
     import urllib.request
 
     reply = urllib.request.urlopen(f"{live.url}/live", timeout=20)
-    thread = threading.Thread(target=lambda: chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=100))
+    replies, settings = [], {"model": "m", "messages": QUESTION, "max_tokens": 100}
+    thread = threading.Thread(target=lambda: replies.append(chat.chat.completions.create(**settings)))
     thread.start()
-    found = []
-    while len(found) < 3:
-        line = reply.readline().decode()
-        found += [json.loads(line[6:])] if line.startswith("data: ") else []
+    found = [next_picture(reply) for _ in range(3)]
     thread.join()
-    reply.close()
-    picture = found[-1]
+    picture, timings = found[-1], replies[0].timings
     assert picture["experts"] == 16 and picture["layers"] == list(range(8)) and picture["context"] == 1024
     assert picture["memory"]["used"] > 0 and any(one["tokens_per_second"] > 0 for one in found)
+    rates = {
+        "prompt_tokens_per_second": pytest.approx(1000 * timings["prompt_n"] / timings["prompt_ms"]),
+        "tokens_per_second": pytest.approx(1000 * timings["predicted_n"] / timings["predicted_ms"]),
+    }
+    shown = (next_picture(reply)["request"] for _ in range(10))
+    assert any({name: request[name] for name in rates} == rates for request in shown), "those of the whole answer"
+    reply.close()
 
 
 def test_a_client_that_leaves_stops_the_work(live):

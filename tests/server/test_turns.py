@@ -4,9 +4,12 @@ import threading
 from urllib.error import HTTPError
 
 import pytest
-from live_server import Live, demo_engine, wait_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_server import FakeEngine, Live, demo_engine, wait_for
 
 from moeflux_mlx.server import worker
+from moeflux_mlx.text.history import History
 
 STORY = "The owl flew over the lake and looked for Mira. "
 LONG = [{"role": "user", "content": STORY * 45}]
@@ -112,3 +115,26 @@ def test_a_client_that_comes_back_goes_on(alone):
         live.worker._look = look
         said, cached = ask(live, LONG)
         assert cached >= 200 and said == alone[1]
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """A model that says whole letters, and a token for each of their bytes."""
+    with Live(lambda: FakeEngine(lambda prompt: "né€🙂", "cogito_style")) as live:
+        yield live
+
+
+@settings(max_examples=25)
+@given(turns=st.lists(st.tuples(st.integers(1, 11), st.sampled_from(["again", "on", "whole letters on"])), max_size=6))
+def test_a_prompt_depends_on_its_messages_alone(letters, turns):
+    """Whatever was asked before, and wherever an answer was cut: in the middle of a letter, too."""
+    engine, messages = letters.worker.state.engine, SHORT
+    history = History(engine.tokenizer)
+    for limit, how in turns:
+        reply = letters.post("/v1/chat/completions", {"messages": messages, "max_tokens": limit})
+        tokens = history.tokens(messages)
+        assert engine.asked[-1] == tokens and reply["usage"]["prompt_tokens"] == len(tokens)
+        said = reply["choices"][0]["message"]["content"]
+        if how != "again":
+            said = said.rstrip("\ufffd") if how == "whole letters on" else said
+            messages = [*messages, {"role": "assistant", "content": said}, *SHORT]

@@ -358,6 +358,18 @@ def test_the_least_recently_used_goes_first(tmp_path):
     assert len(kept) == 3 and first in kept and text(10, 3) in kept
 
 
+def test_what_was_just_saved_stays_whatever_the_clock_says(tmp_path):
+    """Other files may have dates that are still to come."""
+    model = tiny_model(RECURRENT, mx.float32)
+    store = directory(tmp_path, RECURRENT)
+    keep(store, model, text(10))
+    (old,) = tmp_path.iterdir()
+    os.utime(old, (1 << 32, 1 << 32))
+    store.max_bytes = old.stat().st_size
+    keep(store, model, text(10, 1))
+    assert restored(store, model, text(10, 1) + [1])[0] == 10 and not old.exists()
+
+
 def test_a_state_beyond_the_limit_is_refused(tmp_path):
     model = tiny_model(RECURRENT, mx.float32)
     with pytest.raises(PromptCacheError, match="may hold 1000"):

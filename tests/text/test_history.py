@@ -280,3 +280,25 @@ def test_every_marker_is_broken_and_no_text_changes(guards, data):
         assert tokenizer.decode(ids) == "x" + text
     if not any(marker in text for marker in tokenizer.markers):
         assert ids == tokenizer.encode("x" + text, add_special_tokens=False)
+
+
+def test_markers_that_overlap_are_all_broken(tmp_path):
+    bpe = train_bpe()
+    bpe.add_tokens([AddedToken("<<|a|>", special=True), AddedToken("<|a|>", special=True)])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    guard = Guard(tokenizer)
+    ids = guard.encode(guard.protect("x<<|a|>"))
+    assert tokenizer.decode(ids) == "x<<|a|>" and not tokenizer.all_special_ids & set(ids)
+
+
+@QUICK
+@given(data=st.data())
+def test_a_prompt_has_the_same_tokens_beside_another_one(guards, data):
+    tokenizer = data.draw(st.sampled_from(guards))
+    pieces = st.lists(st.sampled_from([*sorted(tokenizer.markers), "<|im_", "fox", " ", "é", "\n", "<"]), max_size=6)
+    guard = Guard(tokenizer)
+    head, *tails = ("".join(data.draw(pieces)) for _ in range(3))
+    written = guard.protect("".join(data.draw(pieces)))
+    one, other = (f"{head}{written}{tail}" for tail in tails)
+    assert guard.encode(one, (other, guard.encode(other))) == guard.encode(one)

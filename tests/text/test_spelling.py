@@ -1,6 +1,9 @@
 """A text told again in the tokens that it was made of."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tokenizer import QUICK
 from tiny_models import tiny_directory
 
 from moeflux_mlx.text.spelling import Spelling
@@ -35,3 +38,12 @@ def test_tokens_that_a_tokenizer_would_not_choose_are_kept(tokenizer):
     odd = [*tokenizer.encode("<thi"), *tokenizer.encode("nk>"), *tokenizer.encode("<|im_end|>")]
     assert spelt(tokenizer, odd).encode("<think><|im_end|>\n")[: len(odd)] == odd
     assert tokenizer.encode("<think><|im_end|>\n")[: len(odd)] != odd
+
+
+@QUICK
+@given(cut=st.integers(0, 14), more=st.text("né€🙂\ufffd\n", max_size=3), ended=st.booleans())
+def test_tokens_spell_the_text_that_they_are_taken_for(tokenizer, cut, more, ended):
+    """A token of the tiny vocabulary is a byte, so the known text may end inside a character."""
+    known = tokenizer.encode("<|im_start|>né€🙂<|im_end|>\n")[:cut]
+    text = tokenizer.decode(known).rstrip("\ufffd") + "<|im_end|>" * ended + more
+    assert tokenizer.decode(spelt(tokenizer, known).encode(text)) == text

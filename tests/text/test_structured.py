@@ -117,6 +117,25 @@ def test_reasoning_is_free_and_the_answer_is_not(constrainer):
     assert not follows(constrainer, grammar, f'{{"city": "A"<think>{text}')
 
 
+def test_an_answer_that_is_owed_cannot_end_inside_its_reasoning(constrainer):
+    """What would end it ends the reasoning, where that is one token."""
+    tokenizer, wants_to_end = constrainer.tokenizer, mx.zeros((1, constrainer.tokenizer.vocab_size))
+    wants_to_end[:, tokenizer.eos_token_id] = 5
+    mask = constrainer.mask(constrainer.grammar(SCHEMA), inside_reasoning=True)
+    prompt = tokenizer.encode("<think>")
+    logits = np.array(make_constraint(mask)(mx.array(prompt), wants_to_end))[0]
+    assert all(logits[token] == -np.inf for token in tokenizer.eos_token_ids)
+    assert np.isfinite(logits).sum() == len(logits) - len(tokenizer.eos_token_ids)
+    if tokenizer.has_thinking:
+        assert logits.argmax() == tokenizer.think_end_id and logits.max() == 5
+    assert passes(mask, tokenizer, 'Hm.</think>{"city": "A"}') == ('Hm.</think>{"city": "A"}', True)
+
+
+def test_an_answer_that_may_be_empty_can_end_inside_its_reasoning(constrainer):
+    mask = constrainer.mask(constrainer.grammar(tools=TOOLS, dialect=QWEN_JSON), inside_reasoning=True)
+    assert mask.allowed().all() and mask.redirected() is None
+
+
 @EVERY_FORM
 def test_strict_tools_get_what_their_schema_says(constrainer, dialect, write):
     if not can_write(constrainer, dialect):
