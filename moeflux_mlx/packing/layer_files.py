@@ -28,8 +28,8 @@ from .lookup import find_matrix
 from .matrix import Matrix
 from .resident import array_bytes, not_kept
 from .source_format import SourceFormat
+from .unit import Bytes
 from .wanted import Wanted
-from .writer import Bytes
 
 SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 

@@ -25,8 +25,8 @@ from .lookup import find_matrix
 from .matrix import Matrix, finite
 from .sanitize import add_one, channels_first, has_zero_centred_norms, is_zero_centred
 from .source_format import SourceFormat
+from .unit import Bytes
 from .wanted import Wanted
-from .writer import Bytes
 
 SHARD_BYTES = 4 << 30
 Pieces = tuple[tuple[str, np.ndarray | None], ...]
