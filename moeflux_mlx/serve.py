@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave billing headers and token counters in prompts, where agents put them; each makes a prompt new",
     )
+    add("--quiet", action="store_true", help="print no line for each request")
     add("--verbose", action="store_true", help="also print how prompts are cut and the time to load")
     add_sampling_defaults(made)
     add_model_options(made)

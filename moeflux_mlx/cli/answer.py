@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from contextlib import closing
 from typing import Any, cast
 
 from ..engine.generation import GenerationResponse, within_limit
@@ -68,11 +69,13 @@ def stream(
             progress.update(done, total)
             interruption.check()
 
+        responses = session.respond(tokens, boundaries=boundaries, prompt_progress_callback=update, **generation)
         try:
-            for last in session.respond(tokens, boundaries=boundaries, prompt_progress_callback=update, **generation):
-                progress.close()
-                print(last.text.translate(dropped), end="", flush=True)
-                interruption.check()
+            with closing(responses):
+                for last in responses:
+                    progress.close()
+                    print(last.text.translate(dropped), end="", flush=True)
+                    interruption.check()
         except KeyboardInterrupt:
             code = INTERRUPTED
         finally:

@@ -8,7 +8,8 @@ import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from .fetching import local_model
 from .options import open_optional
 from .terminal import note, peak_memory_gb
 
-Steps = Callable[[list[int], int], Iterator[Any]]  # a prompt and how many tokens follow it -> their steps
+Steps = Callable[[list[int], int], Generator[Any, None, None]]  # a prompt and how many tokens follow it -> their steps
 
 
 OURS = "ours"
@@ -118,10 +119,10 @@ def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, Ste
 
 def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bool) -> Measured:
     start = time.perf_counter()
-    running = steps(prompt, count)
-    next(running)
-    first, before = time.perf_counter(), replace(engine.experts.stats)
-    made = sum(1 for _ in running)
+    with closing(steps(prompt, count)) as running:
+        next(running)
+        first, before = time.perf_counter(), replace(engine.experts.stats)
+        made = sum(1 for _ in running)
     decode = made / (time.perf_counter() - first)
     if not counted or engine.experts.slots == 0:
         return Measured(first - start, decode)

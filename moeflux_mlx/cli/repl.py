@@ -147,7 +147,7 @@ class Chat:
 
             pieces = self.conversation.ask(text, prompt_progress_callback=update, **self.generation)
             try:
-                with contextlib.closing(pieces):  # type: ignore[type-var]
+                with contextlib.closing(pieces):
                     for piece, is_thinking in pieces:
                         progress.close()
                         show.piece(piece, is_thinking)

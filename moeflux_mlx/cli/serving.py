@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
         model_name(options.model),
         lambda engine: defaults_of(engine, options, variables),
         options.keep_agent_headers,
+        log=None if options.quiet else note,
     )
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
     listener = Listener(make_app(served, Rules(hosts, options.cors_origin, key)), worker.begin_stop)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
@@ -46,8 +47,11 @@ def find(options: argparse.Namespace, file: Path) -> None:
         raise RequestError(f"--minutes is {options.minutes}; it must be positive")
     shapes = shapes_of(options)
     spots, results = list(samples(shapes)), list[Result]()
-    with tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar:
-        for result in crew(shapes, spots, 60 * options.minutes):
+    with (
+        tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar,
+        closing(crew(shapes, spots, 60 * options.minutes)) as found,
+    ):
+        for result in found:
             results.append(result)
             keep(file, kept([result]), [result.spot])
             tqdm.write(line_of(result), file=sys.stdout)

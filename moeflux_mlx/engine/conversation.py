@@ -1,6 +1,7 @@
 """A conversation: messages, and the session that knows the tokens of what has been said."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .generation import within_limit
 from .session import Session
 
 Message = dict[str, str]
+Pieces = Generator[tuple[str, bool], None, None]
 
 
 class Conversation:
@@ -37,7 +39,7 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.turns]
 
-    def ask(self, text: str, **generation: Any) -> Iterator[tuple[str, bool]]:
+    def ask(self, text: str, **generation: Any) -> Pieces:
         """Yields the answer in pieces (text, whether it is reasoning).
 
         What was answered is part of the conversation also when the iterator is closed or fails; a message
@@ -46,20 +48,25 @@ class Conversation:
         self.turns.append({"role": "user", "content": text})
         said: dict[bool, str] = {False: "", True: ""}
         try:
-            rendered = self.rendering.text(self.messages)
-            prompt = self._encode(rendered)
-            self._check_room(prompt)
-            asked = generation.get("max_tokens", -1)
-            generation["max_tokens"] = within_limit(self.session.model.args, len(prompt), asked)
-            end = self.rendering.before_answer(self.messages, prompt)
-            splitter = ThinkingSplitter(opens_thinking(rendered))
-            for response in self.session.respond(prompt, boundaries=[end], **generation):
+            yield from self._answer(said, generation)
+        finally:
+            self._keep(said[False], said[True])
+
+    def _answer(self, said: dict[bool, str], generation: dict[str, Any]) -> Pieces:
+        """The pieces of the answer to `messages`, which are added to `said` too."""
+        rendered = self.rendering.text(self.messages)
+        prompt = self._encode(rendered)
+        self._check_room(prompt)
+        asked = generation.get("max_tokens", -1)
+        generation["max_tokens"] = within_limit(self.session.model.args, len(prompt), asked)
+        end = self.rendering.before_answer(self.messages, prompt)
+        splitter = ThinkingSplitter(opens_thinking(rendered))
+        with closing(self.session.respond(prompt, boundaries=[end], **generation)) as responses:
+            for response in responses:
                 pieces = splitter.feed(response.text)
                 for piece, is_thinking in pieces + (splitter.finish() if response.finish_reason else []):
                     said[is_thinking] += piece
                     yield piece, is_thinking
-        finally:
-            self._keep(said[False], said[True])
 
     def _keep(self, answer: str, thinking: str) -> None:
         if not answer and not thinking:

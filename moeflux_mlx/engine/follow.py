@@ -52,7 +52,7 @@ class FollowSession(Session):
         """Takes the steps of one response. Raises whatever ended it on all ranks."""
         self.is_last, self._settled, self.exchange.has_ended = False, None, False
         steps = self.respond(prompt, boundaries=boundaries, max_tokens=-1, sampler=self._chosen)
-        with contextlib.closing(steps):  # type: ignore[type-var]
+        with contextlib.closing(steps):
             for _ in steps:
                 if self.is_last:
                     return

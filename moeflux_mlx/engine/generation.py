@@ -1,7 +1,8 @@
 """The generation loop: tokens in, text out. It knows a model only by its call and its cache."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -46,6 +47,9 @@ class GenerationResponse:
     expert_wait_seconds: float = 0.0
 
 
+Responses = Generator[GenerationResponse, None, None]
+
+
 def make_prompt_cache(model: Model) -> list[Cache]:
     """An empty cache for `model`, to be given to several calls in turn."""
     return model.make_cache()
@@ -63,10 +67,11 @@ def generate_step(
     span: int | None = None,
     prompt_progress_callback: Progress | None = None,
     prefill: Prefill | None = None,
-) -> Iterator[tuple[int, mx.array]]:
+) -> Generator[tuple[int, mx.array], None, None]:
     """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
 
-    An exception while the prompt is computed leaves `prompt_cache` with whole spans of it, or none.
+    Once it is closed, `prompt_cache` holds the prompt and what was yielded, but for the last token. An exception while
+    the prompt is computed leaves `prompt_cache` with whole spans of it, or none.
 
     Args:
         prompt: token ids.
@@ -102,17 +107,18 @@ def generate_step(
             taken.drop()
         raise
     step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
-    for n, (token, logprobs) in enumerate(_chosen(step, tokens, logits, max_tokens), start=1):
-        if n == 1:
-            report(len(tokens), len(tokens))
-        yield token, logprobs
-        if n == 1 or n % KVCache.step == 0:
-            mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
+    with closing(_chosen(step, tokens, logits, max_tokens)) as chosen:
+        for n, (token, logprobs) in enumerate(chosen, start=1):
+            if n == 1:
+                report(len(tokens), len(tokens))
+            yield token, logprobs
+            if n == 1 or n % KVCache.step == 0:
+                mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
 
 
 def _chosen(
     step: "_Step", tokens: mx.array, logits: mx.array | None, max_tokens: int
-) -> Iterator[tuple[int, mx.array]]:
+) -> Generator[tuple[int, mx.array], None, None]:
     """Tokens one after the other, as `generate_step` yields them.
 
     Where the GPU can go on without the host, it is given the next token's work before this token is waited for. When
@@ -187,7 +193,7 @@ def stream_generate(
     *,
     max_tokens: int = 256,
     **kwargs: Any,
-) -> Iterator[GenerationResponse]:
+) -> Responses:
     """Generates text piece by piece until an end-of-text token or `max_tokens`.
 
     Args:
@@ -205,29 +211,27 @@ def stream_generate(
     detokenizer = tokenizer.detokenizer
     clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
     finish_reason = None
-    steps = generate_step(prompt, model, max_tokens=max_tokens, **kwargs)
-    for n, (token, logprobs) in enumerate(steps, start=1):
-        clock.tick()
-        if token in tokenizer.eos_token_ids:
-            finish_reason = "stop"
-        else:
-            detokenizer.add_token(token)
-            finish_reason = "length" if n == max_tokens else None
-        if finish_reason:
-            cast(Generator, steps).close()  # the caches then hold what has been reported
-            detokenizer.finalize()
-        yield GenerationResponse(
-            text=detokenizer.last_segment,
-            token=token,
-            logprobs=logprobs,
-            from_draft=False,
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish_reason,
-            **clock.rates(),
-            **meter.figures(n),
-        )
-        if finish_reason:
-            return
+    with closing(generate_step(prompt, model, max_tokens=max_tokens, **kwargs)) as steps:
+        for n, (token, logprobs) in enumerate(steps, start=1):
+            clock.tick()
+            if token in tokenizer.eos_token_ids:
+                finish_reason = "stop"
+            else:
+                detokenizer.add_token(token)
+                finish_reason = "length" if n == max_tokens else None
+            if finish_reason:
+                steps.close()  # the caches then hold what has been reported
+                detokenizer.finalize()
+            yield GenerationResponse(
+                text=detokenizer.last_segment,
+                token=token,
+                logprobs=logprobs,
+                from_draft=False,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=finish_reason,
+                **clock.rates(),
+                **meter.figures(n),
+            )
 
 
 def generate(
@@ -235,10 +239,11 @@ def generate(
 ) -> str:
     """The whole text of `stream_generate`; `verbose` also prints it as it comes, and the rates."""
     text = ""
-    for response in stream_generate(model, tokenizer, prompt, **kwargs):
-        text += response.text
-        if verbose:
-            print(response.text, end="", flush=True)
+    with closing(stream_generate(model, tokenizer, prompt, **kwargs)) as responses:
+        for response in responses:
+            text += response.text
+            if verbose:
+                print(response.text, end="", flush=True)
     if verbose:
         print(f"\n{response.prompt_tokens} prompt tokens, {response.prompt_tps:.1f} a second")
         print(f"{response.generation_tokens} tokens, {response.generation_tps:.1f} a second")

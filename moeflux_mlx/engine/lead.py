@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader
 from ..state.snapshot import save_state
 from ..text.tokenizer import TokenizerWrapper
-from .generation import GenerationResponse, check_max_tokens, checked_prompt
+from .generation import GenerationResponse, Responses, check_max_tokens, checked_prompt
 from .orders import Order, tell
 from .sampling import Sampler, make_sampler
 from .session import Session
@@ -109,7 +109,7 @@ class LeadSession(Session):
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], Any] | None = None,
         **generation: Any,
-    ) -> Iterator[GenerationResponse]:
+    ) -> Responses:
         """As `Session.respond`. What the callback raises takes effect at the next exchange of a layer."""
         tokens = cast(list[int], checked_prompt(prompt, self.model).tolist())
         check_max_tokens(generation.get("max_tokens", 256))
@@ -130,19 +130,18 @@ class LeadSession(Session):
                     raise error
         finally:
             with self.lead.lock:
-                steps.close()  # type: ignore[attr-defined]
+                steps.close()
                 if self._waits and not self.lead.exchange.is_broken:
                     self._waits = False
                     self.lead.tell(Order.END, values[0])
 
-    def _step(self, steps: Any, order: Order, *values: int, payload: bytes = b"") -> GenerationResponse:
+    def _step(self, steps: Responses, order: Order, *values: int, payload: bytes = b"") -> GenerationResponse:
         """The next response, together with the others."""
         with self.lead.lock:
             self.lead.exchange.has_ended = False
             self.lead.tell(order, *values, payload=payload, shares=True)
             self._waits = False
-            response: GenerationResponse = next(steps)
-            return response
+            return next(steps)
 
     def _sampling(self, sample: Sampler) -> Sampler:
         """`sample`; that it is called means that the others wait for what it chooses."""

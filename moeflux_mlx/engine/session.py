@@ -5,7 +5,8 @@ prompt store, and computes only the rest. Text, messages and templates are the c
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .generation import GenerationResponse, checked_prompt, stream_generate
+from .generation import GenerationResponse, Responses, checked_prompt, stream_generate
 from .prefill import Prefill
 from .sampling import LogitsProcessor
 
@@ -109,7 +110,7 @@ class Session:
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], Any] | None = None,
         **generation: Any,
-    ) -> Iterator[GenerationResponse]:
+    ) -> Responses:
         """Yields the responses of `stream_generate` to `prompt`, token ids of the whole text so far.
 
         Closing the iterator, an exception and `Stopped` leave a session that can go on. After `Stopped` a prompt that
@@ -135,12 +136,14 @@ class Session:
         start = time.perf_counter()
         try:
             prefill = self._prefill(prompt, ends)
-            for response in self._generate(prompt, prefill, ends, report, generation):
-                if response.generation_tokens == 1:
-                    self.first_token_seconds = time.perf_counter() - start
-                rate = self.reuse.computed / self.first_token_seconds
-                self.last = replace(response, prompt_tokens=len(prompt), prompt_tps=rate)
-                yield self.last
+            with (
+                closing(self._generate(prompt, prefill, report, generation)) as responses,
+                closing(self._followed(responses, prompt, prefill, ends, start)) as followed,
+            ):
+                for response in followed:
+                    rate = self.reuse.computed / self.first_token_seconds
+                    self.last = replace(response, prompt_tokens=len(prompt), prompt_tps=rate)
+                    yield self.last
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -324,13 +327,13 @@ class Session:
         self,
         prompt: list[int],
         prefill: Prefill,
-        ends: list[int],
         report: Callable[[int, int], Any],
         generation: dict[str, Any],
-    ) -> Iterator[GenerationResponse]:
-        start, absorbed, read = len(self.tokens), False, self._bytes_read()
+    ) -> Responses:
+        """The responses to what `prefill` takes in of `prompt`."""
+        start = len(self.tokens)
         processors = generation.pop("logits_processors", ())
-        responses = stream_generate(
+        return stream_generate(
             self.model,
             self.tokenizer,
             prompt[start:],
@@ -339,10 +342,16 @@ class Session:
             logits_processors=[_seeing_all(prompt[:start], process) for process in processors],
             **generation,
         )
-        previous = None
+
+    def _followed(
+        self, responses: Responses, prompt: list[int], prefill: Prefill, ends: list[int], start: float
+    ) -> Responses:
+        """`responses`, while `tokens` and the states that are kept follow the caches."""
+        absorbed, read, previous = False, self._bytes_read(), None
         try:
             for response in responses:
                 if previous is None:
+                    self.first_token_seconds = time.perf_counter() - start
                     absorbed = self._answering = True
                     self._absorbed(prompt, prefill, ends)
                     self.prompt_bytes = self._bytes_read() - read

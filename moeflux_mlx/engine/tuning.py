@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -161,10 +161,13 @@ def _depends(make: Callable[[], Launch], launch: Launch, kernel: str, shape: str
 
 def _others(make: Callable[[], Launch], launch: Launch, spot: str, kernel: str, tile: Tile) -> Iterator[Tile]:
     """The neighbours of `tile` with which the launch is possible, and another one."""
-    for other in neighbours(launch.target, kernel, tile):
-        with suppress(RequestError), using(Tiles({spot: other})):
-            if make() != launch:
-                yield other
+
+    def is_other(tile: Tile) -> bool:
+        with suppress(RequestError), using(Tiles({spot: tile})):
+            return make() != launch
+        return False
+
+    return filter(is_other, neighbours(launch.target, kernel, tile))
 
 
 class TrialExperts:
@@ -445,7 +448,9 @@ class Result:
     seconds: float
 
 
-def tune(spots: Iterable[str], found: Mapping[str, Sample], bench: Callable[[str, Sample], Any]) -> Iterator[Result]:
+def tune(
+    spots: Iterable[str], found: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
+) -> Generator[Result, None, None]:
     """Searches `spots` in turn, whose launches are `found`."""
     for spot in spots:
         sample = found[spot]
@@ -460,7 +465,7 @@ def kept(results: Iterable[Result]) -> Mapping[str, Tile]:
     return {one.spot: one.best for one in results if one.best != one.code}
 
 
-def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Iterator[Result]:
+def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Result, None, None]:
     """The results of a search of `spots` by several processes, as they come; after `seconds` no other is begun."""
     end = time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork

@@ -7,8 +7,9 @@ import itertools
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -51,6 +52,9 @@ class Portion(NamedTuple):
         return self.stop == len(self.rows)
 
 
+Portions = Generator[Portion, None, None]
+
+
 class ResidentExperts(WholeExperts):
     """Args:
         files: where the experts lie; they are closed once all is read.
@@ -76,16 +80,17 @@ class ResidentExperts(WholeExperts):
         preadv: Preadv = os.preadv,
     ):
         super().__init__(files.layout, decision)
-        opened = OpenFiles(files.sizes, direct=direct, preadv=preadv)
-        try:
-            for portion in _read(files, opened, progress or (lambda done, total: None)):
+        report = progress or (lambda done, total: None)
+        with (
+            closing(OpenFiles(files.sizes, direct=direct, preadv=preadv)) as opened,
+            closing(_read(files, opened, report)) as portions,
+        ):
+            for portion in portions:
                 if check is not None:
                     check(portion.layer, portion.first, portion.records)
                 if portion.is_last:
                     self._layers[portion.layer] = _kept(portion.rows)
             self.note = opened.note
-        finally:
-            opened.close()
 
 
 def _kept(rows: np.ndarray) -> np.ndarray | mx.array:
@@ -95,7 +100,7 @@ def _kept(rows: np.ndarray) -> np.ndarray | mx.array:
     return adopt(rows, "a layer of experts") if backend.name() == "metal" else on_device(rows)
 
 
-def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Iterator[Portion]:
+def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Portions:
     """All layers by portions, filled; what follows, as much as a layer, is being read meanwhile."""
     done, total = 0, sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
     pool, is_over = ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader"), False
@@ -104,14 +109,16 @@ def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Iterator
         target = portion.rows.reshape(-1).view(np.uint8).data
         return portion, [pool.submit(opened.read_all, share, target) for share in _shares(files, opened, portion)]
 
+    portions = _portions(files)
     try:
-        for portion, reads in _begun_ahead(map(begin, _portions(files)), _portions_of_a_layer(files)):
+        for portion, reads in _begun_ahead(map(begin, portions), _portions_of_a_layer(files)):
             for read in reads:
                 done += _came(read, portion.layer)
                 progress(min(done, total), total)
             yield portion
         is_over = True
     finally:
+        portions.close()
         # A thread that ends gives its queue back, which takes the system 30 ms: waited for only if it may still read.
         pool.shutdown(wait=not is_over, cancel_futures=True)
 
@@ -141,14 +148,14 @@ def _portions_of_a_layer(files: ExpertFiles) -> int:
     return -(-files.layout.num_experts // max(PORTION_BYTES // largest, 1))
 
 
-def _portions(files: ExpertFiles) -> Iterator[Portion]:
+def _portions(files: ExpertFiles) -> Portions:
     """In memory that has been cleared; where it is copied to a device, in two layers' memory by turns."""
     layout, number = files.layout, _portions_of_a_layer(files)
     words = [layout.records[layer].stride // 4 for layer in layout.moe_layers]
     cuts = [i * layout.num_experts // number for i in range(number + 1)]
     places = [page_aligned(layout.num_experts, max(words)) for _ in range(2)] if backend.name() == "cuda" else []
 
-    def every() -> Iterator[Portion]:
+    def every() -> Portions:
         for i, layer in enumerate(layout.moe_layers):
             room = places[i % 2].reshape(-1)[: layout.num_experts * words[i]] if places else None
             rows = page_aligned(layout.num_experts, words[i]) if room is None else room.reshape(-1, words[i])
@@ -157,7 +164,7 @@ def _portions(files: ExpertFiles) -> Iterator[Portion]:
     return every() if places else _touched(every())
 
 
-def _touched(every: Iterable[Portion]) -> Iterator[Portion]:
+def _touched(every: Iterable[Portion]) -> Portions:
     """Memory that the system has given and cleared, by several threads; the next while this one is taken.
 
     The threads that read would have it cleared as they go, but where two of them come to one large page at once both

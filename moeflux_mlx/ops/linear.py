@@ -110,7 +110,7 @@ def _native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray |
 def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
     """x @ W.T (`transpose`) or x @ W by MLX's own product; leading axes broadcast."""
     if w.quant is None or _pays_dense(x, w):
-        weight = dequantized(w)
+        weight = dequantized(w, x.dtype)
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
     biases = w.biases if w.quant.has_biases else None
     return mx.quantized_matmul(x, w.weight, w.scales, biases, transpose=transpose, **settings(w.quant))
@@ -136,9 +136,11 @@ def embed(ids: Array, w: Weights) -> Array:
     return out.reshape(*ids.shape, -1)
 
 
-def dequantized(w: Weights) -> mx.array:
-    """The matrix in floats."""
-    return w.weight if w.quant is None else unpacked(w.quant, *_parts(w))
+def dequantized(w: Weights, dtype: mx.Dtype) -> mx.array:
+    """The matrix in floats for activations in `dtype`: float32 is not rounded to the scales' dtype on the way."""
+    if w.quant is None:
+        return w.weight
+    return (unpacked_float32 if dtype == mx.float32 else unpacked)(w.quant, *_parts(w))
 
 
 def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:

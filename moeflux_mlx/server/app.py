@@ -11,9 +11,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,23 +27,28 @@ from ..engine.engine import Engine
 from ..errors import BadRequestError
 from . import page
 from .errors import error_body
-from .guard import BodyError, Guard, Rules
+from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .live import EVERY, used_memory
+from .log import LEFT, RequestLog
 from .prepare import Defaults, Prepared, Preparer
-from .reply import KEEPALIVE, Events, EventStream, whole
-from .request import Failed, Request
-from .wire import chat, completions, health, messages, metrics, models, responses, tokenize
+from .reply import EVENTS, KEEPALIVE, Events, EventStream, whole
+from .request import Failed, Request, ServerEvent
+from .wire import chat, completions, health, messages, metrics, models, tokenize
 from .wire.fields import parse
 from .wire.ids import Ids
-from .wire.replies import error_headers, queue_full
+from .wire.replies import Reply, error_headers, queue_full
+from .wire.responses_items import StoredResponses
 from .worker import QueueFullError, Worker
 
-APIS = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completions,
-    "/v1/messages": messages,
-    "/v1/responses": responses,
-}
+
+class Wire(Protocol):
+    """An API: how its bodies are read and its answers written. A module of `wire`, or an object that remembers."""
+
+    def read(self, body: dict[str, Any], *, keep_agent_headers: bool = False) -> Request: ...
+    def stream(self, request: Request, ids: Ids) -> Reply: ...
+    def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> dict[str, Any]: ...
+
+
 # By which agents name a conversation where their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
 T = TypeVar("T")
@@ -60,6 +65,7 @@ class Served:
         defaults: of sampling and template, for a loaded model.
         keep_agent_headers: leave what agents put into prompts as it is.
         keepalive: seconds.
+        log: takes a line for each request; None: nobody reads it.
     """
 
     worker: Worker
@@ -67,9 +73,12 @@ class Served:
     defaults: Callable[[Engine], Defaults]
     keep_agent_headers: bool = False
     keepalive: float = KEEPALIVE
+    log: Callable[[str], None] | None = None
     started: float = field(default_factory=time.time)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _counter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "count"))
+    _counting: int = 0  # bytes of the bodies that are counted, or wait for it
     _preparer: Preparer | None = None
 
     @property
@@ -89,10 +98,31 @@ class Served:
         async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
             return await asyncio.to_thread(lambda: make(parse(data)))
 
+    async def count(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
+        """As `read`, in the one thread that only counts: no answer waits for it.
+
+        Raises:
+            BadRequestError: the bodies that wait for that thread hold too much.
+        """
+        data = await http.body()
+        if self._counting + len(data) > MAX_BODY:
+            raise BadRequestError(BUSY, None, 503, "overloaded")
+        self._counting += len(data)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._counter, lambda: make(parse(data)))
+        finally:
+            self._counting -= len(data)
+
 
 def make_app(served: Served, rules: Rules) -> ASGIApp:
     """The application, guarded."""
-    routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in APIS.items()]
+    apis: dict[str, Wire] = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": completions,
+        "/v1/messages": messages,
+        "/v1/responses": StoredResponses(),
+    }
+    routes = [Route(path, _answering(served, path, wire), methods=["POST"]) for path, wire in apis.items()]
     for path, method, handle in (
         ("/", "GET", _page),
         ("/v1/messages/count_tokens", "POST", _count_tokens),
@@ -106,7 +136,8 @@ def make_app(served: Served, rules: Rules) -> ASGIApp:
         routes.append(Route(path, _bound(handle, served), methods=[method]))
     handlers = {HTTPException: _http_error, BodyError: _body_error, ClientDisconnect: _left, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(_counted(app, served), rules)
+    paths = {route.path for route in routes}
+    return RequestLog(Guard(app, rules), paths, served.requests, served.log)
 
 
 def _bound(
@@ -121,7 +152,7 @@ def _bound(
     return handler
 
 
-def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpRequest], Awaitable[Any]]:
+def _answering(served: Served, path: str, wire: Wire) -> Callable[[HttpRequest], Awaitable[Any]]:
     async def handler(request: HttpRequest) -> Any:
         try:
             return await _answer(served, wire, request)
@@ -134,17 +165,18 @@ def _answering(served: Served, path: str, wire: ModuleType) -> Callable[[HttpReq
     return handler
 
 
-async def _answer(served: Served, wire: ModuleType, http: HttpRequest) -> Any:
+async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     preparer = served.preparer
 
     def read(body: dict[str, Any]) -> tuple[Request, Prepared]:
-        asked: Request = wire.read(body, keep_agent_headers=served.keep_agent_headers)
+        asked = wire.read(body, keep_agent_headers=served.keep_agent_headers)
         named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
         asked = replace(asked, model=asked.model or served.name, session=asked.session or named)
         return asked, preparer(asked)
 
     asked, prepared = await served.read(http, read)
     events, ids = Events(served.worker, prepared), Ids()
+    http.scope["state"][EVENTS] = events
 
     def over() -> None:
         preparer.remember(prepared, events.written(ids))
@@ -168,7 +200,7 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
     def count(body: dict[str, Any]) -> int:
         return preparer.count(messages.read(body, keep_agent_headers=served.keep_agent_headers))
 
-    return JSONResponse(messages.count(await served.read(http, count)))
+    return JSONResponse(messages.count(await served.count(http, count)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
@@ -180,7 +212,7 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
         pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
         return JSONResponse(tokenize.whole(tokens, pieces))
 
-    return await served.read(http, reply)
+    return await served.count(http, reply)
 
 
 def _description(served: Served) -> dict[str, Any]:
@@ -271,25 +303,10 @@ async def _body_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _left(*_: Any) -> Response:
     """What stands in the metrics for a client that has gone; nobody reads it."""
-    return Response(status_code=499)
+    return Response(status_code=LEFT)
 
 
 async def _fault(request: HttpRequest, error: Exception) -> Response:
     print(f"error: a request failed: {type(error).__name__}", file=sys.stderr, flush=True)
     message = f"the server has a fault ({type(error).__name__}); look at its log"
     return JSONResponse(error_body(request.url.path, 500, "server_error", message), 500)
-
-
-def _counted(app: ASGIApp, served: Served) -> ASGIApp:
-    known = {*APIS, "/v1/messages/count_tokens", "/v1/models", "/health", "/metrics", "/tokenize", "/live", "/"}
-
-    async def counting(scope: Any, receive: Any, send: Any) -> None:
-        async def sending(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in known else "other"
-                served.requests[path, message["status"]] += 1
-            await send(message)
-
-        await app(scope, receive, sending)
-
-    return counting

@@ -8,6 +8,7 @@ its Host.
 import asyncio
 import hmac
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,6 +23,8 @@ BODY_SECONDS = 60.0  # in which a body must have come
 OPEN_PATHS = ("/", "/health")  # without a key: what tells nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OWN_SITES = ("none", "same-origin")  # what browsers say of a request that no other site's page has made
+# A Host header: an IPv6 address in brackets or a name, and a port. Nothing else of a URL stands in it.
+HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[0-9a-z._-]+))(:[0-9]*)?")
 BUSY = "the requests under way hold as much as may be held; try again later"
 
 
@@ -188,10 +191,8 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 def _name(host: str) -> str:
     """The host of a Host header, without port and brackets; "" if it is none."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
-    except ValueError:
-        return ""
+    match = HOST.fullmatch(host.lower())
+    return (match["address"] or match["name"].rstrip(".")) if match else ""
 
 
 def _is_address(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Listening: a socket, uvicorn on it, and an orderly end.
 
-uvicorn waits for ever for the headers of a request and for readers that do not read, and answers nonsense in plain
-text; here it does none of it.
+uvicorn waits for ever for the headers of a request and for readers that do not read, answers nonsense in plain text,
+and takes a client that has sent everything for gone; here it does none of it.
 """
 
 import asyncio
@@ -24,8 +24,10 @@ from .errors import error_reply
 HEADER_SECONDS = 30.0  # in which the headers of a request must have come
 IDLE_SECONDS = 75  # that a connection may stay open between requests
 READ_SECONDS = 60.0  # in which a client must have read some of what waits for it
+KNOCK_SECONDS = 0.5  # between pieces that say nothing, sent to find out whether a client still reads
 END_SECONDS = 2  # that answers under way have to say that they end
 BACKLOG = 256
+FILLER = "filler"  # in the state of a request: makes what says nothing, to be put between two pieces of its answer
 LAST_PORT = 65535
 
 
@@ -40,6 +42,7 @@ class PatientProtocol(H11Protocol):
         transport.set_write_buffer_limits(0)  # whatever waits to be read is watched, and no more is added to it
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._knocking: asyncio.TimerHandle | None = None
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -49,8 +52,32 @@ class PatientProtocol(H11Protocol):
         else:
             self._wait_no_more()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks, uvicorn always says no
+        """Whether the connection stays open once its client sends no more: for the answer to a whole request.
+
+        A client that has closed the connection looks the same until something is sent to it, which its system refuses.
+        Before an answer that is an interim response, which HTTP/1.0 does not have.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete or cycle.scope["http_version"] != "1.1":
+            return False
+        cycle.keep_alive = False
+        self._knock()
+        return True
+
+    def _knock(self) -> None:
+        """Sends what says nothing now and then, so that the connection is lost if nobody is there."""
+        filler = self.cycle.scope["state"].get(FILLER)
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+        elif self.conn.our_state is h11.SEND_BODY and filler is not None and not self.flow.write_paused:
+            self.transport.write(self.conn.send(h11.Data(data=filler())))
+        self._knocking = self.loop.call_later(KNOCK_SECONDS, self._knock)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
+        if self._knocking is not None:
+            self._knocking.cancel()
         self._read_all()
         super().connection_lost(exc)
 

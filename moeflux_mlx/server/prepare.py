@@ -4,8 +4,9 @@ Everything here can be done in any thread: it renders and tokenises, and never t
 refused before the answer has begun.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -101,13 +102,10 @@ class Preparer:
 
     def __call__(self, request: Request) -> Prepared:
         """Raises BadRequestError: it cannot be served, and why."""
-        try:
-            prompt = self._prompt(request, self._check_length)
+        _check_end(request.messages)
+        with _refusing():
+            prompt = self._prompt(request)
             sampling = self._sampling(request.sampling)
-        except BadRequestError:
-            raise
-        except (RequestError, TokenizerError) as error:
-            raise BadRequestError(_without_remedy(error)) from error
         room = self.context - len(prompt.tokens)
         if room < 1:
             raise self._too_long(len(prompt.tokens))
@@ -115,18 +113,15 @@ class Preparer:
         return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
 
     def count(self, request: Request) -> int:
-        """Tokens of the prompt. Raises BadRequestError."""
-        try:
-            return len(self._prompt(request, lambda text: None).tokens)
-        except (RequestError, TokenizerError) as error:
-            raise BadRequestError(_without_remedy(error)) from error
+        """Tokens of the prompt, which may be more than the context has. Raises BadRequestError."""
+        with _refusing():
+            return len(self._prompt(request).tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises BadRequestError."""
-        try:
+        with _refusing():
+            self._check_length(text)
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except RequestError as error:
-            raise BadRequestError(str(error)) from error
 
     def _check_length(self, text: str) -> None:
         """Refuses text far beyond the context before all of it is tokenised, which can take a minute."""
@@ -142,41 +137,44 @@ class Preparer:
         failed = context_exceeded(count, self.context, at_least)
         return BadRequestError(failed.message, None, failed.status, failed.code)
 
-    def _prompt(self, request: Request, check: Callable[[str], None]) -> Prepared:
-        """`check` is given the text before it is tokenised."""
+    def _prompt(self, request: Request) -> Prepared:
         if request.prompt is None:
-            return self._chat(request, check)
+            return self._chat(request)
         tokens = request.prompt
         if isinstance(tokens, str):
-            check(tokens)
+            self._check_length(tokens)
             tokens = self._raw(tokens)
         if not tokens:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
             raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
-        return Prepared(request, list(tokens), mask=self._mask(request, False, ""))
+        return Prepared(request, list(tokens), mask=self._mask(request, False, "", ""))
 
     def _raw(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
         return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
 
-    def _chat(self, request: Request, check: Callable[[str], None]) -> Prepared:
+    def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
+        begun = messages.pop() if _is_begun(messages) else None
         variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
         if request.thinking is not None:
             variables.setdefault("enable_thinking", request.thinking)
         rendering = _Rendered(self.history, list(request.tools), variables)
         marked = rendering.text(messages)
+        inside = opens_thinking(self.history.plain(marked))
+        if begun is not None:
+            marked, inside = self.history.begun(marked, begun)
         text = self.history.plain(marked)
-        check(text)
+        self._check_length(text)
         tokens = rendering.encode(marked)
         rendering.encoded = marked, tokens
-        inside, opening = opens_thinking(text), ""
+        opening = ""
         if request.tools and request.tool_choice not in ("auto", "none"):
             opening = self._call_opening(request, inside)
             tokens = [*tokens, *self.tokenizer.encode_after(opening)]
         boundaries = _boundaries(rendering, messages, tokens)
-        mask = self._mask(request, inside, opening)
+        mask = self._mask(request, inside, opening, begun["content"] if begun is not None else "")
         return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened_by(text))
 
     def remember(self, prepared: Prepared, answer: Written) -> None:
@@ -185,8 +183,8 @@ class Preparer:
             calls = tuple((call.name, call.arguments) for call in answer.calls)
             self._answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
-    def _mask(self, request: Request, inside_reasoning: bool, opening: str) -> Callable[[], Mask] | None:
-        """What says which tokens may come, where the request demands a form."""
+    def _mask(self, request: Request, inside_reasoning: bool, opening: str, begun: str) -> Callable[[], Mask] | None:
+        """What says which tokens may come, where the request demands a form; `begun` is what the answer has already."""
         tools = [] if request.tool_choice == "none" else list(request.tools)
         if not isinstance(request.tool_choice, str):
             tools = [tool for tool in tools if tool["function"]["name"] in request.tool_choice]
@@ -200,9 +198,15 @@ class Preparer:
         grammar = constrainer.grammar(schema, tools, self.dialect, required=bool(opening))
         if grammar is None:
             return None
-        prefix = self._call_opening(request, False) if opening else ""  # which ends the reasoning if there is any
+        prefix = self._call_opening(request, False) if opening else begun  # which ends the reasoning if there is any
         inside = inside_reasoning and not opening
-        return lambda: constrainer.mask(grammar, inside_reasoning=inside, prefix=prefix)
+
+        def make() -> Mask:
+            return constrainer.mask(grammar, inside_reasoning=inside, prefix=prefix)
+
+        if begun:
+            _check_beginning(make)
+        return make
 
     def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
         """What makes the model call a tool: any, or the one that is named."""
@@ -238,6 +242,29 @@ class _Rendered(Rendering):
         return self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)
 
 
+def _check_end(messages: Messages) -> None:
+    """Refuses messages that no answer can follow; their tokens can be counted all the same."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return
+    if messages[-1].get("tool_calls"):
+        raise BadRequestError("the messages end with a call of a tool; send its result as well")
+    if len(messages) == 1:
+        raise BadRequestError("the only message is the beginning of an answer; send what it answers as well")
+
+
+def _is_begun(messages: Messages) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    return len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+def _check_beginning(make: Callable[[], Mask]) -> None:
+    try:
+        make()
+    except RequestError as error:
+        message = "the beginning of the answer does not conform to what is demanded of it; leave out one of both"
+        raise BadRequestError(message) from error
+
+
 def sampler_settings(sampling: Sampling) -> dict[str, Any]:
     """Arguments of `make_sampler`."""
     temperature = cast(float, sampling.temperature)
@@ -266,6 +293,13 @@ def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens:
     return sorted({place for place in found if 0 < place < len(tokens)})
 
 
-def _without_remedy(error: MoefluxError) -> str:
-    """The message without what only helps on a command line."""
-    return str(error).split("; --ignore-chat-template")[0].split(", or use --ignore-chat-template")[0]
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Makes a refusal of what goes wrong, without the remedy that only helps on a command line."""
+    try:
+        yield
+    except BadRequestError:
+        raise
+    except (RequestError, TokenizerError) as error:
+        message = str(error).split("; --ignore-chat-template")[0].split(", or use --ignore-chat-template")[0]
+        raise BadRequestError(message) from error

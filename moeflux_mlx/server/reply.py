@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..text.events import CallEnd, Text
 from .job import Job
+from .listen import FILLER
 from .prepare import Prepared, Written
 from .request import Failed, Finish, ServerEvent
 from .wire.ids import Ids
@@ -15,12 +16,16 @@ from .wire.replies import Reply
 from .worker import Worker
 
 KEEPALIVE = 8.0  # seconds without an event after which a client is told that the work goes on
+EVENTS = "events"  # in the state of a request: those that answer it
 MOST_UNREAD = 1 << 13  # events that may wait for a client to read
 UNREAD = Failed(503, "not_read", "the answer was not read as fast as it was written, and is given up")
 
 
 class Events:
     """The events of one job, in the event loop's thread. The job is in the queue once this is made.
+
+    Attributes:
+        last: the event that was taken last.
 
     Raises:
         QueueFullError: it is not.
@@ -35,6 +40,7 @@ class Events:
                 loop.call_soon_threadsafe(self._put, event)
 
         self._given_up = False
+        self.last: ServerEvent | None = None
         self._calls: list[CallEnd] = []
         self._text: list[str] = []
         self._worker, self.job = worker, Job(prepared, emit)
@@ -51,7 +57,7 @@ class Events:
     async def next(self, seconds: float | None) -> ServerEvent | None:
         """The next event; None if none comes in time."""
         try:
-            event = await asyncio.wait_for(self._queue.get(), seconds)
+            event = self.last = await asyncio.wait_for(self._queue.get(), seconds)
         except asyncio.TimeoutError:
             return None
         self._calls += [event] if isinstance(event, CallEnd) else []
@@ -81,6 +87,7 @@ class EventStream:
         self.events, self.reply, self.over, self.keepalive = events, reply, over, keepalive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][FILLER] = self.reply.keepalive
         gone = asyncio.ensure_future(disconnected(receive))
         writing = asyncio.ensure_future(self._write(send))
         try:

@@ -2,9 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -76,13 +77,11 @@ class Running:
             max_tokens=prepared.max_tokens,
             **self._sampling(prepared.request.sampling),
         )
-        try:
+        with closing(responses):
             for last in responses:
                 self._token(last)
                 if last.finish_reason or self._answering.done:
                     break
-        finally:
-            cast(Generator[GenerationResponse, None, None], responses).close()
         self.session.keep()
         self._end(last)
 

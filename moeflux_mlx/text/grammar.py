@@ -17,8 +17,8 @@ from .calls.schema import parameter_types, variants
 Schema = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 ANY_OBJECT: Schema = {"type": "object"}
-# Enough to indent with, not enough to write spaces for ever.
-OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
+# Between two tokens of JSON: a space, or a new line and its indent. More would only use up the limit of the answer.
+OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
 HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{0,4}/\n"
 SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # of a string that is written without quotes
 

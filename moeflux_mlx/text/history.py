@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from ..errors import MoefluxError
 from .calls.dialect import dialect_of
-from .replay import Answer, AnswerStore, StandIn
+from .channels import END, START, opens_thinking
+from .chat_template import REASONING_KEYS
+from .replay import Answer, AnswerStore, StandIn, opened_by
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
@@ -81,6 +83,20 @@ class History:
         tools, variables = self._guard.protect(tools) if tools else None, self._guard.protect(variables)
         return self._replayed(normal, found, lambda shown: self._render(shown, tools, add_generation_prompt, variables))
 
+    def begun(self, marked: str, message: Mapping[str, Any]) -> tuple[str, bool]:
+        """The prompt `marked` with what `message` has of the answer, and whether that ends inside the reasoning.
+
+        Text ends the reasoning that the template has opened; without text, the reasoning goes on.
+        """
+        (message,) = map(self._protected, self.normalised([message]))
+        thought, text = next((message[key] for key in REASONING_KEYS if message.get(key)), ""), message["content"]
+        prompt = self.plain(marked)
+        if thought and self._tokenizer.has_thinking and not opened_by(prompt):
+            marked += f"{START}\n"
+        elif not opens_thinking(prompt):
+            return marked + text, False
+        return marked + thought + (f"\n{END}\n\n{text}" if text else ""), not text
+
     def _replayed(self, messages: Messages, found: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
         """The prompt with the answers `found` as they were written, but for those that the template hides."""
         if self.dialect is None:
@@ -99,8 +115,13 @@ class History:
         return self._replayed(messages, {n: answer for n, answer in found.items() if n not in hidden}, render)
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message that holds no marker but what the model may have written: of a call, its arguments alone."""
         own = message["role"] == "assistant"
-        return {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
+        done = {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
+        for call in done.get("tool_calls", ()):
+            call["id"] = self._guard.protect(call["id"])
+            call["function"] |= self._guard.protect({"name": call["function"].get("name", "")})
+        return done
 
     def _render(
         self,

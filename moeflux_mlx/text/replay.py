@@ -8,8 +8,6 @@ writes its message, reasoning included if the template still shows it there.
 import json
 import re
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,7 @@ from .calls import deepseek, json_form
 from .calls.dialect import TOOL_CALL, Dialect
 from .channels import END, START
 from .chat_template import REASONING_KEYS
+from .latest import Latest
 
 Message = Mapping[str, Any]
 OPENED = re.compile(rf"{START}\s*(?:{END}\s*)?\Z")
@@ -71,31 +70,15 @@ class AnswerStore:
     """
 
     def __init__(self, max_answers: int = 4096, max_chars: int = 1 << 25):
-        self._max_answers, self._max_chars = max_answers, max_chars
-        self._answers: OrderedDict[tuple[str, ...], Answer] = OrderedDict()
-        self._chars = 0
-        self._lock = threading.Lock()
+        self._answers: Latest[tuple[str, ...], Answer] = Latest(max_answers, max_chars)
 
     def keep(self, answer: Answer) -> None:
-        with self._lock:
-            self._drop(answer.ids)
-            self._answers[answer.ids] = answer
-            self._chars += len(answer.raw)
-            while len(self._answers) > self._max_answers or self._chars > self._max_chars:
-                self._drop(next(iter(self._answers)))
+        self._answers.keep(answer.ids, answer, len(answer.raw))
 
     def find(self, message: Message) -> Answer | None:
         """The answer that this message of a history was made from, None if it is not here or was changed."""
-        ids = tuple(call.get("id") for call in message.get("tool_calls") or ())
-        with self._lock:
-            answer = self._answers.get(ids)
-            if answer is not None:
-                self._answers.move_to_end(ids)
+        answer = self._answers.find(tuple(call.get("id") for call in message.get("tool_calls") or ()))
         return answer if answer is not None and answer.is_of(message) else None
-
-    def _drop(self, ids: tuple[str, ...]) -> None:
-        if ids in self._answers:
-            self._chars -= len(self._answers.pop(ids).raw)
 
 
 class StandIn:

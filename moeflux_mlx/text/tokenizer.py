@@ -387,6 +387,7 @@ class TokenizerWrapper:
 
     def apply_chat_template(
         self,
+        /,  # so that a variable of the template may be called `self`
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -276,7 +276,7 @@ def test_an_answer_ends_with_the_models_context(monkeypatch):
 
     def respond(prompt, max_tokens, **_):
         ends.append(len(prompt) + max_tokens)
-        return iter(())
+        return (response for response in ())
 
     monkeypatch.setattr(talk.session, "respond", respond)
     for n in (-1, 10**6, 5):

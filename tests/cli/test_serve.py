@@ -65,9 +65,11 @@ class Served:
         return time.monotonic() - began, code, self.process.stderr.read()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, interruptible):
-    with Served() as served:
+@pytest.mark.parametrize(
+    ("number", "code", "options", "lines"), [(signal.SIGINT, 130, (), 1), (signal.SIGTERM, 0, ("--quiet",), 0)]
+)
+def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, options, lines, interruptible):
+    with Served(*options) as served:
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
         head = "POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", served.port)) as connection:
@@ -76,6 +78,7 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, interruptible
             seconds, found, said = served.end(number)
     assert seconds < 5 and found == code and "Traceback" not in said
     assert "context: 1024 tokens" in said and f"http://127.0.0.1:{served.port}/v1" in said
+    assert said.count(" /v1/messages 503: ") == lines
 
 
 def test_what_was_computed_outlives_a_kill(tmp_path, interruptible):

@@ -1,12 +1,17 @@
 """Computing one token ahead: the same tokens, and caches that hold what was reported when one stops."""
 
+import gc
+import inspect
+from types import GeneratorType
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from test_decode import FAMILIES, make_resident
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.engine.conversation import Conversation
+from moeflux_mlx.engine.generation import generate_step, stream_generate
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -54,6 +59,40 @@ def test_caches_hold_what_was_reported_after_a_stop(model, reported):
         assert offset == want and all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
     rest = steps(model, 3, cache, prompt=told[-1:])
     assert [token for token, _ in rest] == [token for token, _ in whole[reported:]]
+
+
+def running_answers(model):
+    """Answers of every kind to a new text, and the caches that they fill."""
+    tokenizer, cache = load_tokenizer(tiny_directory("qwen3_next")), model.make_cache()
+    yield generate_step(PROMPT, model, max_tokens=-1, prompt_cache=cache), cache
+    cache = model.make_cache()
+    yield stream_generate(model, tokenizer, PROMPT, max_tokens=-1, prompt_cache=cache), cache
+    session = Session(model, tokenizer)
+    yield session.respond(PROMPT, max_tokens=-1), session.cache
+    session = Session(model, tokenizer)
+    yield Conversation(session, tokenizer, {}).ask("Hello"), session.cache
+
+
+def under_way():
+    """This package's generators that have begun; the list keeps each from ending because nobody has it any more."""
+    every = [one for one in gc.get_objects() if isinstance(one, GeneratorType)]
+    return [one for one in every if is_suspended(one) and "moeflux_mlx" in one.gi_code.co_filename]
+
+
+def is_suspended(generator):
+    return inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
+
+
+@pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
+def test_closing_an_answer_ends_what_it_consists_of(model):
+    """At once, also where a generator outlives the one that uses it, as in CPython 3.12.3."""
+    for answer, cache in running_answers(model):
+        before = under_way()
+        next(answer)
+        parts, absorbed = [one for one in under_way() if one not in before], cache[0].offset
+        answer.close()
+        assert len(parts) > 1 and not any(map(is_suspended, parts))
+        assert {layer.offset for layer in cache} == {absorbed - 1}
 
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)

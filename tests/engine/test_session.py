@@ -20,7 +20,9 @@ from moeflux_mlx.text.tokenizer import load_tokenizer
 
 RECURRENT = "qwen3_next"
 N = 60
-TOLERANCE = 5e-4 if backend.has_kernels() else 2e-4  # a GPU sums other chunks in another order
+TOLERANCES = dict.fromkeys(FAMILIES, 2e-4)
+if backend.has_kernels():  # a GPU sums other chunks in another order: 2.2e-4 were seen here, 0.8e-4 in the others
+    TOLERANCES["qwen3_5_moe"] = 5e-4
 
 
 def text(n=N, seed=0):
@@ -43,7 +45,7 @@ def check(session, prompt, **options):
     tokens, logprobs = fresh(session, prompt)
     assert [r.token for r in responses] == tokens
     for response, wanted in zip(responses, logprobs, strict=True):
-        np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=TOLERANCE)
+        np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=TOLERANCES[session.model.args.model_type])
     assert session.tokens == list(prompt) + tokens[:-1]
     assert {layer.offset for layer in session.cache} == {len(session.tokens)}
     return session.reuse
@@ -84,8 +86,9 @@ def test_the_same_prompt_again_computes_one_token():
     assert check(session, text()).computed == 1
 
 
-def test_the_comparison_sees_a_state_that_is_one_percent_off():
-    session = make(RECURRENT)
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_5_moe"])
+def test_the_comparison_sees_a_state_that_is_one_percent_off(family):
+    session = make(family)
     check(session, text(), boundaries=[40])
     kept = session.points._kept[40]
     session.points._kept[40] = {i: (conv, recurrent * 1.01) for i, (conv, recurrent) in kept.items()}

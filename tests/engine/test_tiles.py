@@ -156,7 +156,8 @@ def test_who_decides(file, monkeypatch, tmp_path):
         tiles.choose("no-such-file")
 
 
-def test_a_cpu_needs_no_file():
+def test_a_cpu_needs_no_file(monkeypatch):
+    monkeypatch.setattr(backend, "name", lambda: "ops")
     assert tiles.choose("no-such-file") is CODE
 
 

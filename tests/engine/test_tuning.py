@@ -312,8 +312,8 @@ class Bench:
     """A machine on which twice the rows are twice as fast, and four times as many wrong."""
 
     def __init__(self, spot, sample):
-        self.start = TILES["metal"][sample.kernel]
-        self.around = lambda tile: neighbours("metal", sample.kernel, tile)
+        self.start = TILES[backend.name()][sample.kernel]
+        self.around = lambda tile: neighbours(backend.name(), sample.kernel, tile)
 
     def is_right(self, tile):
         return tile.rows <= 2 * self.start.rows
@@ -335,7 +335,8 @@ def test_what_is_found_is_kept_shown_used_and_forgotten(host, cached, monkeypatc
     assert "2.00 times as fast as rows" in out and "a made-up GPU" in out
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
     found = file_of.choose("auto").found
-    assert found and all(tile.rows == 2 * TILES["metal"][spot.split()[0]].rows for spot, tile in found.items())
+    code = TILES[backend.name()]
+    assert found and all(tile.rows == 2 * code[spot.split()[0]].rows for spot, tile in found.items())
     assert file_of.choose("code").found == {}
     assert file_of.choose(str(cached)).found == found
     assert command.main(["--show"]) == 0

@@ -154,7 +154,7 @@ def test_layers_of_one_size_share_a_pool(packed):
     loader = StreamedExperts(packed, cache_bytes=1 << 30, least_slots=LEAST)
     assert loader._pool_of[1] is loader._pool_of[3] and len(set(loader._pools)) == 3
     assert [loader.slots_of(layer) for layer in range(4)] == [6, 12, 6, 12] and loader.slots == 24
-    assert sum(pool.rows.nbytes for pool in loader._pools) == taken(packed.layout, 1 << 30, LEAST)
+    assert sum(pool.slots * pool.nbytes for pool in loader._pools) == taken(packed.layout, 1 << 30, LEAST)
     loader.close()
 
 

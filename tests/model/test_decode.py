@@ -54,6 +54,7 @@ def test_compiled_step_equals_the_plain_one(resident_model):
     assert [c.offset for c in fixed] == [c.offset for c in plain]
 
 
+@msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):

@@ -9,7 +9,7 @@ import pytest
 from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, Router
-from moeflux_mlx.ops import delta, route
+from moeflux_mlx.ops import backend, delta, route
 from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -118,7 +118,7 @@ def test_gated_delta_tokens(host, T, heads, key_heads, v_dim, k_dim, dtype):
 
 @pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 8), (8, 3, 2, 1), (16, 1, 4, 2), (32, 4, 2, 4)])
 def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdgroups, ahead):
-    monkeypatch.setitem(TILES["metal"], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
+    monkeypatch.setitem(TILES[backend.name()], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
     delta._plan_tokens.cache_clear()
     case = delta_case(np.random.default_rng(lanes), 11, 2, 1, 19, 128, mx.float32)
     want, state = delta_oracle(*case)
@@ -128,7 +128,7 @@ def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdg
 
 
 def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host, monkeypatch):
-    monkeypatch.setitem(TILES["metal"], "gated_delta_tokens", Tile(rows=8, lanes=8, simdgroups=8, ahead=8))
+    monkeypatch.setitem(TILES[backend.name()], "gated_delta_tokens", Tile(rows=8, lanes=8, simdgroups=8, ahead=8))
     delta._plan_tokens.cache_clear()
     with pytest.raises(RequestError, match="bytes of threadgroup memory"):
         delta.gated_delta_tokens(*delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32))

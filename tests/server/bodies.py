@@ -76,10 +76,7 @@ MESSAGES = {
         },
         {"role": "system", "content": "Hurry."},
     ],
-    "tools": [
-        {"name": "Read", "description": "Reads.", "input_schema": READ_TOOL["parameters"]},
-        {"type": "web_search_20250305", "name": "web_search"},
-    ],
+    "tools": [{"name": "Read", "description": "Reads.", "input_schema": READ_TOOL["parameters"]}],
     "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
     "thinking": {"type": "enabled", "budget_tokens": 1000},
     "stop_sequences": ["END"],

@@ -32,12 +32,13 @@ from moeflux_mlx.text.tokenizer import load_tokenizer
 class Live:
     """Attributes: url, socket, worker, listener."""
 
-    def __init__(self, load, sessions=3, queue=64, rules=Rules(), keepalive=8.0, idle=1 << 30):  # noqa: B008
+    def __init__(self, load, sessions=3, queue=64, rules=Rules(), keepalive=8.0, idle=1 << 30, log=None):  # noqa: B008
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.worker = Worker(load, lambda engine: Sessions(engine.session, sessions, idle), queue)
-        served = Served(self.worker, "tiny", lambda engine: Defaults(Sampling(temperature=0.0), {}), False, keepalive)
+        defaults = Defaults(Sampling(temperature=0.0), {})
+        served = Served(self.worker, "tiny", lambda engine: defaults, False, keepalive, log)
         self.listener = Listener(make_app(served, rules), self.worker.begin_stop)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 

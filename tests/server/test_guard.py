@@ -1,6 +1,7 @@
 """Hostile requests: each gets a 4xx in the shape of the API that it came by, and the server goes on."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -96,6 +97,12 @@ REFUSED = [
     (403, {"Host": "localhost.evil.example"}),
     (403, {"Host": ""}),
     (403, {"Host": "[::1"}),
+    (403, {"Host": "evil.example@127.0.0.1"}),
+    (403, {"Host": "127.0.0.1#.evil.example"}),
+    (403, {"Host": "127.0.0.1?.evil.example"}),
+    (403, {"Host": "127.0.0.1/.evil.example"}),
+    (403, {"Host": "[::1].evil.example"}),
+    (403, {"Host": "localhost:8080.evil.example"}),
     (403, {"Origin": "https://evil.example"}),
     (403, {"Origin": "null"}),
     (403, {"Origin": "http://localhost:1"}),
@@ -190,7 +197,7 @@ def test_a_body_in_pieces_is_counted():
 
 def test_bodies_are_bounded_together():
     with Live(lambda: FakeEngine(lambda prompt: "Yes.")) as live:
-        guard = live.listener.config.app
+        guard = live.listener.config.app.app
         guard.max_bodies = 1000
         padded = CHAT + b" " * 600
         with socket.create_connection(("127.0.0.1", live.port), timeout=5) as half:
@@ -231,6 +238,54 @@ def test_template_and_reserved_names_are_refused(live):
     for more in (b'"chat_template": "{{ 1 }}"', b'"chat_template_kwargs": {"messages": []}'):
         status, _, body = answer(live, request(PATHS[0], CHAT[:-1] + b", " + more + b"}"))
         assert status == 400 and b"chat_template" in body
+
+
+def test_a_variable_of_a_template_may_have_any_other_name(live):
+    for name in (b"self", b"known", b"template", b"caller", b"", b"a b"):
+        body = CHAT[:-1] + b', "chat_template_kwargs": {"%s": 1}}' % name
+        assert answer(live, request(PATHS[0], body))[0] == 200, name
+
+
+def test_each_request_is_told_in_a_line():
+    lines = []
+    slow = FakeEngine(lambda prompt: "</think>Yes." + " Yes" * ("much" in prompt) * 500, token_seconds=0.002)
+    with Live(lambda: slow, rules=Rules(key=KEY), log=lines.append) as live:
+        for data in (
+            request("/v1/chat/completions"),
+            request("/v1/chat/completions"),
+            request("/v1/messages", MESSAGES[:-1] + b', "stream": true}', Connection="close"),
+            request("/v1/responses", b'{"input": 3}'),
+            request("/v1/messages", b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"a" * 9000)),
+            request("/v1/messages/count_tokens"),
+            request("/v1/chat/completions", Authorization=None),
+            request("/tokenize", Host="evil.example"),
+            request("/v1/%1b[2Jx", method="GET"),
+            request("/v1/models", b"", method="GET"),
+            request("/health", b"", method="GET"),
+        ):
+            live.raw(data)
+        with socket.create_connection(("127.0.0.1", live.port)) as leaving:
+            leaving.sendall(request("/v1/completions", b'{"prompt": "much"}'))
+            wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: len(lines) == 10)
+        metrics = live.raw(request("/metrics", b"", method="GET")).decode()
+    told = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\S+) (\d+): (.*)\d+\.\d s", line).groups() for line in lines]
+    assert [(path, int(status)) for path, status, _ in told] == [
+        ("/v1/chat/completions", 200),
+        ("/v1/chat/completions", 200),
+        ("/v1/messages", 200),
+        ("/v1/responses", 400),
+        ("/v1/messages", 400),
+        ("/v1/messages/count_tokens", 200),
+        ("/v1/chat/completions", 401),
+        ("/tokenize", 403),
+        ("'/v1/\\x1b[2Jx'", 404),
+        ("/v1/completions", 499),
+    ]
+    counts = [re.fullmatch(r"(\d+) tokens in, (\d+) cached, (\d+) out, ", rest) for _, _, rest in told]
+    assert [bool(match) for match in counts] == [True] * 3 + [False] * 7
+    assert 'path="/tokenize",status="403"} 1' in metrics
+    assert counts[0][1] == counts[1][1] and int(counts[0][2]) == 0 < int(counts[1][2]) and counts[2][3] == "4"
 
 
 def test_as_many_wait_as_may():

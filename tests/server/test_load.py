@@ -6,13 +6,17 @@ import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
+from urllib.error import HTTPError
 
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
-from moeflux_mlx.server import reply
+from moeflux_mlx.server import app, listen, reply
 from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.live import used_memory
+from moeflux_mlx.server.prepare import Preparer
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 ANSWER = "</think>" + "An owl flew over the lake. " * 4
@@ -132,6 +136,53 @@ def test_what_waits_to_be_read_is_bounded(monkeypatch):
             wait_for(lambda: live.worker.state.totals.cancelled)
             connection.settimeout(20)
             assert b'"not_read"' in read_whole(connection)[-400:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_sends_no_more_gets_the_answer(stream, monkeypatch):
+    monkeypatch.setattr(listen, "KNOCK_SECONDS", 0.02)
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER, prompt_seconds=0.02, step=8, context=100_000)) as live:
+        with send(live, body(1, stream=stream)) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            said = answer.read().decode()
+            assert answer.status == 200 and ("[DONE]" if stream else "An owl flew over the lake.") in said
+            assert connection.recv(1) == b""
+        left = body(2, messages=[{"role": "user", "content": "a" * 20_000}], stream=stream)
+        with send(live, left) as connection:
+            wait_for(lambda: live.worker.state.running)
+            while stream and b'"role"' not in connection.recv(65536):  # what is not read would tell that it is gone
+                pass
+        wait_for(lambda: not live.worker.state.running, 2)
+        assert live.worker.state.totals.cancelled == 1
+
+
+def test_no_answer_waits_for_what_is_counted(monkeypatch):
+    monkeypatch.setattr(app, "MAX_BODY", 1000)
+    begun, go_on, entered = threading.Event(), threading.Event(), []
+
+    def slow(preparer, request):
+        entered.append(request)
+        begun.set()
+        assert go_on.wait(20)
+        return 7
+
+    monkeypatch.setattr(Preparer, "count", slow)
+    count = {"messages": [{"role": "user", "content": "a" * 300}]}
+    with Live(lambda: FakeEngine(lambda prompt: ANSWER)) as live, ThreadPoolExecutor(2) as clients:
+        counted = [clients.submit(live.post, "/v1/messages/count_tokens", count) for _ in range(2)]
+        assert begun.wait(20)
+        wait_for(lambda: live.listener.config.app.app._held > 600)
+        with pytest.raises(HTTPError, match="503") as busy:
+            live.post("/tokenize", {"content": "a" * 500})
+        assert b"try again later" in busy.value.read()
+        with send(live, body(1)) as connection:
+            assert b"[DONE]" in read_whole(connection)
+        assert len(entered) == 1
+        go_on.set()
+        assert [one.result() for one in counted] == [{"input_tokens": 7}] * 2
+        assert len(live.post("/tokenize", {"content": "a" * 500})["tokens"]) > 100
 
 
 @pytest.mark.full

@@ -18,6 +18,10 @@ QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
 
 def script(prompt):
     """What the model says to a prompt."""
+    if prompt.endswith("<think>\n\n</think>\n\nThe owl"):
+        return " flew."
+    if prompt.endswith("<think>\nI must."):
+        return " Now.</think>It flew."
     if prompt.endswith("<function=weather>\n"):
         return CALL.split("<function=weather>\n")[1]
     if "<tool_response>" in prompt:
@@ -129,6 +133,81 @@ def test_responses_with_tools(chat):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 C"}
     history = [{"role": "user", "content": "How is it?"}, *(item.model_dump() for item in final.output), result]
     assert chat.responses.create(model="m", input=history, tools=[tool]).output_text == "It is 18 C."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_that_are_named_instead_of_sent(chat, stream):
+    tool = {"type": "function", **TOOL["function"]}
+    options = {"model": "m", "tools": [tool]}
+
+    def output(**more):
+        if not stream:
+            return chat.responses.create(input=QUESTION, **options, **more).output
+        *_, last = chat.responses.create(input=QUESTION, stream=True, **options, **more)
+        return last.response.output
+
+    items = output()
+    assert [item.type for item in items] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": items[-1].call_id, "output": "18 C"}
+    whole = [item.model_dump(exclude_none=True) for item in items]
+    for named in ([{"type": "item_reference", "id": item.id} for item in items], [{"id": item.id} for item in items]):
+        answers = [chat.responses.create(input=[*QUESTION, *middle, result], **options) for middle in (whole, named)]
+        assert [one.output_text for one in answers] == ["It is 18 C."] * 2
+        assert answers[0].usage.input_tokens == answers[1].usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="Duplicate item found"):
+        chat.responses.create(input=[*QUESTION, *named, named[0], result], **options)
+    reference = {"type": "item_reference", "id": output(store=False)[0].id}
+    with pytest.raises(openai.NotFoundError, match=f"Item with id '{reference['id']}' not found") as error:
+        chat.responses.create(input=[*QUESTION, reference, *QUESTION], **options)
+    assert error.value.param == "input"
+
+
+def test_a_tool_runner_that_would_keep_its_messages_in_a_thread(claude):
+    """The client is told that there are no threads, and sends everything."""
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells."""
+        asked.append(city)
+        return "18 C"
+
+    with pytest.raises(anthropic.BadRequestError, match="send all messages") as refused:
+        claude.beta.messages.create(model="m", messages=QUESTION, max_tokens=9, thread={"type": "create"})
+    assert refused.value.body["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    runner = claude.beta.messages.tool_runner(model="m", messages=QUESTION, tools=[weather], max_tokens=500)
+    assert runner.until_done().content[-1].text == "It is 18 C." and asked == ["Paris"]
+
+
+def test_an_answer_that_has_begun_goes_on(chat, claude):
+    begun = [*QUESTION, {"role": "assistant", "content": "The owl"}]
+    assert chat.chat.completions.create(model="m", messages=begun).choices[0].message.content == " flew."
+    assert chat.responses.create(model="m", input=begun).output_text == " flew."
+    assert claude.messages.create(model="m", messages=begun, max_tokens=9).content[0].text == " flew."
+    thought = {"role": "assistant", "content": None, "reasoning_content": "I must."}
+    message = chat.chat.completions.create(model="m", messages=[*QUESTION, thought]).choices[0].message
+    assert (message.reasoning_content, message.content) == (" Now.", "It flew.")
+    empty = chat.chat.completions.create(model="m", messages=[*QUESTION, {"role": "assistant", "content": ""}])
+    assert empty.choices[0].message.content == "I look.\n\n" + CALL
+
+
+def test_what_no_answer_can_follow(chat, claude):
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    block = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
+    with pytest.raises(openai.BadRequestError, match="end with a call of a tool; send its result"):
+        chat.chat.completions.create(model="m", messages=[*QUESTION, {"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(openai.BadRequestError, match="end with a call of a tool; send its result"):
+        chat.responses.create(model="m", input=[*QUESTION, item])
+    called = [*QUESTION, {"role": "assistant", "content": [block]}]
+    with pytest.raises(anthropic.BadRequestError, match="end with a call of a tool; send its result"):
+        claude.messages.create(model="m", messages=called, max_tokens=9)
+    assert claude.messages.count_tokens(model="m", messages=called).input_tokens > 20
+    with pytest.raises(openai.BadRequestError, match="only message is the beginning of an answer"):
+        chat.chat.completions.create(model="m", messages=[{"role": "assistant", "content": "The owl"}])
 
 
 def test_stop_texts_end_the_answer_only(claude):

@@ -219,6 +219,9 @@ def test_anthropic_choice(choice, wanted):
 def test_structure(form, schema):
     assert of_chat(response_format=form).schema == schema
     assert of_input(text={"format": form}).schema == schema
+    if form.get("json_schema") is None:
+        assert of_messages(output_config={"effort": "low", "format": form}).schema == schema
+        assert of_messages(output_config={}, output_format=form).schema == schema
 
 
 def test_a_cut_call_in_a_history_is_kept():
@@ -296,6 +299,9 @@ REFUSED = [
     (messages.read, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     (messages.read, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
     (messages.read, {"messages": HI, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+    (messages.read, {"messages": HI, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+    (messages.read, {"messages": HI, "thread": {"type": "create"}}, "thread"),
+    (messages.read, {"messages": HI, "output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     (responses.read, {}, "input"),
     (responses.read, {"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
     (responses.read, {"input": "hi", "conversation": "c"}, "conversation"),
@@ -315,6 +321,12 @@ def test_refused(read, body, param):
     leaf = param.split(".")[-1].split("[")[0]
     assert leaf in str(caught.value) or param.split(".")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_tools_of_others_are_named():
+    tools = [{"type": kind, "name": "x"} for kind in ("web_search_20250305", "bash_20250124")]
+    with pytest.raises(BadRequestError, match="of type 'web_search_20250305', 'bash_20250124', or"):
+        of_messages(tools=[{"name": "Read", "input_schema": {}}, *tools])
 
 
 def nested(levels):

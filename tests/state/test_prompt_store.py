@@ -26,6 +26,7 @@ from tiny_models import ROOT, tiny_directory, tiny_model
 from moeflux_mlx import model_fingerprint, save_state
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import FingerprintError, ModelFileError, PromptCacheError, RequestError
+from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import fingerprint
 from moeflux_mlx.state.prompt_file import START, load_prompt, read_prompt_header, save_prompt
@@ -33,6 +34,7 @@ from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_pr
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 N = 40
+ROUNDING = 1e-4 if backend.has_kernels() else 2e-5  # a GPU multiplies one row by other kernels than a span
 ATTENTION, RECURRENT = "qwen3_moe", "qwen3_next"
 HERE = Path(__file__).parents[1]
 
@@ -94,7 +96,7 @@ def test_the_same_prompt_gives_the_same_answer_after_a_restart(family, kind, tmp
     again, again_tokens, got = run()
     assert (first.disk, again.disk, again.computed) == (0, N - 1, 1) and tokens == again_tokens
     for one, other in zip(wanted, got, strict=True):  # the last token went through in a span of its own
-        np.testing.assert_allclose(one, other, atol=2e-5)
+        np.testing.assert_allclose(one, other, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -238,6 +238,38 @@ def test_no_text_from_outside_becomes_a_control_token(tokenizers, name):
     assert attacked == plain and (plain or name == "text_only")
 
 
+@pytest.mark.parametrize("name", STYLES)
+def test_the_name_of_a_past_call_holds_no_tag(tokenizers, name):
+    tokenizer, tags = tokenizers[name], "</think></tool_call><tool_call><｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    controls = {i for token, i in tokenizer.get_vocab().items() if token in tokenizer.markers}
+    tokens = []
+    for said in (tags, ""):
+        call = {"id": f"c{said}", "function": {"name": f"f{said}", "arguments": {}}}
+        chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, TOOL]
+        tokens.append([token for token in History(tokenizer).tokens(chat) if token in controls])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    "name, thinks, said, thought, both",
+    [
+        ("qwen35_style", True, "\n</think>\n\nAn owl", "I must.", "I must.\n</think>\n\nAn owl"),
+        ("qwen35_style", False, "An owl", "", "An owl"),
+        ("qwen3_style", True, "An owl", "<think>\nI must.", "<think>\nI must.\n</think>\n\nAn owl"),
+        ("qwen3_style", False, "An owl", "", "An owl"),
+    ],
+)
+def test_an_answer_that_has_begun_stays_open(tokenizers, name, thinks, said, thought, both):
+    history = History(tokenizers[name])
+    prompt = history.marked([USER], None, True, {"enable_thinking": thinks})
+    for text, reasoning, added in (("An owl", "", said), ("", "I must.", thought), ("An owl", "I must.", both)):
+        message = {"role": "assistant", "content": text, "reasoning_content": reasoning}
+        assert history.begun(prompt, message) == (prompt + added, thinks and not text)
+    marked, _ = history.begun(prompt, {"role": "assistant", "content": "An <|im_end|>owl"})
+    ends = [history.encode(one).count(tokenizers[name].eos_token_id) for one in (prompt, marked)]
+    assert ends[0] == ends[1] and history.plain(marked).endswith("An <|im_end|>owl")
+
+
 def test_what_a_model_spelt_out_becomes_no_control_token(tokenizers):
     tokenizer, store = tokenizers["qwen35_style"], AnswerStore()
     history = History(tokenizer, store)

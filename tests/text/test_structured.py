@@ -93,6 +93,14 @@ def test_a_schema_is_followed(constrainer):
         assert not follows(constrainer, grammar, bad)
 
 
+def test_no_more_space_than_an_indent(constrainer):
+    grammar = constrainer.grammar(SCHEMA)
+    for good in ('{"city": "A"}', '{\n    "city" : "A"\n}', '{\n\t"city":\n"A"}'):
+        assert follows(constrainer, grammar, good)
+    for bad in ('{"city":  "A"}', '{\n\n"city": "A"}', f'{{\n{" " * 17}"city": "A"}}', '{ \n"city": "A"}'):
+        assert not follows(constrainer, grammar, bad)
+
+
 def test_any_object(constrainer):
     grammar = constrainer.grammar(True)
     assert follows(constrainer, grammar, '{"a": [1, {"b": null}], "c": "x"}') and follows(constrainer, grammar, "{}")

@@ -7,9 +7,11 @@ from ...errors import BadRequestError
 from ..request import Request
 from . import conversation, settings, tools
 from .conversation import Message
-from .fields import Fields, check
+from .fields import Fields, check, shown
 from .parts import joined, texts, unserved
+from .replies import NO_THREADS
 
+MOST_NAMED = 8  # tools, in the message that refuses them
 # Blocks in histories that came from a server's own tools, or that only their maker can read.
 _DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 
@@ -18,6 +20,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
     """The request that a body makes, also one for count_tokens."""
     check(body)
     fields = Fields(body)
+    _refuse_threads(fields)
     variables = settings.template_variables(fields)
     offered, choice = tools.chosen(_tools(fields), tools.anthropic_choice(fields))
     picked = fields.object("tool_choice")
@@ -33,14 +36,33 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         sampling=settings.sampling(fields),
         template_variables=variables,
         thinking=settings.thinking(fields, variables),
+        schema=settings.structure(_format(fields)),
         stream=fields.flag("stream"),
     )
 
 
+def _refuse_threads(fields: Fields) -> None:
+    """Clients that hear that there are no threads send the whole conversation instead."""
+    if fields.get("thread") is not None:
+        message = "this server keeps no conversations; leave thread out, and send all messages"
+        raise BadRequestError(message, "thread", code=NO_THREADS)
+
+
+def _format(fields: Fields) -> Fields | None:
+    """What the answer must conform to, under today's name or the one before."""
+    config = fields.object("output_config")
+    return (config and config.object("format")) or fields.object("output_format")
+
+
 def _tools(fields: Fields) -> list[tools.Tool]:
-    """The client's own; those with a type of Anthropic's would run elsewhere, and are left out."""
-    own = (item for item in fields.objects("tools") if (item.text("type") or "custom") == "custom")
-    return [tools.tool(item, "input_schema") for item in own]
+    """The client's own. Those with a type of Anthropic's run at its servers, or have a schema that its models know."""
+    items = list(fields.objects("tools"))
+    others = [shown(kind) for item in items if (kind := item.text("type") or "custom") != "custom"]
+    if others:
+        names = ", ".join(others[:MOST_NAMED])
+        message = f"this server has no tools of its own: leave out those of type {names}, or send an input_schema"
+        raise BadRequestError(message, "tools")
+    return [tools.tool(item, "input_schema") for item in items]
 
 
 def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:

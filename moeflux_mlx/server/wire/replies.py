@@ -8,6 +8,7 @@ from ..request import Failed, Finish, PromptProgress, Request, ServerEvent
 from .answer import Answer, Step
 from .ids import Ids
 
+NO_THREADS = "thread_unsupported_request"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -92,9 +93,10 @@ def openai_failure(answer: Answer) -> dict[str, Any]:
 
 
 def anthropic_error(status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
-    """`code` and `param` have no place of their own; messages name the field."""
+    """`code` and `param` have a place only where a client acts on them; messages name the field."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code, "unsupported": [param]}} if code == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -> Failed:

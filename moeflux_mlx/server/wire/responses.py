@@ -1,6 +1,6 @@
-"""/v1/responses: a response as items, each added, filled and done; stateless. Codex acts on `output_item.done`."""
+"""/v1/responses: a response as items, each added, filled and done. Codex acts on `output_item.done`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..request import Failed, Finish, Request, ServerEvent, TokenLogprob
@@ -16,10 +16,10 @@ __all__ = ["error", "read", "stream", "whole"]
 error = openai_error
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_", "custom": "ctc_"}
-# What is the same in every response: nothing is kept, and there is one tier of service.
+# What is the same in every response: no response is kept whole, and there is one tier of service.
 _FIXED = {
     "previous_response_id": None,
-    "store": False,
+    "store": False,  # unless its items are kept
     "background": False,
     "service_tier": "default",
     "max_tool_calls": None,
@@ -74,6 +74,7 @@ def _response(request: Request, id: str, created: int, status: str, answer: Answ
         "parallel_tool_calls": request.parallel_tool_calls,
         **request.extra.get("echo", {}),
         **_FIXED,
+        "store": request.extra.get("store", False),
     }
 
 
@@ -154,10 +155,15 @@ class Items:
 
 
 class ResponseReply(Reply):
-    """Events from `response.created` to completed, incomplete or failed, numbered from 0."""
+    """Events from `response.created` to completed, incomplete or failed, numbered from 0.
 
-    def __init__(self, request: Request, ids: Ids):
+    Args:
+        keep: takes the items once all are done, before the client hears of it.
+    """
+
+    def __init__(self, request: Request, ids: Ids, keep: Callable[[list[dict[str, Any]]], None] | None = None):
         super().__init__(request, ids)
+        self._keep = keep
         self._id = ids.make("resp_")
         self._items = Items(request, ids)
         self._number = 0
@@ -230,6 +236,8 @@ class ResponseReply(Reply):
         if self.answer.over:
             response["output"] = [self._items.done(block) for block in self.answer.blocks]
             response["completed_at"] = _completed(self.answer, self.ids.now())
+        if self.answer.finish and self._keep:
+            self._keep(response["output"])
         return self._event(kind, response=response)
 
     def _inside(self, block: Block, kind: str, **data: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What a body of /v1/responses asks for: a row of items as messages. Nothing is kept from request to request."""
+"""What a body of /v1/responses asks for: a row of items as messages."""
 
 import base64
 import binascii
@@ -47,6 +47,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         extra={
             "known": known,
             "sealed": "reasoning.encrypted_content" in include,
+            "store": fields.flag("store", True),
             "echo": _echo(fields),
         },
     )
