@@ -2,9 +2,9 @@
 // heads' keys and values lies at keys, values[KV, capacity, D] if p < begun; at recent[2, KV, RECENT, D], p - begun, if
 // it came later; the token's own, at p = offset, come as k, v[KV, D]. positions = offset, begun, capacity.
 //
-// q[H, STRIDE], of whose heads the first D values are taken, and k are divided by their root mean square (+ eps[0]) and
-// multiplied by q_weight or k_weight[D] W; their first DIMS values are turned by angles offset / periods[DIMS / 2] and
-// multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
+// q[H, STRIDE], of whose heads the first D values are taken, and k are with NORM divided by their root mean square
+// (+ eps[0]) and multiplied by q_weight or k_weight[D] W; their first DIMS values, perhaps none, are turned by angles
+// offset / periods[DIMS / 2] and multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
 //
 // For each P positions and each head, parts[., H, D + 2] float: the values, weighted by exp(score - largest), where
 // score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
@@ -21,7 +21,7 @@
   alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key; in the end half of the sums
   alignas(16) threadgroup float weights[P * GH];
   threadgroup uint4 tile[P * ROW];  // keys
-  threadgroup float turns[DIMS];    // cosines, then sines
+  threadgroup float turns[DIMS + (DIMS == 0)];  // cosines, then sines
   threadgroup float norms[2 * D];   // q_weight, then k_weight
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
@@ -69,7 +69,7 @@
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < 2 / SHARES; t++) {
     const uint i = mine + t * THREADS;
-    norms[i] = float(i < D ? q_weight[i] : k_weight[i - D]);
+    norms[i] = NORM ? float(i < D ? q_weight[i] : k_weight[i - D]) : 1.0f;
   }
   CODES_UNROLL(1)
   for (uint i = mine; i < DIMS / 2; i += THREADS) {
@@ -93,11 +93,14 @@
     const bool is_key = h == GH, is_mine = turn + simdgroup <= GH;
     const device X* x = is_key ? k + kv * D : q + (head + h) * STRIDE;
     const uint norm_at = is_key ? D : 0;
-    float squares = 0;
-    for (uint i = lane; i < D; i += 32) {
-      squares = metal::fma(float(x[i]), float(x[i]), squares);
+    float norm = 1.0f;
+    if (NORM) {
+      float squares = 0;
+      for (uint i = lane; i < D; i += 32) {
+        squares = metal::fma(float(x[i]), float(x[i]), squares);
+      }
+      norm = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
     }
-    const float norm = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
     const float factor = is_key ? 1.0f : scale[0];
     CODES_UNROLL(1)
     for (uint i = lane; is_mine && i < DIMS / 2; i += 32) {

@@ -14,6 +14,11 @@ from .errors import ModelFileError, RequestError
 PACKAGE = Path(__file__).resolve().parent
 
 
+def existing_parent(path: Path) -> Path:
+    """The nearest folder on the way to `path` that is there, or `path` itself."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
 def user_path(value: str | Path) -> Path:
     """The path, with `~` for a home directory; nothing need be there.
 

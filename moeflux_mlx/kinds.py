@@ -1,11 +1,12 @@
-"""What a layer can be made of: the kinds of token mixers, rotations and routers, as plain data.
+"""What a layer is made of, as plain data: a token mixer, a feed-forward part, and how the residual runs.
 
-A field is a switch that the model's code reads; it never asks which family a model belongs to.
+Each part is a frozen dataclass whose fields are switches that the model's code reads; no code asks which family a model
+belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
 """
 
-from dataclasses import dataclass
-
-FULL, LINEAR = "full_attention", "linear_attention"
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,43 @@ class Rotation:
 
 @dataclass(frozen=True)
 class GroupedQuery:
-    """Attention with `heads` queries over `kv_heads` keys and values, each head normed and rotated.
+    """Attention with `heads` queries over `kv_heads` keys and values.
 
-    With `gate`, the query projection holds, for each head, the query and then a gate on the head's output.
+    Attributes:
+        rotation: of queries and keys; None: positions are not encoded.
+        norm: RMS norm of queries and keys: of each "head" (weight [head_dim]), of all heads at once ("flat", weight
+            [heads * head_dim]), or none.
+        bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
+        gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
+            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own.
+        window: how many of the newest positions a query sees, itself included; None: all.
+        sinks: whether each head has a learned logit in the softmax's denominator.
+        value_dim: width of a value head; None: head_dim.
+        scale: of the scores; None: head_dim ** -0.5.
+        value_scale: multiplies the values.
+        value_is_key: whether keys, before norm and rotation, serve as values.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    rotation: Rotation
-    gate: bool = False
+    rotation: Rotation | None
+    norm: Literal["head", "flat"] | None = "head"
+    bias: bool = False
+    output_bias: bool = False
+    gate: Literal["joined", "sigmoid head", "softplus head"] | None = None
+    window: int | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+    scale: float | None = None
+    value_scale: float = 1.0
+    value_is_key: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that its operations take."""
-        return (self.head_dim,)
+        flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
+        return (self.head_dim, *flat)
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results."""
@@ -74,6 +97,11 @@ class Latent:
     def head_dim(self) -> int:
         """Values of a query: those that come from the latent, and the rotated ones."""
         return self.nope + self.rotation.dims
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values once the latent is expanded: as many as there are queries."""
+        return self.heads
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -127,7 +155,8 @@ class Delta:
         return 0
 
 
-Mixer = GroupedQuery | Latent | Delta
+Attention = GroupedQuery | Latent
+Mixer = Attention | Delta
 
 
 @dataclass(frozen=True)
@@ -147,3 +176,92 @@ class Router:
     kept_groups: int = 1
     normalise: bool = True
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One gated MLP of `width` for every token: down(activation(gate x) * up x).
+
+    `activation` is a name of `ops.elementwise.ACTIVATIONS`.
+    """
+
+    width: int
+    activation: str = "silu"
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that every token makes."""
+        return self.width
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP beside the routed experts that every token uses; `gated`: times the sigmoid of a gate of its own."""
+
+    width: int
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts, each a gated MLP of `width` chosen by `router`, and perhaps a shared one.
+
+    `biases`: whether each of an expert's matrices adds one. `matrices`: three with a gate, two without.
+    """
+
+    router: Router
+    width: int
+    shared: SharedExpert | None = None
+    activation: str = "silu"
+    biases: bool = False
+    matrices: int = 3
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that every token makes."""
+        return self.shared.width if self.shared else 0
+
+
+FeedForward = Dense | Experts
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How a layer's parts meet the stream: h = x + mixer(norm(x)), out = h + feed_forward(norm(h)).
+
+    `scale` multiplies what a part adds; `streams` of them run side by side.
+    """
+
+    scale: float = 1.0
+    streams: int = 1
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a decoder."""
+
+    mixer: Mixer
+    feed_forward: FeedForward
+    residual: Residual = Residual()
+
+
+# Switches without code behind them: each must have its default.
+NOT_COMPUTED: dict[type, tuple[str, ...]] = {
+    GroupedQuery: ("window", "sinks", "value_dim", "scale", "value_scale", "value_is_key"),
+    Experts: ("activation", "biases", "matrices"),
+    Residual: ("scale", "streams"),
+}
+COMPUTED_GATES = (None, "joined")
+
+
+def unsupported(layer: LayerSpec) -> Iterator[tuple[str, Any]]:
+    """Switches of a layer that are not computed, as (name, value)."""
+    for part in (layer.mixer, layer.feed_forward, layer.residual):
+        refused = NOT_COMPUTED.get(type(part), ())
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name in refused and value != field.default:
+                yield field.name, value
+    gate = getattr(layer.mixer, "gate", None)
+    if gate not in COMPUTED_GATES:
+        yield "gate", gate

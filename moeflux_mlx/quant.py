@@ -13,7 +13,27 @@ from typing import Any
 from .errors import ConfigError, ModelFileError
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
-MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # MLX's: group size, bits by default
+INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # what a code is
+FLOAT, E8M0 = "float", "e8m0"  # what a scale is, or E4M3
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One of MLX's ways to quantise: what codes and scales are, and the sizes where none are given."""
+
+    group_size: int
+    bits: int
+    codes: str
+    scale: str
+    has_biases: bool = False
+
+
+MODES = {
+    "affine": Mode(64, 4, INTEGER, FLOAT, has_biases=True),
+    "mxfp4": Mode(32, 4, E2M1, E8M0),
+    "nvfp4": Mode(16, 4, E2M1, E4M3),
+    "mxfp8": Mode(32, 8, E4M3, E8M0),
+}
 
 
 @dataclass(frozen=True)
@@ -33,9 +53,23 @@ class Quant:
         return f"{self.bits} bits, group_size {self.group_size}, mode {self.mode}"
 
     @property
+    def codes(self) -> str:
+        """What a code is: INTEGER, or a small float, E2M1 or E4M3."""
+        return MODES[self.mode].codes
+
+    @property
+    def scale(self) -> str:
+        """What a group's scale is: FLOAT, or 8 bits, E8M0 or E4M3."""
+        return MODES[self.mode].scale
+
+    @property
     def has_biases(self) -> bool:
         """Whether a group has a bias besides its scale."""
-        return self.mode == "affine"
+        return MODES[self.mode].has_biases
+
+    def of_groups(self, floating: str) -> str:
+        """The dtype of scales and biases as files name it, where float ones are `floating`."""
+        return floating if self.scale == FLOAT else "U8"
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -73,7 +107,8 @@ def is_known(quant: Quant) -> bool:
     """Whether MLX stores matrices so."""
     if quant.mode == "affine":
         return quant.group_size in AFFINE_GROUPS and quant.bits in AFFINE_BITS
-    return MODES.get(quant.mode) == (quant.group_size, quant.bits)
+    mode = MODES.get(quant.mode)
+    return mode is not None and (mode.group_size, mode.bits) == (quant.group_size, quant.bits)
 
 
 def plain(path: str) -> str:
@@ -130,10 +165,9 @@ def parse(path: str, entry: Mapping[str, Any]) -> Quant:
         ConfigError: a value is unknown; `path` says whose.
     """
     mode = "affine" if entry.get("mode") is None else entry["mode"]
-    defaults = MODES.get(mode, (None, None)) if isinstance(mode, str) else (None, None)
+    defaults = MODES.get(mode) if isinstance(mode, str) else None
     group_size, bits = (
-        default if entry.get(name) is None else entry[name]
-        for name, default in zip(("group_size", "bits"), defaults, strict=True)
+        getattr(defaults, name, None) if entry.get(name) is None else entry[name] for name in ("group_size", "bits")
     )
     if isinstance(mode, str) and type(group_size) is int and type(bits) is int:
         quant = Quant(bits, group_size, mode)

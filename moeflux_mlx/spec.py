@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .families.fields import LARGEST, Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
-from .kinds import FULL, LINEAR, Delta, GroupedQuery, Latent, Mixer, Rotation, Router, Yarn
+from .kinds import Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
 from .quant import EXPERTS, Quantization, of_packed
 
 WIDEST_HEAD = 1 << 16  # far beyond any model's
@@ -23,109 +23,74 @@ WIDEST_HEAD = 1 << 16  # far beyond any model's
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Hyper-parameters of one model, under their Hugging Face names.
+    """What one model is: a few sizes under their Hugging Face names, and its layers.
 
-    `num_experts` is DeepSeek's `n_routed_experts`; for DeepSeek, `shared_expert_intermediate_size` is
-    `moe_intermediate_size * n_shared_experts`. A width of 0 means that the part does not exist. What a layer is made of
-    follows from the fields: `mixers` and `router`.
+    The properties that have names of Hugging Face's fields are read from the layers; those about attention are the
+    first attention layer's.
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
-    rope_theta: float
     max_position_embeddings: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool
-    layer_types: tuple[str, ...]
-    moe_layers: tuple[int, ...]
-    intermediate_size: int = 0
-    shared_expert_intermediate_size: int = 0
-    partial_rotary_factor: float = 1.0
-    rope_scaling: Yarn | None = None
-    attn_output_gate: bool = False
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel_dim: int = 0
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    scoring_func: str = "softmax"
-    correction_bias: bool = False  # the router's `e_score_correction_bias`
-    shared_expert_gate: bool = False
-    rope_interleave: bool = False
+    layers: tuple[LayerSpec, ...]
     quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...] = ()
 
-    @cached_property
-    def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
-
-    @cached_property
-    def delta(self) -> Delta:
-        """The mixer of layers with linear attention, whether there are any or not."""
-        return Delta(
-            self.linear_num_key_heads,
-            self.linear_num_value_heads,
-            self.linear_key_head_dim,
-            self.linear_value_head_dim,
-            self.linear_conv_kernel_dim,
-        )
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The token mixer of each layer."""
-        rotation = Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling, self.rope_interleave)
-        kinds: dict[str, Mixer] = {
-            FULL: GroupedQuery(
-                self.num_attention_heads, self.num_key_value_heads, self.head_dim, rotation, self.attn_output_gate
-            ),
-            LINEAR: self.delta,
-        }
-        if self.kv_lora_rank:
-            kinds[FULL] = Latent(
-                self.num_attention_heads,
-                self.q_lora_rank,
-                self.kv_lora_rank,
-                self.qk_nope_head_dim,
-                self.v_head_dim,
-                rotation,
-            )
-        return tuple(kinds[kind] for kind in self.layer_types)
+        return tuple(layer.mixer for layer in self.layers)
+
+    @cached_property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers with routed experts."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.feed_forward, Experts))
+
+    @cached_property
+    def experts(self) -> Experts:
+        """The feed-forward part of every layer with routed experts: all are alike."""
+        return next(layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, Experts))
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.router.experts
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        return self.experts.router.top_k
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        return self.experts.width
+
+    @cached_property
+    def attention(self) -> Attention | None:
+        """The first layer's that has attention."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, Attention)), None)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.attention.heads if self.attention else 0
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.attention.kv_heads if self.attention else 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim if self.attention else 0
 
     @cached_property
     def widths(self) -> frozenset[int]:
         """Of the rows that operations meet."""
-        plain = {self.hidden_size, self.intermediate_size, self.shared_expert_intermediate_size}
-        return frozenset(plain.union(*(mixer.widths for mixer in self.mixers)))
-
-    @cached_property
-    def router(self) -> Router:
-        """The rule by which every layer with experts chooses them."""
-        return Router(
-            experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
-            score=self.scoring_func,
-            correction_bias=self.correction_bias,
-            groups=self.n_group,
-            kept_groups=self.topk_group,
-            normalise=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-        )
+        rows = {self.hidden_size, *(layer.feed_forward.row_width for layer in self.layers)}
+        return frozenset(rows.union(*(mixer.widths for mixer in self.mixers)))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelArgs":
@@ -185,54 +150,70 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _check(args: ModelArgs) -> None:
     """What the fields must satisfy together."""
-    if args.num_attention_heads % args.num_key_value_heads:
-        raise ConfigError(
-            f"num_attention_heads {args.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {args.num_key_value_heads}"
-        )
-    if not 1 <= args.head_dim <= WIDEST_HEAD:
-        raise ConfigError(f"head_dim is {args.head_dim}; expected an integer from 1 to {WIDEST_HEAD}")
-    for name, value in _widths(args).items():
-        if not 0 < value <= LARGEST:
-            raise ConfigError(f"{name} is {value}; expected a width from 1 to {LARGEST}")
     if not args.moe_layers:
         raise ConfigError(f"none of the {args.num_hidden_layers} layers has experts")
-    if args.num_experts_per_tok > args.num_experts:
-        raise ConfigError(f"num_experts_per_tok {args.num_experts_per_tok} exceeds num_experts {args.num_experts}")
-    for name in ("hidden_size", "moe_intermediate_size"):
-        if getattr(args, name) % EXPERTS.group_size:
-            raise ConfigError(
-                f"{name} {getattr(args, name)} is not a multiple of the quantisation group, {EXPERTS.group_size}"
-            )
-    if not 1 <= args.topk_group <= args.n_group or args.num_experts % args.n_group:
-        groups = f"n_group {args.n_group}, topk_group {args.topk_group}"
-        raise ConfigError(f"num_experts {args.num_experts}, {groups} do not divide")
-    if args.num_experts_per_tok > args.topk_group * (args.num_experts // args.n_group):
-        raise ConfigError(
-            f"num_experts_per_tok {args.num_experts_per_tok} exceeds the experts of {args.topk_group} of "
-            f"{args.n_group} groups"
-        )
-    if LINEAR in args.layer_types and args.linear_num_value_heads % args.linear_num_key_heads:
-        raise ConfigError(
-            f"linear_num_value_heads {args.linear_num_value_heads} is not a multiple of "
-            f"linear_num_key_heads {args.linear_num_key_heads}"
-        )
-    if args.rotary_dim <= 0 or args.rotary_dim % 2 or args.rotary_dim > args.head_dim:
-        raise ConfigError(f"{args.rotary_dim} rotary dimensions do not fit a head of {args.head_dim}")
+    for i, layer in enumerate(args.layers):
+        for name, value in unsupported(layer):
+            raise ConfigError(f"layer {i} has {name} {value!r}, which is not implemented")
+        if isinstance(layer.feed_forward, Experts) and layer.feed_forward != args.experts:
+            raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
+    for mixer in dict.fromkeys(args.mixers):
+        _check_mixer(mixer)
+    _check_experts(args.experts, args.hidden_size)
 
 
-def _widths(args: ModelArgs) -> dict[str, int]:
-    """Of what projections make: products of fields, each of which is in range."""
-    widths = {
-        "num_attention_heads * head_dim": args.num_attention_heads * args.head_dim * (1 + args.attn_output_gate),
-    }
-    if args.shared_expert_intermediate_size:
-        widths["shared_expert_intermediate_size"] = args.shared_expert_intermediate_size
-    for mixer in args.mixers:
-        if isinstance(mixer, Delta):
-            widths["linear attention"] = mixer.channels
-    if args.kv_lora_rank:
-        latent = args.qk_nope_head_dim + args.v_head_dim
-        widths["num_attention_heads * (qk_nope_head_dim + v_head_dim)"] = args.num_attention_heads * latent
-        widths["kv_lora_rank + qk_rope_head_dim"] = args.kv_lora_rank + args.qk_rope_head_dim
-    return widths
+def _check_mixer(mixer: Mixer) -> None:
+    match mixer:
+        case Delta():
+            if mixer.value_heads % mixer.key_heads:
+                raise _not_multiple(
+                    "linear_num_value_heads", mixer.value_heads, "linear_num_key_heads", mixer.key_heads
+                )
+            _check_width("linear attention", mixer.channels)
+        case GroupedQuery():
+            if mixer.heads % mixer.kv_heads:
+                raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
+            _check_head(mixer)
+            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * (2 if mixer.gate else 1))
+        case Latent():
+            _check_head(mixer)
+            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
+            name = "num_attention_heads * (qk_nope_head_dim + v_head_dim)"
+            _check_width(name, mixer.heads * (mixer.nope + mixer.value))
+            _check_width("kv_lora_rank + qk_rope_head_dim", mixer.latent + mixer.rotation.dims)
+
+
+def _check_head(mixer: Attention) -> None:
+    if not 1 <= mixer.head_dim <= WIDEST_HEAD:
+        raise ConfigError(f"head_dim is {mixer.head_dim}; expected an integer from 1 to {WIDEST_HEAD}")
+    rotation = mixer.rotation
+    if rotation and not (0 < rotation.dims <= mixer.head_dim and rotation.dims % 2 == 0):
+        raise ConfigError(f"{rotation.dims} rotary dimensions do not fit a head of {mixer.head_dim}")
+
+
+def _check_experts(experts: Experts, hidden_size: int) -> None:
+    router = experts.router
+    if router.top_k > router.experts:
+        raise ConfigError(f"num_experts_per_tok {router.top_k} exceeds num_experts {router.experts}")
+    for name, value in (("hidden_size", hidden_size), ("moe_intermediate_size", experts.width)):
+        if value % EXPERTS.group_size:
+            raise ConfigError(f"{name} {value} is not a multiple of the quantisation group, {EXPERTS.group_size}")
+    if not 1 <= router.kept_groups <= router.groups or router.experts % router.groups:
+        groups = f"n_group {router.groups}, topk_group {router.kept_groups}"
+        raise ConfigError(f"num_experts {router.experts}, {groups} do not divide")
+    if router.top_k > router.kept_groups * (router.experts // router.groups):
+        raise ConfigError(
+            f"num_experts_per_tok {router.top_k} exceeds the experts of {router.kept_groups} of {router.groups} groups"
+        )
+    if experts.shared:
+        _check_width("shared_expert_intermediate_size", experts.shared.width)
+
+
+def _check_width(name: str, value: int) -> None:
+    """Of what a projection makes: a product of fields, each of which is in range."""
+    if not 0 < value <= LARGEST:
+        raise ConfigError(f"{name} is {value}; expected a width from 1 to {LARGEST}")
+
+
+def _not_multiple(name: str, value: int, of: str, unit: int) -> ConfigError:
+    return ConfigError(f"{name} {value} is not a multiple of {of} {unit}")

@@ -108,6 +108,15 @@ def test_the_model_knows_nothing_of_files():
         assert not GRAPH[module] & {*files, "experts.routed"}, module
 
 
+def test_opening_a_checkpoint_imports_nothing_that_writes_one():
+    seen, todo = set(), ["engine.engine"]
+    while todo:
+        seen.add(module := todo.pop())
+        todo += GRAPH[module] - seen
+    assert "packing.plan" in seen
+    assert not seen & {"packing.convert", "packing.writer", "packing.shards", "packing.journal"}
+
+
 def test_nothing_goes_round():
     assert cycle(GRAPH) == []
 

@@ -70,7 +70,7 @@ def test_what_an_entry_leaves_out_is_the_modes_default(entry, wanted):
 @pytest.mark.parametrize("where", [{}, {"m": 1}])
 @pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
 def test_modes_that_are_not_computed_are_named(mode, where):
-    form = {"mode": mode, "group_size": MODES[mode][0], "bits": MODES[mode][1]}
+    form = {"mode": mode, "group_size": MODES[mode].group_size, "bits": MODES[mode].bits}
     config = {"quantization": {"bits": 4, "m": form} if where else form}
     with pytest.raises(ConfigError) as refused:
         of_packed(config)

@@ -26,7 +26,7 @@ from ..ops.gpu_time import block_size
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import FLOAT_BYTES, KVCache, kind_of, uncut_bytes
+from ..state.cache import FLOAT_BYTES, KVCache, make_cache, uncut_bytes
 from .machine import WORKING_SET_SHARE, Figures
 
 EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}
@@ -486,7 +486,7 @@ def runtime_bytes(layout: ExpertLayout, demand: Demand) -> int:
 
 def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
     """Caches of one sequence with `context` positions, in whole steps in which they grow."""
-    return sum(kind_of(mixer).bytes_for(mixer, context, itemsize) for mixer in args.mixers)
+    return sum(make_cache(mixer).bytes_for(context, itemsize) for mixer in args.mixers)
 
 
 def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, context: int, sizes: PromptSizes) -> int:
@@ -499,7 +499,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     span = min(sizes.span, context)
     streams = 5 * span * args.hidden_size * demand.itemsize + uncut_bytes(args.mixers, demand.itemsize)
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
-    block += max(kind_of(mixer).bytes_for(mixer, context, demand.itemsize) for mixer in args.mixers)
+    block += max(make_cache(mixer).bytes_for(context, demand.itemsize) for mixer in args.mixers)
     return streams + max(block, _experts_bytes(args, layout, demand, span))
 
 
@@ -510,7 +510,7 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
         scores = 0 if demand.native else SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
         return mixer.temporaries(tokens, context) + scores
 
-    mlp = 3 * tokens * max(args.intermediate_size, args.shared_expert_intermediate_size)
+    mlp = 3 * tokens * max(layer.feed_forward.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU has been given the next one before this one is done
     return blocks * (demand.itemsize * max(mlp, *map(values, args.mixers)) + FLOAT_BYTES * tokens * args.hidden_size)
 

@@ -10,10 +10,9 @@ from ..errors import ModelFileError, MoefluxError
 from ..files import directory, user_path
 from ..formats.checkpoint import has_weights
 from ..formats.hub import looks_like_repo
-from ..formats.packed import FOLDER, LAYOUT
+from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..packing.in_place import runs_in_place
 from ..packing.suggest import not_packed_error, unfinished_error
-from ..packing.writer import STATE
 from .remote import fetch
 
 

@@ -11,19 +11,17 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxError, NotPackedError
-from ..files import read_json, user_path
-from ..formats.checkpoint import INDEX, Checkpoint, Tensor, header_tensors, merge_tensors, shard_names
+from ..files import existing_parent, read_json, user_path
+from ..formats.checkpoint import COPIED, INDEX, Checkpoint, Tensor, header_tensors, merge_tensors, shard_names
 from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo
 from ..formats.layout_file import from_json
 from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
-from ..packing.convert import make_plan
 from ..packing.in_place import runs_in_place, states_mlx
+from ..packing.plan import make_plan
 from ..packing.resident import DTYPES, ResidentFile
 from ..packing.suggest import not_packed_error
-from ..packing.supply import COPIED
 from ..packing.wanted import Wanted
-from ..packing.writer import existing_parent
 from ..spec import ModelArgs
 
 SMALL = ["config.json", INDEX, f"{FOLDER}/{LAYOUT}", *COPIED]

@@ -392,7 +392,7 @@ class Session:
 
 def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
     """The cache as it was at `length`: `kept`, or the same arrays as far as they had been filled."""
-    cut = type(layer).from_state(layer.state)
+    cut = layer.copy()
     if kept is not None or (layer.is_trimmable() and layer.offset > length):
         cut.go_back(length, kept)
     return cut

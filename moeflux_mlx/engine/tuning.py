@@ -38,7 +38,7 @@ from ..ops.experts import Records, expert_ffn
 from ..ops.forms import DTYPES
 from ..ops.launch import Input, Launch, Piece
 from ..ops.tiles import CODE, MAX_TOKENS, TILES, Tile, Tiles, neighbours, spot_of, using
-from ..quant import Quant
+from ..quant import E8M0, Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
 from .machine import machine_figures
@@ -269,7 +269,7 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
     *rows, columns = shape
     groups = (*rows, quant.groups(columns))
     codes = _random_words((*rows, quant.words(columns)))
-    if not quant.has_biases:
+    if quant.scale == E8M0:
         return [codes, mx.full(groups, 122 - columns.bit_length() // 2, mx.uint8)]
     steps = 2**quant.bits - 1
     scale = 3.4 / (steps * columns**0.5)

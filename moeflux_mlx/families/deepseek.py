@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..kinds import FULL
-from .fields import Family, Fields, common, dense_width, layer_count
+from ..kinds import Latent, SharedExpert
+from .fields import Family, Fields, common, experts, layer_count, layers, rotation
 
 
 def _deepseek_v3(read: Fields) -> dict[str, Any]:
@@ -14,26 +14,35 @@ def _deepseek_v3(read: Fields) -> dict[str, Any]:
         ("moe_layer_freq", 1),
     ):
         read.must_equal(name, wanted)
-    layers = layer_count(read)
-    moe_layers = tuple(range(read.count("first_k_dense_replace", least=0, most=layers), layers))
-    nope, rope = read.count("qk_nope_head_dim"), read.count("qk_rope_head_dim")
-    return {
-        **common(read),
-        **{name: read.count(name) for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "n_group", "topk_group")},
-        "head_dim": nope + rope,
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "norm_topk_prob": read.optional("norm_topk_prob", bool, True),
-        "scoring_func": "sigmoid",
-        "correction_bias": True,
-        "rope_interleave": True,
-        "routed_scaling_factor": read.number("routed_scaling_factor", least=1e-6, most=1e6),
-        "shared_expert_intermediate_size": read.count("moe_intermediate_size")
-        * read.count("n_shared_experts", least=0),
-        "layer_types": (FULL,) * layers,
-        "moe_layers": moe_layers,
-        "intermediate_size": dense_width(read, moe_layers),
-    }
+    count = layer_count(read)
+    width = read.count("moe_intermediate_size") * read.count("n_shared_experts", least=0)
+    moe = experts(
+        read,
+        SharedExpert(width) if width else None,
+        score="sigmoid",
+        correction_bias=True,
+        groups=read.count("n_group"),
+        kept_groups=read.count("topk_group"),
+        normalise=read.optional("norm_topk_prob", bool, True),
+        scale=read.number("routed_scaling_factor", least=1e-6, most=1e6),
+    )
+    moe_layers = range(read.count("first_k_dense_replace", least=0, most=count), count)
+    return {**common(read), "layers": layers(read, [_attention(read)] * count, moe, moe_layers)}
 
 
-FAMILIES = {"deepseek_v3": Family(_deepseek_v3)}
+def _attention(read: Fields) -> Latent:
+    return Latent(
+        heads=read.count("num_attention_heads"),
+        q_latent=read.count("q_lora_rank"),
+        latent=read.count("kv_lora_rank"),
+        nope=read.count("qk_nope_head_dim"),
+        value=read.count("v_head_dim"),
+        rotation=rotation(read, read.count("qk_rope_head_dim"), share=None, interleaved=True),
+    )
+
+
+RENAMES = (
+    (".mlp.shared_experts.", ".mlp.shared_expert."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+)
+FAMILIES = {"deepseek_v3": Family(_deepseek_v3, renames=RENAMES)}

@@ -7,12 +7,14 @@ generations of spelling are accepted: `rope_theta` + `rope_scaling` or `rope_par
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError
-from ..kinds import Yarn
+from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Mixer, Rotation, Router, SharedExpert, Yarn
 
 LARGEST = 2**31 - 1  # MLX counts an array's axes in 32 bits
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
@@ -75,7 +77,7 @@ class Fields:
 
 
 def common(read: Fields) -> dict[str, Any]:
-    """Fields that every family so far has, and those that must have the one value that is implemented."""
+    """The fields of `ModelArgs` that every family so far has, all but `layers`; refuses what none of them computes."""
     for name, wanted in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
@@ -86,15 +88,8 @@ def common(read: Fields) -> dict[str, Any]:
     return {
         "vocab_size": read.count("vocab_size"),
         "hidden_size": read.count("hidden_size"),
-        "num_hidden_layers": layer_count(read),
-        "num_attention_heads": read.count("num_attention_heads"),
-        "num_key_value_heads": read.count("num_key_value_heads"),
         "rms_norm_eps": read.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
         "max_position_embeddings": read.count("max_position_embeddings"),
-        "num_experts": read.count("num_experts|num_local_experts|n_routed_experts"),
-        "num_experts_per_tok": read.count("num_experts_per_tok"),
-        "moe_intermediate_size": read.count("moe_intermediate_size"),
-        **rope(read),
     }
 
 
@@ -102,56 +97,84 @@ def layer_count(read: Fields) -> int:
     return read.count("num_hidden_layers", most=MOST_LAYERS)
 
 
-def rope(read: Fields) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, or `rope_theta` + `rope_scaling` of earlier releases."""
+def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: bool = False) -> Rotation:
+    """Of heads of `width` values, of which `partial_rotary_factor` are turned, or `share` where there is no such field.
+
+    `share` None: all of them, whatever the field says. Reads `rope_parameters` of transformers 5, or `rope_theta` and
+    `rope_scaling` of earlier releases.
+    """
     new = read.optional("rope_parameters", Mapping, None)
     inner = Fields(new if new is not None else read.optional("rope_scaling", Mapping, {}))
     outer = inner if new is not None and new.get("rope_theta") is not None else read
     kind = inner.optional("rope_type|type", str, "default")
     if kind not in ("default", "yarn"):
         raise ConfigError(f"config field 'rope_type' is {kind!r}; only 'default' and 'yarn' are implemented")
-    rotary = inner.number("partial_rotary_factor", None, least=1e-6, most=1.0)
-    values: dict[str, Any] = {"rope_theta": outer.number("rope_theta", least=2.0, most=1e30)}
-    if rotary is None:
-        rotary = read.number("partial_rotary_factor", None, least=1e-6, most=1.0)
-    if rotary is not None:
-        values["partial_rotary_factor"] = rotary
-    if kind == "yarn":
-        values["rope_scaling"] = Yarn(
-            factor=inner.number("factor", least=1.0, most=1e6),
-            original_max_position_embeddings=inner.count("original_max_position_embeddings"),
-            beta_fast=inner.number("beta_fast", 32.0, least=1e-6, most=1e6),
-            beta_slow=inner.number("beta_slow", 1.0, least=1e-6, most=1e6),
-            mscale=inner.number("mscale", None, least=0.0, most=1e3),
-            mscale_all_dim=inner.number("mscale_all_dim", None, least=0.0, most=1e3),
-            attention_factor=inner.number("attention_factor", None, least=1e-6, most=1e3),
-            truncate=inner.optional("truncate", bool, True),
+    theta = outer.number("rope_theta", least=2.0, most=1e30)
+    if share is not None:
+        share = inner.number("partial_rotary_factor", None, least=1e-6, most=1.0) or read.number(
+            "partial_rotary_factor", share, least=1e-6, most=1.0
         )
-    return values
+        width = int(width * share)
+    return Rotation(width, theta, _yarn(inner) if kind == "yarn" else None, interleaved)
 
 
-def head_dim(read: Fields) -> int:
-    return read.count("head_dim", None) or read.count("hidden_size") // read.count("num_attention_heads")
+def _yarn(read: Fields) -> Yarn:
+    return Yarn(
+        factor=read.number("factor", least=1.0, most=1e6),
+        original_max_position_embeddings=read.count("original_max_position_embeddings"),
+        beta_fast=read.number("beta_fast", 32.0, least=1e-6, most=1e6),
+        beta_slow=read.number("beta_slow", 1.0, least=1e-6, most=1e6),
+        mscale=read.number("mscale", None, least=0.0, most=1e3),
+        mscale_all_dim=read.number("mscale_all_dim", None, least=0.0, most=1e3),
+        attention_factor=read.number("attention_factor", None, least=1e-6, most=1e3),
+        truncate=read.optional("truncate", bool, True),
+    )
+
+
+def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQuery:
+    """Attention with the usual names of its sizes; `share` as in `rotation`, `switches` as the family has them."""
+    heads = read.count("num_attention_heads")
+    width = read.count("head_dim", None) or read.count("hidden_size") // heads
+    turned = rotation(read, width, share)
+    return GroupedQuery(heads, read.count("num_key_value_heads"), width, turned, **switches)
+
+
+def experts(read: Fields, shared: SharedExpert | None = None, **rule: Any) -> Experts:
+    """Routed experts with the usual names of their sizes; `rule` is what the router has besides."""
+    count, top_k = read.count("num_experts|num_local_experts|n_routed_experts"), read.count("num_experts_per_tok")
+    return Experts(Router(count, top_k, **rule), read.count("moe_intermediate_size"), shared)
 
 
 def sparse_layers(read: Fields) -> tuple[int, ...]:
+    """The layers with experts, by `decoder_sparse_step` and `mlp_only_layers`."""
     step = read.count("decoder_sparse_step", 1)
     dense = read.optional("mlp_only_layers", list, [])
     return tuple(i for i in range(layer_count(read)) if i not in dense and (i + 1) % step == 0)
 
 
-def dense_width(read: Fields, moe_layers: tuple[int, ...]) -> int:
-    return 0 if len(moe_layers) == layer_count(read) else read.count("intermediate_size")
+def layers(read: Fields, mixers: Sequence[Mixer], moe: Experts, moe_layers: Sequence[int]) -> tuple[LayerSpec, ...]:
+    """One layer for each mixer: those of `moe_layers` have experts, the others an MLP of `intermediate_size`."""
+    count, sparse = len(mixers), frozenset(moe_layers)
+    dense = None if len(sparse) == count else Dense(read.count("intermediate_size"))
+    return tuple(LayerSpec(mixer, moe if i in sparse else dense or moe) for i, mixer in enumerate(mixers))
+
+
+# {module path that a checkpoint has: ((the model's module path, its rows), ...)} of one layer.
+FusedRows = dict[str, tuple[tuple[str, np.ndarray], ...]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One value of `model_type`.
+    """One value of `model_type`: how its config.json is read, and what its checkpoints call and store otherwise.
 
     Args:
         read: the config's text part -> fields of `ModelArgs`, by name.
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
+        renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
+        fused_rows: (mixer, number of its layer) -> matrices that a checkpoint may store as one.
     """
 
     read: Callable[[Fields], dict[str, Any]]
     zero_centred: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    fused_rows: Callable[[Mixer, int], FusedRows] = lambda mixer, layer: {}

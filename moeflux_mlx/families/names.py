@@ -1,10 +1,10 @@
 """Brings the names of tensors in every known checkpoint to one form: the model's module paths.
 
-What this form is: `model.layers.N....`, `lm_head....`; `shared_expert` in the singular; the router's bias beside the
-router.
+This form is `model.layers.N....` and `lm_head....`. What differs in one family stands in that family's file.
 """
 
 import re
+from collections.abc import Iterable
 
 # Multi-token prediction heads and image encoders play no part in generating text; the rotary
 # frequencies that old checkpoints store follow from the configuration.
@@ -12,12 +12,13 @@ UNUSED = ("mtp.", "model.mtp.", "visual.", "model.visual.", "vision_tower.", "mo
 UNUSED_ENDING = ".rotary_emb.inv_freq"
 
 
-def canonical_name(name: str, layers: int) -> str | None:
+def canonical_name(name: str, layers: int, renames: Iterable[tuple[str, str]] = ()) -> str | None:
     """The module path of a checkpoint tensor, or None for one that is not used.
 
     Args:
         name: as the checkpoint has it.
         layers: of the model; layers from this number on are multi-token prediction.
+        renames: as the family has them.
     """
     name = name.removeprefix("language_model.")
     if name.startswith("model.language_model."):
@@ -27,5 +28,6 @@ def canonical_name(name: str, layers: int) -> str | None:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer and int(layer[1]) >= layers:
         return None
-    name = name.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
-    return name.replace(".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias")
+    for theirs, ours in renames:
+        name = name.replace(theirs, ours)
+    return name

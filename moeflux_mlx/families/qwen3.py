@@ -3,64 +3,88 @@
 import reprlib
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError
-from ..kinds import FULL, LINEAR
-from .fields import Family, Fields, common, dense_width, head_dim, layer_count, rope, sparse_layers
+from ..kinds import Delta, Mixer, SharedExpert
+from .fields import Family, Fields, FusedRows, common, experts, grouped_query, layer_count, layers, sparse_layers
+
+FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def _qwen3_moe(read: Fields) -> dict[str, Any]:
-    moe_layers = sparse_layers(read)
-    return {
-        **common(read),
-        "head_dim": head_dim(read),
-        "norm_topk_prob": read.optional("norm_topk_prob", bool, False),
-        "layer_types": (FULL,) * layer_count(read),
-        "moe_layers": moe_layers,
-        "intermediate_size": dense_width(read, moe_layers),
-    }
+    moe = experts(read, normalise=read.optional("norm_topk_prob", bool, False))
+    mixers = [grouped_query(read)] * layer_count(read)
+    return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
-def _layer_types(read: Fields) -> tuple[str, ...]:
+def _layer_types(read: Fields) -> list[str]:
     count = layer_count(read)
     types = read.optional("layer_types", list, None)
     if types is None:
         interval = read.count("full_attention_interval", 4)
-        return tuple(FULL if (i + 1) % interval == 0 else LINEAR for i in range(count))
+        return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
     if len(types) != count:
         raise ConfigError(f"config field 'layer_types' has {len(types)} entries for {count} layers")
     unknown = [kind for kind in types if kind not in (FULL, LINEAR)]
     if unknown:
         raise ConfigError(f"config field 'layer_types' has {reprlib.repr(unknown)}; only {FULL!r} and {LINEAR!r}")
-    return tuple(types)
+    return types
 
 
-def _qwen3_next(read: Fields, norm_topk_prob: bool | None = None) -> dict[str, Any]:
-    if norm_topk_prob is None:
-        norm_topk_prob = read.optional("norm_topk_prob", bool, True)
+def _qwen3_next(read: Fields, normalise: bool | None = None) -> dict[str, Any]:
+    if normalise is None:
+        normalise = read.optional("norm_topk_prob", bool, True)
     read.must_equal("attn_output_gate", True)
-    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    return {
-        **_qwen3_moe(read),
-        **{name: read.count(name) for name in names},
-        "shared_expert_intermediate_size": read.count("shared_expert_intermediate_size", least=0),
-        "shared_expert_gate": True,
-        "norm_topk_prob": norm_topk_prob,
-        "linear_conv_kernel_dim": read.count("linear_conv_kernel_dim", 4, least=2),
-        "layer_types": _layer_types(read),
-        "attn_output_gate": True,
-        "partial_rotary_factor": rope(read).get("partial_rotary_factor", 0.25),
-    }
+    delta = Delta(
+        key_heads=read.count("linear_num_key_heads"),
+        value_heads=read.count("linear_num_value_heads"),
+        key_dim=read.count("linear_key_head_dim"),
+        value_dim=read.count("linear_value_head_dim"),
+        taps=read.count("linear_conv_kernel_dim", 4, least=2),
+    )
+    attention = grouped_query(read, share=0.25, gate="joined")
+    width = read.count("shared_expert_intermediate_size", least=0)
+    moe = experts(read, SharedExpert(width, gated=True) if width else None, normalise=normalise)
+    mixers = [attention if kind == FULL else delta for kind in _layer_types(read)]
+    return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
 def _qwen3_5_moe(read: Fields) -> dict[str, Any]:
     """The family always normalises the routing weights, and its config has no field for it."""
     read.must_equal("norm_topk_prob", True)
-    return _qwen3_next(read, norm_topk_prob=True)
+    return _qwen3_next(read, normalise=True)
+
+
+def _interleaved_rows(mixer: Mixer, layer: int) -> FusedRows:
+    """Qwen3-Next's projections of linear attention, which the model has flat: [q of all heads | k | v], z, b and a.
+
+    Rows are grouped by key head, [q | k | its value heads' v | their z] and [b | a]
+    (transformers, `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`).
+    """
+    if not isinstance(mixer, Delta):
+        return {}
+    stem = f"model.layers.{layer}.linear_attn.in_proj_"
+    heads = mixer.key_heads
+    ratio = mixer.value_heads // heads
+    values = ratio * mixer.value_dim
+    q, k, v, z = _group(heads, [mixer.key_dim] * 2 + [values] * 2)
+    b, a = _group(heads, [ratio] * 2)
+    return {
+        f"{stem}qkvz": ((f"{stem}qkv", np.concatenate([q, k, v])), (f"{stem}z", z)),
+        f"{stem}ba": ((f"{stem}b", b), (f"{stem}a", a)),
+    }
+
+
+def _group(heads: int, widths: list[int]) -> list[np.ndarray]:
+    """Row numbers of each part, all heads after one another."""
+    rows = np.arange(heads * sum(widths)).reshape(heads, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]
 
 
 ZERO_CENTRED = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
-    "qwen3_next": Family(_qwen3_next, ZERO_CENTRED),
+    "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows),
     "qwen3_5_moe": Family(_qwen3_5_moe, ZERO_CENTRED),
 }

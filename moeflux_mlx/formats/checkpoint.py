@@ -21,6 +21,11 @@ from ..files import read_json
 from .packed import FOLDER, LAYOUT
 
 INDEX = "model.safetensors.index.json"
+# What a model takes along besides its tensors and config.json.
+COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,

@@ -5,17 +5,18 @@ It looks at records in memory and knows nothing of files.
 
 import numpy as np
 
+from ..quant import E8M0, FLOAT
 from .record import Field, Record
 
-# The type of a value's bits, and those that are all set in NaN and in what is infinite.
-EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "U8": ("<u1", 0xFF)}
+# Of a dtype, or of a kind of scale: the type of a value's bits, and those that are all set in NaN and infinity.
+EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), E8M0: ("<u1", 0xFF)}
 
 
 def not_finite(record: Record, rows: np.ndarray) -> tuple[int, Field] | None:
     """The first row and field of `rows`, uint8 [n, at least the record's size], that hold NaN or infinity, if any."""
-    for field in record.fields:
-        if field.dtype in EXPONENTS:
-            kind, exponent = EXPONENTS[field.dtype]
+    for projection in (record.gate, record.up, record.down):
+        for field in projection.fields[1:]:
+            kind, exponent = EXPONENTS[field.dtype if projection.quant.scale == FLOAT else projection.quant.scale]
             bits = rows[:, field.offset : field.end].view(kind)
             spoilt = (bits & exponent == exponent).any(axis=1)
             if spoilt.any():

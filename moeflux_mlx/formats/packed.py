@@ -15,6 +15,7 @@ from .record import ExpertLayout
 
 FOLDER = "packed_experts"
 LAYOUT = "layout.json"  # in it; what has one is a finished model
+STATE = "convert_state.json"  # of a conversion that is not finished
 
 
 class PackedExperts:

@@ -149,7 +149,7 @@ def _projection(name: str, rows: int, columns: int, quant: Quant, start: int, of
     shapes = [(rows, quant.words(columns)), groups, *([groups] if quant.has_biases else [])]
     fields, offset = [], start
     for part, shape in zip(PARTS, shapes, strict=False):
-        dtype = "U32" if part == "weight" else of_groups if quant.mode == "affine" else "U8"
+        dtype = "U32" if part == "weight" else quant.of_groups(of_groups)
         fields.append(Field(f"{name}.{part}", offset, math.prod(shape) * ITEM_BYTES[dtype], dtype, shape))
         offset = fields[-1].end
     return Projection(rows, columns, quant, tuple(fields))

@@ -1,4 +1,4 @@
-"""Grouped-query attention with per-head query and key norms, partial rotation and optional output gate."""
+"""Grouped-query attention: its projections, with the norms, biases and the gate that the mixer has."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,34 +11,41 @@ from .layers import Linear, RMSNorm, Stack, packed
 
 
 class Attention(nn.Module):
-    """Qwen3's attention; with a gate, Qwen3-Next's."""
+    """Softmax attention of any family; its switches are `GroupedQuery`'s."""
 
     def __init__(self, mixer: GroupedQuery, hidden_size: int, eps: float):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = mixer.heads, mixer.kv_heads, mixer.head_dim
-        self.q_proj = Linear(hidden_size, self.heads * self.head_dim * (2 if mixer.gate else 1))
-        self.k_proj = Linear(hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = Linear(hidden_size, self.kv_heads * self.head_dim)
-        self.o_proj = Linear(self.heads * self.head_dim, hidden_size)
-        self.q_norm = RMSNorm(self.head_dim, eps)
-        self.k_norm = RMSNorm(self.head_dim, eps)
-        self.rope = Rope(mixer.rotation)
+        self.mixer = mixer
+        queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        self.q_proj = Linear(hidden_size, queries * (2 if mixer.gate else 1), mixer.bias)
+        self.k_proj = Linear(hidden_size, keys, mixer.bias)
+        self.v_proj = Linear(hidden_size, keys, mixer.bias)
+        self.o_proj = Linear(queries, hidden_size, mixer.output_bias)
+        if mixer.norm is not None:
+            by_head = mixer.norm == "head"
+            self.q_norm = RMSNorm(mixer.head_dim if by_head else queries, eps)
+            self.k_norm = RMSNorm(mixer.head_dim if by_head else keys, eps)
+        self.rope = Rope(mixer.rotation) if mixer.rotation else None
         self.arrange()
 
     def arrange(self) -> None:
         """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj)
         self.o_proj.pack()
-        self._weights = packed(self.q_norm.weight, self.k_norm.weight, self.rope.periods)
+        self._weights = None
+        if self.mixer.norm == "head" and self.rope is not None:
+            self._weights = packed(self.q_norm.weight, self.k_norm.weight, self.rope.periods)
 
     def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
         """x plus what is mixed of norm(x)."""
         B, L, _ = x.shape
         joined, (q, k, v) = self._inputs(x, norm)
-        q = q.reshape(B, L, self.heads, -1)
-        k = k.reshape(B, L, self.kv_heads, -1)
-        v = v.reshape(B, L, self.kv_heads, -1)
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        heads, kv_heads, D = self.mixer.heads, self.mixer.kv_heads, self.mixer.head_dim
+        if self.mixer.norm == "flat":
+            q, k = self.q_norm(q), self.k_norm(k)
+        norms = (self.q_norm, self.k_norm) if self.mixer.norm == "head" else (None, None)
+        q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         whole = Whole(joined, self._weights) if isinstance(joined, mx.array) and self._weights else None
-        out = attend(q, k, v, cache, **norms, rope=self.rope, scale=self.head_dim**-0.5, whole=whole)
+        more = {"q_norm": norms[0], "k_norm": norms[1], "rope": self.rope, "scale": D**-0.5}
+        out = attend(q, k, v, cache, **more, whole=whole)
         return self.o_proj(out, residual=x)

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, unheard
 from ..experts.source import ExpertLoader
-from ..kinds import Delta, GroupedQuery, Latent, Mixer
+from ..kinds import Delta, Dense, Experts, FeedForward, GroupedQuery, Latent, Mixer
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
 from ..ops.limits import within_limits
@@ -49,15 +49,26 @@ def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn
             return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
 
 
+def feed_forward_of(
+    part: FeedForward, hidden_size: int, layer: int, experts: RoutedExpertsCall | None
+) -> "MoE | DenseMLP":
+    """The module of a layer's feed-forward part."""
+    match part:
+        case Experts():
+            return MoE(part, hidden_size, layer, experts)
+        case Dense():
+            return DenseMLP(hidden_size, part.width, part.activation)
+
+
 class DecoderLayer(nn.Module):
     """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do."""
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
-        self._mixer_name, mixer = mixer_of(args.mixers[layer], args, split_latent)
+        spec = args.layers[layer]
+        self._mixer_name, mixer = mixer_of(spec.mixer, args, split_latent)
         setattr(self, self._mixer_name, mixer)
-        is_moe = layer in args.moe_layers
-        self.mlp = MoE(args, layer, experts) if is_moe else DenseMLP(args.hidden_size, args.intermediate_size)
+        self.mlp = feed_forward_of(spec.feed_forward, args.hidden_size, layer, experts)
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self._step: Callable[[bool], DecodeStep] | None = None

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.elementwise import silu_mul, split
+from ..ops.elementwise import ACTIVATIONS, plus, split
 from ..ops.launch import Piece, pack
 from ..ops.linear import embed, linear
 from ..ops.norm import Norm, rms_norm
@@ -63,13 +63,18 @@ class Weight(nn.Module):
 
 
 class Linear(Weight):
-    """y = x @ W.T with W [out_features, in_features]; no bias vector: no supported model has one."""
+    """y = x @ W.T + bias with W [out_features, in_features]; `bias` [out_features] only if it is asked for."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(out_features, in_features)
+        if bias:
+            self.bias = mx.zeros((out_features,))
 
     def __call__(self, x: Array, norm: Norm | None = None, residual: Array | None = None) -> Array:
-        return linear(x, self, norm, residual)
+        if "bias" not in self:
+            return linear(x, self, norm, residual)
+        y = plus(linear(x, self, norm), self.bias)
+        return y if residual is None else residual + y
 
 
 class Stack:
@@ -82,18 +87,20 @@ class Stack:
         self.layers = layers
         self.ends = list(accumulate(layer.shape[0] for layer in layers))
         self.stacked: Linear | None = None
-        alike = len({(layer.quant, layer.weight.dtype) for layer in layers}) == 1
+        alike = len({(layer.quant, layer.weight.dtype, "bias" in layer) for layer in layers}) == 1
         if alike and all(layer.quant or layer.filled for layer in layers):
             self.stacked = self._join()
 
     def _join(self) -> Linear:
-        joined = Linear(self.layers[0].shape[1], self.ends[-1])
-        joined.quant = self.layers[0].quant
-        for part in joined.tensors():
+        first = self.layers[0]
+        joined = Linear(first.shape[1], self.ends[-1], "bias" in first)
+        joined.quant = first.quant
+        parts = (*joined.tensors(), *(["bias"] if "bias" in first else []))
+        for part in parts:
             setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))
             mx.eval(joined[part])
         joined.pack()
-        for part in joined.tensors():
+        for part in parts:
             for layer, start, end in zip(self.layers, [0, *self.ends], self.ends, strict=False):
                 setattr(layer, part, joined[part][start:end])
         return joined
@@ -130,10 +137,11 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x) (SwiGLU, arXiv:2002.05202)."""
+    """down(activation(gate x) * up x) (arXiv:2002.05202; with silu, SwiGLU)."""
 
-    def __init__(self, dims: int, hidden_dims: int):
+    def __init__(self, dims: int, hidden_dims: int, activation: str = "silu"):
         super().__init__()
+        self._activation = ACTIVATIONS[activation]
         self.gate_proj = Linear(dims, hidden_dims)
         self.up_proj = Linear(dims, hidden_dims)
         self.down_proj = Linear(hidden_dims, dims)
@@ -153,7 +161,7 @@ class MLP(nn.Module):
         self, x: Array, scale: Array | None = None, norm: Norm | None = None, residual: Array | None = None
     ) -> Array:
         """Of norm(x), plus `residual`. `scale` [..., 1] multiplies the result: before the last product, where MLX fuses
-        it with the SwiGLU."""
+        it with the activation."""
         _, (gate, up) = self._inputs(x, norm)
-        act = silu_mul(gate, up)
+        act = self._activation(gate, up)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)

@@ -7,29 +7,28 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
+from ..kinds import Experts
 from ..ops.backend import Array
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
 from ..ops.route import Choice, route, route_told, router_logits
 from ..ops.tiles import MAX_TOKENS
-from ..spec import ModelArgs
 from .layers import MLP, Linear, RMSNorm, Stack
 
 
 class MoE(nn.Module):
     """Replaces the dense MLP. `experts` is given by whoever loads the model; None where only shapes are wanted."""
 
-    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None):
+    def __init__(self, part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None):
         super().__init__()
-        self.layer, self.rule, self.experts = layer, args.router, experts
-        D, width = args.hidden_size, args.shared_expert_intermediate_size
-        self.gate = Linear(D, args.num_experts)
+        self.layer, self.rule, self.experts = layer, part.router, experts
+        self.gate = Linear(hidden_size, self.rule.experts)
         if self.rule.correction_bias:
-            self.e_score_correction_bias = mx.zeros((args.num_experts,))
-        if width:
-            self.shared_expert = MLP(D, width)
-            if args.shared_expert_gate:
-                self.shared_expert_gate = Linear(D, 1)
+            self.e_score_correction_bias = mx.zeros((self.rule.experts,))
+        if part.shared is not None:
+            self.shared_expert = MLP(hidden_size, part.shared.width)
+            if part.shared.gated:
+                self.shared_expert_gate = Linear(hidden_size, 1)
         self.arrange()
         self._following: Callable[[], tuple[MoE, RMSNorm]] | None = None
 

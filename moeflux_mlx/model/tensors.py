@@ -2,11 +2,12 @@
 it, and in which form it is kept in memory. Conversion, planning and loading all ask here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..ops.forms import DTYPES
 from ..quant import DEFAULT, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
@@ -25,14 +26,20 @@ def needed(args: ModelArgs, split_latent: bool = False) -> tuple[Shapes, Shapes]
     model = Model(args, None, split_latent)
     matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
     names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
-    return matrices, {name: shape for name, shape in names.items() if name.rpartition(".")[0] not in matrices}
+    return matrices, {name: shape for name, shape in names.items() if not is_of_matrix(name, matrices)}
+
+
+def is_of_matrix(name: str, matrices: Container[str]) -> bool:
+    """Whether a tensor is part of how a matrix is stored; the bias that a linear layer adds is not."""
+    path, _, leaf = name.rpartition(".")
+    return path in matrices and leaf != "bias"
 
 
 def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT) -> Quant | None:
     """How a conversion stores a matrix that comes as floats, linear layers as `quant`; None: as floats."""
     is_router = path.endswith(ROUTERS)
     wanted = Quant(ROUTER_BITS, DEFAULT.group_size) if is_router else quant
-    if (is_router and args.router.correction_bias) or columns % wanted.group_size:
+    if (is_router and args.experts.router.correction_bias) or columns % wanted.group_size:
         return None
     return wanted
 
@@ -73,6 +80,5 @@ def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> i
             continue
         tensors[f"{path}.weight"] = mx.zeros((*rows, stored.words(columns)), mx.uint32)
         for part in stored.parts[1:]:
-            of_groups = mx.bfloat16 if stored.has_biases else mx.uint8
-            tensors[f"{path}.{part}"] = mx.zeros((*rows, stored.groups(columns)), of_groups)
+            tensors[f"{path}.{part}"] = mx.zeros((*rows, stored.groups(columns)), DTYPES[stored.of_groups("BF16")])
     return resident_bytes(tensors, dtype)

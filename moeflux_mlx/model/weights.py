@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 from ..errors import ModelFileError
 from ..ops import backend
 from ..ops.backend import FLOATS
-from ..quant import Quant, Quantization, of_shapes
+from ..quant import FLOAT, Quant, Quantization, of_shapes
 from .decoder import Model
 from .layers import Weight
-from .tensors import kept_dtype
+from .tensors import is_of_matrix, kept_dtype
 
 
 def read_resident(path: Path) -> dict[str, mx.array]:
@@ -51,7 +51,7 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
         _fill_weight(path, module, left, quantization, dtype)
     for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         path, _, leaf = name.rpartition(".")
-        if path not in matrices:
+        if not is_of_matrix(name, matrices):
             tensor = _take_float(left, name, parameter.shape)
             setattr(_module(model, path), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
     arrange(model)
@@ -98,7 +98,7 @@ def _fill_weight(
 def _of_groups(name: str, quant: Quant, shape: tuple[int, ...], left: dict[str, mx.array], dtype: mx.Dtype) -> mx.array:
     """Scales or biases as they are kept."""
     tensor = _take(left, name)
-    if quant.has_biases:
+    if quant.scale == FLOAT:
         _checked_float(name, tensor, shape)
     else:
         _check_shape(name, tensor, shape)

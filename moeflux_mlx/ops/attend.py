@@ -67,7 +67,8 @@ class Held(NamedTuple):
 class Whole(NamedTuple):
     """What a token's kernels take as one array in place of several.
 
-    joined: q, k and v one after another. weights: where q_norm's weight, k_norm's and rope.periods lie.
+    joined: q, k and v one after another. weights: where q_norm's weight, k_norm's and rope.periods lie, of those that
+    there are.
     """
 
     joined: mx.array
@@ -93,8 +94,8 @@ class Positions(Protocol):
 class Steps(Positions, Protocol):
     """One that also takes single tokens with the arrays of `Held`."""
 
-    def held(self, rows: Rows, dtype: mx.Dtype, here: bool = False) -> Held:
-        """What there is before a token, with such rows of a position in such entries; `here`: as numpy arrays."""
+    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
+        """What there is before a token, in entries of `dtype`; `here`: as numpy arrays."""
         ...
 
     def advance(self, recent: Any) -> None:
@@ -108,9 +109,9 @@ def attend(
     v: Array,
     cache: Steps,
     *,
-    q_norm: Norm,
-    k_norm: Norm,
-    rope: Rope,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    rope: Rope | None,
     scale: float,
     whole: Whole | None = None,
 ) -> Array:
@@ -119,30 +120,30 @@ def attend(
     Args:
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
         k, v: [B, L, kv heads, D], appended to `cache`, k normed and turned.
-        q_norm, k_norm: of each head of q and k.
-        rope: turns q and k by their positions.
+        q_norm, k_norm: of each head of q and k; None: there is none, or q and k are normed already.
+        rope: turns q and k by their positions; None: nothing does.
         whole: the same as kernels take it.
 
     Returns:
         [B, L, heads * D]
     """
     B, L, _, D = k.shape
-    if B * L == 1 and isinstance(q, np.ndarray):
+    if B * L == 1 and isinstance(q, np.ndarray) and q_norm and k_norm and rope:
         return _native_step(q, k, v, cache, (q_norm, k_norm), rope, scale)
     if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
         return _step(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
-        q, k = rope(q_norm(q), position), rope(k_norm(k), position)
+        q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
         cache.update_and_fetch(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
         mx.eval(cache.keys, cache.values)  # one wait for both
         keys, values = view(cache.keys), view(cache.values)
-        out = stack([native.attend(q[i], keys[i], values[i], cache.offset, scale) for i in range(B)])
+        out = stack([native.attend(view(q[i]), keys[i], values[i], cache.offset, scale) for i in range(B)])
         if gate is not None:
             out *= sigmoid(gate)
         return out.reshape(B, L, -1)
-    q, k = (rope(part.transpose(0, 2, 1, 3), position) for part in (q_norm(q), k_norm(k)))
+    q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts = []
     for rows, seen, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L)):
@@ -154,13 +155,21 @@ def attend(
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 
+def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> Array:
+    """Queries or keys [B, L, heads, D] normed and turned, as attention takes them: MLX's [B, heads, L, D]."""
+    x = x if norm is None else norm(x)
+    if isinstance(x, mx.array):
+        x = x.transpose(0, 2, 1, 3)
+    return x if rope is None else rope(x, position)
+
+
 def _native_step(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
 ) -> np.ndarray:
     """`attend` for one token on the CPU: [1, 1, heads * D]."""
     q_norm, k_norm = norms
     assert q_norm.eps == k_norm.eps
-    held, D = cache.held((k.shape[2:], k.shape[2:]), mx.float32, here=True), k.shape[-1]
+    held, D = cache.held(mx.float32, here=True), k.shape[-1]
     offset, begun, _ = held.positions
     queries = q[0, 0] if q.shape[-1] == D else np.ascontiguousarray(q[0, 0, :, :D])
     out = native.attend_step(
@@ -193,20 +202,23 @@ def _step(
     k: mx.array,
     v: mx.array,
     cache: Steps,
-    norms: tuple[Norm, Norm],
-    rope: Rope,
+    norms: tuple[Norm | None, Norm | None],
+    rope: Rope | None,
     scale: float,
     whole: Whole | None,
 ) -> mx.array:
     """`attend` for one token: [1, 1, heads * D]."""
     q_norm, k_norm = norms
-    assert q_norm.eps == k_norm.eps
-    held = cache.held((k.shape[2:], k.shape[2:]), k.dtype)
-    types = q.dtype, q_norm.weight.dtype
-    step, combine = _plan(backend.name(), q.shape, k.shape, types, held.keys.shape[2], rope.dims, rope.interleaved)
+    assert (q_norm and q_norm.eps) == (k_norm and k_norm.eps)
+    held = cache.held(k.dtype)
+    norm_dtype = None if q_norm is None else q_norm.weight.dtype
+    turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
+    step, combine = _plan(backend.name(), q.shape, k.shape, (q.dtype, norm_dtype), held.keys.shape[2], *turn)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
-    weights: Sequence[Input] = (q_norm.weight, k_norm.weight, rope.periods) if whole is None else whole.weights
-    numbers = q_norm.eps, rope.magnitude, scale
+    # A kernel wants an array in every place; what it does not read is k.
+    norm_weights = [k if norm is None else norm.weight for norm in norms]
+    weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
+    numbers = q_norm.eps if q_norm else 0.0, rope.magnitude if rope else 1.0, scale
     parts, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
     return combine(parts, inputs[0], held.positions)[0]
@@ -217,7 +229,7 @@ def _plan(
     target: str,
     q: Shape,
     k: Shape,
-    types: tuple[mx.Dtype, mx.Dtype],
+    types: tuple[mx.Dtype, mx.Dtype | None],
     capacity: int,
     dims: int,
     interleaved: bool,
@@ -227,8 +239,8 @@ def _plan(
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
-    template = sizes | {"W": types[1], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
-    template |= {"DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
+    template = sizes | {"W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
+    template |= {"NORM": int(types[1] is not None), "DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
     pieces, most = ceildiv(capacity + RECENT, positions), MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, width + 1, 32) if width % n == 0 and 4 * n <= most)

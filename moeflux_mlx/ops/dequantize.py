@@ -3,11 +3,11 @@
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import Projection, Record
+from ..formats.record import SCALE_DTYPES, Projection, Record
 from . import backend
 from .backend import FLOATS
 from .experts import Records, check_blob, is_read, places_of
-from .forms import DTYPES, form_of, unpacked_float32
+from .forms import DTYPES, code_number, form_of, unpacked_float32
 from .launch import Kernel, Launch, Shape, ceildiv, require
 from .tiles import planned, tile_of
 
@@ -54,7 +54,7 @@ def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Recor
     form = form_of(first)
     tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
     template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.template}
-    template |= {"MX": int(first.quant.mode == "mxfp4"), "R": tile.rows, "SG": tile.simdgroups}
+    template |= {"MX": code_number(first.quant), "R": tile.rows, "SG": tile.simdgroups}
     template |= places_of("FIRST", first) | places_of("LAST", last)
     threads = 32 * tile.simdgroups
     groups = (ceildiv(count * rows * columns // 8, tile.rows * threads), slots[0])
@@ -87,7 +87,7 @@ def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, 
             )
             if field.dtype != "U32":
                 words = mx.view(words, DTYPES[field.dtype])
-            if field.dtype not in ("U32", "U8"):
+            if field.dtype in SCALE_DTYPES:
                 words = words.astype(dtype)
             made.append(words.reshape(len(where), field.shape[0], -1))
         return made

@@ -1,5 +1,8 @@
 """Small operations on values side by side: norms apart, everything that needs no kernel of its own."""
 
+import math
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -27,6 +30,22 @@ def silu_mul(gate: Array, up: Array) -> Array:
         return nn.silu(gate) * up
     rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
     return native.silu_mul(*rows).reshape(gate.shape)
+
+
+def gelu_mul(gate: Array, up: Array) -> Array:
+    """gelu(gate) * up, of one shape; gelu as Hendrycks and Gimpel approximate it by tanh (arXiv:1606.08415)."""
+    library: Any = mx if isinstance(gate, mx.array) else np
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + library.tanh(inner)) * up
+
+
+# How a gated MLP joins its two products, under the names of Hugging Face's `hidden_act`.
+ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+
+
+def plus(x: Array, bias: mx.array) -> Array:
+    """x [..., D] + bias [D]."""
+    return x + (bias if isinstance(x, mx.array) else view(bias))
 
 
 def sigmoid(x: Array) -> Array:

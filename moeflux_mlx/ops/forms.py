@@ -11,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import Quant
+from ..quant import E2M1, FLOAT, INTEGER, Quant, is_computed
 
 MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
-INTEGERS = {"cuda": ("affine 2", "affine 3", "mxfp4 4")}  # what the experts' kernels of a backend multiply as integers
+# What the experts' kernels of a backend multiply as integers: codes and bits.
+INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4))}
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
@@ -37,8 +38,8 @@ class Form:
         """The text that unpacks its codes: `metal/{header}.h.metal`."""
         if self.planes:
             return "planes"
-        if self.quant.mode != "affine":
-            return self.quant.mode
+        if self.quant.codes == E2M1:
+            return "mxfp4"
         return "affine4" if self.quant.bits == 4 else "affine"
 
     @cached_property
@@ -55,7 +56,7 @@ class Form:
 
     def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
         """As the experts' kernels of a backend read it beside an x of this dtype."""
-        is_integer = f"{self.quant.mode} {self.quant.bits}" in INTEGERS.get(target, ())
+        is_integer = (self.quant.codes, self.quant.bits) in INTEGERS.get(target, ())
         return replace(self, planes=PLANES[dtype]) if is_integer else self
 
     def room(self, columns: int) -> int:
@@ -74,7 +75,12 @@ class Form:
 
 def is_read(quant: Quant, columns: int) -> bool:
     """Whether the GPU kernels and the native ones read matrices that are stored so, with rows of so many columns."""
-    return quant.mode in ("affine", "mxfp4") and columns % MULTIPLE == 0 and columns % quant.group_size == 0
+    return is_computed(quant) and columns % MULTIPLE == 0 and columns % quant.group_size == 0
+
+
+def code_number(quant: Quant | None) -> int:
+    """`MX` of the kernels' texts that are compiled for any code: 1 for E2M1, 0 for integers and plain values."""
+    return int(quant is not None and quant.codes == E2M1)
 
 
 @cache
@@ -98,17 +104,17 @@ def unpacked(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array |
 
 def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
     """The weights in float32, whatever the dtype of the scales."""
-    return unpacked(quant, codes, _wide(scales), _wide(biases)).astype(mx.float32)
+    return unpacked(quant, codes, *_wide(quant, scales, biases)).astype(mx.float32)
 
 
 def matmul_float32(
     x: mx.array, quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None
 ) -> mx.array:
     """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
-    x, scales, biases = x.astype(mx.float32), _wide(scales), _wide(biases)
+    x, (scales, biases) = x.astype(mx.float32), _wide(quant, scales, biases)
     return mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
 
 
-def _wide(part: Any) -> Any:
-    """Scales or biases in float32, if they are floats."""
-    return part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32)
+def _wide(quant: Quant, *parts: Any) -> list[Any]:
+    """Scales and biases in float32, if they are floats."""
+    return [part if part is None or quant.scale != FLOAT else part.astype(mx.float32) for part in parts]

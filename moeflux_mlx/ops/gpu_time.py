@@ -64,7 +64,7 @@ def block_size(args: ModelArgs, longest: int, operations: float) -> int:
 
 def block(args: ModelArgs, mixer: Mixer, tokens: int) -> float:
     """A layer over a block of a span: its mixer but for scores, router and shared expert, or a dense MLP."""
-    width = max(args.intermediate_size, args.shared_expert_intermediate_size)
+    width = max(layer.feed_forward.row_width for layer in args.layers)
     mlp = product(tokens, args.hidden_size, 3 * width + args.num_experts)
     return mlp + product(tokens, args.hidden_size, _projected(mixer)) + _own(mixer, tokens)
 
@@ -73,7 +73,7 @@ def _projected(mixer: Mixer) -> int:
     """Columns of the projections from the hidden state and back to it."""
     match mixer:
         case GroupedQuery():
-            return mixer.head_dim * ((2 + mixer.gate) * mixer.heads + 2 * mixer.kv_heads)
+            return mixer.head_dim * ((2 + bool(mixer.gate)) * mixer.heads + 2 * mixer.kv_heads)
         case Latent():
             return mixer.q_latent + mixer.latent + mixer.rotation.dims + mixer.heads * mixer.value
         case Delta():

@@ -18,7 +18,7 @@ from . import backend, gpu_time, native
 from .attend import RECENT, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
-from .forms import Form, is_read
+from .forms import Form, code_number, is_read
 from .launch import LEAST_ELEMENTS, SHARED_BYTES, Kernel, Launch, ceildiv
 from .linear import Weights, by_head, inputs_of, linear, multiply, part_of_heads
 from .norm import Norm
@@ -69,13 +69,13 @@ class HeadMatrices:
         """What kernels take of them."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
         arrays: list[Any] = inputs_of(part)
-        turned, (bits, group, mx4) = self.turned, (0, 1, 0)
+        turned, (bits, group) = self.turned, (0, 1)
         if part.quant is not None:
-            bits, group, mx4 = part.quant.bits, part.quant.group_size, int(part.quant.mode == "mxfp4")
+            bits, group = part.quant.bits, part.quant.group_size
         else:
             weight, turned = arrays[0], turned and arrays[0].shape[-1] % 8 == 0
             arrays = [weight if turned == self.turned else weight.swapaxes(-1, -2)] * 3
-        return Stored(arrays, (bits, group, mx4, arrays[1].dtype), turned)
+        return Stored(arrays, (bits, group, code_number(part.quant), arrays[1].dtype), turned)
 
     def each(self) -> Iterator[np.ndarray]:
         """In turn, in float32; the memory may be used again for the next."""
@@ -200,7 +200,7 @@ def _step(
     assert norm.eps == queries.norm.eps
     keys, values, form = key.stored(), value.stored(), queries.form
     made = [_nothing(), q, q] if form is None else inputs_of(queries.weights)
-    held = cache.held(((1, kv.shape[2] - rope.dims), (1, rope.dims)), kv.dtype)
+    held = cache.held(kv.dtype)
     query, attend, combine = _plan(
         backend.name(),
         (queries.heads, *queries.weights.shape, kv.shape[2], held.keys.shape[2]),

@@ -41,12 +41,12 @@ import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
-from ..quant import Quant
+from ..quant import E8M0, FLOAT, Quant
 
 Buffer = Any  # numpy array, mx.array or memoryview
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
-KINDS = ("BF16", "F16", "F32", "U8")  # dtypes of a record's scales, by the number that the kernels know them by
+KINDS = ("BF16", "F16", "F32", E8M0)  # of a record's scales, by the number that the kernels know them by
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
@@ -200,7 +200,8 @@ def _places(*projections: Projection) -> tuple[int, ...]:
     """Where matrices of one form lie in a record, and the form; what has no biases repeats the scales' place."""
     last = projections[-1]
     places = [at for one in projections for at in (*one.words[:2], one.words[-1])]
-    return (*places, last.quant.bits, last.quant.group_size, KINDS.index(last.fields[1].dtype))
+    kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
+    return (*places, last.quant.bits, last.quant.group_size, KINDS.index(kind))
 
 
 def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None) -> np.ndarray:

@@ -20,15 +20,15 @@ from ..ops import native
 from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, Sampled, fingerprint_of
-from .convert import ConversionPlan, make_plan, read_args
 from .layer_files import LayerFile, SingleExperts
 from .matrix import Matrix
+from .plan import ConversionPlan, make_plan, read_args
 from .resident import DTYPES, ResidentFile, Source
 from .samples import LayerSamples, ResidentSamples
 from .source_format import SourceFormat
 from .suggest import packing_command
+from .unit import Unit
 from .wanted import Wanted
-from .writer import Unit
 
 
 @dataclass(frozen=True)

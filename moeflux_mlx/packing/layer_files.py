@@ -21,15 +21,15 @@ from ..formats.layout_file import from_json, held_by, to_json
 from ..formats.owners import Share
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout, Quants
-from ..quant import Quant
+from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
 from .lookup import find_matrix
 from .matrix import Matrix
 from .resident import array_bytes, not_kept
 from .source_format import SourceFormat
+from .unit import Bytes
 from .wanted import Wanted
-from .writer import Bytes
 
 SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
@@ -51,7 +51,7 @@ class Part:
         if self.matrix.quant != quant:
             return self.matrix.quantized(quant, self.start, self.stop, kept)
         weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
-        return weight, *(part.astype(kept) if quant.has_biases else part for part in of_groups)
+        return weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
 
 
 class Experts(Protocol):
@@ -185,7 +185,7 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
         if first is not None and len(stored) == 1 and matrices[0].is_kept and wanted.keeps(first, form):
             quants.append(first)
             kept += 1
-            dtypes.update(dtype for matrix in matrices for dtype in matrix.dtypes[1:] if first.has_biases)
+            dtypes.update(dtype for matrix in matrices for dtype in matrix.dtypes[1:] if first.scale == FLOAT)
             continue
         again = [matrix for matrix in matrices if matrix.quant is not None]
         if again and not wanted.requantize:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import Quant, is_known
+from ..quant import FLOAT, MODES, Quant, is_known
 from .foreign import find_foreign
 from .matrix import Matrix, shaped, typed
 from .source_format import SourceFormat
@@ -52,15 +52,16 @@ def _quantized_matrix(
 ) -> Matrix:
     scales = tensors[f"{path}.scales"]
     typed(weight, ("U32",))
-    biases, cols, mode = tensors.get(f"{path}.biases"), shape[-1], form.mode(path)
-    if (biases is not None) != (mode == "affine"):
-        raise ModelFileError(f"tensor {path}.biases {'is missing' if biases is None else f'does not go with {mode}'}")
+    biases, cols, name = tensors.get(f"{path}.biases"), shape[-1], form.mode(path)
+    mode = MODES[name]
+    if (biases is not None) != mode.has_biases:
+        raise ModelFileError(f"tensor {path}.biases {'is missing' if biases is None else f'does not go with {name}'}")
     for tensor in (scales, biases):
         if tensor is not None:
             shaped(tensor, (*shape[:-1], scales.shape[-1] if scales.shape else 0))
-            typed(tensor, FLOATS if mode == "affine" else ("U8",))
+            typed(tensor, FLOATS if mode.scale == FLOAT else ("U8",))
     groups, words = scales.shape[-1], weight.shape[-1] if weight.shape else 0
-    quant = Quant(32 * words // cols, cols // max(groups, 1), mode)
+    quant = Quant(32 * words // cols, cols // max(groups, 1), name)
     form.check(path, quant, weight)
     if weight.bits not in (None, quant.bits):
         raise ModelFileError(f"tensor {weight.name} is stored with {quant}; its manifest says {weight.bits} bits")

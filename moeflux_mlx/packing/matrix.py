@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..quant import Quant, is_computed
+from ..quant import E8M0, FLOAT, Quant, is_computed
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
 
@@ -62,8 +62,9 @@ class Matrix:
         Raises:
             ModelFileError: a scale or bias is NaN or infinite.
         """
-        affine = [finite(t, t.read()) for t in (self.scales, self.biases) if t is not None]
-        return self.weight.read(), *affine
+        scale = FLOAT if self.quant is None else self.quant.scale
+        of_groups = [finite(t, t.read(), scale) for t in (self.scales, self.biases) if t is not None]
+        return self.weight.read(), *of_groups
 
     def values(self, start: int = 0, stop: int | None = None) -> mx.array:
         """Rows `start` to `stop` as stored floats, or in float32 when dequantised.
@@ -132,9 +133,9 @@ def shaped(tensor: Tensor, wanted: tuple[int, ...]) -> None:
         )
 
 
-def finite(tensor: Tensor, values: mx.array) -> mx.array:
-    """`values`, once they are known to be numbers; integers pass, but for E8M0's 255."""
-    if values.dtype == mx.uint8 and (values == 255).any().item():
+def finite(tensor: Tensor, values: mx.array, scale: str = FLOAT) -> mx.array:
+    """`values`, once they are known to be numbers; of integers only E8M0's 255 is none, where `scale` says so."""
+    if scale == E8M0 and (values == 255).any().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN scales; download it again")
     if mx.issubdtype(values.dtype, mx.floating) and not mx.isfinite(values).all().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values; download it again")

@@ -16,17 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
+from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor
-from ..kinds import Delta
 from ..model.tensors import ROUTERS, needed, split_latent, stored_as
 from ..quant import DEFAULT, SUPPORTED, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
 from .matrix import Matrix, finite
-from .sanitize import add_one, channels_first, has_zero_centred_norms, interleaved_rows, is_zero_centred
+from .sanitize import add_one, channels_first, has_zero_centred_norms, is_zero_centred
 from .source_format import SourceFormat
+from .unit import Bytes
 from .wanted import Wanted
-from .writer import Bytes
 
 SHARD_BYTES = 4 << 30
 Pieces = tuple[tuple[str, np.ndarray | None], ...]
@@ -120,7 +120,7 @@ class MatrixSource:
             return [("weight", self.dense, self.matrix.shape)]
         quant, dtypes = self.quant, self.matrix.dtypes
         if self.made:
-            dtypes = ("U32", "BF16", "BF16") if quant.has_biases else ("U32", "U8")
+            dtypes = ("U32", *[quant.of_groups("BF16")] * 2)
         shapes = [(*lead, quant.words(cols))] + [(*lead, quant.groups(cols))] * 2
         return list(zip(quant.parts, dtypes, shapes, strict=False))
 
@@ -198,13 +198,13 @@ def plan_resident(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFo
         ModelFileError: a tensor is missing, misshapen, or stored in a way that needs `requantize`.
     """
     matrices, plain = needed(args, split_latent(tensors))
-    grouped = _grouped_projections(args, tensors)
-    made = {path for pieces in grouped.values() for path, _ in pieces}
+    fused = _fused_matrices(args, tensors)
+    made = {path for pieces in fused.values() for path, _ in pieces}
     pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in made}
     sources: list[Source] = []
     lossy: list[str] = []
     as_stored = any(name.endswith(".scales") for name in tensors)
-    for path, pieces in (pieces_of | grouped).items():
+    for path, pieces in (pieces_of | fused).items():
         shape = matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),
             args.hidden_size,
@@ -239,13 +239,13 @@ def override(quant: Quant | None) -> dict[str, Any] | bool:
     return entry if quant.mode != "affine" else {key: entry[key] for key in ("group_size", "bits")}
 
 
-def _grouped_projections(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
-    """Qwen3-Next's interleaved projections that the checkpoint has, with the flat ones they split into."""
+def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
+    """Matrices that the checkpoint has as one, with those that they split into."""
+    fused_rows = FAMILIES[args.model_type].fused_rows
     return {
         path: pieces
         for layer, mixer in enumerate(args.mixers)
-        if isinstance(mixer, Delta)
-        for path, pieces in interleaved_rows(mixer, layer).items()
+        for path, pieces in fused_rows(mixer, layer).items()
         if f"{path}.weight" in tensors
     }
 

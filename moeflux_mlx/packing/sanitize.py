@@ -1,13 +1,12 @@
 """Brings the tensors of every known checkpoint to one form, under the model's module paths.
 
-What this form is: norms that multiply as they are; convolutions [channels, taps, 1]; the linear attention projections
-flat, [q of all heads | k | v], z, b and a. Nothing here reads a tensor.
+In this form norms multiply as they are, convolutions are [channels, taps, 1], and matrices that a checkpoint stores as
+one are apart. Nothing here reads a tensor.
 """
 
 from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
-import numpy as np
 
 from ..errors import ModelFileError
 from ..families.names import canonical_name
@@ -17,45 +16,22 @@ from ..kinds import Delta
 from ..spec import ModelArgs
 
 
-def canonical_tensors(tensors: Iterable[Tensor], layers: int) -> dict[str, Tensor]:
+def canonical_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, Tensor]:
     """{module path: tensor} of the tensors that are used.
 
     Raises:
         ModelFileError: two tensors are for the same place.
     """
     found: dict[str, Tensor] = {}
+    renames = FAMILIES[args.model_type].renames
     for tensor in tensors:
-        name = canonical_name(tensor.name, layers)
+        name = canonical_name(tensor.name, args.num_hidden_layers, renames)
         if name is None:
             continue
         if name in found:
             raise ModelFileError(f"tensors {found[name].name} and {tensor.name} are both {name}")
         found[name] = tensor
     return found
-
-
-def interleaved_rows(delta: Delta, layer: int) -> dict[str, tuple[tuple[str, np.ndarray], ...]]:
-    """{fused module path: ((flat module path, its rows), ...)} for Qwen3-Next's grouped projections.
-
-    Rows are grouped by key head, [q | k | its value heads' v | their z] and [b | a]
-    (transformers, `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`).
-    """
-    stem = f"model.layers.{layer}.linear_attn.in_proj_"
-    heads = delta.key_heads
-    ratio = delta.value_heads // heads
-    values = ratio * delta.value_dim
-    q, k, v, z = _group(heads, [delta.key_dim] * 2 + [values] * 2)
-    b, a = _group(heads, [ratio] * 2)
-    return {
-        f"{stem}qkvz": ((f"{stem}qkv", np.concatenate([q, k, v])), (f"{stem}z", z)),
-        f"{stem}ba": ((f"{stem}b", b), (f"{stem}a", a)),
-    }
-
-
-def _group(heads: int, widths: list[int]) -> list[np.ndarray]:
-    """Row numbers of each part, all heads after one another."""
-    rows = np.arange(heads * sum(widths)).reshape(heads, -1)
-    return [part.reshape(-1) for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]
 
 
 def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bool:

@@ -22,7 +22,8 @@ from .journal import Journal
 from .layer_files import LayerFile
 from .resident import ResidentFile, Source, array_bytes
 from .supply import Supply
-from .writer import READ_BYTES, Bytes, Output, Unit, begin_again, check_space, deletes_source, writing
+from .unit import Bytes, Unit
+from .writer import READ_BYTES, Output, begin_again, check_space, deletes_source, writing
 
 Progress = Callable[[int, int, str], None]
 

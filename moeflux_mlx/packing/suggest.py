@@ -5,12 +5,11 @@ from pathlib import Path
 
 from ..errors import NotPackedError
 from ..files import read_json
-from ..formats.packed import FOLDER, LAYOUT
+from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, SUPPORTED, is_computed, unquantized
 from ..spec import ModelArgs
 from .source_format import SourceFormat
-from .writer import STATE
 
 
 def convert_command(hf_path: str, mlx_path: str, *more: str) -> str:

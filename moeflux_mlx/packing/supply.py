@@ -13,17 +13,12 @@ from typing import Any, Protocol
 
 from ..errors import ModelFileError, RequestError
 from ..files import read_json, sync_folder, user_path
-from ..formats.checkpoint import INDEX, Checkpoint, merge_tensors, read_head, safetensors_files, shard_names
+from ..formats.checkpoint import COPIED, INDEX, Checkpoint, merge_tensors, read_head, safetensors_files, shard_names
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT
 from .journal import Listing, Shard
 
 INCOMING = ".shards"  # in the output
-COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-
 CHECKPOINT = ["*.safetensors", INDEX, "config.json", *COPIED]
 
 Config = dict[str, Any]

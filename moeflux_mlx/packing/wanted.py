@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..formats.record import Quants
-from ..quant import DEFAULT, MODES, SUPPORTED, Quant, is_computed
+from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant, is_computed
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class Wanted:
         Raises:
             ConfigError: a form that is not computed.
         """
-        group_size, bits = MODES.get(q_mode, (DEFAULT.group_size, DEFAULT.bits))
-        bits, group_size = (
-            usual if asked is None else asked for usual, asked in ((bits, q_bits), (group_size, q_group_size))
-        )
+        usual_sizes: Mode | Quant = MODES.get(q_mode, DEFAULT)
+        bits = usual_sizes.bits if q_bits is None else q_bits
+        group_size = usual_sizes.group_size if q_group_size is None else q_group_size
         usual = _checked(Quant(bits, group_size, q_mode))
         experts = _with_bits(usual, expert_bits)
         down = _with_bits(experts, down_bits)

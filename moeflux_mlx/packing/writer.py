@@ -14,14 +14,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..errors import ModelFileError
-from ..files import read_json, sync, sync_folder
+from ..files import existing_parent, read_json, sync, sync_folder
+from ..formats.packed import STATE
+from .unit import Bytes, Unit
 
-STATE = "convert_state.json"
 STATE_VERSION = 1
 PARTIAL = ".partial"
 BEGUN = {"source": "from another checkpoint", "options": "with other options", "version": "by another version"}
@@ -29,25 +30,6 @@ READ_BYTES = 1 << 22
 HOLE_BYTES = 1 << 18  # zeros that are not written
 
 Advance = Callable[[int], None]
-Bytes = bytes | bytearray | memoryview
-
-
-class Unit(Protocol):
-    """One file to write: `name` relative to the directory, `size` in bytes, and its bytes in order.
-
-    `link` is an existing file with the same bytes, which may be linked to instead of written.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def link(self) -> Path | None: ...
-
-    def chunks(self) -> Iterator[Bytes]: ...
 
 
 def deletes_source(origin: object) -> bool:
@@ -237,10 +219,6 @@ def check_space(path: Path, needed: int) -> None:
             f"{path} needs {needed} more bytes ({needed / 1e9:.1f} GB) and {free} ({free / 1e9:.1f} GB) "
             "are free; free some disk space or choose another disk"
         )
-
-
-def existing_parent(path: Path) -> Path:
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
 @contextlib.contextmanager

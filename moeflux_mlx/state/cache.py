@@ -1,13 +1,14 @@
 """What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
 
-A cache knows everything that depends on its kind: the bytes it takes, what a snapshot holds of it, how it gets back to
-an earlier position, and what stands for it in a compiled step. `KVCache` and `LatentCache` grow in steps and can be
+A cache is made for the part of a layer that it serves, and answers for itself: the bytes it takes for a text of any
+length, what a snapshot holds of it, how it gets back to an earlier position, and its traced stand-in in a compiled
+step. `KVCache` and `LatentCache` grow in steps and can be
 trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot.
 """
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +20,8 @@ from ..ops.backend import view
 
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
-Kind = TypeVar("Kind", bound="_Cache")
+Part = TypeVar("Part")
+Same = TypeVar("Same", bound="_Cache")
 Pair = tuple[mx.array | None, mx.array | None]
 State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and how many positions they have absorbed
 
@@ -83,7 +85,7 @@ class FixedKeys:
     def arrays(self) -> list[mx.array]:
         return [self._held.recent]
 
-    def held(self, rows: Rows, dtype: mx.Dtype) -> Held:
+    def held(self, dtype: mx.Dtype) -> Held:
         return self._held
 
     def advance(self, recent: mx.array) -> None:
@@ -104,17 +106,20 @@ class FixedState:
         return [self.conv, self.recurrent]
 
 
-class _Cache:
-    """What all kinds answer alike, from their `state`."""
+class _Cache(Generic[Part]):
+    """What all kinds answer alike, from their `state`; `part` is what the cache serves."""
 
     state: State
     offset: int
 
-    @classmethod
-    def from_state(cls: type[Kind], state: Any) -> Kind:
-        cache = cls()
-        cache.state = state
-        return cache
+    def __init__(self, part: Part):
+        self.part = part
+
+    def copy(self: Same) -> Same:
+        """Another cache in this one's state; they share arrays until one of the two writes to them."""
+        other = type(self)(self.part)
+        other.state = self.state
+        return other
 
     def size(self) -> int:
         return self.offset
@@ -124,32 +129,31 @@ class _Cache:
         return sum(array.nbytes for array in self.state[:2] if array is not None)
 
 
-class _Growing(_Cache):
+class _Growing(_Cache[Part]):
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
 
     step = 256
     counts: ClassVar[bool] = True  # a snapshot holds as much as there are positions
     traced: Any = FixedCache
 
-    def __init__(self) -> None:
+    def __init__(self, part: Part):
+        super().__init__(part)
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = self._expected = 0
 
-    @classmethod
-    def rows(cls, mixer: Any) -> Rows:
+    @property
+    def rows(self) -> Rows:
         """(heads, width) of one position in each array."""
         raise NotImplementedError
 
-    @classmethod
-    def bytes_for(cls, mixer: Any, positions: int, itemsize: int) -> int:
+    def bytes_for(self, positions: int, itemsize: int) -> int:
         """What one text of that many positions takes, in entries of `itemsize` bytes."""
-        return -(-positions // cls.step) * cls.step * itemsize * sum(heads * width for heads, width in cls.rows(mixer))
+        return -(-positions // self.step) * self.step * itemsize * sum(heads * width for heads, width in self.rows)
 
-    @classmethod
-    def stored_shapes(cls, mixer: Any, length: int) -> tuple[Shape, Shape]:
+    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
         """Of the two float32 arrays that a snapshot holds."""
-        first, second = cls.rows(mixer)
+        first, second = self.rows
         return (length, *first), (length, *second)
 
     def stored(self) -> Pair:
@@ -159,12 +163,11 @@ class _Growing(_Cache):
         )
         return first, second
 
-    @classmethod
-    def restored(cls, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
         """The state that `stored` was taken of, in entries of `dtype`."""
         if not length:
             return None, None, 0
-        pads = [(0, 0), (0, 0), (0, -length % cls.step), (0, 0)]
+        pads = [(0, 0), (0, 0), (0, -length % self.step), (0, 0)]
         keys, values = (mx.pad(mx.array(a).astype(dtype).swapaxes(0, 1)[None], pads) for a in (first, second))
         return keys, values, length
 
@@ -289,22 +292,21 @@ def _no_recent(shape: Shape, dtype: mx.Dtype) -> mx.array:
     return recent
 
 
-class _Stepping(_Growing):
+class _Stepping(_Growing[Part]):
     """One that adds single tokens to `recent`, an array of their own, until it is full or somebody asks for the others:
     on a GPU to a copy of it, on the CPU to a numpy array that nobody else has."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, part: Part):
+        super().__init__(part)
         self._recent: Any = None  # mx.array | np.ndarray | None
         self._begun = 0  # the first position of `recent`
 
-    @staticmethod
-    def takes_step(first: int, second: int) -> bool:
-        """Whether there are kernels for a single token with such widths."""
+    def takes_steps(self) -> bool:
+        """Whether there are kernels for a single token of this part."""
         raise NotImplementedError
 
-    @staticmethod
-    def recent_shape(rows: Rows) -> Shape:
+    @property
+    def recent_shape(self) -> Shape:
         raise NotImplementedError
 
     @staticmethod
@@ -312,13 +314,13 @@ class _Stepping(_Growing):
         """Of its first positions, [1, heads, length, .] for each array; `width` is the first one's."""
         raise NotImplementedError
 
-    def held(self, rows: Rows, dtype: mx.Dtype, here: bool = False) -> Held:
-        """What there is before a token, with such rows of a position in such entries; `here`: as numpy arrays."""
+    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
+        """What there is before a token, in entries of `dtype`; `here`: as numpy arrays."""
         if self._recent is None or self.offset - self._begun == RECENT:
             self._settle()
             if self.keys is None:
-                self.keys, self.values = (mx.zeros((1, heads, self.step, width), dtype) for heads, width in rows)
-            shape = self.recent_shape(rows)
+                self.keys, self.values = (mx.zeros((1, heads, self.step, width), dtype) for heads, width in self.rows)
+            shape = self.recent_shape
             empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
@@ -334,30 +336,24 @@ class _Stepping(_Growing):
 
     @property
     def traced(self) -> Any:
-        return FixedKeys if self._takes_steps() else FixedCache
+        return FixedKeys if self.takes_steps() else FixedCache
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
-        if not self._takes_steps():
+        if not self.takes_steps():
             super().reserve(n)
 
     def step_arrays(self) -> list[mx.array | None]:
-        if not self._takes_steps():
+        if not self.takes_steps():
             return super().step_arrays()
-        assert self.keys is not None and self.values is not None
-        rows = tuple((array.shape[1], array.shape[3]) for array in (self.keys, self.values))
-        return list(self.held((rows[0], rows[1]), self.keys.dtype))
+        assert self.keys is not None
+        return list(self.held(self.keys.dtype))
 
     def take_step(self, arrays: list[mx.array]) -> None:
         if len(arrays) == FixedKeys.gives:
             self.advance(arrays[0])
         else:
             super().take_step(arrays)
-
-    def _takes_steps(self) -> bool:
-        if self.keys is None or self.values is None:
-            return False
-        return self.takes_step(self.keys.shape[-1], self.values.shape[-1])
 
     def _settle(self) -> None:
         if self._recent is None or self.offset == self._begun:
@@ -374,41 +370,38 @@ class _Stepping(_Growing):
         (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
 
 
-class KVCache(_Stepping):
+class KVCache(_Stepping[GroupedQuery]):
     """Keys (after norm and rotation) and values of grouped-query attention."""
 
-    @classmethod
-    def rows(cls, mixer: Any) -> Rows:
-        return ((mixer.kv_heads, mixer.head_dim),) * 2
+    @property
+    def rows(self) -> Rows:
+        return ((self.part.kv_heads, self.part.head_dim),) * 2
 
-    @staticmethod
-    def takes_step(first: int, second: int) -> bool:
-        return attend.takes_step(first)
+    def takes_steps(self) -> bool:
+        return attend.takes_step(self.part.head_dim)
 
-    @staticmethod
-    def recent_shape(rows: Rows) -> Shape:
-        heads, width = rows[0]
-        return 2, heads, RECENT, width
+    @property
+    def recent_shape(self) -> Shape:
+        return 2, self.part.kv_heads, RECENT, self.part.head_dim
 
     @staticmethod
     def parts(recent: mx.array, length: int, width: int) -> tuple[mx.array, mx.array]:
         return recent[0, None, :, :length], recent[1, None, :, :length]
 
 
-class LatentCache(_Stepping):
+class LatentCache(_Stepping[Latent]):
     """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
 
-    @classmethod
-    def rows(cls, mixer: Any) -> Rows:
-        return (1, mixer.latent), (1, mixer.rotation.dims)
+    @property
+    def rows(self) -> Rows:
+        return (1, self.part.latent), (1, self.part.rotation.dims)
 
-    @staticmethod
-    def takes_step(first: int, second: int) -> bool:
-        return latent.takes_step(first, second)
+    def takes_steps(self) -> bool:
+        return latent.takes_step(self.part.latent, self.part.rotation.dims)
 
-    @staticmethod
-    def recent_shape(rows: Rows) -> Shape:
-        return RECENT, rows[0][1] + rows[1][1]
+    @property
+    def recent_shape(self) -> Shape:
+        return RECENT, self.part.latent + self.part.rotation.dims
 
     @staticmethod
     def parts(recent: mx.array, length: int, width: int) -> tuple[mx.array, mx.array]:
@@ -416,36 +409,35 @@ class LatentCache(_Stepping):
         return entries[..., :width], entries[..., width:]
 
 
-class RecurrentCache(_Cache):
+class RecurrentCache(_Cache[Delta]):
     """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
     `recurrent`, float32 [B, value_heads, value_dim, key_dim]."""
 
     counts: ClassVar[bool] = False
     traced: Any = FixedState
 
-    def __init__(self) -> None:
+    def __init__(self, part: Delta):
+        super().__init__(part)
         self.conv: mx.array | None = None
         self.recurrent: mx.array | None = None
         self.offset = 0
 
-    @classmethod
-    def bytes_for(cls, mixer: Any, positions: int, itemsize: int) -> int:
+    def bytes_for(self, positions: int, itemsize: int) -> int:
         """What one text takes, however long it is; only the convolution's state has entries of `itemsize` bytes."""
-        conv, recurrent = (int(np.prod(shape)) for shape in cls.stored_shapes(mixer, positions))
+        conv, recurrent = (int(np.prod(shape)) for shape in self.stored_shapes(positions))
         return conv * itemsize + recurrent * FLOAT_BYTES
 
-    @classmethod
-    def stored_shapes(cls, mixer: Any, length: int) -> tuple[Shape, Shape]:
+    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
         """Of the two float32 arrays that a snapshot holds."""
-        return (mixer.taps - 1, mixer.channels), (mixer.value_heads, mixer.value_dim, mixer.key_dim)
+        part = self.part
+        return (part.taps - 1, part.channels), (part.value_heads, part.value_dim, part.key_dim)
 
     def stored(self) -> Pair:
         """What a snapshot holds of a single text; None: zeros."""
         first, second = (None if array is None else array[0] for array in (self.conv, self.recurrent))
         return first, second
 
-    @classmethod
-    def restored(cls, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
         """The state that `stored` was taken of, its convolution's part in `dtype`."""
         return mx.array(first)[None].astype(dtype), mx.array(second)[None], length
 
@@ -491,20 +483,20 @@ class RecurrentCache(_Cache):
 
 
 Cache = KVCache | LatentCache | RecurrentCache
-KINDS: dict[type, type[Cache]] = {GroupedQuery: KVCache, Latent: LatentCache, Delta: RecurrentCache}
-
-
-def kind_of(mixer: Mixer) -> type[Cache]:
-    """The kind of cache that a layer with this mixer has."""
-    return KINDS[type(mixer)]
-
-
-def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
-    """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
-    kinds = ((kind_of(mixer), mixer) for mixer in mixers)
-    return sum(kind.bytes_for(mixer, 0, itemsize) for kind, mixer in kinds if not kind.counts)
 
 
 def make_cache(mixer: Mixer) -> Cache:
     """An empty cache for a layer with this mixer."""
-    return kind_of(mixer)()
+    match mixer:
+        case GroupedQuery():
+            return KVCache(mixer)
+        case Latent():
+            return LatentCache(mixer)
+        case Delta():
+            return RecurrentCache(mixer)
+
+
+def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
+    """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
+    caches = map(make_cache, mixers)
+    return sum(cache.bytes_for(0, itemsize) for cache in caches if not cache.is_trimmable())

@@ -17,11 +17,10 @@ from ..errors import ModelFileError
 from ..formats.packed import FOLDER
 from ..ops import native
 from ..spec import ModelArgs
+from . import flat_fields
 
 SAMPLE_BYTES = 4096
 RESIDENT_SAMPLES, EXPERT_SAMPLES = 256, 8  # per file; an expert layer is one of dozens of files
-# Fields that follow from the model's type, and the end of a text, which decides none.
-IMPLIED = ("scoring_func", "correction_bias", "shared_expert_gate", "rope_interleave", "eos_token_ids")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -126,8 +125,25 @@ def packed_fingerprint(path: Path, args: ModelArgs, dtype: mx.Dtype, bits: int =
 
 
 def _shape(args: ModelArgs) -> dict[str, Any]:
-    """What decides the arithmetic, however config.json spells it."""
-    return {name: value for name, value in dataclasses.asdict(args).items() if name not in IMPLIED}
+    """What decides the arithmetic, however config.json spells it.
+
+    Saved prompts hold a digest of this, so it never changes for a model: the families of the first release are
+    described by its flat fields, all others by every switch that has not its default.
+    """
+    if args.model_type in flat_fields.FAMILIES:
+        return flat_fields.of(args)
+    return _set_fields(dataclasses.replace(args, eos_token_ids=()))
+
+
+def _set_fields(part: Any) -> Any:
+    """A part as nested dicts, without the fields that have their default: a new switch changes no old model."""
+    if isinstance(part, tuple):
+        return [_set_fields(one) for one in part]
+    if not dataclasses.is_dataclass(part):
+        return part
+    values = {field.name: (getattr(part, field.name), field.default) for field in dataclasses.fields(part)}
+    kept = {name: _set_fields(value) for name, (value, default) in values.items() if value != default}
+    return {"kind": type(part).__name__, **kept}
 
 
 def _samples(file: Sampled, count: int) -> bytes:

@@ -39,9 +39,9 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..kinds import FULL, Mixer
+from ..kinds import Attention, Delta, Latent
 from ..spec import ModelArgs
-from .cache import Cache, State, kind_of
+from .cache import Cache, State, make_cache
 
 MAGIC = 0x4D464C58
 VERSION = 2
@@ -83,12 +83,11 @@ def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[Cache] | i
     """
     args = model if isinstance(model, ModelArgs) else model.args
     length = cache_or_length if isinstance(cache_or_length, int) else _length(args, cache_or_length)
-    return 4 * len(_header(args)) + sum(_layer_bytes(mixer, length) for mixer in args.mixers)
+    return 4 * len(_header(args)) + sum(_layer_bytes(make_cache(mixer), length) for mixer in args.mixers)
 
 
-def _layer_bytes(mixer: Mixer, length: int) -> int:
-    kind = kind_of(mixer)
-    return 4 * kind.counts + sum(FLOAT.itemsize * math.prod(shape) for shape in kind.stored_shapes(mixer, length))
+def _layer_bytes(layer: Cache, length: int) -> int:
+    return 4 * layer.counts + sum(FLOAT.itemsize * math.prod(shape) for shape in layer.stored_shapes(length))
 
 
 def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
@@ -111,10 +110,10 @@ def state_parts(model: Stateful, cache: Sequence[Cache]) -> Iterator[memoryview]
     header, length = _header(args), _length(args, cache)
     _wait_for_all(model, cache)
     yield memoryview(struct.pack(f"<{len(header)}I", *header))
-    for mixer, layer in zip(args.mixers, cache, strict=True):
+    for layer in cache:
         if layer.counts:
             yield memoryview(struct.pack("<i", length))
-        for array, shape in zip(layer.stored(), layer.stored_shapes(mixer, length), strict=True):
+        for array, shape in zip(layer.stored(), layer.stored_shapes(length), strict=True):
             if math.prod(shape):
                 yield _bytes(mx.zeros(shape) if array is None else array)
 
@@ -133,7 +132,7 @@ def load_state(model: Stateful, cache: Sequence[Cache], data: bytes | bytearray 
     view = memoryview(data).cast("B")
     version, length = _checked(args, view)
     _wait_for_all(model, cache)
-    states = _read(args, view, 4 * HEADER_WORDS[version], length, model.activation_dtype)
+    states = _read(cache, view, 4 * HEADER_WORDS[version], length, model.activation_dtype)
     mx.eval([array for state in states for array in state[:2] if array is not None])
     for layer, state in zip(cache, states, strict=True):
         layer.state = state
@@ -157,35 +156,41 @@ def _header(args: ModelArgs) -> tuple[int, ...]:
         args.num_key_value_heads,
         args.head_dim,
         *_linear_bytes(args),
-        args.kv_lora_rank,
-        args.qk_rope_head_dim,
+        *_latent_widths(args),
     )
 
 
 def _interval(args: ModelArgs) -> int:
     """n, where exactly the layers n - 1, 2n - 1, ... have full attention."""
-    types = args.layer_types
-    interval = types.index(FULL) + 1 if FULL in types else 0
-    if not interval or any((kind == FULL) != ((i + 1) % interval == 0) for i, kind in enumerate(types)):
-        full = [i for i, kind in enumerate(types) if kind == FULL]
+    full = [i for i, mixer in enumerate(args.mixers) if isinstance(mixer, Attention)]
+    interval = full[0] + 1 if full else 0
+    if not interval or full != list(range(interval - 1, args.num_hidden_layers, interval)):
         raise SnapshotError(
-            f"full attention in layers {full} of {len(types)} is no regular interval, "
+            f"full attention in layers {full} of {args.num_hidden_layers} is no regular interval, "
             "and a snapshot can express nothing else"
         )
     return interval
 
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
-    """Of the two states of a layer with linear attention, as the configuration has it; 0 where it has none."""
-    conv, recurrent = (FLOAT.itemsize * math.prod(shape) for shape in kind_of(args.delta).stored_shapes(args.delta, 0))
+    """Of the two states of a layer with linear attention; 0 where there is none."""
+    delta = next((mixer for mixer in args.mixers if isinstance(mixer, Delta)), None)
+    if delta is None:
+        return 0, 0
+    conv, recurrent = (FLOAT.itemsize * math.prod(shape) for shape in make_cache(delta).stored_shapes(0))
     return conv, recurrent
 
 
+def _latent_widths(args: ModelArgs) -> tuple[int, int]:
+    """Of a layer with latent attention: kv_lora_rank and qk_rope_head_dim; 0 where there is none."""
+    latent = args.attention
+    return (latent.latent, latent.rotation.dims) if isinstance(latent, Latent) else (0, 0)
+
+
 def _check_caches(args: ModelArgs, cache: Sequence[Cache]) -> None:
-    wanted = [kind_of(mixer) for mixer in args.mixers]
-    if [type(layer) for layer in cache] != wanted:
+    if [layer.part for layer in cache] != list(args.mixers):
         raise RequestError(
-            f"{len(cache)} caches do not fit this {args.model_type} model of {len(wanted)} layers; "
+            f"{len(cache)} caches do not fit this {args.model_type} model of {args.num_hidden_layers} layers; "
             "use model.make_cache()"
         )
 
@@ -238,8 +243,9 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
     magic, version = struct.unpack_from("<2I", view)
     if magic != MAGIC:
         raise BadMagicError(f"the snapshot begins with {magic:#010x} instead of {MAGIC:#010x}; is it MFLX?")
-    if version not in HEADER_WORDS or (version == 1 and args.kv_lora_rank):
-        known = "2" if args.kv_lora_rank else "1 and 2"
+    is_latent = isinstance(args.attention, Latent)
+    if version not in HEADER_WORDS or (version == 1 and is_latent):
+        known = "2" if is_latent else "1 and 2"
         raise BadVersionError(f"the snapshot has version {version}; this model's snapshots have {known}")
     words = HEADER_WORDS[version]
     if len(view) < 4 * words:
@@ -254,15 +260,14 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
 def _attention_lengths(args: ModelArgs, view: memoryview, offset: int) -> Iterator[tuple[int, int]]:
     """(layer, length) of each attention layer; walks the whole body, so that a short one is found."""
     for layer, mixer in enumerate(args.mixers):
-        counts = kind_of(mixer).counts
-        length = 0
-        if counts:
+        cache, length = make_cache(mixer), 0
+        if cache.counts:
             _check_room(view, layer, offset, 4)
             length = struct.unpack_from("<i", view, offset)[0]
             _check_length(layer, length)
-        need = _layer_bytes(mixer, length)
+        need = _layer_bytes(cache, length)
         _check_room(view, layer, offset, need)
-        if counts:
+        if cache.counts:
             yield layer, length
         offset += need
 
@@ -284,15 +289,14 @@ def _check_length(layer: int, length: int) -> None:
         )
 
 
-def _read(args: ModelArgs, view: memoryview, offset: int, length: int, dtype: mx.Dtype) -> list[State]:
+def _read(cache: Sequence[Cache], view: memoryview, offset: int, length: int, dtype: mx.Dtype) -> list[State]:
     """New arrays for every layer of a checked snapshot."""
     states: list[State] = []
-    for mixer in args.mixers:
-        kind = kind_of(mixer)
-        offset += 4 * kind.counts
+    for layer in cache:
+        offset += 4 * layer.counts
         arrays = []
-        for shape in kind.stored_shapes(mixer, length):
+        for shape in layer.stored_shapes(length):
             arrays.append(np.frombuffer(view, FLOAT, math.prod(shape), offset).reshape(shape))
             offset += arrays[-1].nbytes
-        states.append(kind.restored(arrays[0], arrays[1], length, dtype))
+        states.append(layer.restored(arrays[0], arrays[1], length, dtype))
     return states

@@ -13,6 +13,7 @@ from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generat
 from moeflux_mlx.engine import session as engine_session
 from moeflux_mlx.engine.session import Session, Stopped
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
 from moeflux_mlx.state import cache as state_cache
 from moeflux_mlx.state import rewind
@@ -388,14 +389,11 @@ def test_positions_are_chosen_within_the_room(room, start, length, wanted, every
     assert len(chosen) <= room and set(inside[-room:] if room else []) <= set(chosen)
     if len(inside) < room and any(n not in inside for n in range(start + 1, start + length) if n % every == 0):
         assert set(chosen) - set(inside), "there was room for more"
-    assert (
-        KVCache().is_trimmable() and RewindPoints([KVCache()], 10**6).choose(start, start + length, wanted, 1, 1) == []
-    )
+    assert RewindPoints(fake_caches()[1:], 10**6).choose(start, start + length, wanted, 1, 1) == []
 
 
 def fake_caches():
-    recurrent, attention = RecurrentCache(), KVCache()
-    return [recurrent, attention]
+    return [RecurrentCache(Delta(1, 1, 2, 2, 2)), KVCache(GroupedQuery(1, 1, 2, None))]
 
 
 def advance(caches, n):

@@ -1,6 +1,7 @@
 """Configurations: the named variants' sizes, every accepted spelling, and errors that name the field."""
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import FULL, LINEAR, Latent, Rotation
+from moeflux_mlx.kinds import Delta, GroupedQuery, Latent
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.latent import softmax_scale
 from moeflux_mlx.ops.rope import Rope
@@ -64,13 +65,13 @@ def test_sizes(name):
 def test_cogito_streams_layers_3_to_60():
     args = ModelArgs.from_variant("cogito-v2-671b")
     assert args.moe_layers == tuple(range(3, 61))
-    assert args.head_dim == 192 and args.rotary_dim == 64
-    assert args.shared_expert_intermediate_size == 2048
+    assert args.head_dim == 192 and args.attention.rotation.dims == 64
+    assert args.experts.shared.width == 2048
 
 
 def test_qwen_next_derives_layer_types_from_the_interval():
-    types = ModelArgs.from_variant("qwen3-next-80b-a3b").layer_types
-    assert types[:4] == (LINEAR, LINEAR, LINEAR, FULL) and types.count(FULL) == 12
+    kinds = [type(mixer) for mixer in ModelArgs.from_variant("qwen3-next-80b-a3b").mixers]
+    assert kinds[:4] == [Delta, Delta, Delta, GroupedQuery] and kinds.count(GroupedQuery) == 12
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-next-80b-a3b", "cogito-v2-671b"])
@@ -271,17 +272,28 @@ def with_value(config, path, value):
     return config
 
 
+def values_in(tree):
+    """All that stands in nested objects and lists."""
+    if isinstance(tree, dict | list | tuple):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from values_in(value)
+    else:
+        yield tree
+
+
 def check_usable(config):
     """What is accepted has shapes and constants that a model can be made of."""
     args = ModelArgs.from_dict(config)
-    for name, value in [*vars(args).items(), *vars(args.rope_scaling or ModelArgs).items()]:
-        assert not isinstance(value, float) or math.isfinite(value), name
-        assert type(value) is not int or 0 <= value < 2**31, name
+    for value in values_in(dataclasses.asdict(dataclasses.replace(args, quantization=None, eos_token_ids=()))):
+        assert not isinstance(value, float) or math.isfinite(value), args
+        assert type(value) is not int or 0 <= value < 2**31, args
     assert all(0 <= layer < args.num_hidden_layers for layer in args.moe_layers)
-    rope = Rope(Rotation(args.rotary_dim, args.rope_theta, args.rope_scaling))
-    frequencies = np.frombuffer(rope.frequencies)
-    assert len(frequencies) == args.rotary_dim // 2 and np.isfinite(frequencies).all() and (frequencies >= 0).all()
-    assert 0 < rope.magnitude < 1e9 and all(0 < softmax_scale(m) < 1e9 for m in args.mixers if isinstance(m, Latent))
+    for mixer in {mixer for mixer in args.mixers if isinstance(mixer, GroupedQuery | Latent)}:
+        rope = Rope(mixer.rotation)
+        frequencies = np.frombuffer(rope.frequencies)
+        assert len(frequencies) == mixer.rotation.dims // 2
+        assert np.isfinite(frequencies).all() and (frequencies >= 0).all()
+        assert 0 < rope.magnitude < 1e9 and (isinstance(mixer, GroupedQuery) or 0 < softmax_scale(mixer) < 1e9)
     layout = ExpertLayout.from_args(args)
     plan_memory(args, layout, Figures(1 << 62), Demand(resident=0, context=100))
     if args.num_hidden_layers <= 8:
@@ -360,6 +372,6 @@ def test_values_at_the_edge_give_numbers(family, field, value, tmp_path):
             part[field] = value
     (path / "config.json").write_text(json.dumps(config))
     args = ModelArgs.from_file(path)
-    assert value in (*vars(args).values(), *vars(args.rope_scaling or args).values()) or family == "qwen3_5_moe"
+    assert value in values_in(dataclasses.asdict(args)) or family == "qwen3_5_moe"
     logits = load_model(path, dtype=mx.float32)(mx.array([[1, 2, 3, 4]]))
     assert mx.isfinite(logits).all().item()

@@ -128,11 +128,12 @@ def route64(args, stored, stem, x):
     if len(gate) == 3:
         gate = [mx.dequantize(gate[0], *(part.astype(mx.float32) for part in gate[1:]), group_size=64, bits=8)]
     logits = np.array(x.astype(mx.float32), np.float64) @ np.array(gate[0].astype(mx.float32), np.float64).T
+    rule = args.experts.router
     if args.model_type != "deepseek_v3":
-        return oracle.softmax_topk(logits, args.num_experts_per_tok, args.norm_topk_prob)
+        return oracle.softmax_topk(logits, args.num_experts_per_tok, rule.normalise)
     bias = np.array(stored[f"{stem}.e_score_correction_bias"].astype(mx.float32), np.float64)
-    groups = args.n_group, args.topk_group
-    return oracle.noaux_tc_topk(logits, bias, args.num_experts_per_tok, *groups, args.routed_scaling_factor)
+    groups = rule.groups, rule.kept_groups
+    return oracle.noaux_tc_topk(logits, bias, args.num_experts_per_tok, *groups, rule.scale)
 
 
 def test_the_correction_bias_keeps_its_precision(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from metal import msl
-from moeflux_mlx.kinds import Rotation, Yarn
+from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.ops.rope import Rope
@@ -44,9 +44,13 @@ class Layer:
         self.norms = [RMSNorm(width, 1e-2), RMSNorm(width, 1e-2)]
         for norm in self.norms:
             norm.weight = self.normal(width)
-        self.rope = Rope(rotation)
+        self.rope, self.rotation = Rope(rotation), rotation
         self.interleaved = rotation.interleaved
         self.tokens = []
+
+    def cache(self):
+        heads, kv_heads, width, _ = self.sizes
+        return KVCache(GroupedQuery(heads, kv_heads, width, self.rotation))
 
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
@@ -88,7 +92,7 @@ class Layer:
         return out.reshape(-1)
 
     def error(self, lengths):
-        cache = KVCache()
+        cache = self.cache()
         for length in lengths:
             got = self.feed(cache, length)
         want = self.want()
@@ -117,7 +121,7 @@ def test_wherever_pieces_and_arrays_end(host, lengths):
 def test_bits_do_not_depend_on_where_keys_lie(host):
     """Nor on the capacity."""
     layer, moved = Layer(*CASES["gates"]), Layer(*CASES["gates"])
-    one, other = KVCache(), KVCache()
+    one, other = layer.cache(), layer.cache()
     for length in (240, *[1] * 9):
         got, want = layer.feed(one, length), moved.feed(other, length)
         assert mx.array_equal(got, want)
@@ -128,7 +132,8 @@ def test_bits_do_not_depend_on_where_keys_lie(host):
 
 
 def test_arrays_that_were_shown_keep_what_they_covered(host):
-    layer, cache = Layer(*CASES["one group"]), KVCache()
+    layer = Layer(*CASES["one group"])
+    cache = layer.cache()
     for length in (20, 1, 1):
         layer.feed(cache, length)
     held = cache.state[:2]
@@ -157,14 +162,16 @@ def check_stand_in(layer, draw, cache, other):
 
 
 def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
-    layer, cache = Layer(*CASES["one group"]), KVCache()
+    layer = Layer(*CASES["one group"])
+    cache = layer.cache()
     layer.feed(cache, 40)
-    check_stand_in(layer, lambda: [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)], cache, KVCache())
+    check_stand_in(layer, lambda: [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)], cache, layer.cache())
 
 
 @pytest.mark.parametrize("back", [1, 3, 5])
 def test_a_cache_that_was_trimmed_goes_on(host, back):
-    layer, cache = Layer(*CASES["one group"]), KVCache()
+    layer = Layer(*CASES["one group"])
+    cache = layer.cache()
     for length in (20, 1, 1, 1):
         layer.feed(cache, length)
     cache.trim(back)

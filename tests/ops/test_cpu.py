@@ -1,7 +1,7 @@
 """The CPU path: numpy and native kernels against MLX's operations, and what it must leave alone."""
 
-import dataclasses
 import tracemalloc
+from dataclasses import replace
 
 import goldens
 import mlx.core as mx
@@ -112,7 +112,8 @@ def test_only_float32_comes_here():
 def test_sizes_that_the_kernels_refuse_stay_with_mlx(no_extension):
     args = tiny_model("qwen3_moe", mx.float32).args
     assert Model(args, experts=None).suits_cpu
-    assert not Model(dataclasses.replace(args, head_dim=40), experts=None).suits_cpu
+    layers = [replace(layer, mixer=replace(layer.mixer, head_dim=40)) for layer in args.layers]
+    assert not Model(replace(args, layers=layers), experts=None).suits_cpu
 
 
 def test_scales_stay_narrow_but_the_embedding_is_exact():

@@ -8,7 +8,7 @@ import pytest
 from test_attend_step import check_stand_in
 
 from metal import msl
-from moeflux_mlx.kinds import Rotation, Yarn
+from moeflux_mlx.kinds import Latent, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
@@ -55,7 +55,11 @@ class Layer:
         self.key = latent.HeadMatrices(parts[1], heads, turned=turned)
         self.value = latent.HeadMatrices(parts[2], heads)
         self.rope, self.interleaved = Rope(rotation), rotation.interleaved
+        self.part = Latent(heads, columns, width, nope, v, rotation)
         self.tokens = []
+
+    def cache(self):
+        return LatentCache(self.part)
 
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
@@ -111,7 +115,7 @@ class Layer:
         return np.einsum("hvn,hn->hv", value, mixed).reshape(-1)
 
     def error(self, before, steps):
-        cache = LatentCache()
+        cache = self.cache()
         if before:
             self.fill(cache, before)
         for _ in range(steps):
@@ -155,7 +159,7 @@ def test_wherever_pieces_and_arrays_end(host, before, steps):
 def test_bits_do_not_depend_on_where_entries_lie(host):
     """Nor on the capacity."""
     layer, moved = Layer(*CASES["values"]), Layer(*CASES["values"])
-    one, other = LatentCache(), LatentCache()
+    one, other = layer.cache(), layer.cache()
     other.expect(600)
     layer.fill(one, 125)
     moved.fill(other, 125)
@@ -168,14 +172,16 @@ def test_bits_do_not_depend_on_where_entries_lie(host):
 
 
 def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
-    layer, cache = Layer(*CASES["values"]), LatentCache()
+    layer = Layer(*CASES["values"])
+    cache = layer.cache()
     layer.fill(cache, 40)
-    check_stand_in(layer, layer.draw, cache, LatentCache())
+    check_stand_in(layer, layer.draw, cache, layer.cache())
 
 
 @pytest.mark.parametrize("back", [1, 3, 5])
 def test_a_cache_that_was_trimmed_goes_on(host, back):
-    layer, cache = Layer(*CASES["values"]), LatentCache()
+    layer = Layer(*CASES["values"])
+    cache = layer.cache()
     layer.fill(cache, 20)
     for _ in range(3):
         layer.feed(cache)
@@ -187,14 +193,14 @@ def test_a_cache_that_was_trimmed_goes_on(host, back):
 
 def test_what_is_kept_of_a_cache_goes_on(host):
     """In a snapshot, and in another session's cache."""
-    cache, restored, taken = LatentCache(), LatentCache(), LatentCache()
     layer = Layer(*CASES["values"])
+    cache, restored, taken = layer.cache(), layer.cache(), layer.cache()
     layer.fill(cache, 20)
     for _ in range(3):
         layer.feed(cache)
     taken.take_from(cache, 23, None)
     kept = [np.array(array) for array in cache.stored()]
-    restored.state = LatentCache.restored(*kept, 23, layer.dtype)
+    restored.state = restored.restored(*kept, 23, layer.dtype)
     parts = layer.draw()
     want, *found = (layer.run(parts, one) for one in (cache, restored, taken))
     assert all(mx.array_equal(got, want) for got in found)

@@ -18,6 +18,7 @@ from moeflux_mlx.cli import conversion
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.names import canonical_name
+from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS, UNIFORM, ExpertLayout
@@ -113,7 +114,7 @@ def flat(family, tensors):
     c = goldens.text_config(family)
     result = {}
     for name, (kind, array) in tensors.items():
-        name = canonical_name(name, c["num_hidden_layers"])
+        name = canonical_name(name, c["num_hidden_layers"], FAMILIES[family].renames)
         for part, rows in split_rows(name, array, c):
             result[part] = kind, rows
     return {name: t for name, t in result.items() if ".switch_mlp." not in name}

@@ -126,7 +126,7 @@ def test_other_affine_storage_is_told_from_shapes(tmp_path, group_size, bits, mo
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_microscaling_modes_dequantise(tmp_path, mode):
-    group_size, bits = MODES[mode]
+    group_size, bits = MODES[mode].group_size, MODES[mode].bits
     weight, scales = mx.quantize(mx.array(normal(4, 128)), group_size, bits, mode)
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
     config = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}

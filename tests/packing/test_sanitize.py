@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.families.names import canonical_name
+from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import Tensor
 from moeflux_mlx.packing import sanitize
 from moeflux_mlx.spec import ModelArgs
@@ -47,18 +49,18 @@ def next_args(**change):
     ],
 )
 def test_names(name, wanted):
-    assert sanitize.canonical_name(name, layers=4) == wanted
+    assert canonical_name(name, 4, FAMILIES["deepseek_v3"].renames) == wanted
 
 
 def test_the_last_layer_is_not_taken_for_multi_token_prediction():
-    assert sanitize.canonical_name("model.layers.61.mlp.gate.weight", layers=62) is not None
-    assert sanitize.canonical_name("model.layers.61.mlp.gate.weight", layers=61) is None
+    assert canonical_name("model.layers.61.mlp.gate.weight", layers=62) is not None
+    assert canonical_name("model.layers.61.mlp.gate.weight", layers=61) is None
 
 
 def test_two_tensors_for_one_place():
     pair = [tensor("model.language_model.norm.weight", 4), tensor("language_model.model.norm.weight", 4)]
     with pytest.raises(ModelFileError, match=r"model\.language_model\.norm.* and language_model"):
-        sanitize.canonical_tensors(pair, 1)
+        sanitize.canonical_tensors(pair, next_args())
 
 
 @settings(max_examples=30)
@@ -76,7 +78,7 @@ def test_grouped_rows_against_a_loop_over_heads(heads, ratio, dk, dv):
             labels += [(part, head, i) for i in range(width)]
         for part in "ba":
             labels_ba += [(part, head, i) for i in range(ratio)]
-    fused = sanitize.interleaved_rows(args.mixers[0], 0)
+    fused = FAMILIES["qwen3_next"].fused_rows(args.mixers[0], 0)
     for path, stored in (("qkvz", labels), ("ba", labels_ba)):
         pieces = fused[f"model.layers.0.linear_attn.in_proj_{path}"]
         got = [stored[row] for _, rows in pieces for row in rows]

@@ -19,10 +19,11 @@ from tiny_models import child_environment
 
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError, MoefluxWarning, RequestError
+from moeflux_mlx.formats.packed import STATE
 from moeflux_mlx.packing import shards, writer
 from moeflux_mlx.packing.journal import JOURNAL, SHARDS, Listing
 from moeflux_mlx.packing.supply import INCOMING
-from moeflux_mlx.packing.writer import PARTIAL, STATE
+from moeflux_mlx.packing.writer import PARTIAL
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 4

@@ -20,10 +20,10 @@ from moeflux_mlx import files as paths
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.formats.checkpoint import ITEM_BYTES
-from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.formats.packed import STATE, PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.generate.__main__ import main as generate
-from moeflux_mlx.packing.writer import PARTIAL, STATE
+from moeflux_mlx.packing.writer import PARTIAL
 from moeflux_mlx.spec import ModelArgs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,11 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from moeflux_mlx.kinds import GroupedQuery
 from moeflux_mlx.ops import backend
 from moeflux_mlx.state import cache
 from moeflux_mlx.state.cache import KVCache
 
 HEADS, WIDTH = 2, 8
+PART = GroupedQuery(HEADS, HEADS, WIDTH, None)
 
 
 def entries(length, seed):
@@ -33,7 +35,7 @@ def on_gpu(monkeypatch):
 
 @pytest.mark.parametrize("lengths", [[5, 1, 1], [1, 1], [255, 1, 1], [300, 1, 2, 1]])
 def test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same(lengths, on_gpu):
-    whole, part = KVCache(), KVCache()
+    whole, part = KVCache(PART), KVCache(PART)
     for seed, length in enumerate(lengths):
         on_gpu(True)
         got, seen = attend(whole, length, seed)
@@ -46,7 +48,7 @@ def test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same(lengths,
 
 def test_entries_that_were_trimmed_are_not_seen(on_gpu):
     on_gpu(True)
-    whole, fresh = KVCache(), KVCache()
+    whole, fresh = KVCache(PART), KVCache(PART)
     attend(whole, 7, 0)
     whole.trim(3)
     fresh.update_and_fetch(whole.keys[..., :4, :], whole.values[..., :4, :])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from moeflux_mlx import errors
+from moeflux_mlx.kinds import Delta, Latent
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state.cache import RecurrentCache
 from moeflux_mlx.state.snapshot import MAX_LENGTH, load_state, save_state, state_size
@@ -47,22 +48,25 @@ def decode(model, cache, n=3):
 def described(args, n, seed=0, version=2):
     """Header and random body in the words of the format, and the arrays in it, layer by layer."""
     rng = np.random.default_rng(seed)
-    linear = "linear_attention" in args.layer_types
-    nv, dv, dk = args.linear_num_value_heads, args.linear_value_head_dim, args.linear_key_head_dim
-    channels = 2 * args.linear_num_key_heads * dk + nv * dv
-    words = [0x4D464C58, version, len(args.layer_types), 4 if linear else 1, args.num_key_value_heads]
-    words += [args.head_dim, 3 * channels * 4 if linear else 0, nv * dv * dk * 4 if linear else 0]
-    words += [args.kv_lora_rank, args.qk_rope_head_dim] if version == 2 else []
+    first = args.mixers[0]
+    linear, latent = isinstance(first, Delta), isinstance(args.attention, Latent)
+    nv, dv, dk = (first.value_heads, first.value_dim, first.key_dim) if linear else (0, 0, 0)
+    channels = 2 * first.key_heads * dk + nv * dv if linear else 0
+    widths = (args.attention.latent, args.attention.rotation.dims) if latent else (0, 0)
+    words = [0x4D464C58, version, len(args.layers), 4 if linear else 1, args.num_key_value_heads]
+    words += [args.head_dim, 3 * channels * 4, nv * dv * dk * 4]
+    words += widths if version == 2 else []
     data, layers = b"".join(word.to_bytes(4, "little") for word in words), []
-    for kind in args.layer_types:
-        if kind == "linear_attention":
+    for mixer in args.mixers:
+        recurrent = isinstance(mixer, Delta)
+        if recurrent:
             shapes = [(3, channels), (nv, dv, dk)]
-        elif args.kv_lora_rank:
-            shapes = [(n, args.kv_lora_rank), (n, args.qk_rope_head_dim)]
+        elif latent:
+            shapes = [(n, width) for width in widths]
         else:
             shapes = [(n, args.num_key_value_heads, args.head_dim)] * 2
         arrays = [rng.standard_normal(shape).astype("<f4") for shape in shapes]
-        length = b"" if kind == "linear_attention" else struct.pack("<i", n)
+        length = b"" if recurrent else struct.pack("<i", n)
         data += length + b"".join(array.tobytes() for array in arrays)
         layers.append(arrays)
     return data, layers
@@ -228,10 +232,10 @@ def test_layers_of_different_lengths_are_refused():
 
 def test_states_that_cannot_be_expressed():
     model = tiny_model("qwen3_next", mx.float32)
-    kinds = model.args.layer_types
-    for types in (kinds[:3] + kinds[:1], kinds[::-1], (*kinds[1:], kinds[3])):
+    kinds = model.args.layers
+    for layers in (kinds[:3] + kinds[:1], kinds[::-1], (*kinds[1:], kinds[3])):
         with pytest.raises(errors.SnapshotError, match="interval"):
-            state_size(replace(model.args, layer_types=types), 0)
+            state_size(replace(model.args, layers=layers), 0)
     cache = after(model, 4)
     cache[1].offset = 3
     with pytest.raises(errors.SnapshotError, match="3 to 4 tokens"):

@@ -1,0 +1,94 @@
+"""What a conversion would write: every file with its tensors, found and checked before a byte is written.
+
+Opening a checkpoint in place and planning a download ask here too, so nothing in this file writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelFileError
+from ..files import read_json
+from ..formats.checkpoint import Checkpoint, Tensor
+from ..formats.owners import Share
+from ..formats.record import PROJECTIONS, ExpertLayout, expert_path
+from ..quant import parse, unquantized
+from ..spec import ModelArgs
+from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, find_experts, packed_layers, plan_experts
+from .resident import override, plan_resident
+from .sanitize import canonical_tensors
+from .source_format import SourceFormat
+from .unit import Unit
+from .wanted import Wanted
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """The files to write, in order, and what goes into config.json."""
+
+    layout: ExpertLayout
+    units: tuple[Unit, ...]
+    quantization: Mapping[str, Any]
+    lossy: tuple[str, ...]
+    quantized: int
+    made_experts: bool
+    share: Share | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(unit.size for unit in self.units)
+
+
+def read_args(checkpoint: Checkpoint) -> ModelArgs:
+    generation = checkpoint.folder / "generation_config.json"
+    return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
+
+
+def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Share | None = None) -> ConversionPlan:
+    """Finds and checks every tensor before a byte is written.
+
+    Raises:
+        ConfigError, ModelFileError: as `convert`.
+    """
+    form = SourceFormat(checkpoint.config, checkpoint.tensors)
+    tensors = canonical_tensors(checkpoint.tensors.values(), args)
+    resident = plan_resident(args, tensors, form, wanted)
+    used = {tensor.name for source in resident.sources for tensor in source.tensors}
+    layers, lossy, made = list[LayerFile | PackedLayerFile](), list(resident.lossy), False
+    if checkpoint.packed is not None:
+        layout = ExpertLayout.from_args(args)
+        layers += packed_layers(layout, checkpoint.packed, args)
+    else:
+        found = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted) for layer, experts in found.items()}
+        quants = {layer: one.quants for layer, one in stored.items()}
+        layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
+        layers += [LayerFile(layout, layer, experts) for layer, experts in found.items()]
+        used = used.union(*(one.used for one in stored.values()))
+        lossy += [name for one in stored.values() for name in one.lossy]
+        made = any(one.is_made for one in stored.values())
+    _check_all_used(tensors, used)
+    held = layers if share is None else [HeldLayerFile(layer, share) for layer in layers]
+    units = (*resident.files(), *held)
+    quantization = _with_experts(resident.quantization(), layout, share)
+    quantized = resident.quantized(wanted.resident)
+    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share)
+
+
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Share | None) -> dict[str, Any]:
+    """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
+    if layout.is_uniform and share is None:
+        return quantization
+    usual = parse("the model", quantization)
+    for layer, record in layout.records.items():
+        for projection, quant in zip(PROJECTIONS, record.quants, strict=True):
+            if quant != usual:
+                quantization[expert_path(layer, projection)] = override(quant)
+    return quantization
+
+
+def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
+    left = sorted(tensor.name for tensor in tensors.values() if tensor.name not in used)
+    if left:
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise ModelFileError(f"tensor {left[0]}{more} does not belong to this model; is config.json the right one?")

@@ -1,0 +1,175 @@
+"""Switches of the parts that a layer is made of, each against float64, natively, by plain operations and by kernels."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import msl
+from moeflux_mlx.errors import ConfigError
+from moeflux_mlx.kinds import GroupedQuery, Rotation
+from moeflux_mlx.model.attention import Attention
+from moeflux_mlx.model.layers import MLP, Linear, RMSNorm, Stack
+from moeflux_mlx.model.tensors import needed
+from moeflux_mlx.ops import native
+from moeflux_mlx.ops.rope import Rope
+from moeflux_mlx.spec import ModelArgs, _check
+from moeflux_mlx.state.cache import make_cache
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+HIDDEN, EPS = 48, 1e-2
+PLAIN = GroupedQuery(4, 2, 32, Rotation(16, 1e4))
+CASES = {
+    "norm of each head": PLAIN,
+    "flat norms": replace(PLAIN, norm="flat"),
+    "no norm": replace(PLAIN, norm=None),
+    "no rotation": replace(PLAIN, rotation=None),
+    "neither": replace(PLAIN, norm=None, rotation=None),
+    "biases and a gate": replace(PLAIN, bias=True, output_bias=True, gate="joined"),
+}
+
+
+def filled(module, seed=0):
+    """The module with random parameters."""
+    rng = np.random.default_rng(seed)
+    for part in module.modules():
+        for name, value in part.items():
+            if isinstance(value, mx.array):
+                part[name] = mx.array(rng.normal(size=value.shape).astype(np.float32) * 0.3)
+    for part in module.modules():
+        if isinstance(part, Linear):
+            part.filled = True
+    module.arrange()
+    return module
+
+
+def wide(a):
+    return np.array(a, np.float64)
+
+
+def normed(x, norm):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * wide(norm.weight)
+
+
+def turned(x, rotation):
+    """x [L, heads, D], at positions from 0."""
+    angle = np.arange(len(x))[:, None] * np.frombuffer(Rope(rotation).frequencies)
+    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    half = rotation.dims // 2
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([first * cosine - second * sine, first * sine + second * cosine, rest], -1)
+
+
+def projected(layer, x):
+    return x @ wide(layer.weight).T + (wide(layer.bias) if "bias" in layer else 0)
+
+
+def wanted(layer, part, norm, x):
+    """The layer over x [L, HIDDEN] in float64, written plainly (Vaswani et al., arXiv:1706.03762, equation 1)."""
+    h, L, D = normed(x, norm), len(x), part.head_dim
+    q, k, v = (projected(layer[f"{name}_proj"], h) for name in "qkv")
+    q, gate = np.split(q.reshape(L, part.heads, -1), [D], axis=-1)
+    k, v = k.reshape(L, -1, D), v.reshape(L, -1, D)
+    if part.norm == "flat":
+        q = normed(q.reshape(L, -1), layer.q_norm).reshape(q.shape)
+        k = normed(k.reshape(L, -1), layer.k_norm).reshape(k.shape)
+    if part.norm == "head":
+        q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    if part.rotation:
+        q, k = turned(q, part.rotation), turned(k, part.rotation)
+    k, v = (np.repeat(one, part.heads // part.kv_heads, axis=1) for one in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(D)
+    scores[:, ~np.tri(L, dtype=bool)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+    if part.gate:
+        out = out / (1 + np.exp(-gate))
+    return x + projected(layer.o_proj, out.reshape(L, -1))
+
+
+@pytest.fixture(params=["native", "plain operations", "kernels"])
+def array(request, monkeypatch):
+    """What activations are where the fixture's way of computing runs."""
+    if request.param == "native":
+        if not native.available():
+            pytest.skip("the extension is not built")
+        yield np.array
+    elif request.param == "plain operations":
+        yield mx.array
+    else:
+        with msl.launching():
+            yield mx.array
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_with_each_switch(case, array):
+    part = CASES[case]
+    layer, norm, cache = filled(Attention(part, HIDDEN, EPS)), RMSNorm(HIDDEN, EPS), make_cache(part)
+    x = np.random.default_rng(1).normal(size=(1, 7, HIDDEN)).astype(np.float32)
+    parts = [layer(array(x[:, start:end]), norm, cache) for start, end in ((0, 5), (5, 6), (6, 7))]
+    got, want = np.concatenate([wide(one) for one in parts], axis=1)[0], wanted(layer, part, norm, wide(x[0]))
+    assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("switch", [{"norm": "flat"}, {"norm": None}, {"rotation": None}, {"bias": True}])
+def test_each_switch_makes_a_difference(switch):
+    """Else the comparison above would prove nothing."""
+    x = wide(np.random.default_rng(1).normal(size=(7, HIDDEN)))
+    norm = RMSNorm(HIDDEN, EPS)
+    parts = [PLAIN, replace(PLAIN, **switch)]
+    layers = [filled(Attention(part, HIDDEN, EPS)) for part in parts]
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        layers[1][name].weight = layers[0][name].weight
+    one, other = (wanted(layer, part, norm, x) for layer, part in zip(layers, parts, strict=True))
+    assert np.abs(one - other).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_activations_by_name(name, array):
+    mlp = filled(MLP(32, 48, name))
+    x = np.random.default_rng(2).normal(size=(3, 32)).astype(np.float32)
+    gate, up = (wide(x) @ wide(layer.weight).T for layer in (mlp.gate_proj, mlp.up_proj))
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))
+    act = gate / (1 + np.exp(-gate)) if name == "silu" else 0.5 * gate * (1 + tanh)
+    want = (act * up) @ wide(mlp.down_proj.weight).T
+    assert np.abs(wide(mlp(array(x))) - want).max() < 1e-5 * np.abs(want).max()
+
+
+def test_layers_that_differ_in_their_biases_are_not_joined():
+    layers = [Linear(32, 16, bias) for bias in (True, False)]
+    for layer in layers:
+        layer.weight, layer.filled = mx.ones(layer.shape), True
+    assert Stack(*layers).stacked is None and Stack(layers[0], layers[0]).stacked is not None
+
+
+def tiny_args(mixer, **change):
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    layer = replace(args.layers[0], mixer=mixer, **change)
+    return replace(args, layers=(layer, args.layers[1]))
+
+
+def test_heads_and_widths_differ_by_layer_and_biases_are_tensors_of_their_own():
+    matrices, plain = needed(tiny_args(replace(PLAIN, bias=True)))
+    assert matrices["model.layers.0.self_attn.q_proj"] == (128, 2048)
+    assert matrices["model.layers.1.self_attn.q_proj"] == (4096, 2048)
+    assert plain["model.layers.0.self_attn.q_proj.bias"] == (128,)
+    assert "model.layers.1.self_attn.q_proj.bias" not in plain
+
+
+REFUSED = [
+    {"window": 128},
+    {"sinks": True},
+    {"gate": "sigmoid head"},
+    {"value_dim": 64},
+    {"scale": 1.0},
+    {"value_scale": 0.5},
+    {"value_is_key": True},
+]
+
+
+@pytest.mark.parametrize("switch", REFUSED)
+def test_a_switch_that_is_not_computed_is_refused(switch):
+    ((name, value),) = switch.items()
+    with pytest.raises(ConfigError, match=f"layer 0 has {name} {value!r}, which is not implemented"):
+        _check(tiny_args(replace(PLAIN, **switch)))
