@@ -170,6 +170,7 @@ def _check_mixer(mixer: Mixer) -> None:
                     "linear_num_value_heads", mixer.value_heads, "linear_num_key_heads", mixer.key_heads
                 )
             _check_width("linear attention", mixer.channels)
+            _check_width("linear attention's convolution", mixer.channels * mixer.taps)
         case GroupedQuery():
             if mixer.heads % mixer.kv_heads:
                 raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)

@@ -8,7 +8,6 @@ import sys
 
 import goldens
 import mlx.core as mx
-import numpy as np
 import pytest
 from small_hub import SmallHub, connected
 from tiny_models import child_environment, tiny_directory, write_tokenizer
@@ -57,7 +56,7 @@ def test_load_prints_nothing(packed, capfd):
     assert capfd.readouterr() == ("", "")
     own, _ = load(tiny_directory("qwen3_moe"))
     tokens = mx.array([[1, 2, 3]])
-    assert np.array_equal(np.array(model(tokens)), np.array(own(tokens)))
+    assert mx.array_equal(model(tokens), own(tokens))
 
 
 def test_plan_reads_headers_only(packed, capfd):
@@ -131,7 +130,7 @@ def test_a_checkpoint_that_mlx_quantised_comes_whole_and_runs(tmp_path, capfd):
     assert layout == PackedExperts.open(own, ModelArgs.from_file(own)).layout
     assert resident_bytes(shapes, mx.float32) == resident_bytes(read_resident(own), mx.float32)
     tokens = mx.array([[1, 2, 3]])
-    assert np.array_equal(np.array(model(tokens)), np.array(load_model(own)(tokens)))
+    assert mx.array_equal(model(tokens), load_model(own)(tokens))
 
 
 def test_without_an_answer_a_checkpoint_in_the_cache_runs_if_it_is_whole(tmp_path):

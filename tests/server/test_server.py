@@ -303,7 +303,9 @@ def test_live_pictures(live, chat):
     replies, settings = [], {"model": "m", "messages": QUESTION, "max_tokens": 100}
     thread = threading.Thread(target=lambda: replies.append(chat.chat.completions.create(**settings)))
     thread.start()
-    found = [next_picture(reply) for _ in range(3)]
+    found = [next_picture(reply)]
+    while thread.is_alive():
+        found.append(next_picture(reply))
     thread.join()
     picture, timings = found[-1], replies[0].timings
     assert picture["experts"] == 16 and picture["layers"] == list(range(8)) and picture["context"] == 1024
