@@ -51,9 +51,8 @@ def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     found: dict[int, Quants] = {}
     if form.stated is not None:
         for layer in args.moe_layers:
-            stated = stated_quants(form.stated, layer)
-            gate, up, down = (one if one is not None and is_computed(one) else EXPERTS for one in stated)
-            found[layer] = gate, up, down
+            stated = stated_quants(form.stated, layer, args.experts.matrices)
+            found[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
     return ExpertLayout.from_args(args, found or None)
 
 
