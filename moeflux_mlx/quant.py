@@ -6,7 +6,7 @@ checkpoint asks it.
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,15 +42,18 @@ class Quant:
 
     A row of codes is one stream of bits in little-endian uint32 words, first code in the lowest bits. In mode "affine"
     (MLX's `mx.quantize`) a group has a scale and a bias, and a weight is scale * code + bias. In mode "mxfp4" a code is
-    a float of 4 bits, E2M1, and a group has a scale of 8 bits, E8M0, which stands for 2 ** (scale - 127).
+    a float of 4 bits, E2M1, and a group has a scale of 8 bits, E8M0, which stands for 2 ** (scale - 127). In mode
+    "nvfp4" that scale is E4M3, and a float32 factor for the whole matrix may multiply all of them.
     """
 
     bits: int
     group_size: int
     mode: str = "affine"
+    has_global_scale: bool = False
 
     def __str__(self) -> str:
-        return f"{self.bits} bits, group_size {self.group_size}, mode {self.mode}"
+        factor = ", global_scale" if self.has_global_scale else ""
+        return f"{self.bits} bits, group_size {self.group_size}, mode {self.mode}{factor}"
 
     @property
     def codes(self) -> str:
@@ -73,7 +76,7 @@ class Quant:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors that hold a matrix."""
+        """Names of the tensors that hold a matrix, but for a global scale."""
         return PARTS if self.has_biases else PARTS[:2]
 
     def words(self, columns: int) -> int:
@@ -86,11 +89,13 @@ class Quant:
 
     def entry(self) -> dict[str, Any]:
         """What says this in `config.json`."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        stated = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        return {**stated, GLOBAL_SCALE: True} if self.has_global_scale else stated
 
 
 OF_GROUPS = ("scales", "biases")
 PARTS = ("weight", *OF_GROUPS)  # of a stored matrix: names of tensors
+GLOBAL_SCALE = "global_scale"  # the factor of a whole matrix
 DEFAULT = Quant(4, 64)  # MLX's own
 EXPERTS = Quant(4, 64)  # of routed experts that come as floats, unless somebody asks for another
 COMPUTED_MODES = ("affine", "mxfp4")
@@ -105,10 +110,12 @@ def is_computed(quant: Quant) -> bool:
 
 def is_known(quant: Quant) -> bool:
     """Whether MLX stores matrices so."""
+    mode = MODES.get(quant.mode)
+    if mode is None or quant.has_global_scale and mode.scale != E4M3:
+        return False
     if quant.mode == "affine":
         return quant.group_size in AFFINE_GROUPS and quant.bits in AFFINE_BITS
-    mode = MODES.get(quant.mode)
-    return mode is not None and (mode.group_size, mode.bits) == (quant.group_size, quant.bits)
+    return (mode.group_size, mode.bits) == (quant.group_size, quant.bits)
 
 
 def plain(path: str) -> str:
@@ -145,8 +152,8 @@ def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | 
     Raises:
         ModelFileError: they tell different stories.
     """
-    mode = "affine" if stated is None else stated.mode
-    found = Quant(32 * words // max(columns, 1), columns // max(groups, 1), mode)
+    bits, group_size = 32 * words // max(columns, 1), columns // max(groups, 1)
+    found = replace(stated or DEFAULT, bits=bits, group_size=group_size)
     if found != stated or found.words(columns) != words or found.groups(columns) != groups:
         raise ModelFileError(
             f"tensor {path}.weight has {found} by its shapes, {words} words and {groups} scales for {columns} columns; "
@@ -169,14 +176,14 @@ def parse(path: str, entry: Mapping[str, Any]) -> Quant:
     group_size, bits = (
         getattr(defaults, name, None) if entry.get(name) is None else entry[name] for name in ("group_size", "bits")
     )
-    if isinstance(mode, str) and type(group_size) is int and type(bits) is int:
-        quant = Quant(bits, group_size, mode)
+    factor = False if entry.get(GLOBAL_SCALE) is None else entry[GLOBAL_SCALE]
+    if isinstance(mode, str) and type(group_size) is int and type(bits) is int and type(factor) is bool:
+        quant = Quant(bits, group_size, mode, factor)
         if is_known(quant):
             return quant
-    raise ConfigError(
-        f"quantization of {path}: {reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, "
-        f"mode {reprlib.repr(mode)} is not known"
-    )
+    stated = f"{reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, mode {reprlib.repr(mode)}"
+    scaled = "" if factor is False else f", global_scale {reprlib.repr(factor)}"
+    raise ConfigError(f"quantization of {path}: {stated}{scaled} is not known")
 
 
 def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, Quant | None]:

@@ -15,6 +15,7 @@ from moeflux_mlx.quant import (
     is_computed,
     of_packed,
     of_shapes,
+    parse,
     plain,
 )
 
@@ -59,12 +60,28 @@ def test_two_spellings_that_differ_are_refused():
         ({"group_size": 32}, Quant(4, 32)),
         ({"mode": "mxfp4"}, Quant(4, 32, "mxfp4")),
         ({"mode": None, "bits": None, "group_size": 128}, Quant(4, 128)),
+        ({"mode": "nvfp4", "global_scale": None}, Quant(4, 16, "nvfp4")),
+        ({"mode": "nvfp4", "global_scale": True}, Quant(4, 16, "nvfp4", has_global_scale=True)),
     ],
 )
 def test_what_an_entry_leaves_out_is_the_modes_default(entry, wanted):
     """Never what the rest of the file has."""
     found = entries({"quantization": {"bits": 8, "group_size": 32, "m": entry, "on": True}})
     assert found == {"": Quant(8, 32), "m": wanted}
+
+
+@pytest.mark.parametrize("quant", [Quant(3, 64), Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4", has_global_scale=True)])
+def test_an_entry_says_what_it_was_made_from(quant):
+    assert parse("m", quant.entry()) == quant
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"global_scale": True}, {"mode": "mxfp4", "global_scale": True}, {"mode": "nvfp4", "global_scale": 1.0}],
+)
+def test_a_global_scale_that_no_form_has(entry):
+    with pytest.raises(ConfigError, match="quantization of m: .*, global_scale .* is not known"):
+        parse("m", entry)
 
 
 @pytest.mark.parametrize("where", [{}, {"m": 1}])
@@ -85,7 +102,13 @@ def test_modes_that_are_not_computed_are_named(mode, where):
 def test_everything_affine_and_mxfp4_is_computed():
     forms = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
     assert all(map(is_computed, [*forms, Quant(4, 32, "mxfp4")])) and len(forms) == 18
-    for other in (Quant(7, 64), Quant(4, 16), Quant(4, 64, "mxfp4"), Quant(4, 16, "nvfp4"), Quant(8, 32, "mxfp8")):
+    for other in (
+        Quant(7, 64),
+        Quant(4, 16),
+        Quant(4, 64, "mxfp4"),
+        Quant(4, 16, "nvfp4", True),
+        Quant(8, 32, "mxfp8"),
+    ):
         assert not is_computed(other)
 
 

@@ -158,7 +158,7 @@ def random_records(random: np.random.Generator, count: int, hidden: int, inner: 
     """Records of random codes whose products keep the size of their inputs."""
     record = Record.make(hidden, inner, (EXPERTS,) * 3)
     blob = random.integers(0, 1 << 32, (count, record.stride // 4), dtype=np.uint32)
-    for projection in (record.gate, record.up, record.down):
+    for projection in record.projections:
         _, scales, biases = projection.fields
         values = random.uniform(0.5, 1.5, (count, *scales.shape)).astype(np.float32) / (4.6 * projection.columns**0.5)
         for field, one in ((scales, values), (biases, -7.5 * values)):
@@ -182,9 +182,7 @@ def _fields(words: np.ndarray, projection: Projection) -> list[np.ndarray]:
 
 
 def _expert(records: Records, slot: int, x: np.ndarray) -> np.ndarray:
-    gate, up, down = (
-        dense(records.blob[slot], part) for part in (records.record.gate, records.record.up, records.record.down)
-    )
+    gate, up, down = (dense(records.blob[slot], part) for part in records.record.projections)
     act = gate @ x
     return down @ (act / (1 + np.exp(-act)) * (up @ x))
 

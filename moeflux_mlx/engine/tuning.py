@@ -284,7 +284,7 @@ def _random_words(shape: Sequence[int]) -> mx.array:
 
 def random_records(record: Record, count: int) -> Records:
     parts: list[mx.array] = []
-    for projection in (record.gate, record.up, record.down):
+    for projection in record.projections:
         kind = DTYPES[projection.fields[1].dtype]
         made = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
         parts += [part.reshape(count, -1).view(mx.uint32) for part in made]

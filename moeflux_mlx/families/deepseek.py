@@ -12,6 +12,7 @@ def _deepseek_v3(read: Fields) -> dict[str, Any]:
         ("scoring_func", "sigmoid"),
         ("rope_interleave", True),
         ("moe_layer_freq", 1),
+        ("attention_bias", False),
     ):
         read.must_equal(name, wanted)
     count = layer_count(read)

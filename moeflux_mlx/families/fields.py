@@ -80,7 +80,6 @@ def common(read: Fields) -> dict[str, Any]:
     """The fields of `ModelArgs` that every family so far has, all but `layers`; refuses what none of them computes."""
     for name, wanted in (
         ("hidden_act", "silu"),
-        ("attention_bias", False),
         ("tie_word_embeddings", False),
         ("use_sliding_window", False),
     ):
@@ -132,7 +131,12 @@ def _yarn(read: Fields) -> Yarn:
 
 
 def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQuery:
-    """Attention with the usual names of its sizes; `share` as in `rotation`, `switches` as the family has them."""
+    """Attention with the usual names of its sizes; `share` as in `rotation`, `switches` as the family has them.
+
+    A family whose `attention_bias` can be true reads it, and passes `bias`.
+    """
+    if "bias" not in switches:
+        read.must_equal("attention_bias", False)
     heads = read.count("num_attention_heads")
     width = read.count("head_dim", None) or read.count("hidden_size") // heads
     turned = rotation(read, width, share)

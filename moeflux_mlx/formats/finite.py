@@ -5,18 +5,24 @@ It looks at records in memory and knows nothing of files.
 
 import numpy as np
 
-from ..quant import E8M0, FLOAT
+from ..quant import E4M3, E8M0
 from .record import Field, Record
 
 # Of a dtype, or of a kind of scale: the type of a value's bits, and those that are all set in NaN and infinity.
-EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), E8M0: ("<u1", 0xFF)}
+EXPONENTS = {
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F800000),
+    E8M0: ("<u1", 0xFF),
+    E4M3: ("<u1", 0x7F),
+}
 
 
 def not_finite(record: Record, rows: np.ndarray) -> tuple[int, Field] | None:
     """The first row and field of `rows`, uint8 [n, at least the record's size], that hold NaN or infinity, if any."""
-    for projection in (record.gate, record.up, record.down):
+    for projection in record.projections:
         for field in projection.fields[1:]:
-            kind, exponent = EXPONENTS[field.dtype if projection.quant.scale == FLOAT else projection.quant.scale]
+            kind, exponent = EXPONENTS[projection.quant.scale if field.dtype == "U8" else field.dtype]
             bits = rows[:, field.offset : field.end].view(kind)
             spoilt = (bits & exponent == exponent).any(axis=1)
             if spoilt.any():

@@ -8,45 +8,72 @@ missing), `format_version`, `group_size` and `bits`. It is written whenever it c
 Version 2: `format_version`, `num_layers`, `num_experts`, and `geometries`, one for each different record: `layers`
 that have it, `record_size` and `record_stride` in bytes, and `fields` as version 1's components, each with the `bits`,
 `group_size` and `mode` of its matrix. It has neither `expert_size` nor `components`, so that a reader that looks only
-for those fails instead of reading nonsense.
+for those fails instead of reading nonsense. Its fields are weight, scales and biases of gate, up and down.
 
 Version 3 is version 2 with `held`: the files hold the experts of one of several ranks only, `rank` of those that have
 `shares`, and nothing but zeros and samples where the others would be. Offsets and lengths are those of a whole model.
 
-Nothing in such a file is believed: it must be what the model's config.json gives, field by field.
+Version 4 has the keys of version 2, with `held` where version 3 would have it, and leaves open what a record is made
+of: `fields` lists whatever there is, in the order in which it lies, by name, dtype, shape, offset and size. Known today
+are `bias` [rows] and `global_scale` [1], a float32, of a matrix (which then has `global_scale`: true beside its
+`mode`), and records without a gate. Fields begin at multiples of 16 bytes and do not overlap; what lies between two is
+zero. A geometry may name `experts`, those of its `layers` that have it; where it does not, all have. In each layer
+every expert has one geometry, and its record begins where the record before it ends: at the sum of the
+`record_stride`s of the experts with smaller numbers. It is written only where versions 1 to 3 cannot say the geometry.
+A new field, key, dtype or mode needs no further version: a reader refuses what it does not expect.
+
+We read no records yet that differ within a layer. Nothing in such a file is believed but strides and the dtype of
+floating scales: the rest must be what the model's config.json gives, field by field.
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError
-from ..quant import SUPPORTED, Quant, is_computed
+from ..errors import ModelFileError
+from ..quant import GLOBAL_SCALE, PARTS
 from ..spec import ModelArgs
 from .owners import MOST_RANKS, MOST_SHARE, Owners, Share
 from .record import (
     BLOCK_BYTES,
     LOAD_BYTES,
     PROJECTIONS,
-    SCALE_DTYPES,
     ExpertLayout,
     Field,
+    Projection,
     Quants,
     Record,
     expert_path,
+    floating_dtype,
+    projections_of,
     stated_quants,
 )
 
-UNIFORM_VERSION, VERSION, SHARE_VERSION = 1, 2, 3
+UNIFORM_VERSION, VERSION, SHARE_VERSION, OPEN_VERSION = VERSIONS = 1, 2, 3, 4
+GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields")
+FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
 def to_json(layout: ExpertLayout, share: Share | None = None) -> dict[str, Any]:
     """The contents of `layout.json`; with `share`, of a directory that holds no more than that."""
+    version = _least_version(layout)
     if share is not None:
         held = {"shares": list(share.owners.shares), "rank": share.rank}
-        return {**_varied(layout), "format_version": SHARE_VERSION, "held": held}
-    return _uniform(layout) if layout.is_uniform else _varied(layout)
+        return {**_varied(layout, max(version, SHARE_VERSION)), "held": held}
+    return _uniform(layout) if version == UNIFORM_VERSION else _varied(layout, version)
+
+
+def _least_version(layout: ExpertLayout) -> int:
+    """The first that can say the geometry of a whole model's records."""
+    if layout.is_uniform:
+        return UNIFORM_VERSION
+    return VERSION if all(map(_has_usual_fields, set(layout.records.values()))) else OPEN_VERSION
+
+
+def _has_usual_fields(record: Record) -> bool:
+    named = [projection.name for projection in record.projections]
+    return named == [*PROJECTIONS] and all(field.part in PARTS for field in record.fields)
 
 
 def held_by(found: Mapping[str, Any], where: object) -> Share | None:
@@ -55,7 +82,8 @@ def held_by(found: Mapping[str, Any], where: object) -> Share | None:
     Raises:
         ModelFileError: it says nothing that makes sense.
     """
-    if found.get("format_version") != SHARE_VERSION:
+    version = found.get("format_version")
+    if version != SHARE_VERSION and (version != OPEN_VERSION or "held" not in found):
         return None
     held: Any = found.get("held")
     shares, rank = (held.get("shares"), held.get("rank")) if isinstance(held, Mapping) else (None, None)
@@ -71,11 +99,16 @@ def from_json(found: Mapping[str, Any], args: ModelArgs, where: object) -> Exper
 
     Raises:
         ModelFileError: it is of another version, or contradicts the model's configuration.
+        ConfigError: a width in that is no multiple of a group.
     """
     version = found.get("format_version", UNIFORM_VERSION)
-    if type(version) is not int or version not in (UNIFORM_VERSION, VERSION, SHARE_VERSION):
-        raise ModelFileError(f"{where}: format_version {reprlib.repr(version)} is not 1, 2 or 3")
-    return _read_uniform(found, args, where) if version == UNIFORM_VERSION else _read_varied(found, args, where)
+    if type(version) is not int or version not in VERSIONS:
+        raise ModelFileError(f"{where}: format_version {reprlib.repr(version)} is not 1, 2, 3 or 4")
+    layout = _read_uniform(found, args, where) if version == UNIFORM_VERSION else _read_varied(found, args, where)
+    least = _least_version(layout)
+    if version < least:
+        raise ModelFileError(f"{where}: format_version is {version}; what the model's config.json gives takes {least}")
+    return layout
 
 
 # ---- version 1
@@ -91,8 +124,8 @@ def _uniform(layout: ExpertLayout) -> dict[str, Any]:
         "moe_layers": list(layout.moe_layers),
         "expert_stride": record.stride,
         "format_version": UNIFORM_VERSION,
-        "group_size": record.gate.quant.group_size,
-        "bits": record.gate.quant.bits,
+        "group_size": record.down.quant.group_size,
+        "bits": record.down.quant.bits,
     }
 
 
@@ -124,18 +157,18 @@ def _read_uniform(found: Mapping[str, Any], args: ModelArgs, where: object) -> E
     return checked
 
 
-# ---- version 2
+# ---- versions 2, 3 and 4
 
 
-def _varied(layout: ExpertLayout) -> dict[str, Any]:
+def _varied(layout: ExpertLayout, version: int) -> dict[str, Any]:
     layers: dict[Record, list[int]] = {}
     for layer, record in layout.records.items():
         layers.setdefault(record, []).append(layer)
     return {
-        "format_version": VERSION,
+        "format_version": version,
         "num_layers": layout.num_layers,
         "num_experts": layout.num_experts,
-        "geometries": [_geometry(record, found) for record, found in layers.items()],
+        "geometries": [_geometry(record, having) for record, having in layers.items()],
     }
 
 
@@ -144,33 +177,43 @@ def _geometry(record: Record, layers: list[int]) -> dict[str, Any]:
         "layers": layers,
         "record_size": record.size,
         "record_stride": record.stride,
-        "fields": [
-            {**_component(field), **projection.quant.entry()}
-            for projection in (record.gate, record.up, record.down)
-            for field in projection.fields
-        ],
+        "fields": [{**_component(field), **projection.quant.entry()} for projection, field in _fields(record)],
     }
 
 
+def _fields(record: Record) -> Iterator[tuple[Projection, Field]]:
+    return ((projection, field) for projection in record.projections for field in projection.fields)
+
+
 def _read_varied(found: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
-    geometries = found.get("geometries")
-    if not isinstance(geometries, list) or not all(isinstance(one, Mapping) for one in geometries):
-        raise ModelFileError(f"{where}: geometries is no list of objects")
-    records: dict[int, Record] = {}
-    for geometry in geometries:
-        record = _record(geometry, args, where)
+    geometries: dict[int, Mapping[str, Any]] = {}  # by layer, as `dtypes`
+    dtypes: dict[int, str] = {}
+    for geometry in _objects(found, "geometries", where):
+        fields = _objects(geometry, "fields", where)
+        _check_experts(geometry, args, where)
+        if found["format_version"] == OPEN_VERSION:
+            _check_keys(geometry, where)
+        dtype = floating_dtype((one.get("name"), one.get("dtype")) for one in fields)
         for layer in _layers(geometry, args, where):
-            if layer in records:
+            if layer in geometries:
                 raise ModelFileError(f"{where}: layer {layer} has two geometries")
-            _check_stated(record, layer, args, where)
-            records[layer] = record
-    if sorted(records) != list(args.moe_layers):
-        missing = sorted(set(args.moe_layers) - set(records))
-        raise ModelFileError(f"{where}: layer {missing[0]} has no geometry; the model's config.json gives it experts")
+            geometries[layer], dtypes[layer] = geometry, dtype
+    if len(geometries) < len(args.moe_layers):
+        missing = min(set(args.moe_layers) - set(geometries))
+        raise ModelFileError(f"{where}: layer {missing} has no geometry; the model's config.json gives it experts")
     for key, wanted in (("num_layers", args.num_hidden_layers), ("num_experts", args.num_experts)):
         _agree(where, key, found.get(key), wanted)
-    ordered = {layer: records[layer] for layer in args.moe_layers}
-    return ExpertLayout(ordered, args.num_experts, args.num_hidden_layers)
+    quants = {layer: _stated(layer, args, where) for layer in args.moe_layers}
+    layout = ExpertLayout.from_args(args, quants, dtypes)
+    checked = {layer: _spaced(record, layer, geometries[layer], where) for layer, record in layout.records.items()}
+    return replace(layout, records=checked)
+
+
+def _objects(found: Mapping[str, Any], key: str, where: object) -> list[Mapping[str, Any]]:
+    objects = found.get(key)
+    if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
+        raise ModelFileError(f"{where}: {key} is no list of objects")
+    return objects
 
 
 def _layers(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> list[int]:
@@ -183,19 +226,44 @@ def _layers(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> list
     return layers
 
 
-def _record(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> Record:
-    """Raises ModelFileError: the stated fields are not what their quantisation gives for this model."""
-    fields = geometry.get("fields")
-    if not isinstance(fields, list) or not all(isinstance(one, Mapping) for one in fields):
-        raise ModelFileError(f"{where}: fields is no list of objects")
-    quants, dtype = _quants(fields, where), _scale_dtype(fields)
-    try:
-        layout = ExpertLayout.from_args(args, dict.fromkeys(args.moe_layers, quants), dtype)
-    except ConfigError as error:
-        raise ModelFileError(f"{where}: {error}") from None
-    record = layout.record
-    _agree_fields(where, fields, _geometry(record, [])["fields"])
-    _agree(where, "record_size", geometry.get("record_size"), record.size)
+def _check_experts(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> None:
+    """Raises ModelFileError: the geometry is not that of all experts of its layers."""
+    if "experts" in geometry and geometry["experts"] != list(range(args.num_experts)):
+        raise ModelFileError(
+            f"{where}: a geometry is of the experts {reprlib.repr(geometry['experts'])} of {args.num_experts}; "
+            "records that differ within a layer are not implemented"
+        )
+
+
+def _check_keys(geometry: Mapping[str, Any], where: object) -> None:
+    """Raises ModelFileError: there are some of which nothing is known, so that they could mean anything."""
+    for one, known in ((geometry, GEOMETRY_KEYS), *((field, FIELD_KEYS) for field in geometry["fields"])):
+        unknown = next((key for key in one if key not in known), None)
+        if unknown is not None:
+            raise ModelFileError(f"{where}: a geometry has the unknown key {reprlib.repr(unknown)}")
+
+
+def _stated(layer: int, args: ModelArgs, where: object) -> Quants:
+    """What config.json says of each of an expert's matrices."""
+    matrices = args.experts.matrices
+    quants = (None,) * matrices if args.quantization is None else stated_quants(args.quantization, layer, matrices)
+    for projection, quant in zip(projections_of(matrices), quants, strict=True):
+        if quant is None:
+            raise ModelFileError(f"{where}: config.json says that {expert_path(layer, projection)} is not quantised")
+    return tuple(quant for quant in quants if quant is not None)
+
+
+def _spaced(record: Record, layer: int, geometry: Mapping[str, Any], where: object) -> Record:
+    """The record with the stride that the file states, once everything else in it is what `record` has."""
+    fields, wanted = geometry["fields"], list(_fields(record))
+    if len(fields) != len(wanted):
+        raise ModelFileError(
+            f"{where}: layer {layer} has {len(fields)} fields; the model's config.json gives {len(wanted)}"
+        )
+    for stated, (projection, field) in zip(fields, wanted, strict=True):
+        for key, value in {**projection.quant.entry(), **_component(field)}.items():
+            _agree(where, f"{key} of {field.name} in layer {layer}", stated.get(key), value)
+    _agree(where, f"record_size of layer {layer}", geometry.get("record_size"), record.size)
     stride = geometry.get("record_stride")
     if type(stride) is not int or stride < record.size or stride % BLOCK_BYTES:
         raise ModelFileError(
@@ -205,51 +273,11 @@ def _record(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> Reco
     return record.spaced(stride)
 
 
-def _quants(fields: Sequence[Mapping[str, Any]], where: object) -> Quants:
-    found = []
-    for projection in PROJECTIONS:
-        name = f"{projection}.weight"
-        entry = next((one for one in fields if one.get("name") == name), {})
-        stated = tuple(entry.get(key) for key in ("bits", "group_size", "mode"))
-        quant = Quant(*stated) if [type(value) for value in stated] == [int, int, str] else None  # type: ignore[arg-type]
-        if quant is None or not is_computed(quant):
-            raise ModelFileError(
-                f"{where}: {name} is stored with bits, group_size, mode {reprlib.repr(stated)}; supported: {SUPPORTED}"
-            )
-        found.append(quant)
-    gate, up, down = found
-    return gate, up, down
-
-
-def _scale_dtype(fields: Sequence[Mapping[str, Any]]) -> str:
-    """The first that scales may have in mode affine; all fields are compared afterwards."""
-    return next((dtype for one in fields for dtype in SCALE_DTYPES if one.get("dtype") == dtype), "BF16")
-
-
-def _check_stated(record: Record, layer: int, args: ModelArgs, where: object) -> None:
-    """config.json must say the same, matrix by matrix."""
-    stated = (None,) * 3 if args.quantization is None else stated_quants(args.quantization, layer)
-    for projection, quant, wanted in zip(PROJECTIONS, record.quants, stated, strict=True):
-        if quant != wanted:
-            raise ModelFileError(
-                f"{where}: {expert_path(layer, projection)} is stored with {quant}; "
-                f"config.json says {wanted or 'not quantised'}"
-            )
-
-
 def _agree(where: object, key: str, value: Any, wanted: Any) -> None:
     if type(value) is not type(wanted) or value != wanted:
         raise ModelFileError(
             f"{where}: {key} is {reprlib.repr(value)}; the model's config.json gives {reprlib.repr(wanted)}"
         )
-
-
-def _agree_fields(where: object, fields: list[Any], wanted: list[dict[str, Any]]) -> None:
-    if len(fields) != len(wanted):
-        raise ModelFileError(f"{where}: {len(fields)} fields; their quantisation gives {len(wanted)}")
-    for i, (found, one) in enumerate(zip(_compared(fields, wanted), wanted, strict=True)):
-        for key, value in one.items():
-            _agree(where, f"{key} of field {i}", found[key], value)
 
 
 def _compared(value: Any, wanted: list[dict[str, Any]]) -> Any:

@@ -47,7 +47,7 @@ class ExpertFiles(Protocol):
         ...
 
     def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
-        """What a record is made of; together they cover it, without what follows up to the stride."""
+        """What a record is made of; together they cover its fields."""
         ...
 
 

@@ -1,28 +1,41 @@
 """Where everything lies inside an expert's record, and where records lie in a layer's file. The only owner of offsets.
 
-A record is gate, up and down, each as codes, scales and (in mode affine) biases, without gaps, as flash-moe and moeflux
-write it: codes as `Quant` says, scales and biases in one floating dtype, one of each for a group of inputs. Layers may
-differ. Kernels and C code are handed the offsets that stand here; how a file says them is `layout_file`'s.
+A record is an expert's matrices, gate, up and down or up and down alone. Each has these fields, in this order:
+
+    weight        uint32 [rows, words]           codes, as `Quant` says
+    scales        [rows, groups]                 one for a group of inputs: floating, or 8 bits
+    biases        [rows, groups], floating       in mode affine
+    bias          [rows], floating               where the experts add biases to their products
+    global_scale  float32 [1]                    where the form has a factor for a whole matrix
+
+All floating fields have one dtype, but for the factor. Every field begins at the next multiple of LOAD_BYTES after the
+one before it, and zeros fill the gap. Only a global scale leaves a gap: other fields are whole multiples, since
+widths are multiples of 64. So records of gate, up and down without the last two fields have no gaps, as flash-moe and
+moeflux write them.
+
+Layers may differ. Kernels and C code are handed the offsets that stand here; how a file says them is `layout_file`'s.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 from ..errors import ConfigError
-from ..quant import EXPERTS, PARTS, Quant, Quantization
+from ..quant import EXPERTS, GLOBAL_SCALE, Quant, Quantization
 from ..spec import ModelArgs
 
-LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where one may begin
+LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where it and its fields may begin
 STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and direct I/O both need
 BLOCK_BYTES = 4096  # of a disk, for direct I/O: what a record in memory is rounded up to
-SCALE_DTYPES = ("BF16", "F16", "F32")  # of scales and biases in mode affine
+SCALE_DTYPES = ("BF16", "F16", "F32")  # of floating scales and biases
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+BIAS = "bias"  # the field that a matrix's product adds; `quant` names the others
 ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # of a value
 
 Key = tuple[int, int]  # layer, expert
-Quants = tuple[Quant, Quant, Quant]  # of gate, up and down
+Quants = tuple[Quant, ...]  # of gate, up and down, or of up and down
 UNIFORM: Quants = (EXPERTS, EXPERTS, EXPERTS)
 
 
@@ -34,7 +47,12 @@ class Field:
     offset: int
     size: int
     dtype: str  # of ITEM_BYTES
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+
+    @property
+    def part(self) -> str:
+        """Its name without that of its matrix."""
+        return self.name.rpartition(".")[2]
 
     @property
     def end(self) -> int:
@@ -48,8 +66,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix [rows, columns] of a record: its codes, scales and, where its form has them, biases."""
+    """One matrix [rows, columns] of a record, and its fields in the order in which they lie."""
 
+    name: str  # of PROJECTIONS
     rows: int
     columns: int
     quant: Quant
@@ -60,14 +79,17 @@ class Projection:
         """Where each field begins, in uint32 words from the record's start."""
         return tuple(field.offset // 4 for field in self.fields)
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether its product adds one."""
+        return any(field.part == BIAS for field in self.fields)
+
 
 @dataclass(frozen=True)
 class Record:
-    """The geometry of one expert: three projections, and `stride` bytes from one record to the next."""
+    """The geometry of one expert: its projections, and `stride` bytes from one record to the next."""
 
-    gate: Projection
-    up: Projection
-    down: Projection
+    projections: tuple[Projection, ...]
     stride: int
 
     @classmethod
@@ -79,20 +101,22 @@ class Record:
         quants: Quants = UNIFORM,
         stride: int | None = None,
         dtype: str = "BF16",
+        has_bias: bool = False,
     ) -> "Record":
         """Args:
         hidden_size, moe_intermediate_size: of the experts: gate and up are [I, H], down is [H, I].
-        quants: of gate, up and down.
+        quants: of gate, up and down, or of up and down alone.
         stride: None for the size, rounded up to whole pages.
-        dtype: of scales and biases in mode "affine"; the other modes say their own.
+        dtype: of floating scales and biases.
+        has_bias: whether each matrix has a bias [rows].
         """
         H, I = hidden_size, moe_intermediate_size
-        made, end = [], 0
-        for name, shape, quant in zip(PROJECTIONS, ((I, H), (I, H), (H, I)), quants, strict=True):
-            made.append(_projection(name, *shape, quant, end, dtype))
+        made, end = list[Projection](), 0
+        for name, quant in zip(projections_of(len(quants)), quants, strict=True):
+            rows, columns = (H, I) if name == PROJECTIONS[-1] else (I, H)
+            made.append(_projection(name, rows, columns, quant, end, dtype, has_bias))
             end = made[-1].fields[-1].end
-        gate, up, down = made
-        return cls(gate, up, down, rounded(end, STRIDE_ALIGNMENT) if stride is None else stride)
+        return cls(tuple(made), rounded(end, STRIDE_ALIGNMENT) if stride is None else stride)
 
     def __hash__(self) -> int:
         return self._hash
@@ -100,29 +124,45 @@ class Record:
     @cached_property
     def _hash(self) -> int:
         """Looked up at every launch of a kernel."""
-        return hash((self.gate, self.up, self.down, self.stride))
+        return hash((self.projections, self.stride))
+
+    @cached_property
+    def gate(self) -> Projection:
+        """Of a record of three matrices."""
+        gate, _, _ = self.projections
+        return gate
+
+    @cached_property
+    def up(self) -> Projection:
+        """The last but one."""
+        return self.projections[-2]
+
+    @cached_property
+    def down(self) -> Projection:
+        """The last."""
+        return self.projections[-1]
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """All tensors, in the order in which they lie."""
-        return (*self.gate.fields, *self.up.fields, *self.down.fields)
+        return tuple(field for projection in self.projections for field in projection.fields)
 
     @property
     def quants(self) -> Quants:
-        return self.gate.quant, self.up.quant, self.down.quant
+        return tuple(projection.quant for projection in self.projections)
 
     @cached_property
     def dtype(self) -> str:
-        """Of scales and biases in mode affine; that of bfloat16 where there are none."""
-        return next((field.dtype for field in self.fields if field.dtype in SCALE_DTYPES), "BF16")
+        """Of floating scales and biases; that of bfloat16 where there are none."""
+        return floating_dtype((field.name, field.dtype) for field in self.fields)
 
     @property
     def hidden_size(self) -> int:
-        return self.gate.columns
+        return self.down.rows
 
     @property
     def moe_intermediate_size(self) -> int:
-        return self.gate.rows
+        return self.down.columns
 
     @cached_property
     def size(self) -> int:
@@ -136,7 +176,9 @@ class Record:
 
     def spaced(self, stride: int) -> "Record":
         """The same record, `stride` bytes from the next."""
-        return Record.make(self.hidden_size, self.moe_intermediate_size, self.quants, stride, self.dtype)
+        return Record.make(
+            self.hidden_size, self.moe_intermediate_size, self.quants, stride, self.dtype, self.down.has_bias
+        )
 
 
 def rounded(nbytes: int, alignment: int) -> int:
@@ -144,15 +186,43 @@ def rounded(nbytes: int, alignment: int) -> int:
     return math.ceil(nbytes / alignment) * alignment
 
 
-def _projection(name: str, rows: int, columns: int, quant: Quant, start: int, of_groups: str) -> Projection:
-    groups = (rows, quant.groups(columns))
-    shapes = [(rows, quant.words(columns)), groups, *([groups] if quant.has_biases else [])]
-    fields, offset = [], start
-    for part, shape in zip(PARTS, shapes, strict=False):
-        dtype = "U32" if part == "weight" else quant.of_groups(of_groups)
+def projections_of(matrices: int) -> tuple[str, ...]:
+    """Names of an expert's matrices, of which there are three, or two without a gate."""
+    return PROJECTIONS[-matrices:]
+
+
+def floating_dtype(fields: Iterable[tuple[Any, Any]]) -> str:
+    """The first dtype of scales and biases among `fields`, names and dtypes; that of bfloat16 where none is floating.
+
+    A file may have brought them, so they can be anything.
+    """
+    kinds = (dtype for name, dtype in fields if not (isinstance(name, str) and name.endswith(GLOBAL_SCALE)))
+    return next((dtype for dtype in kinds if dtype in SCALE_DTYPES), "BF16")
+
+
+def _projection(
+    name: str, rows: int, columns: int, quant: Quant, start: int, floating: str, has_bias: bool
+) -> Projection:
+    fields, end = list[Field](), start
+    for part, dtype, shape in _parts(rows, columns, quant, floating, has_bias):
+        offset = rounded(end, LOAD_BYTES)
         fields.append(Field(f"{name}.{part}", offset, math.prod(shape) * ITEM_BYTES[dtype], dtype, shape))
-        offset = fields[-1].end
-    return Projection(rows, columns, quant, tuple(fields))
+        end = fields[-1].end
+    return Projection(name, rows, columns, quant, tuple(fields))
+
+
+def _parts(
+    rows: int, columns: int, quant: Quant, floating: str, has_bias: bool
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each of a matrix's fields, in the order in which they lie."""
+    weight, *of_groups = quant.parts
+    yield weight, "U32", (rows, quant.words(columns))
+    for part in of_groups:
+        yield part, quant.of_groups(floating), (rows, quant.groups(columns))
+    if has_bias:
+        yield BIAS, floating, (rows,)
+    if quant.has_global_scale:
+        yield GLOBAL_SCALE, "F32", (1,)
 
 
 @dataclass(frozen=True)
@@ -178,17 +248,18 @@ class ExpertLayout:
     ) -> "ExpertLayout":
         """Args:
         args: of the model.
-        quants: of gate, up and down by layer; None: what version 1 of the format has everywhere.
-        dtypes: of scales and biases in mode affine, for all layers or by layer.
+        quants: of the experts' matrices by layer; None: what version 1 of the format has everywhere.
+        dtypes: of floating scales and biases, for all layers or by layer.
 
         Raises:
             ConfigError: a width is no multiple of a group.
         """
-        H, I, records = args.hidden_size, args.moe_intermediate_size, {}
+        H, I, has_bias, records = args.hidden_size, args.moe_intermediate_size, args.experts.biases, {}
         for layer in args.moe_layers:
-            stored = UNIFORM if quants is None else quants[layer]
-            _check_groups(layer, H, I, stored)
-            records[layer] = Record.make(H, I, stored, None, dtypes if isinstance(dtypes, str) else dtypes[layer])
+            stored = UNIFORM[-args.experts.matrices :] if quants is None else quants[layer]
+            dtype = dtypes if isinstance(dtypes, str) else dtypes[layer]
+            records[layer] = Record.make(H, I, stored, None, dtype, has_bias)
+            _check_groups(layer, records[layer])
         layout = cls(records, args.num_experts, args.num_hidden_layers)
         if layout.is_uniform:
             return layout
@@ -202,10 +273,11 @@ class ExpertLayout:
     def is_uniform(self) -> bool:
         """Whether all layers have the geometry that version 1 of the format can say."""
         first = next(iter(self.records.values()))
-        return first.quants == UNIFORM and first.dtype == "BF16" and set(self.records.values()) == {first}
+        plain = Record.make(first.hidden_size, first.moe_intermediate_size, stride=first.stride)
+        return set(self.records.values()) == {plain}
 
     def spacing(self, record: Record) -> int:
-        """Stride in files of version 2: whole disk blocks, for direct I/O.
+        """Stride in files of versions from 2 on: whole disk blocks, for direct I/O.
 
         A file is whole pages, as Metal wants of what it adopts; where the number of experts does not see to that, a
         record is.
@@ -270,14 +342,13 @@ def expert_path(layer: int, projection: str) -> str:
     return f"model.layers.{layer}.mlp.switch_mlp.{projection}"
 
 
-def stated_quants(quantization: Quantization, layer: int) -> tuple[Quant | None, ...]:
-    """What config.json says of a layer's gate, up and down."""
-    return tuple(quantization.of(expert_path(layer, projection)) for projection in PROJECTIONS)
+def stated_quants(quantization: Quantization, layer: int, matrices: int) -> tuple[Quant | None, ...]:
+    """What config.json says of the so many matrices of a layer's experts."""
+    return tuple(quantization.of(expert_path(layer, projection)) for projection in projections_of(matrices))
 
 
-def _check_groups(layer: int, hidden: int, inner: int, quants: Quants) -> None:
-    for projection, columns, quant in zip(PROJECTIONS, (hidden, hidden, inner), quants, strict=True):
-        if columns % quant.group_size:
-            raise ConfigError(
-                f"{expert_path(layer, projection)} has {quant}; its {columns} columns are no multiple of the group"
-            )
+def _check_groups(layer: int, record: Record) -> None:
+    for one in record.projections:
+        if one.columns % one.quant.group_size:
+            path = expert_path(layer, one.name)
+            raise ConfigError(f"{path} has {one.quant}; its {one.columns} columns are no multiple of the group")

@@ -65,7 +65,7 @@ def _ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, 
     record, parts = records.record, dense(records, np.array(slots), mx.float32)
     gate, up, down = (
         unpacked_float32(projection.quant, *part).astype(dtype)
-        for part, projection in zip(parts, (record.gate, record.up, record.down), strict=True)
+        for part, projection in zip(parts, record.projections, strict=True)
     )
     return mx.concatenate([gate, up], axis=1), down
 

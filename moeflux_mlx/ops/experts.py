@@ -311,8 +311,8 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
 
     Where it has no biases, their place is that of the scales; they are not read.
     """
-    codes, scales = projection.words[:2]
-    return {f"{name}_W": codes, f"{name}_S": scales, f"{name}_B": projection.words[-1]}
+    words = projection.words[: len(projection.quant.parts)]
+    return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
 
 
 def _blob(apart: int) -> str:

@@ -199,7 +199,7 @@ def dequantize(
 def _places(*projections: Projection) -> tuple[int, ...]:
     """Where matrices of one form lie in a record, and the form; what has no biases repeats the scales' place."""
     last = projections[-1]
-    places = [at for one in projections for at in (*one.words[:2], one.words[-1])]
+    places = [at for one in projections for at in (*one.words[:2], one.words[len(one.quant.parts) - 1])]
     kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
     return (*places, last.quant.bits, last.quant.group_size, KINDS.index(kind))
 

@@ -145,7 +145,7 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
     """
     found: list[Tensor] = []
     geometry = file.geometry
-    for part, projection in zip(file.experts.parts(expert), (geometry.gate, geometry.up, geometry.down), strict=True):
+    for part, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
         matrix = part.matrix
         wanted = tuple(field.dtype for field in projection.fields)
         if type(matrix) is not Matrix or matrix.quant != projection.quant or matrix.dtypes != wanted:

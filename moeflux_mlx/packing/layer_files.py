@@ -151,8 +151,8 @@ class StoredExperts:
     """What becomes of one layer's experts.
 
     Args:
-        quants: of gate, up and down in the packed model.
-        dtype: of scales and biases in mode affine.
+        quants: of the experts' matrices in the packed model.
+        dtype: of floating scales and biases.
         used: names of all tensors behind them.
         lossy: those that are quantised a second time.
         is_made: whether anything is quantised.
@@ -192,8 +192,7 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
             raise ModelFileError(not_kept(again[0], mixed=len(stored) > 1))
         lossy += [matrix.weight.name for matrix in again]
         quants.append(form)
-    gate, up, down = quants
-    return StoredExperts((gate, up, down), _common(dtypes), frozenset(used), tuple(dict.fromkeys(lossy)), kept < 3)
+    return StoredExperts(tuple(quants), _common(dtypes), frozenset(used), tuple(dict.fromkeys(lossy)), kept < 3)
 
 
 def _common(dtypes: set[str]) -> str:
@@ -225,7 +224,7 @@ class LayerFile:
 
     def fields(self, part: Part, index: int) -> Iterator[tuple[int, memoryview]]:
         """Where in its record each field of an expert's projection number `index` begins, and its bytes."""
-        projection = (self.geometry.gate, self.geometry.up, self.geometry.down)[index]
+        projection = self.geometry.projections[index]
         codes = part.codes(projection.quant, self.geometry.dtype)
         for field, array in zip(projection.fields, codes, strict=True):
             yield field.offset, array_bytes(array)

@@ -11,7 +11,7 @@ from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import Share
-from ..formats.record import PROJECTIONS, ExpertLayout, expert_path
+from ..formats.record import ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
 from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, find_experts, packed_layers, plan_experts
@@ -81,9 +81,9 @@ def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Sha
         return quantization
     usual = parse("the model", quantization)
     for layer, record in layout.records.items():
-        for projection, quant in zip(PROJECTIONS, record.quants, strict=True):
-            if quant != usual:
-                quantization[expert_path(layer, projection)] = override(quant)
+        for projection in record.projections:
+            if projection.quant != usual:
+                quantization[expert_path(layer, projection.name)] = override(projection.quant)
     return quantization
 
 

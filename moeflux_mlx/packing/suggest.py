@@ -7,7 +7,7 @@ from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
-from ..quant import EXPERTS, SUPPORTED, is_computed, unquantized
+from ..quant import COMPUTED_MODES, EXPERTS, SUPPORTED, is_computed, unquantized
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 
@@ -51,9 +51,8 @@ def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     found: dict[int, Quants] = {}
     if form.stated is not None:
         for layer in args.moe_layers:
-            stated = stated_quants(form.stated, layer)
-            gate, up, down = (one if one is not None and is_computed(one) else EXPERTS for one in stated)
-            found[layer] = gate, up, down
+            stated = stated_quants(form.stated, layer, args.experts.matrices)
+            found[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
     return ExpertLayout.from_args(args, found or None)
 
 
@@ -71,7 +70,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     more = ["--requantize"] if options.get("requantize") is True else []
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         more += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
-    more += ["--q-mode", "mxfp4"] if options.get("q_mode") == "mxfp4" else []
+    more += ["--q-mode", options["q_mode"]] if options.get("q_mode") in COMPUTED_MODES else []
     more += ["--delete-source"] if origin.get("delete_source") is True else []
     more += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *more)

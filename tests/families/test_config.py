@@ -148,6 +148,8 @@ def test_unknown_storage_names_its_module(entry):
         ("qwen3-30b-a3b", {"hidden_size": 2000}, "hidden_size 2000"),
         ("qwen3-30b-a3b", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
         ("qwen3-30b-a3b", {"tie_word_embeddings": True}, "'tie_word_embeddings'"),
+        ("qwen3-30b-a3b", {"attention_bias": True}, "'attention_bias'"),
+        ("cogito-v2-671b", {"attention_bias": True}, "'attention_bias'"),
         ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok 129"),
         ("qwen3-30b-a3b", {"num_key_value_heads": 5}, "num_key_value_heads 5"),
         ("qwen3-30b-a3b", {"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),

@@ -122,7 +122,8 @@ def changed(stated, path, value):
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (["format_version"], 4, "format_version 4 is not 1, 2 or 3"),
+        (["format_version"], 5, "format_version 5 is not 1, 2, 3 or 4"),
+        (["format_version"], 0, "format_version 0 is not 1, 2, 3 or 4"),
         (["format_version"], True, "format_version True"),
         (["format_version"], "2", "format_version '2'"),
         (["format_version"], 1, "expert_size is None"),
@@ -139,18 +140,24 @@ def changed(stated, path, value):
         (["geometries", 1, "layers"], [0], "layer 0 has two geometries"),
         (["geometries", 0, "fields"], 3, "fields is no list"),
         (["geometries", 0, "fields"], [3], "fields is no list"),
-        (["geometries", 0, "fields"], [{"name": f"{p}.weight", **MXFP4.entry()} for p in PROJECTIONS], "3 fields;"),
-        (["geometries", 0, "fields"], [], "gate_proj.weight is stored with bits, group_size, mode"),
-        (["geometries", 0, "fields", 0, "bits"], 7, "supported: affine"),
-        (["geometries", 0, "fields", 0, "bits"], 4, "size of field 0 is"),
-        (["geometries", 0, "fields", 0, "mode"], "nvfp4", "supported: affine"),
-        (["geometries", 0, "fields", 0, "mode"], [], "supported: affine"),
-        (["geometries", 0, "fields", 0, "group_size"], 32.0, "supported: affine"),
-        (["geometries", 0, "fields", 0, "name"], ["x"], "supported: affine"),
-        (["geometries", 0, "fields", 1, "dtype"], "F32", "size of field 1 is"),
-        (["geometries", 0, "fields", 1, "offset"], 1 << 70, "offset of field 1 is"),
-        (["geometries", 0, "fields", 2, "shape"], [[]], "shape of field 2 is"),
-        (["geometries", 0, "record_size"], 1, "record_size is 1"),
+        (
+            ["geometries", 0, "fields"],
+            [{"name": f"{p}.weight", **MXFP4.entry()} for p in PROJECTIONS],
+            "layer 0 has 3 fields;",
+        ),
+        (["geometries", 0, "fields"], [], "layer 0 has 0 fields; the model's config.json gives 9"),
+        (["geometries", 0, "fields", 0, "bits"], 7, "bits of gate_proj.weight in layer 0 is 7"),
+        (["geometries", 0, "fields", 1, "bits"], 4, "bits of gate_proj.scales in layer 0 is 4"),
+        (["geometries", 0, "fields", 0, "mode"], "nvfp4", "mode of gate_proj.weight"),
+        (["geometries", 0, "fields", 0, "mode"], [], "mode of gate_proj.weight in layer 0 is []"),
+        (["geometries", 0, "fields", 0, "group_size"], 64.0, "group_size of gate_proj.weight in layer 0 is 64.0"),
+        (["geometries", 0, "fields", 0, "name"], ["x"], "name of gate_proj.weight in layer 0 is ['x']"),
+        (["geometries", 0, "fields", 1, "dtype"], "F32", "size of gate_proj.scales in layer 0 is"),
+        (["geometries", 0, "fields", 1, "offset"], 1 << 70, "offset of gate_proj.scales in layer 0 is"),
+        (["geometries", 0, "fields", 2, "shape"], [[]], "shape of gate_proj.biases in layer 0 is"),
+        (["geometries", 1, "fields", 0, "name"], None, "name of gate_proj.weight in layer 1"),
+        (["geometries", 0, "record_size"], 1, "record_size of layer 0 is 1"),
+        (["geometries", 0, "experts"], [0, 2], "records that differ within a layer are not implemented"),
         (["geometries", 0, "record_stride"], 0, "record_stride 0 does not hold"),
         (["geometries", 0, "record_stride"], 1 << 70 | 1, "does not hold"),
         (["geometries", 0, "record_stride"], "16384", "does not hold"),
@@ -166,8 +173,12 @@ def test_a_layout_that_lies(path, value, words):
 
 def test_a_geometry_that_config_json_contradicts():
     args, layout = varied()
-    for quantization, words in ((None, "not quantised"), (Quantization(), "config.json says 4 bits, group_size 64")):
-        with pytest.raises(ModelFileError, match=f"layers.0.mlp.switch_mlp.gate_proj is stored with 3 bits.*{words}"):
+    lies = (
+        (None, "config.json says that model.layers.0.mlp.switch_mlp.gate_proj is not quantised"),
+        (Quantization(), "bits of gate_proj.weight in layer 0 is 3; the model's config.json gives 4"),
+    )
+    for quantization, words in lies:
+        with pytest.raises(ModelFileError, match=words):
             from_json(to_json(layout), replace(args, quantization=quantization), "layout.json")
 
 

@@ -1,0 +1,209 @@
+"""Version 4 of layout.json: biases, two matrices and global scales are written, read and checked, field by field."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layout_file import EXPERTS, LAYERS, changed, stating, through, values, varied
+from test_record import FORMS, GLOBAL, MXFP4, WIDTHS
+
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
+from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.record import (
+    BLOCK_BYTES,
+    PROJECTIONS,
+    SCALE_DTYPES,
+    UNIFORM,
+    ExpertLayout,
+    expert_path,
+)
+from moeflux_mlx.quant import DEFAULT, Quant, Quantization
+
+SHARE = Share(Owners((1, 2, 1)), 1)
+
+
+def having(by_layer, biases=False, **sizes):
+    """The args of a model whose experts have so many matrices as `by_layer` gives forms, and perhaps biases."""
+    args = stating({}, **sizes)
+    matrices = len(by_layer[0])
+    layers = [
+        replace(one, feed_forward=replace(one.feed_forward, biases=biases, matrices=matrices)) for one in args.layers
+    ]
+    overrides = {
+        expert_path(layer, projection): quant
+        for layer, quants in by_layer.items()
+        for projection, quant in zip(PROJECTIONS[-matrices:], quants, strict=True)
+    }
+    return replace(args, layers=tuple(layers), quantization=Quantization(DEFAULT, overrides))
+
+
+def everything(dtype="F16"):
+    """Two matrices with biases, one of them with a global scale; layers differ."""
+    by_layer = {0: (GLOBAL, MXFP4), 1: (Quant(6, 32), GLOBAL), 2: (GLOBAL, MXFP4)}
+    args = having(by_layer, biases=True)
+    return args, ExpertLayout.from_args(args, by_layer, dtype)
+
+
+@settings(max_examples=80)
+@given(data=st.data(), matrices=st.sampled_from([2, 3]), biases=st.booleans(), hidden=WIDTHS, inner=WIDTHS)
+def test_what_is_written_is_read_again(data, matrices, biases, hidden, inner):
+    forms = FORMS | st.just(Quant(4, 64))
+    by_layer = {layer: data.draw(st.tuples(*[forms] * matrices)) for layer in range(LAYERS)}
+    dtypes = {layer: data.draw(st.sampled_from(SCALE_DTYPES)) for layer in by_layer}
+    args = having(by_layer, biases, hidden=hidden, inner=inner)
+    layout = ExpertLayout.from_args(args, by_layer, dtypes)
+    assert through(layout, args) == layout
+    factor = any(quant.has_global_scale for quants in by_layer.values() for quant in quants)
+    plain = {*by_layer.values()} == {UNIFORM} and {*dtypes.values()} == {"BF16"}
+    usual = matrices == 3 and not biases and not factor
+    assert to_json(layout)["format_version"] == ((1 if plain else 2) if usual else 4)
+    stated = json.loads(json.dumps(to_json(layout, SHARE)))
+    assert stated["format_version"] == (3 if usual else 4) and held_by(stated, "layout.json") == SHARE
+    assert from_json(stated, args, "layout.json").records.keys() == layout.records.keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "share", "digest"),
+    [
+        (varied(dict.fromkeys(range(LAYERS), UNIFORM))[1], None, "0240a7e3b1cdd302"),
+        (varied()[1], None, "62ef16b2f8b1da26"),
+        (varied(dict.fromkeys(range(LAYERS), UNIFORM), "F16")[1], None, "e1d1f69bbb0eabcd"),
+        (varied(hidden=192, experts=6)[1], None, "82714e5b7423dba5"),
+        (varied()[1], SHARE, "54f1165ed6cef8b7"),
+        (varied(dict.fromkeys(range(LAYERS), UNIFORM))[1], SHARE, "c4ec3e6be0b9a72a"),
+    ],
+)
+def test_versions_1_to_3_keep_their_bytes(layout, share, digest):
+    """Digests of what was written before there was a version 4."""
+    written = json.dumps(to_json(layout, share), indent=2).encode()
+    assert hashlib.sha256(written).hexdigest()[:16] == digest
+
+
+def test_a_field_as_it_is_written():
+    stated = to_json(everything()[1])
+    assert stated.keys() == {"format_version", "num_layers", "num_experts", "geometries"}
+    first, second = stated["geometries"]
+    assert (first["layers"], second["layers"]) == ([0, 2], [1])
+    assert first["fields"][3] == {
+        "name": "up_proj.global_scale", "offset": 4736, "size": 4, "dtype": "F32", "shape": [1],
+        "group_size": 16, "bits": 4, "mode": "nvfp4", "global_scale": True,
+    }  # fmt: skip
+    assert [one["name"] for one in second["fields"]] == [
+        "up_proj.weight", "up_proj.scales", "up_proj.biases", "up_proj.bias",
+        "down_proj.weight", "down_proj.scales", "down_proj.bias", "down_proj.global_scale",
+    ]  # fmt: skip
+
+
+def test_a_plain_geometry_may_be_stated_in_version_4():
+    args, layout = varied()
+    assert from_json({**to_json(layout), "format_version": 4}, args, "layout.json") == layout
+
+
+# ---- lies
+
+
+FIELD = ["geometries", 0, "fields"]
+SCALE = [*FIELD, 3]  # up_proj.global_scale
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (["format_version"], 2, "format_version is 2; what the model's config.json gives takes 4"),
+        (["format_version"], 3, "format_version is 3; what the model's config.json gives takes 4"),
+        (["format_version"], 1, "expert_size is None"),
+        (["format_version"], 1 << 70, "format_version 1180591620717411303424 is not 1, 2, 3 or 4"),
+        ([*SCALE, "offset"], 4732, "offset of up_proj.global_scale in layer 0 is 4732"),  # overlaps the bias
+        ([*FIELD, 4, "offset"], 4740, "offset of down_proj.weight in layer 0 is 4740"),  # misaligned
+        ([*FIELD, 4, "offset"], 4768, "offset of down_proj.weight in layer 0 is 4768"),  # a gap too wide
+        ([*SCALE, "offset"], -16, "offset of up_proj.global_scale in layer 0 is -16"),
+        ([*SCALE, "size"], 1 << 64, "size of up_proj.global_scale in layer 0 is 18446744073709551616"),
+        ([*SCALE, "shape"], [1 << 62, 4], "shape of up_proj.global_scale in layer 0"),
+        ([*SCALE, "shape"], [], "shape of up_proj.global_scale in layer 0 is []"),
+        ([*SCALE, "dtype"], "BF16", "dtype of up_proj.global_scale in layer 0 is 'BF16'"),
+        ([*SCALE, "dtype"], "F8_E5M2", "dtype of up_proj.global_scale in layer 0 is 'F8_E5M2'"),
+        ([*SCALE, "name"], "up_proj.signs", "name of up_proj.global_scale in layer 0 is 'up_proj.signs'"),
+        ([*SCALE, "global_scale"], 1, "global_scale of up_proj.global_scale in layer 0 is 1"),
+        ([*SCALE, "mode"], "mxfp4", "mode of up_proj.global_scale in layer 0 is 'mxfp4'"),
+        ([*SCALE, "sparse"], True, "a geometry has the unknown key 'sparse'"),
+        (["geometries", 0, "rotation"], 1, "a geometry has the unknown key 'rotation'"),
+        ([*FIELD, 2, "dtype"], "F32", "size of up_proj.bias in layer 0 is 128; the model's config.json gives 256"),
+        ([*FIELD, 2, "dtype"], [], "dtype of up_proj.bias in layer 0 is []"),
+        (["geometries", 0, "experts"], [0, 1], "of the experts [0, 1] of 4; records that differ within a layer"),
+        (["geometries", 0, "experts"], None, "of the experts None of 4; records that differ within a layer"),
+        (["geometries", 0, "record_size"], 9632, "record_size of layer 0 is 9632"),
+        (["geometries", 0, "record_stride"], 16, "record_stride 16 does not hold"),
+    ],
+)
+def test_a_layout_that_lies(path, value, words):
+    args, layout = everything()
+    with pytest.raises(ModelFileError) as failure:
+        from_json(changed(to_json(layout), path, value), args, "x/layout.json")
+    text = str(failure.value)
+    assert text.startswith("x/layout.json: ") and words in text and "\n" not in text and len(text) < 500
+
+
+def test_fields_that_are_missing_doubled_or_in_another_order():
+    args, layout = everything()
+    stated = to_json(layout)
+    fields = stated["geometries"][0]["fields"]
+    for lie in (fields[:-1], [*fields, fields[-1]], [fields[1], fields[0], *fields[2:]], []):
+        with pytest.raises(ModelFileError, match=r"layer 0.*the model's config\.json gives"):
+            from_json(changed(stated, FIELD, lie), args, "layout.json")
+
+
+def test_config_json_decides_which_fields_there_are():
+    args, layout = everything()
+    quants = {layer: record.quants for layer, record in layout.records.items()}
+    with pytest.raises(ModelFileError, match="layer 0 has 7 fields; the model's config.json gives 5"):
+        from_json(to_json(layout), having(quants), "layout.json")
+    three = having({layer: (MXFP4, *of) for layer, of in quants.items()}, biases=True)
+    with pytest.raises(ModelFileError, match="layer 0 has 7 fields; the model's config.json gives 10"):
+        from_json(to_json(layout), three, "layout.json")
+    uniform = to_json(varied(dict.fromkeys(range(LAYERS), UNIFORM))[1])
+    with pytest.raises(ModelFileError, match="expert_size is"):
+        from_json(uniform, having(dict.fromkeys(range(LAYERS), UNIFORM), biases=True), "layout.json")
+
+
+def test_version_1_cannot_say_biases():
+    args = having(dict.fromkeys(range(LAYERS), UNIFORM), biases=True)
+    record = ExpertLayout.from_args(args).record
+    fields = [{key: one[key] for key in ("name", "offset", "size", "dtype", "shape")} for one in
+              to_json(ExpertLayout.from_args(args))["geometries"][0]["fields"]]  # fmt: skip
+    lie = {"expert_size": record.size, "num_experts": EXPERTS, "components": fields}
+    with pytest.raises(ModelFileError, match="format_version is 1; what the model's config.json gives takes 4"):
+        from_json(lie, args, "layout.json")
+
+
+def test_a_group_that_does_not_divide():
+    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are no multiple"):
+        ExpertLayout.from_args(having({0: (MXFP4, MXFP4)}), dict.fromkeys(range(LAYERS), (MXFP4, Quant(4, 128))))
+
+
+@pytest.mark.parametrize("held", [None, 7, {"shares": [1, 1]}, {"shares": [0, 1], "rank": 0}])
+def test_a_share_that_is_none(held):
+    with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
+        held_by({**to_json(everything()[1]), "held": held}, "x/layout.json")
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_change_is_refused_or_harmless(data):
+    args, layout = everything()
+    stated = to_json(layout)
+    path, part = [], stated
+    while isinstance(part, dict | list) and part and (not path or data.draw(st.booleans())):
+        path.append(data.draw(st.sampled_from(list(part) if isinstance(part, dict) else range(len(part)))))
+        part = part[path[-1]]
+    try:
+        found = from_json(changed(stated, path, data.draw(values)), args, "layout.json")
+    except ModelFileError as error:
+        assert "\n" not in str(error)
+        return
+    for layer, record in layout.records.items():
+        assert found.records[layer].fields == record.fields
+        assert found.records[layer].stride >= record.size and found.records[layer].stride % BLOCK_BYTES == 0
