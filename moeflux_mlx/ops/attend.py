@@ -129,9 +129,9 @@ def attend(
     """
     B, L, _, D = k.shape
     if B * L == 1 and isinstance(q, np.ndarray) and q_norm and k_norm and rope:
-        return _native_step(q, k, v, cache, (q_norm, k_norm), rope, scale)
+        return _step_native(q, k, v, cache, (q_norm, k_norm), rope, scale)
     if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
-        return _step(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
+        return _step_kernel(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
@@ -163,7 +163,7 @@ def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> 
     return x if rope is None else rope(x, position)
 
 
-def _native_step(
+def _step_native(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
 ) -> np.ndarray:
     """`attend` for one token on the CPU: [1, 1, heads * D]."""
@@ -197,7 +197,7 @@ def takes_step(width: int) -> bool:
     return backend.has_kernels() and width % 32 == 0 and width <= WIDEST
 
 
-def _step(
+def _step_kernel(
     q: mx.array,
     k: mx.array,
     v: mx.array,

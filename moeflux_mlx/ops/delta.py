@@ -80,11 +80,11 @@ def delta(
     """
     B, L = qkv.shape[:2]
     if isinstance(qkv, np.ndarray):
-        out = _native(qkv, z, b, a, state, w, sizes)
+        out = _delta_native(qkv, z, b, a, state, w, sizes)
     elif B == 1 and sizes.key_dim % 32 == 0 and backend.has_kernels():
-        out = _kernels(qkv, z, b, a, state, w, sizes, joined)
+        out = _delta_kernel(qkv, z, b, a, state, w, sizes, joined)
     else:
-        out = _ops(qkv, z, b, a, state, w, sizes)
+        out = _delta_ops(qkv, z, b, a, state, w, sizes)
     state.offset += L
     return out
 
@@ -92,7 +92,9 @@ def delta(
 # ---- plain MLX operations
 
 
-def _ops(qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.array:
+def _delta_ops(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+) -> mx.array:
     B, L, _ = qkv.shape
     recurrent = state.recurrent
     if recurrent is None:
@@ -142,7 +144,7 @@ def decay_rate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
 # ---- native kernels on the CPU
 
 
-def _native(
+def _delta_native(
     qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, state: State, w: DeltaWeights, sizes: Delta
 ) -> np.ndarray:
     B, L, _ = qkv.shape
@@ -186,7 +188,7 @@ def _recur(
 # ---- kernels, for one sequence on a GPU
 
 
-def _kernels(
+def _delta_kernel(
     qkv: mx.array,
     z: mx.array,
     b: mx.array,

@@ -36,7 +36,7 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
     record = records.record
     plans = [_plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1)]
     if plans[0] is None or plans[1] is None:
-        return _ops(records, slots, dtype)
+        return _dequantized_ops(records, slots, dtype)
     gate_up, down = (launch(records.blob, slots)[0] for launch in plans if launch)
     return gate_up, down
 
@@ -61,7 +61,7 @@ def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Recor
     return Launch(target, DEQUANTIZE, template, groups, threads, [((slots[0], count * rows, columns), dtype)])
 
 
-def _ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _dequantized_ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     record, parts = records.record, dense(records, np.array(slots), mx.float32)
     gate, up, down = (
         unpacked_float32(projection.quant, *part).astype(dtype)

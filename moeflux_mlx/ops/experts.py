@@ -119,7 +119,7 @@ def chosen_ffn(
     act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
     top_k = choice.rule.top_k
     used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
-    out = _down_launch(act, used, records, residual, shared)
+    out = _down_combine_kernel(act, used, records, residual, shared)
     assert out is not None
     return out
 
@@ -250,7 +250,7 @@ def expert_down_combine(
         return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
     assert isinstance(slots, mx.array)
     weights = weights.astype(mx.float32)
-    out = _down_launch(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
+    out = _down_combine_kernel(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
     if out is None:
         assert not isinstance(shared, Shared)
         return _down_combine_ops(act, slots, records, weights, residual, shared)
@@ -269,7 +269,7 @@ class Used(NamedTuple):
     row: int
 
 
-def _down_launch(
+def _down_combine_kernel(
     act: mx.array, used: Used, records: Records, residual: mx.array, shared: "mx.array | Shared | None"
 ) -> mx.array | None:
     """`expert_down_combine` by the kernel; None where it does not run."""

@@ -143,7 +143,7 @@ def attend_latent(
     """
     B, L = q.shape[:2]
     if B * L == 1 and isinstance(q, mx.array) and takes_step(kv.shape[-1] - rope.dims, rope.dims):
-        return _step(q, kv, cache, queries, key, value, norm, rope, scale)
+        return _step_kernel(q, kv, cache, queries, key, value, norm, rope, scale)
     q = queries(q)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
@@ -154,7 +154,7 @@ def attend_latent(
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
-    form = _absorbed if L <= ABSORB_AT_MOST else _expanded
+    form = _absorbed_ops if L <= ABSORB_AT_MOST else _expanded_ops
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
@@ -185,7 +185,7 @@ def _abreast(heads: int, row: int) -> int:
     return max((n for n in range(1, min(HEADS, room) + 1) if heads % n == 0), default=0)
 
 
-def _step(
+def _step_kernel(
     q: mx.array,
     kv: mx.array,
     cache: Steps,
@@ -260,7 +260,7 @@ def _template(form: Eights) -> dict[str, Any]:
 # ---- plain operations
 
 
-def _absorbed(
+def _absorbed_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,
@@ -275,7 +275,7 @@ def _absorbed(
     return value.multiply(_softmax(scores, mask) @ latent, transpose=True)
 
 
-def _expanded(
+def _expanded_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,
@@ -289,15 +289,15 @@ def _expanded(
     heads, positions = q_nope.shape[1], latent.shape[2]
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
     if most is None or most >= heads:
-        return _of_heads(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
+        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
     parts = []
     for some in (slice(start, start + most) for start in range(0, heads, most)):
         queries, matrices = (q_nope[:, some], q_pe[:, some]), (key.of(some), value.of(some))
-        parts.append(_of_heads(*queries, latent, k_pe, mask, *matrices, scale))
+        parts.append(_of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale))
     return mx.concatenate(parts, axis=1)
 
 
-def _of_heads(
+def _of_heads_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,

@@ -75,15 +75,15 @@ class Part:
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
     """norm(x) [..., I] @ W.T + residual [..., O], for one token on a GPU in one launch where `qmv` pays."""
     if isinstance(x, np.ndarray):
-        return _native(x, w, norm, residual)
-    y = _product(x, w, norm, residual)
+        return _linear_native(x, w, norm, residual)
+    y = _linear_kernel(x, w, norm, residual)
     if y is not None:
         return y
     y = multiply(x if norm is None else norm(x), w, transpose=True)
     return y if residual is None else residual + y
 
 
-def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
+def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
     """`linear` by the kernels for a few rows; None where they do not take it or do not pay."""
     count = x.size // x.shape[-1]
     if w.quant is None or len(w.shape) > 2 or not is_read(w.quant, w.shape[1]) or not qmv_pays(count, *w.shape):
@@ -94,7 +94,7 @@ def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | No
     return y if residual is None else residual + y
 
 
-def _native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
+def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
     """norm(x) @ W.T + residual on the CPU."""
     shape = (*x.shape[:-1], w.shape[0])
     if _is_native(w):

@@ -57,7 +57,7 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
         (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
     """
     if isinstance(logits, mx.array) and backend.has_kernels() and is_known(rule):
-        return topk(logits, rule, bias)
+        return route_kernel(logits, rule, bias)
     if isinstance(logits, np.ndarray) and rule.score == "softmax" and is_known(rule):
         return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
     logits = logits[:, : rule.experts]
@@ -94,7 +94,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 # ---- the kernel of a choice
 
 
-def topk(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
+def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
     ids, weights = _plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
     return ids, weights
