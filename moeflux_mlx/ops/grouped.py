@@ -132,7 +132,7 @@ class GroupedRows:
                     gpu_time.commit(*made)
                     gathered = len(piece)
                 made.append(piece)
-        mx.async_eval(made)  # all of them: what is left lazy would read the records when they are others
+        backend.start(*made)  # all of them: what is left lazy would read the records when they are others
         self._outputs += made
         return made[-1]
 

@@ -15,14 +15,15 @@ import numpy as np
 
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import RECENT, Steps, in_parts
+from .attend import RECENT, SEVERAL, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
 from .forms import Form, code_number, is_read
-from .launch import LEAST_ELEMENTS, SHARED_BYTES, Kernel, Launch, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, Kernel, Launch, Reason, ceildiv
 from .linear import Weights, by_head, inputs_of, linear, multiply, part_of_heads
 from .norm import Norm
 from .rope import Rope
+from .tiles import planned
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent", "parts stats next")
@@ -142,7 +143,7 @@ def attend_latent(
         [B, L, heads * v]
     """
     B, L = q.shape[:2]
-    if B * L == 1 and isinstance(q, mx.array) and takes_step(kv.shape[-1] - rope.dims, rope.dims):
+    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rope.dims, rope.dims):
         return _step_kernel(q, kv, cache, queries, key, value, norm, rope, scale)
     q = queries(q)
     if isinstance(q, np.ndarray):
@@ -175,8 +176,19 @@ def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) 
 
 def takes_step(latent: int, rotated: int) -> bool:
     """Whether single tokens with latents and rotated keys of such widths take the kernels here."""
-    fits = latent <= WIDEST and _abreast(1, latent + rotated) == 1
-    return backend.has_kernels() and fits and latent % 8 == rotated % 8 == 0
+    return not refusal(backend.name(), True, latent, rotated)
+
+
+@planned()
+def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
+    """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
+    if target == "ops":
+        return NO_KERNELS
+    if not is_alone:
+        return SEVERAL
+    if latent > WIDEST or _abreast(1, latent + rotated) != 1:
+        return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
+    return Reason(f"widths {latent} and {rotated} are no multiples of 8") if latent % 8 or rotated % 8 else None
 
 
 def _abreast(heads: int, row: int) -> int:

@@ -7,7 +7,8 @@ shapes alone, so the bits of a result do not depend on slot numbers or on what e
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, starmap
@@ -206,9 +207,25 @@ def _constant(name: str, value: int | mx.Dtype) -> str:
     return f"using {name} = {TYPES[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n"
 
 
+_build: Callable[..., Any] | None = None
+
+
+@contextmanager
+def standing_in(build: Callable[..., Any]) -> Iterator[None]:
+    """Launches inside, of any thread, call what `build` makes of a kernel, in place of what `Kernel.build` does."""
+    global _build
+    before, _build = _build, build
+    _built.cache_clear()
+    try:
+        yield
+    finally:
+        _build = before
+        _built.cache_clear()
+
+
 @cache
 def _built(target: str, kernel: Kernel, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
-    return kernel.build(target, constants, threads, places)
+    return (_build or Kernel.build)(kernel, target, constants, threads, places)
 
 
 @dataclass(frozen=True)
@@ -251,6 +268,13 @@ class Launch:
     def __call__(self, *inputs: Input) -> list[mx.array]:
         arrays, places = _placed(inputs)
         return _built(self.target, self.kernel, self.constants, self.threads, places)(inputs=arrays, **self.arguments)
+
+
+class Reason(str):
+    """Why a chooser takes no kernel, in a few words."""
+
+
+NO_KERNELS = Reason("the default device has no kernels")
 
 
 @cache
