@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..engine.launches import Step, steps
+from ..engine.launches import TOKENS, Step, steps
 from ..ops import backend
 from .tuning import shapes_of
 
@@ -16,13 +16,20 @@ def run(options: argparse.Namespace) -> int:
         shapes = shapes_of(options)
         title = next(name for name, value in BACKENDS.items() if value == target)
         print(f"{shapes.args.model_type} on {title}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
-        part = None
         for step in steps(shapes, target):
-            if step.part != part:
-                print(f"{step.part}, {step.layers} layers" if step.part != "lm_head" else step.part)
-            part = step.part
+            if step.tokens == TOKENS[0]:
+                print(title_of(step))
             print("\n".join(lines_of(step)))
     return 0
+
+
+def title_of(step: Step) -> str:
+    """The part and its layers."""
+    if not step.layers:
+        return step.part
+    if len(step.layers) == 1:
+        return f"{step.part}: layer {step.layers[0]}"
+    return f"{step.part}: {len(step.layers)} layers, the first is {step.layers[0]}"
 
 
 def lines_of(step: Step) -> list[str]:

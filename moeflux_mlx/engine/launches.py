@@ -38,14 +38,14 @@ class Step:
 
     Args:
         part: its name.
-        layers: how many layers have it.
+        layers: those that have it, in the same stored forms; none for lm_head.
         tokens: at once.
         runs: kernels and native forms, with how often each is called; all else is MLX's own operations.
         refused: an operation that no kernel computes, and why.
     """
 
     part: str
-    layers: int
+    layers: Sequence[int]
     tokens: int
     runs: Counter[str]
     refused: dict[str, Reason]
@@ -114,7 +114,7 @@ class Extension:
 class SomeExperts:
     """Routed experts for one layer, as many as a token uses; all of them are, by every token.
 
-    `is_resident`: their kernels choose for one token, as where every expert lies on a GPU.
+    `is_resident`: a kernel chooses them, as where every expert lies on a GPU.
     """
 
     def __init__(self, record: Record, experts: int, top_k: int, is_resident: bool):
@@ -152,26 +152,26 @@ def _activations(shapes: Shapes, tokens: int) -> Any:
     return mx.zeros(size, shapes.dtype)
 
 
-def _parts(shapes: Shapes) -> Iterator[tuple[str, int, Run]]:
-    """Name, number of layers and call of each kind of part."""
-    args = shapes.args
+def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
+    """Name, layers and call of each kind of part."""
+    args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
     is_split = any(path.endswith(".embed_q") for path in shapes.quants)
-    for mixer, count, i in _kinds([layer.mixer for layer in args.layers]):
+    for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         name, module = mixer_of(mixer, args, is_split)
-        _fill(module, f"model.layers.{i}.{name}.", shapes)
+        _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
         title = {GroupedQuery: "attention", Delta: "delta rule"}.get(type(mixer), "latent attention")
-        yield title, count, lambda x, mixer=mixer, module=module: module(x, norm, make_cache(mixer))  # type: ignore[misc]
-    records = shapes.layout.records
-    for (part, record), count, i in _kinds([(one.feed_forward, records.get(j)) for j, one in enumerate(args.layers)]):
+        yield title, layers, lambda x, mixer=mixer, module=module: module(x, norm, make_cache(mixer))  # type: ignore[misc]
+    parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
+    for (part, record, *_), layers in _kinds(parts):
         for title, experts in _experts(part, record, args.num_experts_per_tok):
-            module = feed_forward_of(part, args.hidden_size, i, cast(Any, experts))
-            _fill(module, f"model.layers.{i}.mlp.", shapes)
-            yield title, count, lambda x, module=module: module.add_to(x, norm)  # type: ignore[misc]
+            module = feed_forward_of(part, args.hidden_size, layers[0], cast(Any, experts))
+            _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
+            yield title, layers, lambda x, module=module: module.add_to(x, norm)  # type: ignore[misc]
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get("lm_head"), shapes.dtype)
-    yield "lm_head", 1, lambda x: head(norm(x[:, -1:] if x.shape[1] > MAX_TOKENS else x))  # a prompt's last token's
+    yield "lm_head", (), lambda x: head(norm(x[:, -1:] if x.shape[1] > MAX_TOKENS else x))  # a prompt's last token's
 
 
 def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str, SomeExperts | None]]:
@@ -186,10 +186,17 @@ def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str
         yield "experts", SomeExperts(record, part.router.experts, top_k, is_resident=False)
 
 
-def _kinds(parts: Sequence[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Each kind, how many layers have it, and the first of them."""
-    for kind, count in Counter(parts).items():
-        yield kind, count, parts.index(kind)
+def _kinds(parts: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
+    """Each kind, and the layers that have it."""
+    for kind in dict.fromkeys(parts):
+        yield kind, [i for i, part in enumerate(parts) if part == kind]
+
+
+def _forms(shapes: Shapes, layer: int, is_mlp: bool) -> frozenset[tuple[str, Quant | None]]:
+    """How the matrices of a layer's feed-forward part, or of its mixer, are stored."""
+    start = f"model.layers.{layer}."
+    below = ((path.removeprefix(start), quant) for path, quant in shapes.quants.items() if path.startswith(start))
+    return frozenset((path, quant) for path, quant in below if path.startswith("mlp.") == is_mlp)
 
 
 def _fill(module: nn.Module, path: str, shapes: Shapes) -> None:

@@ -24,7 +24,6 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LANES = 16  # the native kernels want rows of whole vectors
 
-
 _viewed: str | None = None
 
 

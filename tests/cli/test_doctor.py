@@ -68,8 +68,12 @@ def below(lines, part, tokens):
 def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend, dtype):
     lines = launches(capsys, "--model", str(tiny_directory("qwen3_moe")), "--backend", backend)
     assert lines[0] == f"qwen3_moe on {backend}, in {dtype}"
-    parts = [line.partition(",")[0] for line in lines[1:] if not line.startswith(" ")]
-    assert parts == ["attention", *(["experts"] if backend == "cpu" else ["experts", "experts"]), "lm_head"]
+    parts = [line.partition(":")[0] for line in lines[1:] if not line.startswith(" ")]
+    assert parts == [
+        "attention",
+        *(["experts"] if backend == "cpu" else ["experts, resident", "experts, streamed"]),
+        "lm_head",
+    ]
     assert sum(line.lstrip()[:1].isdigit() for line in lines) == 3 * len(parts)
 
 

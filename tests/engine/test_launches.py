@@ -13,6 +13,7 @@ from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.ops import backend, launch, linear, native
+from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 TOTALS = ("native linear", "native expert_gate_up", "native attend_step", "native gated_delta", "native choose")
@@ -40,7 +41,7 @@ def said(family, target, tokens):
     total = Counter()
     for step in steps:
         for name, count in step.runs.items():
-            total[name] += count * step.layers
+            total[name] += count * max(len(step.layers), 1)
     return total, steps
 
 
@@ -83,3 +84,13 @@ def test_another_backend_is_only_viewed():
     assert backend.name() == before and native.available() == (native._kernels.__globals__["_native"] is not None)
     attention = next(step for step in steps if step.part == "attention")
     assert not attention.runs and attention.refused["linear"] and "several tokens" in attention.refused["attend"]
+
+
+def test_layers_that_are_stored_otherwise_stand_apart(cpu_device):
+    with backend.viewing("metal"):
+        shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
+    path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))
+    shapes.quants[path] = Quant(8, 64)
+    steps = [step for step in launches.steps(shapes, "metal") if step.part == "attention" and step.tokens == 1]
+    assert [len(step.layers) for step in steps] == [47, 1] and steps[1].layers == [5]
+    assert any("[affine]" in name for name in steps[1].runs)
