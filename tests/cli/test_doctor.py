@@ -7,6 +7,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis
+from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.spec import variants
 
 
@@ -84,7 +85,7 @@ def test_reasons_stand_below_what_runs(capsys, cpu_device):
     runs, reasons = below(lines, "attention", 512)
     assert "MLX operations only" in runs
     assert "no kernel for attend: there are several tokens" in reasons
-    assert "no kernel for linear: there are more than 8 rows" in reasons
+    assert f"no kernel for linear: there are more than {MAX_TOKENS} rows" in reasons
     assert "expert_choice[affine4], expert_down_combine[affine4]" in below(lines, "experts, resident", 1)[0]
     assert "topk_told, expert_gate_up[affine4]" in below(lines, "experts, streamed", 1)[0]
 

@@ -8,6 +8,7 @@ from moeflux_mlx.kinds import Router
 from moeflux_mlx.ops import attend, combine, delta, dequantize, experts, latent, linear, route
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.launch import NO_KERNELS, Launch, Reason
+from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.quant import EXPERTS, Quant
 
 RECORD, NARROW = Record.make(256, 128), Record.make(256, 96, (Quant(4, 32),) * 3)
@@ -32,7 +33,7 @@ def gate_up(target, record):
         (linear.refusal("metal", 1, (512, 512), None, 0), "holds floats"),
         (linear.refusal("metal", 1, (2, 512, 512), EXPERTS, 0), "has 3 axes"),
         (linear.refusal("metal", 1, (512, 96), Quant(4, 32), 0), "in rows of 96 columns"),
-        (linear.refusal("cuda", 9, (512, 512), EXPERTS, 0), "more than 8 rows"),
+        (linear.refusal("cuda", MAX_TOKENS + 1, (512, 512), EXPERTS, 0), f"more than {MAX_TOKENS} rows"),
         (linear.refusal("cuda", 8, (512, 512), EXPERTS, 10**6), "262,144 weights are fewer than 1,000,000"),
         (linear._plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
         (attend.refusal("ops", True, 64), NO_KERNELS),
@@ -46,7 +47,7 @@ def gate_up(target, record):
         (delta.refusal("metal", 1, 48), "keys of 48 values"),
         (route.refusal("metal", GROUPED), "the router's rule"),
         (route.refusal("ops", RULE), NO_KERNELS),
-        (logits("metal", 9, 256), "more than 8 rows"),
+        (logits("metal", MAX_TOKENS + 1, 256), f"more than {MAX_TOKENS} rows"),
         (logits("metal", 1, 96), "96 columns are no multiple of 64"),
         (logits("metal", 1, 64, rows=4), "4 rows of 64 columns"),
         (gate_up("ops", RECORD), NO_KERNELS),
