@@ -1,3 +1,4 @@
+// needs: codes.h.metal
 // Codes of 2, 3, 5, 6 or 8 bits: weight = scale * code + bias.
 //
 // affine4.h.metal says how two codes become floats in one word of two bfloat16 over 128, without conversions. The same

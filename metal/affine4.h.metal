@@ -1,3 +1,4 @@
+// needs: codes.h.metal
 // 4-bit codes: weight = scale * code + bias, eight codes to a word.
 //
 // Codes become floats without an int-to-float conversion. CODES_PAIR lays codes j and j + 4 of a word into the

@@ -1,3 +1,4 @@
+// needs: lane.h.metal
 // out[H, D] X = the pieces of attend_step.metal, weighted by what each has of the whole sum of exponentials. GATE: times
 // sigmoid(gate[H, 1]), where gate is [H, 2, D] X. positions[0] is the token's own; a piece has P positions.
 //

@@ -1,3 +1,4 @@
+// needs: codes.h.metal lane.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). Position p of H / KV query
 // heads' keys and values lies at keys, values[KV, capacity, D] if p < begun; at recent[2, KV, RECENT, D], p - begun, if
 // it came later; the token's own, at p = offset, come as k, v[KV, D]. positions = offset, begun, capacity.

@@ -1,3 +1,4 @@
+// needs: lane.h.metal
 // What the steps of the gated delta rule read, for all T tokens at once (gated_delta_tokens.metal says how they use it).
 // qkv[T, C] X holds q of all NK key heads, k, then what is not read here; a, b[T, NV] X; A_log, dt_bias[NV] float;
 // length[0] = T. qk[T, 2, NK, DK] float: q / sqrt(DK), then k, each divided by its length over the head.

@@ -1,3 +1,4 @@
+// needs: lane.h.metal
 // A gated delta layer for one token, between its projections: for each value head the convolution of its channels
 // (conv_silu.metal), a step of the delta rule (gated_delta.metal), the gated norm (gated_norm.metal), each with the
 // rounding that it has alone. With C = 2 NK DK + NV DV: qkv[C], conv[TAPS - 1, C], next_conv X; z, out[NV, DV] X;

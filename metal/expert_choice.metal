@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
 // As expert_gate_up, with the choice in front: chosen[T, 2, K] uint holds the ids that topk makes of logits[T, STRIDE],
 // bias and scale, and the bits of their weights; an id is the row of the blob. The first simdgroup of each threadgroup
 // chooses for it.

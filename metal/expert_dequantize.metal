@@ -1,3 +1,4 @@
+// needs: codes.h.metal dense.h.metal
 // COUNT (1 or 2) matrices [ROWS, COLS] of packed records in X, one below the other: computed in float, rounded once.
 // blob[S, WORDS] u32: records; slots[N]; out[N, COUNT * ROWS, COLS] X. In a record, the first matrix's codes
 // [ROWS, COLS * BITS / 32] u32 begin FIRST_W words in, its scales and biases [ROWS, COLS / GROUP] S FIRST_S and FIRST_B

@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal lane.h.metal swiglu.h.metal
 // out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
 // act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records, in which down's codes [H, I * BITS / 32] u32 begin
 // DOWN_W words in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float;

@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal swiglu.h.metal
 // act[T, K + SHARED, I] = silu(gate x) * (up x) for the K slots of each token, read from packed expert records, and for
 // the shared expert where SHARED is 1.
 // x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, gate's codes [I, H * BITS / 32] u32

@@ -1,3 +1,4 @@
+// needs: lane.h.metal
 // The gated delta rule over T steps. For each value head, with its state S[DV, DK]:
 //     S *= decay;  S += outer((v - S k) * beta, k);  out = S q
 // decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b); q and k are divided by their length over the

@@ -1,3 +1,4 @@
+// needs: delta.h.metal
 // The gated delta rule over T steps, for many of them. For each value head, with its state S[DV, DK]:
 //     learnt = beta * (v - decay * S k);  S = decay * S + outer(learnt, k);  out = S q
 // qkv[T, C] X holds v of all NV value heads in its last columns; qk[T, 2, NK, DK] float is q and k of all key heads, and

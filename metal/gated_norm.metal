@@ -1,3 +1,4 @@
+// needs: lane.h.metal
 // out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), row by row. x, z, out[N, D] X; weight[D] W;
 // length[0] = N.
 //

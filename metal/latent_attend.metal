@@ -1,3 +1,4 @@
+// needs: codes.h.metal dense.h.metal lane.h.metal
 // Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). Position p's
 // latent and turned key, shared by all H heads, lie at latents[capacity, N] and keys[capacity, R], p, if p < begun; at
 // recent[RECENT, N + R], p - begun, if it came later; the token's own, at p = offset, come as token[N + R].

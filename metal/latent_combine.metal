@@ -1,3 +1,4 @@
+// needs: lane.h.metal stored.h.metal
 // out[H, V] X = each head's matrix of values [V, N] times the pieces of latent_attend.metal, weighted by what each has of
 // the whole sum of exponentials. The matrix: codes w, scales and biases S (stored.h.metal). positions[0] is the token's
 // own.

@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal stored.h.metal
 // What one token's latent attention (MLA) compares. With q[H, NOPE + R] = w_q times x[COLS], which is divided by its root
 // mean square (+ eps[0]) and multiplied by q_norm[COLS] W, or MADE: q = x. query[H, N + R] float, of each head of q the
 // first NOPE values times its matrix of keys and the rest turned, both times scale[0]. token[N + R], of kv[N + R] the

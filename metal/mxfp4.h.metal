@@ -1,3 +1,4 @@
+// needs: codes.h.metal
 // E2M1 codes (OCP Microscaling 1.0): weight = scale * code, without a bias. A code is a sign, two bits of exponent and
 // one of mantissa: laid over those of a half it is 2^-14 of its value, small ones included.
 

@@ -1,3 +1,4 @@
+// needs: codes.h.metal
 // Codes times integers, for GPUs that multiply four bytes by four and add the products in one instruction: 2 or 3 bits,
 // weight = scale * code + bias, and the 4 of mxfp4, weight = scale * code / 2.
 //

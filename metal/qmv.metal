@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal
 // y[1, O] = x[1, I] times dequantised w, transposed. x, y X; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
 // NORM: x is divided by sqrt(mean(x^2) + eps[0]) and multiplied by norm[I] W. The division is left to the
 // end, because it is one factor of the whole row: the sum of squares comes about beside the product.

@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal lane.h.metal
 // y[T, O] = x[T, I] times dequantised w, transposed, for 2 to 8 tokens; every weight is unpacked once for all tokens.
 // x X; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
 //

@@ -1,3 +1,4 @@
+// needs: codes.h.metal
 // The RMS norm in front of a router, by all threads of a threadgroup, each with pieces of eight columns.
 
 // A thread's part of the sum of squares of x[H].

@@ -1,3 +1,4 @@
+// needs: codes.h.metal lane.h.metal router.h.metal
 // x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times w, transposed, in float32.
 // h[T, H] X; norm[H] N; w[O, H] W, floats.
 //

@@ -1,3 +1,4 @@
+// needs: codes.h.metal dense.h.metal
 // Eight weights of a stored matrix, whatever its form: for products that are too small for a text of each form's own
 // (codes.h.metal). Loading stands apart from multiplying, so that a thread can load many before it waits for the first.
 

@@ -1,3 +1,4 @@
+// needs: codes.h.metal {form}.h.metal lane.h.metal
 // An expert's matrices, and the first half of an expert: gate, up and what joins them.
 
 // Where a matrix of codes lies.

@@ -1,3 +1,4 @@
+// needs: lane.h.metal
 // The K best of E experts of a token by their logits, found by one simdgroup: lane l holds experts l, l + 32, ...
 // Largest first, ties by lowest index.
 

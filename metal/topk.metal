@@ -1,3 +1,4 @@
+// needs: topk.h.metal
 // The K experts of each token: ids[T, K] uint, largest first, and weights[T, K] float. logits[T, STRIDE] float, of which
 // the first E are the router's; bias[E] float, read when BIAS is 1; scale[0].
 //

@@ -1,3 +1,4 @@
+// needs: topk.h.metal
 // As topk for one token, whose choice the host waits for: told, arrays of two words each, hold an id and above it the
 // upper half of its weight's bits.
 //

@@ -5,8 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .cli import launches
 from .cli.diagnosis import run
+from .cli.launches import BACKENDS
 from .cli.run import Parser, execute
+from .spec import variants
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,12 +26,25 @@ def parser() -> argparse.ArgumentParser:
         "default: the Hugging Face cache, or what holds it",
     )
     made.add_argument("--no-disk", action="store_true", help="do not measure the disk")
+    made.add_argument(
+        "--launches",
+        action="store_true",
+        help="show instead which kernels a model runs for one token, a few and many, and why not others",
+    )
+    which = made.add_mutually_exclusive_group()
+    which.add_argument(
+        "--model",
+        help="with --launches: directory or Hugging Face repo id, of which no weights are read; default: demo",
+    )
+    which.add_argument("--variant", choices=variants(), help="with --launches: a named model; no files are needed")
+    made.add_argument("--backend", choices=BACKENDS, help="with --launches: another than this machine computes on")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return execute(run, parser().parse_args(argv))
+    options = parser().parse_args(argv)
+    return execute(launches.run if options.launches else run, options)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
 
 def run(options: argparse.Namespace) -> int:
     """Prints the screen; returns 1 if a value is wrong."""
+    for name in ("model", "variant", "backend"):
+        if getattr(options, name) is not None:
+            raise RequestError(f"--{name} is for --launches; give both")
     figures, dtype = machine_figures(), default_dtype()
     print("\n".join([*machine_lines(figures), *thread_lines()]))
     lines, is_right = value_lines(dtype)

@@ -36,7 +36,7 @@ from ..ops import backend
 from ..ops.dequantize import dequantized_records
 from ..ops.experts import Records, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.launch import Input, Launch, Piece
+from ..ops.launch import Input, Launch, Piece, Reason
 from ..ops.tiles import CODE, MAX_TOKENS, TILES, Tile, Tiles, neighbours, spot_of, using
 from ..quant import E8M0, Quant
 from ..spec import ModelArgs
@@ -54,6 +54,7 @@ LEAST_SECONDS = 2e-3  # of a measurement
 PROCESSES, PROCESS_BYTES = 6, 2 << 30  # that compile at a time, at most; of the GPU's memory for each
 
 Seconds = Callable[[Tile], float]
+Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Listening(Tiles):
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         self._asked.clear()
         made, asked = make(*given), tuple(self._asked)
-        if not asked or made is None:
+        if not asked or isinstance(made, Reason):
             return made
         if not isinstance(made, tuple):
             return self._heard(made, lambda: make(*given), asked)
@@ -232,12 +233,15 @@ def _head(shapes: Shapes) -> Callable[[mx.array], object]:
 # ---- random weights
 
 
-def randomise(module: nn.Module, path: str, shapes: Shapes) -> None:
-    """Gives every parameter of `module`, which the model has at `path`, random values of a trained model's size."""
+def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:
+    """Gives every parameter of `module`, which the model has at `path`, random values of a trained model's size.
+
+    `fill`: gives matrices other values, of a form and a dtype.
+    """
     matrices = {name: part for name, part in module.named_modules() if isinstance(part, Weight)}
     for name, matrix in matrices.items():
         kept = mx.float32 if f".{name}".endswith(ROUTERS) else shapes.dtype
-        fill_randomly(matrix, shapes.quants.get(path + name), kept)
+        (fill or fill_randomly)(matrix, shapes.quants.get(path + name), kept)
     for name, value in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
         owner, _, leaf = name.rpartition(".")
         if owner not in matrices:

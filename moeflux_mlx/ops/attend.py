@@ -16,9 +16,10 @@ import numpy as np
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import MOST_THREADS, Input, Kernel, Launch, Piece, Shape, ceildiv, in_turn
+from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, in_turn
 from .norm import Norm
 from .rope import Rope, angles
+from .tiles import planned
 
 ATTEND_STEP = Kernel(
     "attend_step",
@@ -29,6 +30,7 @@ ATTEND_COMBINE = Kernel("attend_combine", "parts gate positions", "out")
 RECENT = 32  # positions whose keys and values are kept apart
 HEADS = 8  # of queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
+SEVERAL = Reason("there are several tokens")
 # That exist at once: where MLX has no fused attention it keeps all of a call's. With the widest heads they take an M1's
 # GPU 0.05 s at its full rate (gpu_time).
 SCORES = 1 << 27
@@ -129,9 +131,9 @@ def attend(
     """
     B, L, _, D = k.shape
     if B * L == 1 and isinstance(q, np.ndarray) and q_norm and k_norm and rope:
-        return _native_step(q, k, v, cache, (q_norm, k_norm), rope, scale)
-    if B * L == 1 and isinstance(q, mx.array) and takes_step(D):
-        return _step(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
+        return _step_native(q, k, v, cache, (q_norm, k_norm), rope, scale)
+    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D):
+        return _step_kernel(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
     position = cache.offset
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
@@ -163,7 +165,7 @@ def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> 
     return x if rope is None else rope(x, position)
 
 
-def _native_step(
+def _step_native(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
 ) -> np.ndarray:
     """`attend` for one token on the CPU: [1, 1, heads * D]."""
@@ -194,10 +196,22 @@ def _native_step(
 
 def takes_step(width: int) -> bool:
     """Whether single tokens with heads of that width take the kernels here."""
-    return backend.has_kernels() and width % 32 == 0 and width <= WIDEST
+    return not refusal(backend.name(), True, width)
 
 
-def _step(
+@planned()
+def refusal(target: str, is_alone: bool, width: int) -> Reason | None:
+    """Why the kernels do not attend for a token alone, or for several, with heads of that width."""
+    if target == "ops":
+        return NO_KERNELS
+    if not is_alone:
+        return SEVERAL
+    if width > WIDEST:
+        return Reason(f"head width {width} is above {WIDEST}")
+    return Reason(f"head width {width} is no multiple of 32") if width % 32 else None
+
+
+def _step_kernel(
     q: mx.array,
     k: mx.array,
     v: mx.array,

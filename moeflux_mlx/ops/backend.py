@@ -7,7 +7,8 @@ read in place; no operation writes into one.
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -23,9 +24,24 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LANES = 16  # the native kernels want rows of whole vectors
 
+_viewed: str | None = None
+
+
+@contextmanager
+def viewing(target: str) -> Iterator[None]:
+    """Operations inside, of any thread, choose as on the backend `target`, and `start` computes nothing."""
+    global _viewed
+    before, _viewed = _viewed, target
+    try:
+        yield
+    finally:
+        _viewed = before
+
 
 def name() -> str:
     """Who runs MLX's side: "metal" or "cuda" if the default device is such a GPU, else "ops" (plain operations)."""
+    if _viewed is not None:
+        return _viewed
     if mx.default_device() == mx.gpu:
         if mx.metal.is_available():
             return "metal"
@@ -79,7 +95,8 @@ def computes_at_once(x: Array) -> bool:
 
 def start(*arrays: Any) -> None:
     """Begins to compute; None and what is computed already are passed over."""
-    mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
+    if _viewed is None:
+        mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
 
 
 def finish(x: Array) -> None:

@@ -1,6 +1,5 @@
 """The weighted sum of experts' outputs with the residual stream and the shared expert: unscaled, in float32."""
 
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +7,8 @@ import numpy as np
 
 from . import backend, native
 from .backend import Array
-from .launch import Kernel, Launch, Shape, ceildiv
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .tiles import planned
 
 COMBINE = Kernel("moe_combine", "expert_out weights h_mid shared", "out")
 THREADS = 256
@@ -48,7 +48,7 @@ def moe_combine(
     dtypes = expert_out.dtype, residual.dtype, None if shared is None else other.dtype
     launch = _plan(backend.name(), expert_out.shape, dtypes)
     weights = weights.astype(mx.float32)
-    if launch is None:
+    if isinstance(launch, Reason):
         return moe_combine_ops(expert_out, weights, residual, shared)
     return launch(expert_out, weights, residual, other)[0]
 
@@ -59,10 +59,10 @@ def combine_types(dtypes: Dtypes) -> dict[str, Any]:
     return {"X": experts, "Y": residual, "Z": shared or residual, "SHARED": int(shared is not None)}
 
 
-@cache
-def _plan(target: str, shape: Shape, dtypes: Dtypes) -> Launch | None:
+@planned()
+def _plan(target: str, shape: Shape, dtypes: Dtypes) -> Launch | Reason:
     if target == "ops":
-        return None
+        return NO_KERNELS
     tokens, top_k, hidden = shape
     template = {"H": hidden, "K": top_k, **combine_types(dtypes)}
     groups = (ceildiv(hidden, THREADS), tokens)

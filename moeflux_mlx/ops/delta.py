@@ -17,7 +17,21 @@ from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid, silu_mul, split
-from .launch import MOST_THREADS, SHARED_BYTES, Input, Kernel, Launch, Piece, Shape, ceildiv, count, in_turn, require
+from .launch import (
+    MOST_THREADS,
+    NO_KERNELS,
+    SHARED_BYTES,
+    Input,
+    Kernel,
+    Launch,
+    Piece,
+    Reason,
+    Shape,
+    ceildiv,
+    count,
+    in_turn,
+    require,
+)
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
@@ -80,19 +94,31 @@ def delta(
     """
     B, L = qkv.shape[:2]
     if isinstance(qkv, np.ndarray):
-        out = _native(qkv, z, b, a, state, w, sizes)
-    elif B == 1 and sizes.key_dim % 32 == 0 and backend.has_kernels():
-        out = _kernels(qkv, z, b, a, state, w, sizes, joined)
+        out = _delta_native(qkv, z, b, a, state, w, sizes)
+    elif not refusal(backend.name(), B, sizes.key_dim):
+        out = _delta_kernel(qkv, z, b, a, state, w, sizes, joined)
     else:
-        out = _ops(qkv, z, b, a, state, w, sizes)
+        out = _delta_ops(qkv, z, b, a, state, w, sizes)
     state.offset += L
     return out
+
+
+@planned()
+def refusal(target: str, sequences: int, key_dim: int) -> Reason | None:
+    """Why the kernels do not take so many sequences, with keys of so many values."""
+    if target == "ops":
+        return NO_KERNELS
+    if sequences > 1:
+        return Reason(f"there are {sequences} sequences; the kernels take one")
+    return Reason(f"keys of {key_dim} values are no multiple of 32") if key_dim % 32 else None
 
 
 # ---- plain MLX operations
 
 
-def _ops(qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.array:
+def _delta_ops(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+) -> mx.array:
     B, L, _ = qkv.shape
     recurrent = state.recurrent
     if recurrent is None:
@@ -142,7 +168,7 @@ def decay_rate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
 # ---- native kernels on the CPU
 
 
-def _native(
+def _delta_native(
     qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, state: State, w: DeltaWeights, sizes: Delta
 ) -> np.ndarray:
     B, L, _ = qkv.shape
@@ -186,7 +212,7 @@ def _recur(
 # ---- kernels, for one sequence on a GPU
 
 
-def _kernels(
+def _delta_kernel(
     qkv: mx.array,
     z: mx.array,
     b: mx.array,

@@ -6,9 +6,9 @@ import numpy as np
 from ..formats.record import SCALE_DTYPES, Projection, Record
 from . import backend
 from .backend import FLOATS
-from .experts import Records, check_blob, is_read, places_of
+from .experts import Records, check_blob, is_read, places_of, unread
 from .forms import DTYPES, code_number, form_of, unpacked_float32
-from .launch import Kernel, Launch, Shape, ceildiv, require
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, require
 from .tiles import planned, tile_of
 
 DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "out")
@@ -34,21 +34,20 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
         RequestError: a shape or dtype the kernel does not take.
     """
     record = records.record
-    plans = [_plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1)]
-    if plans[0] is None or plans[1] is None:
-        return _ops(records, slots, dtype)
-    gate_up, down = (launch(records.blob, slots)[0] for launch in plans if launch)
-    return gate_up, down
+    plans = tuple(_plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1))
+    if isinstance(plans[0], Reason) or isinstance(plans[1], Reason):
+        return _dequantized_ops(records, slots, dtype)
+    return plans[0](records.blob, slots)[0], plans[1](records.blob, slots)[0]
 
 
 @planned()
-def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | None:
+def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
     """For gate and up (0), or down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
     require(dtype in FLOATS, f"dtype is {dtype}; the kernel writes float32, bfloat16 or float16")
     if target == "ops" or not is_read(record):
-        return None
+        return NO_KERNELS if target == "ops" else unread(record)
     first, last = (record.down, record.down) if which else (record.gate, record.up)
     count, rows, columns = 2 - which, first.rows, first.columns
     form = form_of(first)
@@ -61,7 +60,7 @@ def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Recor
     return Launch(target, DEQUANTIZE, template, groups, threads, [((slots[0], count * rows, columns), dtype)])
 
 
-def _ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _dequantized_ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     record, parts = records.record, dense(records, np.array(slots), mx.float32)
     gate, up, down = (
         unpacked_float32(projection.quant, *part).astype(dtype)

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import Projection, Record
+from ..formats.record import PROJECTIONS, Projection, Record
 from ..kinds import Router
 from . import backend, forms, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
-from .launch import MOST_THREADS, Input, Kernel, Launch, Piece, Shape, ceildiv, require
+from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of
-from .route import Choice, beside, choice_template, is_known, route
+from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
@@ -107,19 +107,17 @@ def chosen_ffn(
     """`expert_ffn` with all experts of a layer, whose records lie in their order: the first kernel chooses."""
     if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
         shared = shared.rows(x)
-    launch = None
-    if is_known(choice.rule):
-        shapes = x.shape, records.blob.shape, choice.logits.shape
-        rule = choice.rule, choice.bias is not None
-        launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
-    if launch is None:
+    shapes = x.shape, records.blob.shape, choice.logits.shape
+    rule = choice.rule, choice.bias is not None
+    launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
+    if isinstance(launch, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
     own = _first_of(shared, records.blob)
     act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
     top_k = choice.rule.top_k
     used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
-    out = _down_launch(act, used, records, residual, shared)
+    out = _down_combine_kernel(act, used, records, residual, shared)
     assert out is not None
     return out
 
@@ -164,12 +162,12 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
     (tokens, hidden), own = x.shape, _first_of(shared, None)
     target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
     first = _plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
-    assert first is not None
+    assert not isinstance(first, Reason)
     act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
     dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
     columns = 0 if shared.gates is None else shared.gates.shape[1]
     last = _plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
-    assert last is not None
+    assert not isinstance(last, Reason)
     zeros = mx.zeros((tokens, hidden), mx.float32)
     return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
 
@@ -210,7 +208,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     memory, blob, apart = records.inputs(len(x))
     joined = shared is not None
     launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
-    if launch is None:
+    if isinstance(launch, Reason):
         return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
 
@@ -250,7 +248,7 @@ def expert_down_combine(
         return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
     assert isinstance(slots, mx.array)
     weights = weights.astype(mx.float32)
-    out = _down_launch(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
+    out = _down_combine_kernel(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
     if out is None:
         assert not isinstance(shared, Shared)
         return _down_combine_ops(act, slots, records, weights, residual, shared)
@@ -269,7 +267,7 @@ class Used(NamedTuple):
     row: int
 
 
-def _down_launch(
+def _down_combine_kernel(
     act: mx.array, used: Used, records: Records, residual: mx.array, shared: "mx.array | Shared | None"
 ) -> mx.array | None:
     """`expert_down_combine` by the kernel; None where it does not run."""
@@ -280,7 +278,7 @@ def _down_launch(
     memory, blob, apart = records.inputs(len(act))
     shapes = act.shape, residual.shape, blob, used.shape
     launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
-    if launch is None:
+    if isinstance(launch, Reason):
         return None
     inputs = act, *memory, used.slots, used.weights, residual, rows
     return launch(*inputs, *_last_of(shared, memory[0]))[0]
@@ -291,6 +289,13 @@ def is_read(record: Record) -> bool:
     """Whether kernels and native forms read such records; the twins read all. One kernel reads gate and up."""
     alike = form_of(record.gate) == form_of(record.up)
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
+
+
+def unread(record: Record) -> Reason:
+    """Why kernels do not take records that not `is_read`."""
+    matrices = zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True)
+    stored = (f"{name} has rows of {part.columns} columns in {part.quant}" for name, part in matrices)
+    return Reason(f"no kernel reads the records: {'; '.join(stored)}")
 
 
 def check_blob(blob: Shape, record: Record) -> None:
@@ -330,7 +335,7 @@ def _plan_gate_up(
     record: Record,
     joined: bool = False,
     apart: int = 0,
-) -> Launch | None:
+) -> Launch | Reason:
     _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
     kernel = Kernel("expert_gate_up", f"x {_blob(apart)} slots codes scales biases", "act")
     return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined)
@@ -347,27 +352,29 @@ def _plan_choice(
     rule: Router,
     has_bias: bool,
     joined: bool,
-) -> Launch | None:
+) -> Launch | Reason:
+    if not is_known(rule):
+        return UNKNOWN_RULE
     _check_slots(blob, (logits[0], rule.top_k), x[0], record)
     require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
     kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act chosen")
     launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined)
-    if launch is None:
-        return None
+    if isinstance(launch, Reason):
+        return launch
     outputs = [*launch.outputs, ((logits[0], 2, rule.top_k), mx.uint32)]
     return replace(launch, template=launch.template | choice_template(rule, logits[1], has_bias), outputs=outputs)
 
 
 def _first_launch(
     target: str, kernel: Kernel, x: Shape, dtype: mx.Dtype, blob: Shape, record: Record, top_k: int, joined: bool
-) -> Launch | None:
-    """Of gate and up of so many slots, and of the shared expert if it is `joined`; None: no kernel does it."""
+) -> Launch | Reason:
+    """Of gate and up of so many slots, and of the shared expert if it is `joined`."""
     check_activations("x", x, dtype)
     tokens, hidden = x
     inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     if target == "ops" or not is_read(record):
-        return None
+        return NO_KERNELS if target == "ops" else unread(record)
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
@@ -406,7 +413,7 @@ def _plan_down(
     gates: int = 0,
     apart: int = 0,
     row: int = 0,
-) -> Launch | None:
+) -> Launch | Reason:
     check_activations("act", act, dtypes[0], rank=3)
     check_activations("residual", (prod(residual[:-1]), residual[-1]), dtypes[1])
     tokens, each, inner = act
@@ -418,7 +425,7 @@ def _plan_down(
     _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
-        return None
+        return NO_KERNELS if target == "ops" else unread(record)
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))

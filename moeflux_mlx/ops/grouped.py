@@ -120,7 +120,7 @@ class GroupedRows:
         What is returned is computed once the wave is; where it is a numpy array, that is now.
         """
         if self._is_native:
-            return self._natively(index, slots, records)
+            return self._multiply_native(index, slots, records)
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
         made: list[mx.array] = []
@@ -132,11 +132,11 @@ class GroupedRows:
                     gpu_time.commit(*made)
                     gathered = len(piece)
                 made.append(piece)
-        mx.async_eval(made)  # all of them: what is left lazy would read the records when they are others
+        backend.start(*made)  # all of them: what is left lazy would read the records when they are others
         self._outputs += made
         return made[-1]
 
-    def _natively(self, index: int, slots: np.ndarray, records: Records) -> np.ndarray:
+    def _multiply_native(self, index: int, slots: np.ndarray, records: Records) -> np.ndarray:
         experts = slice(self._firsts[index], self._firsts[index + 1])
         first, last = self._ends[experts.start - 1] if experts.start else 0, self._ends[experts.stop - 1]
         for start in range(first, last, NATIVE_ROWS):

@@ -15,14 +15,15 @@ import numpy as np
 
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import RECENT, Steps, in_parts
+from .attend import RECENT, SEVERAL, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
 from .forms import Form, code_number, is_read
-from .launch import LEAST_ELEMENTS, SHARED_BYTES, Kernel, Launch, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, Kernel, Launch, Reason, ceildiv
 from .linear import Weights, by_head, inputs_of, linear, multiply, part_of_heads
 from .norm import Norm
 from .rope import Rope
+from .tiles import planned
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent", "parts stats next")
@@ -142,8 +143,8 @@ def attend_latent(
         [B, L, heads * v]
     """
     B, L = q.shape[:2]
-    if B * L == 1 and isinstance(q, mx.array) and takes_step(kv.shape[-1] - rope.dims, rope.dims):
-        return _step(q, kv, cache, queries, key, value, norm, rope, scale)
+    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rope.dims, rope.dims):
+        return _step_kernel(q, kv, cache, queries, key, value, norm, rope, scale)
     q = queries(q)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
@@ -154,7 +155,7 @@ def attend_latent(
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
-    form = _absorbed if L <= ABSORB_AT_MOST else _expanded
+    form = _absorbed_ops if L <= ABSORB_AT_MOST else _expanded_ops
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
@@ -175,8 +176,19 @@ def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) 
 
 def takes_step(latent: int, rotated: int) -> bool:
     """Whether single tokens with latents and rotated keys of such widths take the kernels here."""
-    fits = latent <= WIDEST and _abreast(1, latent + rotated) == 1
-    return backend.has_kernels() and fits and latent % 8 == rotated % 8 == 0
+    return not refusal(backend.name(), True, latent, rotated)
+
+
+@planned()
+def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
+    """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
+    if target == "ops":
+        return NO_KERNELS
+    if not is_alone:
+        return SEVERAL
+    if latent > WIDEST or _abreast(1, latent + rotated) != 1:
+        return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
+    return Reason(f"widths {latent} and {rotated} are no multiples of 8") if latent % 8 or rotated % 8 else None
 
 
 def _abreast(heads: int, row: int) -> int:
@@ -185,7 +197,7 @@ def _abreast(heads: int, row: int) -> int:
     return max((n for n in range(1, min(HEADS, room) + 1) if heads % n == 0), default=0)
 
 
-def _step(
+def _step_kernel(
     q: mx.array,
     kv: mx.array,
     cache: Steps,
@@ -260,7 +272,7 @@ def _template(form: Eights) -> dict[str, Any]:
 # ---- plain operations
 
 
-def _absorbed(
+def _absorbed_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,
@@ -275,7 +287,7 @@ def _absorbed(
     return value.multiply(_softmax(scores, mask) @ latent, transpose=True)
 
 
-def _expanded(
+def _expanded_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,
@@ -289,15 +301,15 @@ def _expanded(
     heads, positions = q_nope.shape[1], latent.shape[2]
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
     if most is None or most >= heads:
-        return _of_heads(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
+        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
     parts = []
     for some in (slice(start, start + most) for start in range(0, heads, most)):
         queries, matrices = (q_nope[:, some], q_pe[:, some]), (key.of(some), value.of(some))
-        parts.append(_of_heads(*queries, latent, k_pe, mask, *matrices, scale))
+        parts.append(_of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale))
     return mx.concatenate(parts, axis=1)
 
 
-def _of_heads(
+def _of_heads_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,

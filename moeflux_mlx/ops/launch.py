@@ -7,7 +7,8 @@ shapes alone, so the bits of a result do not depend on slot numbers or on what e
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, starmap
@@ -22,6 +23,7 @@ from ..files import directory
 
 SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
+NEEDS = "// needs: "  # begins the first line of a text that uses headers
 ALIGNED = 256  # bytes: where each of several arrays in one begins
 # Of a threadgroup. A kernel that needs many registers has fewer than 1,024 on Apple's GPUs before the M3: 384 at least.
 MOST_THREADS = {"metal": 256, "cuda": 1024}
@@ -106,19 +108,20 @@ def _text(name: str) -> str:
 
 
 @cache
-def _headers() -> list[str]:
-    return sorted(file.name for file in directory("metal").iterdir() if file.name.endswith(".h.metal"))
+def _needs(name: str) -> list[str]:
+    """The headers that a file of `metal/` names in its first line; {form} is a parameter of the kernel."""
+    first = (directory("metal") / name).read_text("ascii").partition("\n")[0]
+    return first.removeprefix(NEEDS).split() if first.startswith(NEEDS) else []
 
 
-def _used(source: str, form: str) -> list[str]:
-    """The headers that a text needs, itself or for one of them; that of `form` stands behind codes.h.metal."""
-    own = f"{form}.h.metal"
-    used: list[str] = []
-    for name in sorted(_headers(), key=lambda name: "codes.h.metal~" if name == own else name, reverse=True):
-        if name == own or f"{name.split('.')[0]}_" in source:
-            used.insert(0, name)
-            source += _text(name)
-    return used
+def _headers(name: str, form: str) -> list[str]:
+    """The headers that a file needs with `metal/{form}.h.metal`, each behind those that it needs itself."""
+    ordered: list[str] = []
+    for header in (one.format(form=form) for one in _needs(name)):
+        if not (directory("metal") / header).is_file():
+            raise FileNotFoundError(f"metal/{name} needs {header}, which is not there")
+        ordered += [one for one in (*_headers(header, form), header) if one not in ordered]
+    return ordered
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ class Kernel:
     """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces.
 
     `name*3` in place of a name: three arrays, which the text has as name[0] to name[2].
-    `form`: `metal/{form}.h.metal` goes in too, where several headers define the same functions, each for other codes.
+    `form`: of `metal/{form}.h.metal`, for a text that needs it: such headers define the same functions, each for other
+    codes.
     """
 
     name: str
@@ -137,14 +141,13 @@ class Kernel:
     def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
         """MLX's object for it, compiled at first use.
 
-        A header `metal/{name}.h.metal` goes in where a word begins with its name: what it defines does. It may use
-        headers whose names come before its own. CUDA's build hashes the text at every launch, so it is given the
+        The headers that the text needs go before it. CUDA's build hashes the text at every launch, so it is given the
         names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
         behind it (`threads_named`).
         """
         (names, first), (outputs, told) = self._named(places), _several(self.outputs)
         source, first = _text(f"{self.name}.metal"), constants + first + told
-        headers = _used(source, self.form)
+        headers = _headers(f"{self.name}.metal", self.form)
         make: Any = mx.fast.metal_kernel
         header = "".join(map(_text, headers)) + threads_named(threads)
         if target == "cuda":
@@ -204,9 +207,25 @@ def _constant(name: str, value: int | mx.Dtype) -> str:
     return f"using {name} = {TYPES[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n"
 
 
+_build: Callable[..., Any] | None = None
+
+
+@contextmanager
+def standing_in(build: Callable[..., Any]) -> Iterator[None]:
+    """Launches inside, of any thread, call what `build` makes of a kernel, in place of what `Kernel.build` does."""
+    global _build
+    before, _build = _build, build
+    _built.cache_clear()
+    try:
+        yield
+    finally:
+        _build = before
+        _built.cache_clear()
+
+
 @cache
 def _built(target: str, kernel: Kernel, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
-    return kernel.build(target, constants, threads, places)
+    return (_build or Kernel.build)(kernel, target, constants, threads, places)
 
 
 @dataclass(frozen=True)
@@ -249,6 +268,13 @@ class Launch:
     def __call__(self, *inputs: Input) -> list[mx.array]:
         arrays, places = _placed(inputs)
         return _built(self.target, self.kernel, self.constants, self.threads, places)(inputs=arrays, **self.arguments)
+
+
+class Reason(str):
+    """Why a chooser takes no kernel, in a few words."""
+
+
+NO_KERNELS = Reason("the default device has no kernels")
 
 
 @cache

@@ -15,7 +15,7 @@ from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Piece, Shape, ceildiv, require
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
 from .norm import Norm
 from .tiles import MAX_TOKENS, Tile, lanes_of, planned, split_of, tile_of
 
@@ -75,18 +75,18 @@ class Part:
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
     """norm(x) [..., I] @ W.T + residual [..., O], for one token on a GPU in one launch where `qmv` pays."""
     if isinstance(x, np.ndarray):
-        return _native(x, w, norm, residual)
-    y = _product(x, w, norm, residual)
+        return _linear_native(x, w, norm, residual)
+    y = _linear_kernel(x, w, norm, residual)
     if y is not None:
         return y
     y = multiply(x if norm is None else norm(x), w, transpose=True)
     return y if residual is None else residual + y
 
 
-def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
+def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
     """`linear` by the kernels for a few rows; None where they do not take it or do not pay."""
     count = x.size // x.shape[-1]
-    if w.quant is None or len(w.shape) > 2 or not is_read(w.quant, w.shape[1]) or not qmv_pays(count, *w.shape):
+    if refusal(backend.name(), min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM):
         return None
     if count == 1:
         return _qmv(x, w, norm, residual)
@@ -94,7 +94,7 @@ def _product(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | No
     return y if residual is None else residual + y
 
 
-def _native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
+def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
     """norm(x) @ W.T + residual on the CPU."""
     shape = (*x.shape[:-1], w.shape[0])
     if _is_native(w):
@@ -234,7 +234,7 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     around = Around(None if norm is None else norm.weight.dtype, residual is not None)
     shapes = w.weight.shape, w.scales.shape
     launch = _plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
-    if launch is None:
+    if isinstance(launch, Reason):
         x = x if norm is None else norm(x)
         y = matmul_float32(x, w.quant, *_parts(w)).astype(x.dtype)
         return y if residual is None else residual + y
@@ -244,9 +244,19 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual)[0]
 
 
-def qmv_pays(tokens: int, rows: int, columns: int) -> bool:
-    """Whether `qmv` runs as a kernel here and beats `mx.quantized_matmul` for a [rows, columns] matrix."""
-    return backend.has_kernels() and tokens <= MAX_TOKENS and rows * columns >= PAYS_FROM
+@planned()
+def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: int) -> Reason | None:
+    """Why `qmv` does not multiply so many rows with a matrix of this shape, or of fewer than `least` weights."""
+    if target == "ops":
+        return NO_KERNELS
+    if quant is None or len(shape) > 2:
+        return Reason("the matrix holds floats" if quant is None else f"the matrix has {len(shape)} axes")
+    if not is_read(quant, shape[1]):
+        return Reason(f"no kernel reads {quant} in rows of {shape[1]} columns")
+    if tokens > MAX_TOKENS:
+        return Reason(f"there are more than {MAX_TOKENS} rows")
+    size = prod(shape)
+    return Reason(f"{size:,} weights are fewer than {least:,}, from which it pays") if size < least else None
 
 
 def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -> None:
@@ -267,7 +277,7 @@ def _choose(target: str, tokens: int, rows: int, columns: int, form: Form) -> tu
 @planned()
 def _plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
-) -> Launch | None:
+) -> Launch | Reason:
     tokens, columns = prod(x[:-1]), x[-1]
     check_activations("x", (tokens, columns), x_dtype)
     rows, quant = w[0], form.quant
@@ -276,8 +286,10 @@ def _plan(
     good = w == (rows, codes) and scales == (rows, groups)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
     require(tokens == 1 or around == PLAIN, f"x has {tokens} tokens; a norm and a sum are for one")
-    if target == "ops" or rows * groups < LEAST_ELEMENTS:
-        return None
+    if target == "ops":
+        return NO_KERNELS
+    if rows * groups < LEAST_ELEMENTS:
+        return Reason(f"{rows * groups} scales are fewer than {LEAST_ELEMENTS}")
     name, tile = _choose(target, tokens, rows, columns, form)
     chunks = form.chunks(columns)
     lanes = lanes_of(chunks, tile.lanes)

@@ -82,6 +82,17 @@ def _load() -> ModuleType | None:
 _native = _load()
 
 
+@contextmanager
+def standing_in(kernels: Any) -> Iterator[None]:
+    """Calls inside, of any thread, go to `kernels` in place of the extension."""
+    global _native
+    before, _native = _native, kernels
+    try:
+        yield
+    finally:
+        _native = before
+
+
 def available() -> bool:
     """True if the extension was built."""
     return _native is not None

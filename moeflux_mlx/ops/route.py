@@ -16,7 +16,7 @@ from . import backend, native
 from .backend import Array, view
 from .elementwise import float32, pick, sigmoid, softmax
 from .forms import MULTIPLE, Form, is_read
-from .launch import LEAST_ELEMENTS, Input, Kernel, Launch, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, inputs_of, linear
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned, tile_of
@@ -24,6 +24,7 @@ from .tiles import MAX_TOKENS, planned, tile_of
 # Where the host had better look into arrays of 8 bytes: on CUDA MLX keeps these with the host, and moves any other that
 # the host looks into to memory whose pages wander between the two from then on.
 TELLING = {"cuda"}
+UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias")
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     Returns:
         (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
     """
-    if isinstance(logits, mx.array) and backend.has_kernels() and is_known(rule):
-        return topk(logits, rule, bias)
+    if isinstance(logits, mx.array) and not refusal(backend.name(), rule):
+        return route_kernel(logits, rule, bias)
     if isinstance(logits, np.ndarray) and rule.score == "softmax" and is_known(rule):
         return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
     logits = logits[:, : rule.experts]
@@ -94,7 +95,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 # ---- the kernel of a choice
 
 
-def topk(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
+def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
     ids, weights = _plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
     return ids, weights
@@ -127,6 +128,14 @@ def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int
     template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SIGMOID": int(rule.score != "softmax")}
     template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
     return template
+
+
+@planned()
+def refusal(target: str, rule: Router) -> Reason | None:
+    """Why no kernel chooses by the rule."""
+    if target == "ops":
+        return NO_KERNELS
+    return None if is_known(rule) else UNKNOWN_RULE
 
 
 def is_known(rule: Router) -> bool:
@@ -162,25 +171,30 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     Returns:
         (x [T, H] normed, in h's dtype, logits [T, O] float32).
     """
-    launch, shape = None, (h.size // h.shape[-1], h.shape[-1])
-    if isinstance(h, mx.array) and shape[0] <= MAX_TOKENS:
+    shape = h.size // h.shape[-1], h.shape[-1]
+    if isinstance(h, mx.array):
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
-        launch = _plan_logits(backend.name(), shape, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
-    if launch is None:
-        x = rms_norm(h.reshape(shape), norm, eps)
-        return x, linear(float32(x), w)
-    x, logits = launch(h, norm, eps, *inputs_of(w))
-    return x, logits
+        rows = min(shape[0], MAX_TOKENS + 1), shape[1]
+        launch = _plan_logits(backend.name(), rows, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
+        if not isinstance(launch, Reason):
+            x, logits = launch(h, norm, eps, *inputs_of(w))
+            return x, logits
+    x = rms_norm(h.reshape(shape), norm, eps)
+    return x, linear(float32(x), w)
 
 
 @planned()
-def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | None:
+def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | Reason:
     tokens, hidden = h
     rows = w[0]
-    if target == "ops" or hidden % MULTIPLE:
-        return None
+    if target == "ops":
+        return NO_KERNELS
+    if tokens > MAX_TOKENS:
+        return Reason(f"there are more than {MAX_TOKENS} rows")
+    if hidden % MULTIPLE:
+        return Reason(f"{hidden} columns are no multiple of {MULTIPLE}")
     if form and not (is_read(form.quant, hidden) and rows * form.quant.groups(hidden) >= LEAST_ELEMENTS):
-        return None
+        return Reason(f"no kernel reads {rows} rows of {hidden} columns in {form}")
     tile = tile_of(target, "router", f"{rows}x{hidden} {form}")
     blocks = ceildiv(rows, tile.rows)
     template = {"X": dtypes[0], "H": hidden, "O": rows, "R": tile.rows, "SG": tile.simdgroups, "BLOCKS": blocks}

@@ -1,9 +1,13 @@
 """The screen that says what a machine is and can run."""
 
+from itertools import takewhile
+
 import pytest
+from tiny_models import tiny_directory
 
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis
+from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.spec import variants
 
 
@@ -47,3 +51,52 @@ def test_metals_limit_on_threads_is_said(monkeypatch):
     monkeypatch.setattr(diagnosis, "thread_limits", lambda: (384, 1024))
     (line,) = diagnosis.thread_lines()
     assert "at most 256" in line and "384 of 1024, 1024 if" in line
+
+
+def launches(capsys, *options):
+    assert doctor.main(["--launches", *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def below(lines, part, tokens):
+    """The line of a part and a number of tokens, and the reasons after it."""
+    at = next(i for i, line in enumerate(lines) if line.startswith(part))
+    at = next(i for i, line in enumerate(lines) if i > at and line.startswith(f"{tokens:>5} token"))
+    return lines[at], "\n".join(takewhile(lambda line: "no kernel for" in line, lines[at + 1 :]))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("metal", "bfloat16"), ("cuda", "bfloat16"), ("cpu", "float32")])
+def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend, dtype):
+    lines = launches(capsys, "--model", str(tiny_directory("qwen3_moe")), "--backend", backend)
+    assert lines[0] == f"qwen3_moe on {backend}, in {dtype}"
+    parts = [line.partition(":")[0] for line in lines[1:] if not line.startswith(" ")]
+    assert parts == [
+        "attention",
+        *(["experts"] if backend == "cpu" else ["experts, resident", "experts, streamed"]),
+        "lm_head",
+    ]
+    assert sum(line.lstrip()[:1].isdigit() for line in lines) == 3 * len(parts)
+
+
+def test_reasons_stand_below_what_runs(capsys, cpu_device):
+    lines = launches(capsys, "--variant", "qwen3-30b-a3b", "--backend", "cuda")
+    runs, reasons = below(lines, "attention", 1)
+    assert "qmv[affine4] x2, attend_step, attend_combine" in runs and not reasons
+    runs, reasons = below(lines, "attention", 512)
+    assert "MLX operations only" in runs
+    assert "no kernel for attend: there are several tokens" in reasons
+    assert f"no kernel for linear: there are more than {MAX_TOKENS} rows" in reasons
+    assert "expert_choice[affine4], expert_down_combine[affine4]" in below(lines, "experts, resident", 1)[0]
+    assert "topk_told, expert_gate_up[affine4]" in below(lines, "experts, streamed", 1)[0]
+
+
+def test_a_small_matrix_is_left_to_mlx(capsys, cpu_device):
+    lines = launches(capsys, "--model", str(tiny_directory("qwen3_moe")), "--backend", "metal")
+    assert "weights are fewer than 4,000,000, from which it pays" in below(lines, "lm_head", 1)[1]
+
+
+@pytest.mark.parametrize("option", [["--model", "X"], ["--variant", "demo"], ["--backend", "metal"]])
+def test_options_of_launches_want_it(capsys, option):
+    option = [variants()[0] if word == "demo" else word for word in option]
+    assert doctor.main(["--no-disk", *option]) != 0
+    assert f"{option[0]} is for --launches; give both" in capsys.readouterr().err

@@ -233,7 +233,7 @@ class TestPlantedFaults:
         assert breaks(monkeypatch, "qwen3_moe", router, "top_k", wrong) > 10 * TOLERANCE
 
     def test_absorbed_attention_without_the_rotated_part(self, monkeypatch):
-        for name in ("_absorbed", "_absorbed_native"):  # one of them runs here
+        for name in ("_absorbed_ops", "_absorbed_native"):  # one of them runs here
             right = getattr(latent, name)
 
             def wrong(q_nope, q_pe, *rest, right=right):
@@ -241,7 +241,9 @@ class TestPlantedFaults:
 
             monkeypatch.setattr(latent, name, wrong)
         # On a GPU a kernel attends for a token alone.
-        assert breaks(monkeypatch, "deepseek_v3", latent, "_absorbed", latent._absorbed, chunk=2) > 10 * TOLERANCE
+        assert (
+            breaks(monkeypatch, "deepseek_v3", latent, "_absorbed_ops", latent._absorbed_ops, chunk=2) > 10 * TOLERANCE
+        )
 
 
 def quantised(layer, rows, columns):

@@ -149,8 +149,8 @@ def test_layer_on_kernels_equals_plain_operations(host, T):
     qkv, z, b, a = (part[None] for part in step_inputs(rng, sizes, T=T))
     conv, recurrent, weights = step_state(rng, sizes)
     states = [SimpleNamespace(offset=0, conv=conv[None], recurrent=recurrent[None]) for _ in range(2)]
-    got = delta._kernels(qkv, z, b, a, states[0], weights, sizes)[0]
-    assert error(got, wide(delta._ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
+    got = delta._delta_kernel(qkv, z, b, a, states[0], weights, sizes)[0]
+    assert error(got, wide(delta._delta_ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
     assert error(states[0].recurrent, wide(states[1].recurrent)) < 1e-4
 
 

@@ -1,5 +1,6 @@
 """What the launcher makes of a kernel's inputs: arrays that are handed over once, parts of arrays, constants."""
 
+import re
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -69,7 +70,7 @@ SUM = "const uint i = thread_position_in_grid.x;\nout[i] = float(a[i]) + 10.0f *
 
 def add(monkeypatch, a, b, c):
     monkeypatch.setattr(launch, "_text", lambda name: SUM)
-    monkeypatch.setattr(launch, "_used", lambda source, form: [])
+    monkeypatch.setattr(launch, "_headers", lambda name, form: [])
     run = Launch("metal", Kernel("sum", "a b c", "out"), {}, (1, 1), 8, [((8,), mx.float32)])
     return np.array(run(a, b, c)[0])
 
@@ -160,3 +161,33 @@ def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatc
     assert np.array_equal(*found)
     print(counts)
     assert counts[1] < most < counts[0]
+
+
+FORMS = {f"{form}.h.metal" for form in ("affine", "affine4", "mxfp4", "planes")}  # which define the same functions
+DEFINED = re.compile(r"^(?:(?:#define|struct) |(?:inline|constexpr)[^;{(=]* (?=\w+\())(\w+)", re.M)
+
+
+def test_each_text_names_the_headers_that_it_uses():
+    """It uses a header if it has a word that the header defines."""
+    files = [file.name for file in directory("metal").iterdir() if file.name.endswith(".metal")]
+    texts = {name: re.sub("//.*", "", launch._text(name)) for name in files}
+    owners = {}
+    for header in (name for name in files if name.endswith(".h.metal")):
+        for word in DEFINED.findall(texts[header]):
+            owners.setdefault(word, set()).add("{form}.h.metal" if header in FORMS else header)
+    owners["codes_x8"].remove("input.h.metal")  # another form of what codes.h.metal defines
+    for name, text in texts.items():
+        used = set().union(*(owners[word] for word in owners.keys() & re.findall(r"\w+", text)))
+        own = {name, "{form}.h.metal"} if name in FORMS else {name}
+        assert set(launch._needs(name)) == used - own, name
+
+
+def test_headers_stand_behind_those_that_they_need():
+    assert launch._headers("expert_choice.metal", "planes") == [
+        f"{name}.h.metal" for name in ("codes", "planes", "lane", "swiglu", "topk")
+    ]
+
+
+def test_a_header_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match=r"metal/qmv\.metal needs affine7\.h\.metal, which is not there"):
+        Kernel("qmv", linear.INPUTS["qmv"], "y", "affine7").build("metal", "", 64, (0.0,) * 7)

@@ -1,0 +1,39 @@
+"""Which kernels a model runs, by kind of layer and number of tokens, in lines for people."""
+
+import argparse
+
+from ..engine.launches import TOKENS, Step, steps
+from ..ops import backend
+from .tuning import shapes_of
+
+BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints them for the options' model; returns 0."""
+    target = backend.name() if options.backend is None else BACKENDS[options.backend]
+    with backend.viewing(target):
+        shapes = shapes_of(options)
+        title = next(name for name, value in BACKENDS.items() if value == target)
+        print(f"{shapes.args.model_type} on {title}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
+        for step in steps(shapes, target):
+            if step.tokens == TOKENS[0]:
+                print(title_of(step))
+            print("\n".join(lines_of(step)))
+    return 0
+
+
+def title_of(step: Step) -> str:
+    """The part and its layers."""
+    if not step.layers:
+        return step.part
+    if len(step.layers) == 1:
+        return f"{step.part}: layer {step.layers[0]}"
+    return f"{step.part}: {len(step.layers)} layers, the first is {step.layers[0]}"
+
+
+def lines_of(step: Step) -> list[str]:
+    """What runs, and below it why not more."""
+    runs = ", ".join(name if count == 1 else f"{name} x{count}" for name, count in step.runs.items())
+    lines = [f"  {step.tokens:>3} {'token ' if step.tokens == 1 else 'tokens'}  {runs or 'MLX operations only'}"]
+    return lines + [f"              no kernel for {name}: {reason}" for name, reason in step.refused.items()]

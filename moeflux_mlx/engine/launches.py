@@ -1,0 +1,215 @@
+"""Which kernels each kind of layer runs, and why not others, at the shapes of one model.
+
+One mixer, feed-forward part and head of each kind is made with zeros and given a few tokens, while what is launched
+goes to stand-ins: nothing is multiplied, and it may be asked for a backend that this machine lacks. It knows no files.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..experts.routing import Report, Routing, unheard
+from ..formats.record import Record
+from ..kinds import Delta, Dense, GroupedQuery
+from ..model.decoder import feed_forward_of, mixer_of
+from ..model.layers import Linear, RMSNorm, Weight
+from ..ops import backend, launch, native
+from ..ops.experts import Records, chosen_ffn, expert_ffn
+from ..ops.grouped import GroupedRows
+from ..ops.launch import Kernel, Reason
+from ..ops.tiles import MAX_TOKENS, Tiles, using
+from ..quant import E8M0, Quant
+from ..state.cache import make_cache
+from .tuning import Shapes, randomise
+
+TOKENS = (1, 4, 512)  # one, a few, and many
+Run = Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a part of a model runs for so many tokens.
+
+    Args:
+        part: its name.
+        layers: those that have it, in the same stored forms; none for lm_head.
+        tokens: at once.
+        runs: kernels and native forms, with how often each is called; all else is MLX's own operations.
+        refused: an operation that no kernel computes, and why.
+    """
+
+    part: str
+    layers: Sequence[int]
+    tokens: int
+    runs: Counter[str]
+    refused: dict[str, Reason]
+
+
+def steps(shapes: Shapes, target: str) -> Iterator[Step]:
+    """What each kind of mixer and feed-forward part, and lm_head, run on the backend `target`."""
+    with backend.viewing(target):
+        for part, layers, run in _parts(shapes):
+            for tokens in TOKENS:
+                noted = Noted()
+                with noted.listening():
+                    run(_activations(shapes, tokens))
+                yield Step(part, layers, tokens, noted.asked_for(), noted.refused)
+
+
+class Noted(Tiles):
+    """The code's tiles; notes what is launched or called while it listens, and each reason of a chooser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.refused = Counter[str](), dict[str, Reason]()
+
+    def listening(self) -> ExitStack:
+        """Inside, kernels and native forms compute nothing."""
+        stack = ExitStack()
+        stack.enter_context(using(self))
+        stack.enter_context(launch.standing_in(self._kernel))
+        stack.enter_context(np.errstate(all="ignore"))  # what is not computed is any number
+        if native.available():
+            stack.enter_context(native.standing_in(Extension(self.runs)))
+        return stack
+
+    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        made = super().plan(make, given)
+        if isinstance(made, Reason):
+            self.refused[make.__module__.rpartition(".")[2]] = made
+        return made
+
+    def asked_for(self) -> Counter[str]:
+        """What runs: a router's choice that the experts' kernel makes once more is never evaluated."""
+        if any(name.startswith("expert_choice") for name in self.runs):
+            return Counter({name: count for name, count in self.runs.items() if not name.startswith("topk")})
+        return self.runs
+
+    def _kernel(self, kernel: Kernel, *_: Any) -> Callable[..., list[mx.array]]:
+        name = f"{kernel.name}[{kernel.form}]" if kernel.form else kernel.name
+
+        def call(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+            self.runs[name] += 1
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+
+class Extension:
+    """Stands in for the native kernels: counts calls by name, and leaves their outputs as they are."""
+
+    def __init__(self, runs: Counter[str]):
+        self._runs = runs
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: self._runs.update([f"native {name}"])
+
+
+class SomeExperts:
+    """Routed experts for one layer, as many as a token uses; all of them are, by every token.
+
+    `is_resident`: a kernel chooses them, as where every expert lies on a GPU.
+    """
+
+    def __init__(self, record: Record, experts: int, top_k: int, is_resident: bool):
+        self.count, self.is_resident = top_k, is_resident
+        shape = experts if is_resident else top_k, record.stride // 4
+        self.array, self.memory = Records(mx.zeros(shape, mx.uint32), record), np.zeros(shape, np.uint32)
+
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+        here = isinstance(x, np.ndarray)
+        records = Records(self.memory, self.array.record) if here else self.array
+        slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
+        weights: Any = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
+        if len(x) > MAX_TOKENS:
+            rows = GroupedRows(x, slots, np.full(self.count, len(x)), [slots[0]], records.record)
+            rows.multiply(0, slots[0], records)
+            return rows.combined(weights, residual, shared)
+        if self.is_resident and routing.choice is not None:
+            return chosen_ffn(x, routing.choice, records, residual, shared)
+        return expert_ffn(x, slots if here else mx.array(slots), records, weights, residual, shared)
+
+    def expect(self, layer: int, tokens: int) -> None:
+        pass
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        return False
+
+
+# ---- the parts of a model
+
+
+def _activations(shapes: Shapes, tokens: int) -> Any:
+    size = 1, tokens, shapes.args.hidden_size
+    if backend.computes_natively(shapes.dtype) and backend.takes_widths(shapes.args.widths):
+        return np.zeros(size, np.float32)
+    return mx.zeros(size, shapes.dtype)
+
+
+def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
+    """Name, layers and call of each kind of part."""
+    args, records = shapes.args, shapes.layout.records
+    norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+    norm.weight = norm.weight.astype(shapes.dtype)
+    is_split = any(path.endswith(".embed_q") for path in shapes.quants)
+    for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
+        name, module = mixer_of(mixer, args, is_split)
+        _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
+        title = {GroupedQuery: "attention", Delta: "delta rule"}.get(type(mixer), "latent attention")
+        yield title, layers, lambda x, mixer=mixer, module=module: module(x, norm, make_cache(mixer))  # type: ignore[misc]
+    parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
+    for (part, record, *_), layers in _kinds(parts):
+        for title, experts in _experts(part, record, args.num_experts_per_tok):
+            module = feed_forward_of(part, args.hidden_size, layers[0], cast(Any, experts))
+            _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
+            yield title, layers, lambda x, module=module: module.add_to(x, norm)  # type: ignore[misc]
+    head = Linear(args.hidden_size, args.vocab_size)
+    fill_with_zeros(head, shapes.quants.get("lm_head"), shapes.dtype)
+    yield "lm_head", (), lambda x: head(norm(x[:, -1:] if x.shape[1] > MAX_TOKENS else x))  # a prompt's last token's
+
+
+def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str, SomeExperts | None]]:
+    """What computes the routed experts of a feed-forward part, by name: on a GPU it depends on where they are."""
+    if isinstance(part, Dense) or record is None:
+        yield "dense MLP", None
+    elif backend.has_kernels():
+        for is_resident in (True, False):
+            title = f"experts, {'resident' if is_resident else 'streamed'}"
+            yield title, SomeExperts(record, part.router.experts, top_k, is_resident)
+    else:
+        yield "experts", SomeExperts(record, part.router.experts, top_k, is_resident=False)
+
+
+def _kinds(parts: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
+    """Each kind, and the layers that have it."""
+    for kind in dict.fromkeys(parts):
+        yield kind, [i for i, part in enumerate(parts) if part == kind]
+
+
+def _forms(shapes: Shapes, layer: int, is_mlp: bool) -> frozenset[tuple[str, Quant | None]]:
+    """How the matrices of a layer's feed-forward part, or of its mixer, are stored."""
+    start = f"model.layers.{layer}."
+    below = ((path.removeprefix(start), quant) for path, quant in shapes.quants.items() if path.startswith(start))
+    return frozenset((path, quant) for path, quant in below if path.startswith("mlp.") == is_mlp)
+
+
+def _fill(module: nn.Module, path: str, shapes: Shapes) -> None:
+    randomise(module, path, shapes, fill_with_zeros)
+
+
+def fill_with_zeros(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
+    """A matrix of zeros in the form `quant`, or as values."""
+    matrix.quant, matrix.filled = quant, True
+    if quant is None:
+        matrix.weight = mx.zeros(matrix.shape, dtype)
+        return
+    *rows, columns = matrix.shape
+    matrix.weight = mx.zeros((*rows, quant.words(columns)), mx.uint32)
+    for name in quant.parts[1:]:
+        setattr(matrix, name, mx.zeros((*rows, quant.groups(columns)), mx.uint8 if quant.scale == E8M0 else dtype))

@@ -1,0 +1,96 @@
+"""What is said to run, beside what runs."""
+
+from argparse import Namespace
+from collections import Counter
+
+import goldens
+import mlx.core as mx
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.engine import launches
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.model.weights import arrange
+from moeflux_mlx.ops import backend, launch, linear, native
+from moeflux_mlx.quant import Quant
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+TOTALS = ("native linear", "native expert_gate_up", "native attend_step", "native gated_delta", "native choose")
+
+
+class Counting:
+    """The extension, whose calls are counted by name."""
+
+    def __init__(self, extension, calls):
+        self.extension, self.calls = extension, calls
+
+    def __getattr__(self, name):
+        def call(*given):
+            self.calls[f"native {name}"] += 1
+            return getattr(self.extension, name)(*given)
+
+        return call
+
+
+def said(family, target, tokens):
+    """Of a whole model, and the steps."""
+    with backend.viewing(target):
+        shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+    steps = [step for step in launches.steps(shapes, target) if step.tokens == tokens and "resident" not in step.part]
+    total = Counter()
+    for step in steps:
+        for name, count in step.runs.items():
+            total[name] += count * max(len(step.layers), 1)
+    return total, steps
+
+
+@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+@pytest.mark.parametrize("family", goldens.families())
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_native_forms_are_those_that_a_model_calls(family, tokens):
+    model, calls = load_model(tiny_directory(family), dtype=mx.float32, expert_io="mmap"), Counter()
+    model(mx.ones((1, tokens), mx.int32), model.make_cache())
+    with native.standing_in(Counting(native._kernels(), calls)):
+        model(mx.ones((1, tokens), mx.int32), model.make_cache())
+    assert {name: said(family, "ops", tokens)[0][name] for name in TOTALS} == {name: calls[name] for name in TOTALS}
+    assert calls["native linear"]
+
+
+@pytest.mark.parametrize("family", goldens.families())
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_kernels_are_those_that_a_model_launches(family, tokens, monkeypatch):
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    calls = Counter()
+
+    def build(kernel, *_):
+        def call(*, output_shapes, output_dtypes, **_):
+            calls[f"{kernel.name}[{kernel.form}]" if kernel.form else kernel.name] += 1
+            return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    total, _ = said(family, "metal", tokens)
+    model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="pread", prefetch="off")
+    with backend.viewing("metal"), launch.standing_in(build):
+        arrange(model)
+        mx.eval(model(mx.ones((1, tokens), mx.int32), model.make_cache()))
+    assert total == calls and len(calls) > 3
+
+
+def test_another_backend_is_only_viewed():
+    before = backend.name()
+    _, steps = said("qwen3_moe", "cuda", 512)
+    assert backend.name() == before and native.available() == (native._kernels.__globals__["_native"] is not None)
+    attention = next(step for step in steps if step.part == "attention")
+    assert not attention.runs and attention.refused["linear"] and "several tokens" in attention.refused["attend"]
+
+
+def test_layers_that_are_stored_otherwise_stand_apart(cpu_device):
+    with backend.viewing("metal"):
+        shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
+    path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))
+    shapes.quants[path] = Quant(8, 64)
+    steps = [step for step in launches.steps(shapes, "metal") if step.part == "attention" and step.tokens == 1]
+    assert [len(step.layers) for step in steps] == [47, 1] and steps[1].layers == [5]
+    assert any("[affine]" in name for name in steps[1].runs)

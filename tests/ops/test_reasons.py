@@ -1,0 +1,67 @@
+"""Choosers that take no kernel say why."""
+
+import mlx.core as mx
+import pytest
+
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.kinds import Router
+from moeflux_mlx.ops import attend, combine, delta, dequantize, experts, latent, linear, route
+from moeflux_mlx.ops.forms import Form
+from moeflux_mlx.ops.launch import NO_KERNELS, Launch, Reason
+from moeflux_mlx.ops.tiles import MAX_TOKENS
+from moeflux_mlx.quant import EXPERTS, Quant
+
+RECORD, NARROW = Record.make(256, 128), Record.make(256, 96, (Quant(4, 32),) * 3)
+RULE = Router(16, 4)
+GROUPED = Router(16, 4, groups=4, kept_groups=2)
+FORM = Form(EXPERTS, mx.bfloat16)
+NORMS = mx.bfloat16, mx.bfloat16, mx.uint32
+
+
+def logits(target, tokens, hidden, rows=16):
+    return route._plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
+
+
+def gate_up(target, record):
+    return experts._plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, 2), record)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (linear.refusal("ops", 1, (512, 512), EXPERTS, 0), NO_KERNELS),
+        (linear.refusal("metal", 1, (512, 512), None, 0), "holds floats"),
+        (linear.refusal("metal", 1, (2, 512, 512), EXPERTS, 0), "has 3 axes"),
+        (linear.refusal("metal", 1, (512, 96), Quant(4, 32), 0), "in rows of 96 columns"),
+        (linear.refusal("cuda", MAX_TOKENS + 1, (512, 512), EXPERTS, 0), f"more than {MAX_TOKENS} rows"),
+        (linear.refusal("cuda", 8, (512, 512), EXPERTS, 10**6), "262,144 weights are fewer than 1,000,000"),
+        (linear._plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
+        (attend.refusal("ops", True, 64), NO_KERNELS),
+        (attend.refusal("metal", False, 64), "several tokens"),
+        (attend.refusal("metal", True, 320), "head width 320 is above 256"),
+        (attend.refusal("metal", True, 48), "head width 48 is no multiple of 32"),
+        (latent.refusal("cuda", False, 512, 64), "several tokens"),
+        (latent.refusal("cuda", True, 4096, 64), "latents of 4096 and keys of 64 values do not fit"),
+        (latent.refusal("cuda", True, 512, 60), "512 and 60 are no multiples of 8"),
+        (delta.refusal("metal", 2, 128), "there are 2 sequences"),
+        (delta.refusal("metal", 1, 48), "keys of 48 values"),
+        (route.refusal("metal", GROUPED), "the router's rule"),
+        (route.refusal("ops", RULE), NO_KERNELS),
+        (logits("metal", MAX_TOKENS + 1, 256), f"more than {MAX_TOKENS} rows"),
+        (logits("metal", 1, 96), "96 columns are no multiple of 64"),
+        (logits("metal", 1, 64, rows=4), "4 rows of 64 columns"),
+        (gate_up("ops", RECORD), NO_KERNELS),
+        (gate_up("metal", NARROW), "down_proj has rows of 96 columns in 4 bits"),
+        (combine._plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
+        (dequantize._plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
+    ],
+)
+def test_a_refusal_names_what_is_in_the_way(reason, words):
+    assert isinstance(reason, Reason) and words in reason
+
+
+def test_what_is_taken_has_no_reason():
+    assert linear.refusal("metal", 8, (512, 512), EXPERTS, 512 * 512) is None
+    assert attend.refusal("cuda", True, 256) is None and latent.refusal("metal", True, 512, 64) is None
+    assert delta.refusal("cuda", 1, 128) is None and route.refusal("metal", RULE) is None
+    assert isinstance(gate_up("metal", RECORD), Launch) and isinstance(logits("cuda", 8, 256), Launch)
