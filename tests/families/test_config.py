@@ -326,12 +326,16 @@ def fuzzed(config):
     return config
 
 
+@pytest.mark.parametrize("each", [5, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", goldens.families())
-def test_any_value_in_any_field_is_usable_or_refused(family):
+def test_any_value_in_any_field_is_usable_or_refused(family, each):
+    """Each field meets every fifth value, the families begin at others: the fields that they share meet most."""
     config = fuzzed(goldens.config(family))
     cases = [(path, value) for path in places(config) for value in VALUES]
+    assert len(cases) > 1000
+    cases = cases[goldens.families().index(family) % each :: each]
     refused = sum(is_refused(with_value(config, *case)) for case in cases)
-    assert len(cases) > 1000 and len(cases) / 4 < refused < len(cases) * 0.9
+    assert len(cases) / 4 < refused < len(cases) * 0.9
 
 
 @pytest.mark.parametrize("name", variants())

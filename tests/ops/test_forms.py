@@ -4,6 +4,7 @@ float64. The whole grid for Metal's text runs with `--full`."""
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 
 from metal import msl
 from moeflux_mlx.formats.record import Record
@@ -206,10 +207,10 @@ def test_codes_times_integers(integers, quant, kind):
     assert made.error() < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@grid(INTEGERS)
-def test_integers_of_narrow_x(integers, quant, kind, dtype):
+@pytest.mark.parametrize("case, dtype", drawn(INTEGERS, [mx.bfloat16, mx.float16]))
+def test_integers_of_narrow_x(integers, case, dtype):
     """Of two bytes, and so less than x has itself beside a large one."""
+    quant, kind = case
     made = Experts((quant,) * 3, kind)
     act = mx.array(np.random.default_rng(7).standard_normal((2, 3, I), dtype=np.float32)).astype(dtype)
     records = Records(mx.array(made.blob), made.record)
