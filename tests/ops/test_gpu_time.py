@@ -31,7 +31,7 @@ class Work:
     def __init__(self, monkeypatch):
         self.launches, self.gatherings, self.gathered, self.attended = [], [], 0.0, 0
         monkeypatch.setattr(backend, "name", lambda: "metal")
-        monkeypatch.setattr(launch, "_built", lambda target, kernel, places: self.kernel(kernel.name))
+        monkeypatch.setattr(launch, "_built", lambda target, kernel, *_: self.kernel(kernel.name))
         for name in ("quantized_matmul", "gather_qmm"):
             self.count(monkeypatch, mx, name, lambda out, x, *_: 2 * out.size * x.shape[-1])
         self.count(monkeypatch, mx.array, "__matmul__", lambda out, x, _: 2 * out.size * x.shape[-1])
@@ -94,7 +94,7 @@ def last_block(args, layer, positions, block):
     """A layer over the last block of a prompt of so many tokens, without its routed experts."""
     made, cache = DecoderLayer(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
     if cache.is_trimmable():
-        for name, (heads, width) in zip(("keys", "values"), cache.rows(args.mixers[layer]), strict=True):
+        for name, (heads, width) in zip(("keys", "values"), cache.rows, strict=True):
             setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
     cache.offset = positions - block
     made.set_dtype(mx.bfloat16)

@@ -81,7 +81,8 @@ def shapes_of(name):
 
 def layers(monkeypatch, shapes, tiles=CODE):
     """Lets every layer of another kind and the head launch what they would for a token, a few and a prompt."""
-    monkeypatch.setattr(mx, "eval", lambda *arrays: None)  # the weights of large models stay a graph
+    for name in ("eval", "async_eval"):  # large models stay a graph
+        monkeypatch.setattr(mx, name, lambda *arrays: None)
     for run in tuning.passes(shapes):
         with using(tiles):
             run()
