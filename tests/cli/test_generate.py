@@ -558,10 +558,10 @@ def test_statistics_that_nobody_can_read_stop_no_answer(model_dir):
 
 def test_other_errors_of_the_system_are_not_the_outputs(monkeypatch, capsys):
     def fail(options):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(errno.EMFILE, "Too many open files")
 
     assert execute(fail, argparse.Namespace()) == 1
-    assert capsys.readouterr().err == "error: [Errno 5] Input/output error\n"
+    assert capsys.readouterr().err == "error: [Errno 24] Too many open files\n"
 
 
 def test_a_terminal_without_the_letters(model_dir):

@@ -101,7 +101,7 @@ def model(request, small_waves, monkeypatch):  # noqa: F811
     made = streamed(path, **options) if options else load_model(path, dtype=mx.float32, expert_io="mmap")
     yield made
     made.experts.close()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def decoding(model):
@@ -221,4 +221,4 @@ def test_an_interrupted_close_is_completed_by_the_next(opcodes):
         model(TOKENS[:, :1])
         interrupted(model.experts.close, at=draw.randrange(end), opcodes=opcodes)
         model.experts.close()
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) <= threads
