@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from moeflux_mlx.experts.ranks import Owners, RankedExperts
 from moeflux_mlx.ops import backend, grouped
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+FAMILIES = goldens.families()
 
 
 class Meeting:

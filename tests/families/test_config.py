@@ -17,6 +17,7 @@ from moeflux_mlx.engine.budget import Demand, plan_memory
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import Delta, GroupedQuery, Latent
@@ -230,6 +231,11 @@ def test_from_file_reads_generation_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3-30b-a3b")))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert ModelArgs.from_file(tmp_path).eos_token_ids == (7, 8)
+
+
+def test_every_family_has_goldens():
+    """Most tests are of `goldens.families()`, and so of all that run."""
+    assert set(goldens.families()) == set(FAMILIES)
 
 
 # ---- any value in any field

@@ -1,4 +1,4 @@
-"""Logits of the four families against Hugging Face's, from every checkpoint form, in every chunking."""
+"""Logits of every family against Hugging Face's, from every checkpoint form, in every chunking."""
 
 import shutil
 from dataclasses import replace

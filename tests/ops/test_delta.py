@@ -6,12 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from grids import drawn
+from tile_choices import Chosen
 
 from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, Router
-from moeflux_mlx.ops import backend, delta, route
-from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
+from moeflux_mlx.ops import delta, route
+from moeflux_mlx.ops.tiles import MAX_TOKENS, Tile, using
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -119,22 +120,18 @@ def test_gated_delta_tokens(host, sizes, dtype):
 
 
 @pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 8), (8, 3, 2, 1), (16, 1, 4, 2), (32, 4, 2, 4)])
-def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdgroups, ahead):
-    monkeypatch.setitem(TILES[backend.name()], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
-    delta._plan_tokens.cache_clear()
+def test_gated_delta_tokens_at_other_tiles(host, lanes, rows, simdgroups, ahead):
     case = delta_case(np.random.default_rng(lanes), 11, 2, 1, 19, 128, mx.float32)
     want, state = delta_oracle(*case)
-    out, following = delta.gated_delta_tokens(*case)
-    delta._plan_tokens.cache_clear()
+    with using(Chosen({"gated_delta_tokens": Tile(rows, lanes, simdgroups, ahead)})):
+        out, following = delta.gated_delta_tokens(*case)
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
 
 
-def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host, monkeypatch):
-    monkeypatch.setitem(TILES[backend.name()], "gated_delta_tokens", Tile(rows=8, lanes=8, simdgroups=8, ahead=8))
-    delta._plan_tokens.cache_clear()
-    with pytest.raises(RequestError, match="bytes of threadgroup memory"):
-        delta.gated_delta_tokens(*delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32))
-    delta._plan_tokens.cache_clear()
+def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host):
+    case, tile = delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32), Tile(8, 8, 8, 8)
+    with using(Chosen({"gated_delta_tokens": tile})), pytest.raises(RequestError, match="bytes of threadgroup memory"):
+        delta.gated_delta_tokens(*case)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
