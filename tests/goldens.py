@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the four families in every layout that is read, and their golden logits.
+"""Tiny random checkpoints of every family in every layout that is read, and their golden logits.
 
 Promises: `checkpoint_dir` and `write_variant` make the same bytes on every machine. Weights are not stored:
 each tensor is drawn from PCG64 (whose raw stream numpy guarantees) seeded by its name, with exact integer
@@ -35,7 +35,7 @@ import numpy as np
 import oracle
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
-FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+FAMILIES = tuple(sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
 EXTRA_VARIANTS = {
     "qwen3_5_moe": ("moeflux", "fp8"),
     "deepseek_v3": ("moeflux", "fp8", "negbias", "mlx4_embed_q"),

@@ -32,7 +32,7 @@ from moeflux_mlx.files import read_json
 from moeflux_mlx.generate.__main__ import main, parser
 from moeflux_mlx.model.decoder import Model
 
-FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+FAMILIES = goldens.families()
 PROMPT = list(range(10, 31))
 
 

@@ -1,5 +1,7 @@
 """Every command exists by both of its names, and importing one leaves the library's functions alone."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +15,46 @@ from moeflux_mlx.cli.main import COMMANDS, main
 PYTHON = [sys.executable, "-W", "error"]
 
 
+# Runs modules as `python -m` does, each in a fork of a process that has imported the package, as runpy does first.
+MODULES = """
+import json, os, runpy, sys, tempfile
+import moeflux_mlx
+
+def said(module, *arguments):
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+            sys.argv[1:] = arguments
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            sys.exit()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code, *(file.seek(0) or file.read() for file in (out, err))
+
+found = [said(*one) for one in json.loads(sys.argv[1])]
+print(json.dumps(found))
+"""
+
+
 def run(*command):
     return subprocess.run(command, env=child_environment(), capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_two_names(name):
-    module = run(*PYTHON, "-m", f"moeflux_mlx.{name}", "--help")
-    package = run(*PYTHON, "-m", "moeflux_mlx", name, "--help")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_every_command_has_two_names():
+    ways = [way for name in COMMANDS for way in ((f"moeflux_mlx.{name}", "--help"), ("moeflux_mlx", name, "--help"))]
+    done = run(*PYTHON, "-c", MODULES, json.dumps(ways))
+    found = json.loads(done.stdout)
+    for name, module, package in zip(COMMANDS, found[::2], found[1::2], strict=True):
+        code, out, err = module
+        assert code == 0 and not err and module == package, name
+        assert out.startswith(f"usage: python -m moeflux_mlx.{name} ")
+
+
+def test_a_command_is_run_as_a_module():
+    module, package = run(*PYTHON, "-m", "moeflux_mlx.plan", "-h"), run(*PYTHON, "-m", "moeflux_mlx", "plan", "-h")
     assert module.returncode == package.returncode == 0 and not module.stderr + package.stderr
-    assert module.stdout == package.stdout and module.stdout.startswith(f"usage: python -m moeflux_mlx.{name} ")
+    assert module.stdout == package.stdout and module.stdout.startswith("usage: python -m moeflux_mlx.plan ")
 
 
 def test_the_console_script():

@@ -269,8 +269,8 @@ def test_more_memory_never_makes_spans_shorter():
         args, layout = named(name)
         for metal in (False, True):
             spans = []
-            for tenths in range(50, 800):
-                memory = tenths * GB // 10
+            for percent in range(500, 8000, 71):
+                memory = percent * GB // 100
                 figures = Figures(memory, working_set=memory * 3 // 4 if metal else None)
                 with contextlib.suppress(RequestError):
                     made = plan_memory(args, layout, figures, Demand(2 * GB, itemsize=2))

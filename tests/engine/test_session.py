@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from goldens import FAMILIES
+from grids import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_interrupts import interrupted
@@ -298,10 +299,10 @@ def test_a_span_larger_than_the_session_s_bytes_is_not_kept():
     check(session, text())
 
 
-@pytest.mark.parametrize("span, block", [(200, 200), (200, 7), (13, 13), (13, 5)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_sessions_promise_at_every_span_and_block(family, span, block):
+@pytest.mark.parametrize("family, sizes", drawn(FAMILIES, [(200, 200), (200, 7), (13, 13), (13, 5)], turns=2))
+def test_what_sessions_promise_at_every_span_and_block(family, sizes):
     """One block, several blocks, several spans."""
+    span, block = sizes
     session = make(family, span=span, prefill_step_size=block, checkpoint_every=16)
     check(session, text(), boundaries=[40])
     assert check(session, text()[:50] + text(20, 2), boundaries=[55]).memory >= 40

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from test_decode import make_resident
 from tiny_models import child_environment, tiny_directory, tiny_model
 
@@ -146,8 +147,7 @@ CHILD = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize("expert_io", ["mmap", "pread"])
-@pytest.mark.parametrize("call", ["model", "generate", "load"])
+@pytest.mark.parametrize("call, expert_io", drawn(["model", "generate", "load"], ["mmap", "pread"]))
 def test_a_forked_child_is_told_at_its_first_call(expert_io, call):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), str(tiny_directory("qwen3_moe"))]
     done = subprocess.run([*command, expert_io, call], env=child_environment(), timeout=100)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa: F401 (a fixture)
 from tiny_models import tiny_directory
 
@@ -146,8 +147,10 @@ def sweep(model, work, opcodes, most=None):
 EVENTS = pytest.mark.parametrize("opcodes", [False, True], ids=["lines", "bytecodes"])
 
 
-@EVENTS
-@pytest.mark.parametrize("work", WORK.values(), ids=WORK)
+SOME = drawn(KINDS, WORK.values(), [False, True], turns=2)
+
+
+@pytest.mark.parametrize("model, work, opcodes", SOME, indirect=["model"])
 def test_a_model_goes_on_after_an_interrupt(model, work, opcodes):
     sweep(model, work, opcodes, most=5)
 

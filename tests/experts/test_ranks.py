@@ -3,9 +3,11 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_directory
@@ -18,7 +20,7 @@ from moeflux_mlx.experts.ranks import Owners, RankedExperts
 from moeflux_mlx.ops import backend, grouped
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+FAMILIES = goldens.families()
 
 
 class Meeting:
@@ -75,8 +77,7 @@ def ranked(family, exchange, owners, dtype=mx.float32, **options):
     return model
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("dense_from", [1, 32])
+@pytest.mark.parametrize("dense_from, on_device", drawn([1, 32], [False, True]))
 def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
     """A product's bits may depend on its shape, so that none may be made which one process does not make."""
     monkeypatch.setitem(grouped.DENSE_FROM, "ops", dense_from)
@@ -107,8 +108,7 @@ def logits_of(model, lengths=(1, 8, 31), decoded=4):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shares", [(1, 1), (1, 1, 1), (3, 1)])
+@pytest.mark.parametrize("family, shares", drawn(FAMILIES, [(1, 1), (1, 1, 1), (3, 1)]))
 def test_the_bits_of_one_process(family, shares):
     alone = logits_of(load_model(tiny_directory(family), dtype=mx.float32))
 

@@ -13,6 +13,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
@@ -76,8 +77,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("family", goldens.families())
+@pytest.mark.parametrize("family, name", drawn(goldens.families(), OPTIONS, turns=2))
 def test_same_bits_with_any_pool(family, name, small_waves):
     tokens, reference = tokens_of(family), tiny_model(family, mx.float32)
     model = streamed(tiny_directory(family), **OPTIONS[name])

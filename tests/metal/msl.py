@@ -6,6 +6,7 @@ proves and what it cannot is in README.md.
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import pathlib
@@ -52,6 +53,7 @@ FLAGS = [
     "-fsanitize=thread,shift,array-bounds,integer-divide-by-zero,float-cast-overflow",
 ]
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-c"]
+RUNTIME_FLAGS += ["-fno-exceptions", "-fno-c++-static-destructors"]  # so that `ld` alone can link it
 SPACES = {  # the roles msl_host.h gives to OpenCL's spaces, for messages
     "__local": "device",
     "__constant": "constant",
@@ -156,12 +158,12 @@ def require_compiler() -> None:
         raise Failure(f"{COMPILER} is not installed: `apt-get install clang`, or name one in MSL_CLANG")
 
 
-def _run_compiler(command: list, out: pathlib.Path) -> pathlib.Path:
+def _make(out: pathlib.Path, *command: Any) -> pathlib.Path:
     """Run the command unless its result is cached; clang's names for address spaces become Metal's."""
     if out.exists():
         return out
     partial = out.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([COMPILER, *command, "-o", partial], capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
     if done.returncode:
         message = done.stderr
         for theirs, ours in SPACES.items():
@@ -185,7 +187,14 @@ def compile_text(text: str) -> pathlib.Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     source = BUILD / f"{key}.cl"
     source.write_text(unit)
-    return _run_compiler([*FLAGS, f"-I{HERE}", "-c", source], BUILD / f"{key}.o")
+    return _make(BUILD / f"{key}.o", COMPILER, *FLAGS, f"-I{HERE}", "-c", source)
+
+
+@functools.cache
+def _standard_library() -> str:
+    """Where clang finds the C++ library that simt.cpp needs."""
+    done = subprocess.run([COMPILER, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def build(text: str) -> ctypes.CDLL:
@@ -193,9 +202,11 @@ def build(text: str) -> ctypes.CDLL:
     kernel = compile_text(text)
     simt = HERE / "simt.cpp"
     key = _digest(simt.read_text(), (HERE / "msl_abi.h").read_text(), *RUNTIME_FLAGS)
-    runtime = _run_compiler([*RUNTIME_FLAGS, simt], BUILD / f"simt-{key}.o")
+    runtime = _make(BUILD / f"simt-{key}.o", COMPILER, *RUNTIME_FLAGS, simt)
+    # clang++ would call `ld` too, in six times the time.
+    libraries = [_standard_library(), "-L/usr/lib/x86_64-linux-gnu", "-lm", "-lc"]
     library = BUILD / f"{kernel.stem}-{key}.so"
-    return ctypes.CDLL(str(_run_compiler(["-shared", "-Wl,--no-undefined", kernel, runtime, "-lm"], library)))
+    return ctypes.CDLL(str(_make(library, "ld", "-shared", "--no-undefined", kernel, runtime, *libraries)))
 
 
 # ---- running

@@ -4,6 +4,7 @@ import gc
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.ops import backend, launch, linear, native
 from moeflux_mlx.ops.experts import Shared
 
-FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
+FAMILIES = goldens.families()
 
 
 def make_resident(monkeypatch, family, dtype=mx.float32):

@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from geometries import MXFP4, recipe, uniform
+from grids import drawn
 from test_model import TOLERANCE, run
 from test_streaming import streamed
 from tiny_models import on_cpu
@@ -30,7 +31,7 @@ FORMS = {
     "mxfp4 and 5": recipe(MXFP4, Quant(5, 64)),
 }
 CASES = [("qwen3_moe", name) for name in FORMS]
-CASES += [(family, name) for family in ("qwen3_5_moe", "deepseek_v3") for name in ("3 bits", "mxfp4", "mixed 3 and 6")]
+CASES += drawn(("qwen3_5_moe", "deepseek_v3"), ("3 bits", "mxfp4", "mixed 3 and 6"))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
@@ -30,7 +31,7 @@ def model_of(family, **options):
     return load_model(tiny_directory(family), dtype=mx.float32, **options)
 
 
-@pytest.fixture(params=["native", "operations"])
+@pytest.fixture
 def computing(request, monkeypatch):
     """On the CPU by native kernels, and by MLX's operations, where experts are taken apart in pieces."""
     if request.param == "operations":
@@ -41,9 +42,12 @@ def computing(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("span, block", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_span_and_block_matches_hugging_face(family, span, block, computing):
+WAYS = ["native", "operations"]
+
+
+@pytest.mark.parametrize("family, sizes, computing", drawn(FAMILIES, SIZES, WAYS, turns=2), indirect=["computing"])
+def test_every_span_and_block_matches_hugging_face(family, sizes, computing):
+    span, block = sizes
     tokens, want = prompt(family)
     model = model_of(family, span=span, prefill_step_size=block)
     cache = model.make_cache()
@@ -85,9 +89,12 @@ def same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("span, block", [(64, 64), (64, 7), (20, 8)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_same_bits_wherever_experts_are(family, span, block, computing):
+BITS_OF = drawn(FAMILIES, [(64, 64), (64, 7), (20, 8)], WAYS, turns=2, seed=1)
+
+
+@pytest.mark.parametrize("family, sizes, computing", BITS_OF, indirect=["computing"])
+def test_same_bits_wherever_experts_are(family, sizes, computing):
+    span, block = sizes
     tokens, _ = prompt(family)
     found = []
     for options in MODES.values():

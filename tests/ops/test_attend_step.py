@@ -5,6 +5,7 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 
 from metal import msl
 from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
@@ -99,8 +100,7 @@ class Layer:
         return np.abs(wide(got) - want).max() / np.abs(want).max()
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", drawn(CASES, LIMITS))
 def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
 
@@ -221,4 +221,4 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, f"{file}.metal", old, new)
     with contextlib.suppress(msl.Failure):
-        assert not max(Layer(*case).error([70, 1, 1, 1]) for case in CASES.values()) < LIMITS[mx.float32]
+        assert any(not Layer(*case).error([70, 1, 1, 1]) < LIMITS[mx.float32] for case in CASES.values())

@@ -5,12 +5,14 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
+from tile_choices import Chosen
 
 from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, Router
-from moeflux_mlx.ops import backend, delta, route
-from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
+from moeflux_mlx.ops import delta, route
+from moeflux_mlx.ops.tiles import MAX_TOKENS, Tile, using
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
@@ -41,9 +43,9 @@ def error(got, want):
     return np.abs(wide(got) - want).max() / np.abs(want).max()
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("T, C, taps", [(1, 96, 4), (2, 40, 4), (9, 300, 4), (3, 64, 2)])
-def test_conv_silu(host, T, C, taps, dtype):
+@pytest.mark.parametrize("sizes, dtype", drawn([(1, 96, 4), (2, 40, 4), (9, 300, 4), (3, 64, 2)], FLOATS))
+def test_conv_silu(host, sizes, dtype):
+    T, C, taps = sizes
     rng = np.random.default_rng([T, C])
     x, state, weight = (random(rng, *s, dtype=dtype) for s in ((T, C), (taps - 1, C), (C, taps)))
     out, following = delta.conv_silu(x, state, weight)
@@ -86,10 +88,12 @@ def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads):
     return out, S
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("T, heads, key_heads, v_dim, k_dim", [(1, 2, 1, 32, 128), (4, 4, 2, 20, 64), (3, 2, 2, 7, 32)])
-def test_gated_delta(host, T, heads, key_heads, v_dim, k_dim, dtype):
-    check_delta(delta.gated_delta, T, heads, key_heads, v_dim, k_dim, dtype)
+DELTA_CASES = [(1, 2, 1, 32, 128), (4, 4, 2, 20, 64), (3, 2, 2, 7, 32)]  # T, heads, key heads, value dim, key dim
+
+
+@pytest.mark.parametrize("sizes, dtype", drawn(DELTA_CASES, FLOATS, seed=1))
+def test_gated_delta(host, sizes, dtype):
+    check_delta(delta.gated_delta, *sizes, dtype)
 
 
 def check_delta(steps, T, heads, key_heads, v_dim, k_dim, dtype):
@@ -100,7 +104,7 @@ def check_delta(steps, T, heads, key_heads, v_dim, k_dim, dtype):
     assert error(following, state) < 2e-5
 
 
-TOKENS_CASES = [  # T, value heads, key heads, value dim, key dim
+TOKENS_CASES = [
     (1, 2, 1, 32, 128),
     (2, 4, 2, 20, 64),
     (9, 3, 3, 7, 32),
@@ -110,29 +114,24 @@ TOKENS_CASES = [  # T, value heads, key heads, value dim, key dim
 ]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("T, heads, key_heads, v_dim, k_dim", TOKENS_CASES)
-def test_gated_delta_tokens(host, T, heads, key_heads, v_dim, k_dim, dtype):
-    check_delta(delta.gated_delta_tokens, T, heads, key_heads, v_dim, k_dim, dtype)
+@pytest.mark.parametrize("sizes, dtype", drawn(TOKENS_CASES, FLOATS, seed=2))
+def test_gated_delta_tokens(host, sizes, dtype):
+    check_delta(delta.gated_delta_tokens, *sizes, dtype)
 
 
 @pytest.mark.parametrize("lanes, rows, simdgroups, ahead", [(4, 2, 1, 8), (8, 3, 2, 1), (16, 1, 4, 2), (32, 4, 2, 4)])
-def test_gated_delta_tokens_at_other_tiles(host, monkeypatch, lanes, rows, simdgroups, ahead):
-    monkeypatch.setitem(TILES[backend.name()], "gated_delta_tokens", Tile(rows, lanes, simdgroups, ahead))
-    delta._plan_tokens.cache_clear()
+def test_gated_delta_tokens_at_other_tiles(host, lanes, rows, simdgroups, ahead):
     case = delta_case(np.random.default_rng(lanes), 11, 2, 1, 19, 128, mx.float32)
     want, state = delta_oracle(*case)
-    out, following = delta.gated_delta_tokens(*case)
-    delta._plan_tokens.cache_clear()
+    with using(Chosen({"gated_delta_tokens": Tile(rows, lanes, simdgroups, ahead)})):
+        out, following = delta.gated_delta_tokens(*case)
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
 
 
-def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host, monkeypatch):
-    monkeypatch.setitem(TILES[backend.name()], "gated_delta_tokens", Tile(rows=8, lanes=8, simdgroups=8, ahead=8))
-    delta._plan_tokens.cache_clear()
-    with pytest.raises(RequestError, match="bytes of threadgroup memory"):
-        delta.gated_delta_tokens(*delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32))
-    delta._plan_tokens.cache_clear()
+def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host):
+    case, tile = delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32), Tile(8, 8, 8, 8)
+    with using(Chosen({"gated_delta_tokens": tile})), pytest.raises(RequestError, match="bytes of threadgroup memory"):
+        delta.gated_delta_tokens(*case)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -157,8 +156,7 @@ def test_layer_on_kernels_equals_plain_operations(host, T):
 STEP_CASES = [(1, 2, 32, 16, 4), (2, 4, 64, 20, 4), (3, 3, 32, 7, 2), (2, 2, 96, 40, 3), (1, 2, 128, 128, 4)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("sizes", STEP_CASES)
+@pytest.mark.parametrize("sizes, dtype", drawn(STEP_CASES, FLOATS, seed=3))
 def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
     """The parts are compared with the oracle above."""
     sizes, rng = Delta(*sizes), np.random.default_rng(sizes)
@@ -223,8 +221,7 @@ def test_decay_survives_extreme_inputs(host, steps):
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 4, 128), (3, 5, 64), (1, 1, 40)])
+@pytest.mark.parametrize("shape, dtype", drawn([(1, 4, 128), (3, 5, 64), (1, 1, 40)], FLOATS, seed=4))
 def test_gated_norm(host, shape, dtype):
     rng = np.random.default_rng(shape[-1])
     x, z, weight = random(rng, *shape, dtype=dtype), random(rng, *shape, dtype=dtype), random(rng, shape[-1])

@@ -4,13 +4,15 @@ float64. The whole grid for Metal's text runs with `--full`."""
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
+from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
-from moeflux_mlx.ops.tiles import TILES
+from moeflux_mlx.ops.tiles import using
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -167,35 +169,23 @@ def test_text_reads_every_form(host, quant, kind):
 
 @pytest.mark.full
 @grid(FEW)
-def test_text_reads_every_width_with_tiles_of_cuda(host, monkeypatch, quant, kind):
-    monkeypatch.setitem(TILES, "metal", TILES["cuda"])
-    for plan in (linear._plan, experts._plan_gate_up, experts._plan_down):
-        plan.cache_clear()
-    check(quant, kind, LIMIT)
-    for plan in (linear._plan, experts._plan_gate_up, experts._plan_down):
-        plan.cache_clear()
+def test_text_reads_every_width_with_tiles_of_cuda(host, quant, kind):
+    with using(Chosen(OF_CUDA)):
+        check(quant, kind, LIMIT)
 
 
 # ---- codes times integers
 
 
-PLANS = (experts._plan_gate_up, experts._plan_choice, experts._plan_down)
 INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16"), GRID[-1]]
 
 
 @pytest.fixture
 def integers(host, monkeypatch):
     """The experts' kernels as CUDA has them."""
-
-    def clear():
-        for plan in PLANS:
-            plan.cache_clear()
-
     monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
-    monkeypatch.setitem(TILES, "metal", TILES["cuda"])
-    clear()
-    yield clear
-    clear()
+    with using(Chosen(OF_CUDA)):
+        yield
 
 
 @grid(INTEGERS)
@@ -206,10 +196,10 @@ def test_codes_times_integers(integers, quant, kind):
     assert made.error() < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@grid(INTEGERS)
-def test_integers_of_narrow_x(integers, quant, kind, dtype):
+@pytest.mark.parametrize("case, dtype", drawn(INTEGERS, [mx.bfloat16, mx.float16]))
+def test_integers_of_narrow_x(integers, case, dtype):
     """Of two bytes, and so less than x has itself beside a large one."""
+    quant, kind = case
     made = Experts((quant,) * 3, kind)
     act = mx.array(np.random.default_rng(7).standard_normal((2, 3, I), dtype=np.float32)).astype(dtype)
     records = Records(mx.array(made.blob), made.record)
@@ -228,8 +218,8 @@ def test_a_row_laid_out_in_parts_has_the_same_bits(integers, monkeypatch, quant,
     made = Experts((quant,) * 3, kind)
     whole = made.results(mx.array)
     monkeypatch.setattr(experts, "PLANES_BYTES", 3 * 1000)
-    integers()
-    assert all(map(np.array_equal, made.results(mx.array), whole))
+    with using(Chosen(OF_CUDA)):  # planned anew
+        assert all(map(np.array_equal, made.results(mx.array), whole))
 
 
 def test_a_row_that_is_too_long_for_the_memory_is_no_integers():

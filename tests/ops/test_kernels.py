@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
 from moeflux_mlx.errors import RequestError
@@ -19,7 +20,7 @@ from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import backend, combine, experts, launch, linear
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form
-from moeflux_mlx.ops.tiles import TILES
+from moeflux_mlx.ops.tiles import using
 from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -38,7 +39,6 @@ VARIANTS = {  # hidden size, expert width, experts per token
     "Qwen3.5-397B-A17B": (4096, 1024, 10),
     "Cogito-671B": (7168, 2048, 8),
 }
-PLANS = (linear._plan, experts._plan_gate_up, experts._plan_down)
 METAL_TEXTS = sorted(p.name for p in directory("metal").iterdir() if p.suffix == ".metal")
 
 
@@ -56,11 +56,11 @@ def ops(monkeypatch):
     monkeypatch.setattr(backend, "name", lambda: "ops")
 
 
-def cuda_tiles(monkeypatch):
+@pytest.fixture
+def cuda_tiles():
     """The tiles measured for CUDA, in the Metal text: other lane counts and splits."""
-    monkeypatch.setitem(TILES, "metal", TILES["cuda"])
-    for plan in PLANS:
-        plan.cache_clear()
+    with using(Chosen(OF_CUDA)):
+        yield
 
 
 # ---- oracle in float64
@@ -189,8 +189,7 @@ def test_qmv_with_what_is_around_it_matches_oracle(host, what, O, I, dtype):
 
 
 @pytest.mark.parametrize("what", FUSED)
-def test_fused_qmv_at_tiles_of_cuda_matches_oracle(host, monkeypatch, what):
-    cuda_tiles(monkeypatch)
+def test_fused_qmv_at_tiles_of_cuda_matches_oracle(host, cuda_tiles, what):
     assert Fused(what, 40, 512, mx.float32).error() < LIMITS[mx.float32]
 
 
@@ -221,8 +220,7 @@ def test_experts_match_oracle(host, T, K, H, I, dtype):
 
 
 @pytest.mark.parametrize("H, I", [(512, 512), (256, 1024)])
-def test_tiles_of_cuda_match_oracle(host, monkeypatch, H, I):
-    cuda_tiles(monkeypatch)
+def test_tiles_of_cuda_match_oracle(host, cuda_tiles, H, I):
     e = Experts([H, I], 1, 5, H, I, mx.bfloat16, records=3)
     matrix = e.matrices[0][0]
     assert error(e.gate_up(), e.want_act()) < LIMITS[mx.bfloat16]
@@ -305,9 +303,8 @@ def test_slots_beyond_a_threadgroups_threads_are_taken_in_turns(host, monkeypatc
     turns = e.down_combine()
     assert error(turns, e.want_out()) < LIMITS[mx.float32]
     monkeypatch.setitem(launch.MOST_THREADS, "metal", 1024)
-    experts._plan_down.cache_clear()
-    assert mx.array_equal(e.down_combine(), turns)
-    experts._plan_down.cache_clear()
+    with using(Chosen()):  # planned anew
+        assert mx.array_equal(e.down_combine(), turns)
 
 
 def test_slots_may_be_signed_or_not(host):
@@ -382,10 +379,10 @@ FUSED_FAULTS = {
 
 @msl.needed
 @pytest.mark.parametrize("name", FUSED_FAULTS)
-def test_planted_fault_around_a_product_is_caught(host, monkeypatch, name):
+def test_planted_fault_around_a_product_is_caught(host, cuda_tiles, monkeypatch, name):
+    """Tiles of CUDA have more than one simdgroup to a row."""
     file, old, new = FUSED_FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
-    cuda_tiles(monkeypatch)  # more than one simdgroup to a row
     assert Fused("norm and sum", 40, 1024, mx.float32).error() > LIMITS[mx.float32]
 
 

@@ -5,6 +5,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from grids import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_forms import Stored
@@ -46,10 +47,12 @@ def router(rng, rows, columns, bits, group):
     return Part(Quant(bits, group), *matrix.arrays("F32")), matrix.values
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("bits, group", [(0, 64), (8, 64), (4, 32)])
-@pytest.mark.parametrize("T, O, H", [(1, 33, 2048), (3, 8, 192)])
-def test_norm_and_logits_match_oracle(host, T, O, H, bits, group, dtype):
+ROUTERS = [(1, 33, 2048), (3, 8, 192)]  # T, O, H
+
+
+@pytest.mark.parametrize("sizes, form, dtype", drawn(ROUTERS, [(0, 64), (8, 64), (4, 32)], FLOATS, turns=2))
+def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
+    (T, O, H), (bits, group) = sizes, form
     rng = np.random.default_rng([T, O, bits])
     w, values = router(rng, O, H, bits, group)
     h, norm = random(rng, T, H, dtype=dtype), random(rng, H, dtype=dtype)
@@ -204,10 +207,12 @@ class Layer(Experts):
         return Experts.want_out(self, shared=False) + self.want_shared()
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
-def test_shared_expert_beside_routed_ones_matches_oracle(host, T, K, H, I, gated, dtype):
+EXPERTS_OF = [(1, 3, 256, 128), (2, 4, 128, 192)]  # T, K, H, I
+
+
+@pytest.mark.parametrize("sizes, gated, dtype", drawn(EXPERTS_OF, [False, True], FLOATS, turns=2, seed=1))
+def test_shared_expert_beside_routed_ones_matches_oracle(host, sizes, gated, dtype):
+    T, K, H, I = sizes
     layer = Layer(10 * T + K, T, K, H, I, dtype, gated=gated)
     assert layer.shared.joins(layer.records.record, K)
     assert error(layer.routed_and_shared(), layer.want()) < 2 * LIMITS[dtype]
