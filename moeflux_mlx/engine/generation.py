@@ -11,7 +11,8 @@ import numpy as np
 
 from ..errors import ModelFileError, RequestError
 from ..experts.source import LoaderStats
-from ..model.decoder import Model, check_vocabulary
+from ..model.decoder import Model
+from ..model.tokens import token_ids
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
 from ..spec import ModelArgs
@@ -274,16 +275,7 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: Model) 
             process was forked after `model` was loaded.
     """
     model.check_process()  # in a forked child a GPU's arrays cannot even be made
-    try:
-        tokens = np.array(prompt)
-    except ValueError:
-        raise RequestError("the prompt is a nest of rows; give one row of token ids") from None
-    if tokens.size == 0:
-        raise RequestError("the prompt is empty; give at least one token")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise RequestError(f"the prompt is {tokens.dtype} {tokens.shape}; give text or one row of token ids")
-    check_vocabulary(tokens, model.args.vocab_size)
-    return mx.array(tokens.astype(np.uint32))
+    return token_ids(prompt, model.args.vocab_size, "the prompt")
 
 
 class _Clock:

@@ -1,18 +1,20 @@
 """What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
 
 A cache is made for the part of a layer that it serves, and answers for itself: the bytes it takes for a text of any
-length, what a snapshot holds of it, how it gets back to an earlier position, and its traced stand-in in a compiled
-step. `KVCache` and `LatentCache` grow in steps and can be
+length, what a snapshot holds of it, how it gets back to an earlier position or to any row of the last step
+(`Model.step`), and its traced stand-in in a compiled step. `KVCache` and `LatentCache` grow in steps and can be
 trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from ..errors import RequestError
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import attend, backend, latent
 from ..ops.attend import RECENT, Held, Rows
@@ -106,14 +108,60 @@ class FixedState:
         return [self.conv, self.recurrent]
 
 
+@dataclass(eq=False)
+class LastStep:
+    """The rows that a cache absorbed last: where they begin, and what is kept for the way back to before the first of
+    them and to after each (None: nothing need be)."""
+
+    start: int
+    states: list[Pair | None]
+
+
 class _Cache(Generic[Part]):
-    """What all kinds answer alike, from their `state`; `part` is what the cache serves."""
+    """What all kinds answer alike, from their `state`; `part` is what the cache serves.
+
+    Attributes:
+        last_step: the way back to each row of the last step, until the next one; None once the cache has gone back by
+            other ways.
+    """
 
     state: State
     offset: int
 
     def __init__(self, part: Part):
         self.part = part
+        self.last_step: LastStep | None = None
+
+    def begin_step(self) -> None:
+        """The rows that follow make a step; the way back to rows of the step before is dropped."""
+        self.last_step = LastStep(self.offset, [self._way_back()])
+
+    def end_row(self) -> None:
+        """The cache has absorbed one row more of its step."""
+        assert self.last_step is not None
+        self.last_step.states.append(self._way_back())
+
+    def rewind(self, rows: int) -> None:
+        """Keeps the first so many rows of the last step. Raises RequestError: it has not so many."""
+        last = self.last_step
+        if last is None or not 0 <= rows < len(last.states):
+            there = "it has none" if last is None else f"0 to {len(last.states) - 1} of them are there"
+            raise RequestError(f"a cache cannot keep {rows} rows of its last step; {there}")
+        self.go_back(last.start + rows, last.states[rows])
+        del last.states[rows + 1 :]
+        self.last_step = last
+
+    def _way_back(self) -> Pair | None:
+        """What `go_back` needs to return here later."""
+        return None
+
+    def row_bytes(self, itemsize: int) -> int:
+        """What the way back to a row of the last step takes, with entries of `itemsize` bytes."""
+        return 0
+
+    def go_back(self, position: int, kept: Pair | None) -> None:
+        """To an earlier position, for which `kept` was kept."""
+        raise NotImplementedError
 
     def copy(self: Same) -> Same:
         """Another cache in this one's state; they share arrays until one of the two writes to them."""
@@ -199,8 +247,8 @@ class _Growing(_Cache[Part]):
         self.offset += 1
 
     def expect(self, n: int) -> None:
-        """n more positions are to come, in several steps: room is made for all of them at once."""
-        self._expected = max(self.offset + n, self._expected)
+        """n more positions are to come, in several calls: room is made for all of them at once."""
+        self._expected, self.last_step = max(self.offset + n, self._expected), None
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -226,6 +274,7 @@ class _Growing(_Cache[Part]):
     def state(self, value: State) -> None:
         self._settle()
         self.keys, self.values, self.offset = value
+        self.last_step = None
 
     def empty(self) -> bool:
         return self.offset == 0
@@ -235,16 +284,14 @@ class _Growing(_Cache[Part]):
 
     def trim(self, n: int) -> int:
         """Forgets the last n positions; returns how many there were to forget."""
-        self._settle()
         n = min(self.offset, n)
-        self.offset -= n
-        self._expected = 0
+        self.go_back(self.offset - n, None)
         return n
 
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position; nothing need be kept for it."""
         self._settle()
-        self.offset, self._expected = position, 0
+        self.offset, self._expected, self.last_step = position, 0, None
 
     def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
         """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
@@ -253,7 +300,7 @@ class _Growing(_Cache[Part]):
         keys, values, _ = other.state
         if position and keys is not None:
             self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (keys, values))
-        self.offset = position
+        self.offset, self.last_step = position, None
 
 
 def _sees_capacity(length: int) -> bool:
@@ -448,6 +495,20 @@ class RecurrentCache(_Cache[Delta]):
     @state.setter
     def state(self, value: State) -> None:
         self.conv, self.recurrent, self.offset = value
+        self.last_step = None
+
+    def _way_back(self) -> Pair:
+        return self.conv, self.recurrent
+
+    def row_bytes(self, itemsize: int) -> int:
+        """What the way back to a row of the last step takes: a whole state."""
+        return self.bytes_for(1, itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state, and of those that are kept for the last step's rows."""
+        pairs = [self.state[:2], *(self.last_step.states if self.last_step else ())]
+        return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
     def empty(self) -> bool:
         return self.recurrent is None
@@ -462,7 +523,8 @@ class RecurrentCache(_Cache[Delta]):
         self.offset += 1
 
     def expect(self, n: int) -> None:
-        """Its size does not depend on positions."""
+        """Its size does not depend on positions; of a prompt, no row of a step is kept."""
+        self.last_step = None
 
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""
@@ -498,5 +560,4 @@ def make_cache(mixer: Mixer) -> Cache:
 
 def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
     """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
-    caches = map(make_cache, mixers)
-    return sum(cache.bytes_for(0, itemsize) for cache in caches if not cache.is_trimmable())
+    return sum(make_cache(mixer).row_bytes(itemsize) for mixer in mixers)
