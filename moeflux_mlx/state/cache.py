@@ -29,7 +29,7 @@ State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and
 
 
 class Traced(Protocol):
-    """What stands for a cache while a step is traced: arrays of fixed shape, and a position that is an array."""
+    """What stands for a cache while a step is traced: arrays of fixed shape, and positions that are arrays."""
 
     takes: ClassVar[int]  # arrays
     gives: ClassVar[int]
@@ -41,7 +41,7 @@ class Traced(Protocol):
 
 
 class FixedCache:
-    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes).
+    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes, like `position`).
 
     `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
     """
@@ -49,8 +49,16 @@ class FixedCache:
     takes: ClassVar[int] = 2
     gives: ClassVar[int] = 2
 
-    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
-        self.keys, self.values, self.offset, self._seen = keys, values, offset, seen
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        offset: mx.array,
+        position: mx.array,
+        seen: Callable[[int], mx.array],
+    ):
+        self.keys, self.values, self._seen = keys, values, seen
+        self.offset, self.position = offset, position
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -78,8 +86,7 @@ class FixedKeys:
         values: mx.array,
         recent: mx.array,
         positions: mx.array,
-        offset: mx.array,
-        seen: Callable[[int], mx.array],
+        *_: Any,
     ):
         self._held = Held(keys, values, recent, positions)
 
@@ -100,8 +107,8 @@ class FixedState:
     takes: ClassVar[int] = 2
     gives: ClassVar[int] = 2
 
-    def __init__(self, conv: mx.array, recurrent: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
-        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # `offset` is an array that others share
+    def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
+        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -121,6 +128,7 @@ class _Cache(Generic[Part]):
     """What all kinds answer alike, from their `state`; `part` is what the cache serves.
 
     Attributes:
+        position: the next token's rotary position: its place `offset`, further by what `shift` has said.
         last_step: the way back to each row of the last step, until the next one; None once the cache has gone back by
             other ways.
     """
@@ -131,6 +139,24 @@ class _Cache(Generic[Part]):
     def __init__(self, part: Part):
         self.part = part
         self.last_step: LastStep | None = None
+        self._shifts: tuple[tuple[int, int], ...] = ()  # from which place on, by how much
+
+    @property
+    def position(self) -> int:
+        return self.offset + (self._shifts[-1][1] if self._shifts else 0)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether a token has a rotary position that is not its place."""
+        return any(by for _, by in self._shifts)
+
+    def shift(self, by: int) -> None:
+        """From the next token on a rotary position is the place plus `by`, in all layers of a text alike. What goes
+        back to before that token forgets it."""
+        self._shifts = *self._shifts, (self.offset, by)
+
+    def _shifts_at(self, position: int) -> tuple[tuple[int, int], ...]:
+        return tuple(one for one in self._shifts if one[0] <= position)
 
     def begin_step(self) -> None:
         """The rows that follow make a step; the way back to rows of the step before is dropped."""
@@ -166,7 +192,7 @@ class _Cache(Generic[Part]):
     def copy(self: Same) -> Same:
         """Another cache in this one's state; they share arrays until one of the two writes to them."""
         other = type(self)(self.part)
-        other.state = self.state
+        other.state, other._shifts = self.state, self._shifts
         return other
 
     def size(self) -> int:
@@ -274,7 +300,7 @@ class _Growing(_Cache[Part]):
     def state(self, value: State) -> None:
         self._settle()
         self.keys, self.values, self.offset = value
-        self.last_step = None
+        self.last_step, self._shifts = None, ()
 
     def empty(self) -> bool:
         return self.offset == 0
@@ -292,6 +318,7 @@ class _Growing(_Cache[Part]):
         """To an earlier position; nothing need be kept for it."""
         self._settle()
         self.offset, self._expected, self.last_step = position, 0, None
+        self._shifts = self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
         """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
@@ -300,7 +327,7 @@ class _Growing(_Cache[Part]):
         keys, values, _ = other.state
         if position and keys is not None:
             self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (keys, values))
-        self.offset, self.last_step = position, None
+        self.offset, self.last_step, self._shifts = position, None, other._shifts_at(position)
 
 
 def _sees_capacity(length: int) -> bool:
@@ -326,9 +353,9 @@ def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, lengt
 
 
 @lru_cache(8)
-def _positions(offset: int, begun: int, capacity: int) -> mx.array:
+def _positions(offset: int, begun: int, capacity: int, position: int) -> mx.array:
     """Of `Held`, one array for all layers."""
-    return mx.array([offset, begun, capacity], mx.int32)
+    return mx.array([offset, begun, capacity, position], mx.int32)
 
 
 @lru_cache(8)
@@ -371,7 +398,7 @@ class _Stepping(_Growing[Part]):
             empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
-        positions = self.offset, self._begun, self.keys.shape[2]
+        positions = self.offset, self._begun, self.keys.shape[2], self.position
         if here:
             return Held(view(self.keys), view(self.values), self._recent, positions)
         return Held(self.keys, self.values, self._recent, _positions(*positions))
@@ -495,7 +522,7 @@ class RecurrentCache(_Cache[Delta]):
     @state.setter
     def state(self, value: State) -> None:
         self.conv, self.recurrent, self.offset = value
-        self.last_step = None
+        self.last_step, self._shifts = None, ()
 
     def _way_back(self) -> Pair:
         return self.conv, self.recurrent
@@ -537,11 +564,13 @@ class RecurrentCache(_Cache[Delta]):
 
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position, whose arrays were kept; None: to the beginning."""
-        self.state = (*(kept or (None, None)), position)
+        self.conv, self.recurrent = kept or (None, None)
+        self.offset, self.last_step, self._shifts = position, None, self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
         """Becomes what `other` was at `position`, whose arrays are `kept`: nobody writes to them."""
         self.go_back(position, kept)
+        self._shifts = other._shifts_at(position)
 
 
 Cache = KVCache | LatentCache | RecurrentCache
