@@ -1,4 +1,4 @@
-"""The generation loop: tokens in, text out. It knows a model only by its call and its cache."""
+"""The generation loop: tokens in, text out. It knows a model only by its steps and its cache."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import ModelFileError, RequestError
 from ..experts.source import LoaderStats
 from ..model.decoder import Model
+from ..model.step import SequenceRows
 from ..model.tokens import token_ids
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
@@ -136,7 +137,7 @@ def _chosen(
             produced += 1
             following = None
             if step.runs_ahead and produced != max_tokens:
-                before = _Place(step.cache)
+                before = step.cache[0].offset
                 following = step(chosen[0].astype(mx.uint32), None)
                 mx.async_eval(following)
             token, logprobs, is_broken = chosen
@@ -149,25 +150,14 @@ def _chosen(
             before = None
             chosen = following or step(token.astype(mx.uint32), None)
     finally:
-        if before is not None:
-            before.restore()
-
-
-class _Place:
-    """Where caches are, so that they can be taken back: a position, and the states of those that cannot be cut."""
-
-    def __init__(self, cache: list[Cache]):
-        self.cache, self.offset = cache, cache[0].offset
-        self.states = [None if layer.is_trimmable() else layer.state[:2] for layer in cache]
-
-    def restore(self) -> None:
-        for layer, state in zip(self.cache, self.states, strict=True):
-            layer.go_back(self.offset, state)
+        for layer in step.cache:
+            if before is not None and layer.offset != before:  # an interrupted step has taken itself back
+                layer.rewind(0)
 
 
 class _Step:
-    """Chooses a token: chunk [L] in, with its logits or for the model; the next token [1], its logprobs, and whether
-    these are NaN out.
+    """Chooses a token: chunk [L] in with its logits, or [1] for the model; the next token [1], its logprobs, and
+    whether these are NaN out.
 
     Attributes:
         runs_ahead: whether the next step can be begun before this one's token is known here.
@@ -181,7 +171,7 @@ class _Step:
     def __call__(self, chunk: mx.array, logits: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
         """`logits` [1, vocab_size] are those after `chunk`, if they are known; the logprobs are [vocab_size]."""
         if logits is None:
-            logits = self.model(chunk[None], self.cache)[:, -1]
+            logits = self.model.step([SequenceRows(self.cache, chunk)]).logits
         logits = logits.astype(mx.float32)
         if self.processors:
             self.seen = mx.concatenate([self.seen, chunk])
