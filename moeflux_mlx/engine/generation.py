@@ -69,7 +69,7 @@ def generate_step(
     prefill_step_size: int | None = None,
     span: int | None = None,
     prompt_progress_callback: Progress | None = None,
-    prefill: Prefill | None = None,
+    logits: mx.array | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
 
@@ -88,8 +88,7 @@ def generate_step(
             them; None, or more than was planned for the model, means what was planned.
         prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), ascending; both are
             equal once, at the end. It is for display only, and may raise to stop.
-        prefill: how `prompt` is taken in, made by who wants to go on after an interruption; `prompt_cache`,
-            `prefill_step_size` and `span` are then its own, and an exception leaves what is half done to its maker.
+        logits: [1, vocab_size] after the last token of `prompt`, if `prompt_cache` has absorbed all of it already.
 
     Raises:
         RequestError: an empty prompt, a token count out of range, or caches that are not this model's.
@@ -100,19 +99,16 @@ def generate_step(
     check_max_tokens(max_tokens)
     if prompt_cache is not None:
         model.check_cache(prompt_cache)
-    taken = prefill
-    if taken is None:
-        cache = model.make_cache() if prompt_cache is None else prompt_cache
-        taken = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
+    cache = model.make_cache() if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
-    logits: mx.array | None
-    try:
-        logits = taken.run(report)
-    except BaseException:
-        if prefill is None:
-            taken.drop()
-        raise
-    step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
+    if logits is None:
+        prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
+        try:
+            logits = prefill.run(report)
+        except BaseException:
+            prefill.drop()
+            raise
+    step = _Step(model, cache, sampler or make_sampler(), logits_processors)
     with within_limits(), closing(_chosen(step, tokens, logits, max_tokens)) as chosen:
         for n, (token, logprobs) in enumerate(chosen, start=1):
             if n == 1:
@@ -123,7 +119,7 @@ def generate_step(
 
 
 def _chosen(
-    step: "_Step", tokens: mx.array, logits: mx.array | None, max_tokens: int
+    step: "_Step", tokens: mx.array, logits: mx.array, max_tokens: int
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Tokens one after the other, as `generate_step` yields them.
 
@@ -153,6 +149,7 @@ def _chosen(
         for layer in step.cache:
             if before is not None and layer.offset != before:  # an interrupted step has taken itself back
                 layer.rewind(0)
+            layer.forget_rows()
 
 
 class _Step:

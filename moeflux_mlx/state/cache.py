@@ -129,8 +129,7 @@ class _Cache(Generic[Part]):
 
     Attributes:
         position: the next token's rotary position: its place `offset`, further by what `shift` has said.
-        last_step: the way back to each row of the last step, until the next one; None once the cache has gone back by
-            other ways.
+        last_step: the way back to each row of the last step, until the next one; None where there is no such way.
     """
 
     state: State
@@ -176,6 +175,10 @@ class _Cache(Generic[Part]):
         self.go_back(last.start + rows, last.states[rows])
         del last.states[rows + 1 :]
         self.last_step = last
+
+    def forget_rows(self) -> None:
+        """Drops the way back to rows of the last step."""
+        self.last_step = None
 
     def _way_back(self) -> Pair | None:
         """What `go_back` needs to return here later."""
@@ -274,7 +277,8 @@ class _Growing(_Cache[Part]):
 
     def expect(self, n: int) -> None:
         """n more positions are to come, in several calls: room is made for all of them at once."""
-        self._expected, self.last_step = max(self.offset + n, self._expected), None
+        self._expected = max(self.offset + n, self._expected)
+        self.forget_rows()
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -550,8 +554,8 @@ class RecurrentCache(_Cache[Delta]):
         self.offset += 1
 
     def expect(self, n: int) -> None:
-        """Its size does not depend on positions; of a prompt, no row of a step is kept."""
-        self.last_step = None
+        """Its size does not depend on positions."""
+        self.forget_rows()
 
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""

@@ -51,6 +51,8 @@ def check(session, prompt, **options):
         np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=TOLERANCES[session.model.args.model_type])
     assert session.tokens == list(prompt) + tokens[:-1]
     assert {layer.offset for layer in session.cache} == {len(session.tokens)}
+    states = [array.nbytes for layer in session.cache for array in layer.state[:2]]
+    assert session.nbytes == sum(states) + session.points.nbytes, "nothing is kept for a way back into the answer"
     return session.reuse
 
 
@@ -475,3 +477,38 @@ def test_a_fork_of_all_that_is_known(family):
     assert other.known([*known, 1, 2]) == len(known)
     assert check(other, [*known, *text(8, 4)]).computed == 8
     assert check(session, [*known, *text(9, 5)]).computed == 9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_brought_in_by_itself_is_answered_alike(family):
+    """And what is known of it is not computed again."""
+    session, whole = make(family), make(family)
+    logits, want = session.sync(text()), next(iter(whole.respond(text(), max_tokens=1)))
+    logprobs = np.array(logits[0] - mx.logsumexp(logits[0].astype(mx.float32)))
+    np.testing.assert_allclose(logprobs, np.array(want.logprobs), atol=1e-5)
+    assert session.tokens == text() and session.reuse.computed == N
+    told = []
+    more = [*text(), *text(10, 1)]
+    session.sync(more, prompt_progress_callback=lambda done, total: told.append((done, total)))
+    assert session.reuse.computed == 10 and told[0] == (N, N + 10) and session.tokens == more
+    check(session, [*more, 3])
+
+
+def test_a_prompt_that_was_stopped_goes_on_in_the_middle():
+    session = make(RECURRENT, span=16)
+
+    def stop(done, total):
+        if done > 20:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        session.sync(text(), prompt_progress_callback=stop)
+    assert len(session.tokens) < session.known(text()) < N
+    assert np.array_equal(np.array(session.sync(text())), np.array(make(RECURRENT, span=16).sync(text())))
+
+
+def test_a_count_out_of_range_is_refused_before_the_prompt_is_computed():
+    session = make(RECURRENT)
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        next(session.respond(text(), max_tokens=0))
+    assert session.tokens == []
