@@ -104,7 +104,9 @@ class LeadSession(Session):
 
     def sync(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RequestError: the other ranks take part in whole answers."""
-        raise RequestError("a prompt is computed by several ranks as part of an answer only; use respond")
+        raise RequestError("several ranks compute whole answers only; use respond")
+
+    step = sync
 
     def respond(
         self,

@@ -1,8 +1,8 @@
 """One running text: a model, its caches, the tokens they have absorbed, and every way back.
 
 `sync` continues from the longest prefix that a new prompt shares with what is known, in memory or in a prompt
-store, and computes only the rest; `respond` answers it; `rewind` goes back. Text, messages and templates are the
-caller's business.
+store, and computes only the rest; `step` absorbs further tokens, `rewind` goes back, and `respond` answers a prompt.
+Text, messages and templates are the caller's business.
 """
 
 import time
@@ -17,6 +17,7 @@ import mlx.core as mx
 from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
+from ..model.step import SequenceRows
 from ..state.cache import Cache, Pair, uncut_bytes
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
@@ -188,10 +189,33 @@ class Session:
         if self._answering or (apart and self._half is None):
             self._go_back(len(self.tokens))
 
+    def step(self, tokens: Sequence[int]) -> mx.array:
+        """Absorbs the next tokens, at most `model.step.MAX_OF_SEQUENCE`; the logits [n, vocab_size] after each.
+
+        Until the session does something else, `rewind` leads back to each of them exactly.
+
+        Raises:
+            RequestError, ExpertIOError, DeviceError: as `Model.step`; the session is as it was.
+        """
+        self._drop_half()
+        logits = self.model.step([SequenceRows(self.cache, tokens)]).logits
+        self.tokens += [int(token) for token in tokens]
+        self._keep_if_due()
+        return logits
+
     def rewind(self, length: int) -> int:
         """Goes back to the first `length` tokens, or the nearest state before; returns the length reached."""
         self._drop_half()
-        return self._go_back(length) if length < len(self.tokens) else len(self.tokens)
+        if length >= len(self.tokens):
+            return len(self.tokens)
+        start = max(layer.last_step.start if layer.last_step else length + 1 for layer in self.cache)
+        if start > length:
+            return self._go_back(length)
+        del self.tokens[length:]
+        self.points.drop_after(length)
+        for layer in self.cache:
+            layer.rewind(length - start)
+        return length
 
     def keep(self) -> None:
         """Keeps the state as it is now, so that another text can part from this one here."""

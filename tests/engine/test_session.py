@@ -512,3 +512,22 @@ def test_a_count_out_of_range_is_refused_before_the_prompt_is_computed():
     with pytest.raises(RequestError, match="max_tokens is 0"):
         next(session.respond(text(), max_tokens=0))
     assert session.tokens == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_absorbed_and_taken_back_one_by_one(family):
+    session, plain = make(family, checkpoint_every=4), make(family)
+    session.sync(text())
+    plain.sync(text())
+    session.step([1, 2, 3])
+    session.step([4, 5, 6, 7])
+    assert session.rewind(N + 5) == N + 5 and session.tokens == [*text(), 1, 2, 3, 4, 5]
+    assert session.points.positions == [p for p in session.points.positions if p <= N + 5]
+    for token in (1, 2, 3, 4, 5):
+        plain.step([token])
+    assert mx.array_equal(session.step([8, 9])[1], [plain.step([token]) for token in (8, 9)][1][0])
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        session.step([1, 10**6])
+    check(session, [*session.tokens, 7])
+    reached = session.rewind(N + 6)
+    assert reached == (N + 6 if session.points.can_trim else session.points.nearest(N + 6)), "an answer has ended"
