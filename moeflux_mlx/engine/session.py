@@ -195,12 +195,17 @@ class Session:
         Until the session does something else, `rewind` leads back to each of them exactly.
 
         Raises:
-            RequestError, ExpertIOError, DeviceError: as `Model.step`; the session is as it was.
+            RequestError, ExpertIOError, DeviceError: as `Model.step`; what they leave behind, as `respond`.
         """
         self._drop_half()
-        logits = self.model.step([SequenceRows(self.cache, tokens)]).logits
-        self.tokens += [int(token) for token in tokens]
-        self._keep_if_due()
+        self._answering = False
+        try:
+            logits = self.model.step([SequenceRows(self.cache, tokens)]).logits
+            self.tokens += [int(token) for token in tokens]
+            self._keep_if_due()
+        except BaseException as error:
+            self._recover(error)
+            raise
         return logits
 
     def rewind(self, length: int) -> int:

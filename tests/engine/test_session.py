@@ -531,3 +531,24 @@ def test_tokens_are_absorbed_and_taken_back_one_by_one(family):
     check(session, [*session.tokens, 7])
     reached = session.rewind(N + 6)
     assert reached == (N + 6 if session.points.can_trim else session.points.nearest(N + 6)), "an answer has ended"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_that_is_interrupted_leaves_a_session_that_goes_on(family, monkeypatch):
+    session = make(family)
+    session.sync(text())
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "tokens", FullList(session.tokens))
+        with pytest.raises(KeyboardInterrupt):
+            session.step([1, 2])
+        tokens = list(session.tokens)
+    session.tokens = tokens
+    assert {layer.offset for layer in session.cache} == {len(tokens)}
+    check(session, [*tokens, 5])
+
+
+class FullList(list):
+    """A list that an interrupt keeps from growing."""
+
+    def __iadd__(self, more):
+        raise KeyboardInterrupt
