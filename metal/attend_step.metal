@@ -1,11 +1,12 @@
 // needs: codes.h.metal lane.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). Position p of H / KV query
 // heads' keys and values lies at keys, values[KV, capacity, D] if p < begun; at recent[2, KV, RECENT, D], p - begun, if
-// it came later; the token's own, at p = offset, come as k, v[KV, D]. positions = offset, begun, capacity.
+// it came later; the token's own, at p = offset, come as k, v[KV, D]. positions = offset, begun, capacity,
+// and the token's rotary position.
 //
 // q[H, STRIDE], of whose heads the first D values are taken, and k are with NORM divided by their root mean square
 // (+ eps[0]) and multiplied by q_weight or k_weight[D] W; their first DIMS values, perhaps none, are turned by angles
-// offset / periods[DIMS / 2] and multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
+// positions[3] / periods[DIMS / 2] and multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
 //
 // For each P positions and each head, parts[., H, D + 2] float: the values, weighted by exp(score - largest), where
 // score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
@@ -74,7 +75,7 @@
   }
   CODES_UNROLL(1)
   for (uint i = mine; i < DIMS / 2; i += THREADS) {
-    const float angle = float(offset) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
     turns[i] = magnitude[0] * metal::cos(angle);
     turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
   }

@@ -2,7 +2,7 @@
 // Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). Position p's
 // latent and turned key, shared by all H heads, lie at latents[capacity, N] and keys[capacity, R], p, if p < begun; at
 // recent[RECENT, N + R], p - begun, if it came later; the token's own, at p = offset, come as token[N + R].
-// positions = offset, begun, capacity. query[H, N + R] float is scaled already.
+// positions = offset, begun, capacity, and what latent_query turns by. query[H, N + R] float is scaled already.
 //
 // For each P positions: stats[., H, 2] float, the largest score and the sum of exp(score - largest); parts[., H, N]
 // float, the latents weighted so. What is summed with what depends on positions alone. next: `recent` with the token.

@@ -2,7 +2,7 @@
 // What one token's latent attention (MLA) compares. With q[H, NOPE + R] = w_q times x[COLS], which is divided by its root
 // mean square (+ eps[0]) and multiplied by q_norm[COLS] W, or MADE: q = x. query[H, N + R] float, of each head of q the
 // first NOPE values times its matrix of keys and the rest turned, both times scale[0]. token[N + R], of kv[N + R] the
-// first N divided and multiplied alike, by kv_norm[N] W, the rest turned. Turned: by angles positions[0] / periods[R / 2],
+// first N divided and multiplied alike, by kv_norm[N] W, the rest turned. Turned: by angles positions[3] / periods[R / 2],
 // times magnitude[0]. NEXT: neighbours make a pair; else i and i + R / 2. x, kv, token X.
 //
 // w_q[H, NOPE + R, COLS]: codes.h.metal. A head's matrix of keys [NOPE, N], or TURNED [N, NOPE]: codes, scales and biases
@@ -62,7 +62,7 @@
   for (uint i = mine; i < R / 2; i += T) {
     const uint first = NEXT ? 2 * i : i;
     const uint second = NEXT ? first + 1 : i + R / 2;
-    const float angle = float(positions[0]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
     const float cosine = magnitude[0] * metal::cos(angle), sine = magnitude[0] * metal::sin(angle);
     if (is_key) {
       const float a = float(kv[N + first]), b = float(kv[N + second]);

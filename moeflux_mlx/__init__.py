@@ -30,6 +30,7 @@ from .errors import (
 )
 from .experts.source import ExpertLoader, IoMode
 from .model.decoder import Model
+from .model.step import SequenceRows
 from .spec import ModelArgs
 from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
 from .state.snapshot import load_state, save_state, state_size
@@ -53,6 +54,7 @@ __all__ = [
     "PromptDirectory",
     "PromptFile",
     "RequestError",
+    "SequenceRows",
     "SnapshotError",
     "TokenizerError",
     "generate",

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..errors import MoefluxError, PromptCacheError, RankError, RankStopped
 from ..experts.group import Exchange
-from ..model.decoder import Model, check_vocabulary
+from ..model.decoder import Model
+from ..model.tokens import check_vocabulary
 from ..state.prompt_store import Candidate
 from ..state.snapshot import Stateful, load_state
 from ..text.boundaries import shared_length

@@ -1,4 +1,4 @@
-"""The generation loop: tokens in, text out. It knows a model only by its call and its cache."""
+"""The generation loop: tokens in, text out. It knows a model only by its steps and its cache."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -11,7 +11,9 @@ import numpy as np
 
 from ..errors import ModelFileError, RequestError
 from ..experts.source import LoaderStats
-from ..model.decoder import Model, check_vocabulary
+from ..model.decoder import Model
+from ..model.step import SequenceRows
+from ..model.tokens import token_ids
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
 from ..spec import ModelArgs
@@ -67,7 +69,7 @@ def generate_step(
     prefill_step_size: int | None = None,
     span: int | None = None,
     prompt_progress_callback: Progress | None = None,
-    prefill: Prefill | None = None,
+    logits: mx.array | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
 
@@ -86,8 +88,7 @@ def generate_step(
             them; None, or more than was planned for the model, means what was planned.
         prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), ascending; both are
             equal once, at the end. It is for display only, and may raise to stop.
-        prefill: how `prompt` is taken in, made by who wants to go on after an interruption; `prompt_cache`,
-            `prefill_step_size` and `span` are then its own, and an exception leaves what is half done to its maker.
+        logits: [1, vocab_size] after the last token of `prompt`, if `prompt_cache` has absorbed all of it already.
 
     Raises:
         RequestError: an empty prompt, a token count out of range, or caches that are not this model's.
@@ -98,19 +99,16 @@ def generate_step(
     check_max_tokens(max_tokens)
     if prompt_cache is not None:
         model.check_cache(prompt_cache)
-    taken = prefill
-    if taken is None:
-        cache = model.make_cache() if prompt_cache is None else prompt_cache
-        taken = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
+    cache = model.make_cache() if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
-    logits: mx.array | None
-    try:
-        logits = taken.run(report)
-    except BaseException:
-        if prefill is None:
-            taken.drop()
-        raise
-    step = _Step(model, taken.cache, sampler or make_sampler(), logits_processors)
+    if logits is None:
+        prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
+        try:
+            logits = prefill.run(report)
+        except BaseException:
+            prefill.drop()
+            raise
+    step = _Step(model, cache, sampler or make_sampler(), logits_processors)
     with within_limits(), closing(_chosen(step, tokens, logits, max_tokens)) as chosen:
         for n, (token, logprobs) in enumerate(chosen, start=1):
             if n == 1:
@@ -121,7 +119,7 @@ def generate_step(
 
 
 def _chosen(
-    step: "_Step", tokens: mx.array, logits: mx.array | None, max_tokens: int
+    step: "_Step", tokens: mx.array, logits: mx.array, max_tokens: int
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Tokens one after the other, as `generate_step` yields them.
 
@@ -135,7 +133,7 @@ def _chosen(
             produced += 1
             following = None
             if step.runs_ahead and produced != max_tokens:
-                before = _Place(step.cache)
+                before = step.cache[0].offset
                 following = step(chosen[0].astype(mx.uint32), None)
                 mx.async_eval(following)
             token, logprobs, is_broken = chosen
@@ -148,25 +146,15 @@ def _chosen(
             before = None
             chosen = following or step(token.astype(mx.uint32), None)
     finally:
-        if before is not None:
-            before.restore()
-
-
-class _Place:
-    """Where caches are, so that they can be taken back: a position, and the states of those that cannot be cut."""
-
-    def __init__(self, cache: list[Cache]):
-        self.cache, self.offset = cache, cache[0].offset
-        self.states = [None if layer.is_trimmable() else layer.state[:2] for layer in cache]
-
-    def restore(self) -> None:
-        for layer, state in zip(self.cache, self.states, strict=True):
-            layer.go_back(self.offset, state)
+        for layer in step.cache:
+            if before is not None and layer.offset != before:  # an interrupted step has taken itself back
+                layer.rewind(0)
+            layer.forget_rows()
 
 
 class _Step:
-    """Chooses a token: chunk [L] in, with its logits or for the model; the next token [1], its logprobs, and whether
-    these are NaN out.
+    """Chooses a token: chunk [L] in with its logits, or [1] for the model; the next token [1], its logprobs, and
+    whether these are NaN out.
 
     Attributes:
         runs_ahead: whether the next step can be begun before this one's token is known here.
@@ -180,7 +168,7 @@ class _Step:
     def __call__(self, chunk: mx.array, logits: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
         """`logits` [1, vocab_size] are those after `chunk`, if they are known; the logprobs are [vocab_size]."""
         if logits is None:
-            logits = self.model(chunk[None], self.cache)[:, -1]
+            logits = self.model.step([SequenceRows(self.cache, chunk)]).logits
         logits = logits.astype(mx.float32)
         if self.processors:
             self.seen = mx.concatenate([self.seen, chunk])
@@ -274,16 +262,7 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: Model) 
             process was forked after `model` was loaded.
     """
     model.check_process()  # in a forked child a GPU's arrays cannot even be made
-    try:
-        tokens = np.array(prompt)
-    except ValueError:
-        raise RequestError("the prompt is a nest of rows; give one row of token ids") from None
-    if tokens.size == 0:
-        raise RequestError("the prompt is empty; give at least one token")
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise RequestError(f"the prompt is {tokens.dtype} {tokens.shape}; give text or one row of token ids")
-    check_vocabulary(tokens, model.args.vocab_size)
-    return mx.array(tokens.astype(np.uint32))
+    return token_ids(prompt, model.args.vocab_size, "the prompt")
 
 
 class _Clock:

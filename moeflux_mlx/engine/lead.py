@@ -10,9 +10,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
-from ..errors import RankError
+from ..errors import RankError, RequestError
 from ..experts.group import Exchange
 from ..model.decoder import Model
 from ..state.fingerprint import Fingerprint
@@ -101,6 +101,12 @@ class LeadSession(Session):
         sizes = self.points.max_bytes, self.checkpoint_every, self.span or 0, self.prefill_step_size or 0
         lead.tell(Order.NEW, self.number, *sizes, self.store is not None)
         weakref.finalize(self, lead.forget, self.number).atexit = False
+
+    def sync(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RequestError: the other ranks take part in whole answers."""
+        raise RequestError("several ranks compute whole answers only; use respond")
+
+    step = sync
 
     def respond(
         self,

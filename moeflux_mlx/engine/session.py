@@ -1,7 +1,8 @@
 """One running text: a model, its caches, the tokens they have absorbed, and every way back.
 
-`respond` continues from the longest prefix that a new prompt shares with what is known, in memory or in a
-prompt store, and computes only the rest. Text, messages and templates are the caller's business.
+`sync` continues from the longest prefix that a new prompt shares with what is known, in memory or in a prompt
+store, and computes only the rest; `step` absorbs further tokens, `rewind` goes back, and `respond` answers a prompt.
+Text, messages and templates are the caller's business.
 """
 
 import time
@@ -16,6 +17,7 @@ import mlx.core as mx
 from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
+from ..model.step import SequenceRows
 from ..state.cache import Cache, Pair, uncut_bytes
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
@@ -23,9 +25,8 @@ from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .generation import GenerationResponse, Responses, checked_prompt, stream_generate
+from .generation import GenerationResponse, Responses, check_max_tokens, checked_prompt, stream_generate
 from .prefill import Prefill
-from .sampling import LogitsProcessor
 
 CHECKPOINT_BYTES = 1 << 30
 CHECKPOINT_EVERY = 1024  # tokens between kept states, besides those at the ends of prompts
@@ -103,6 +104,26 @@ class Session:
         self._half: Half | None = None
         self._answering = False  # whether tokens go through the model one by one
 
+    def sync(
+        self,
+        prompt: Sequence[int],
+        *,
+        boundaries: Sequence[int] = (),
+        prompt_progress_callback: Callable[[int, int], Any] | None = None,
+    ) -> mx.array:
+        """Brings the caches to `prompt`; the logits [1, vocab_size] after its last token.
+
+        Arguments, errors, and what they leave behind, are those of `respond`. The callback is not told of the end.
+        """
+        prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
+        try:
+            return self._sync(prompt, boundaries, prompt_progress_callback or _unheard)
+        except BaseException as error:
+            self._recover(error)
+            raise
+        finally:
+            self._save_states(prompt)
+
     def respond(
         self,
         prompt: Sequence[int],
@@ -124,21 +145,19 @@ class Session:
             generation: as `stream_generate`.
 
         Raises:
-            RequestError: an empty prompt, or a token outside the vocabulary. PromptCacheError: the store is one
-                file and cannot be used.
+            RequestError: an empty prompt, a token outside the vocabulary, or a count out of range.
+            PromptCacheError: the store is one file and cannot be used.
         """
         prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
-        ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
-        if self.points.can_trim:  # the last state holds all the others
-            ends = ends[-1:]
-        report = prompt_progress_callback or (lambda done, total: None)
-        self.last, self.save_error, self._to_store = None, None, []
-        start = time.perf_counter()
+        check_max_tokens(generation.get("max_tokens", 256))
+        report = prompt_progress_callback or _unheard
+        start, read = time.perf_counter(), self._bytes_read()
         try:
-            prefill = self._prefill(prompt, ends)
+            logits = self._sync(prompt, boundaries, report)
+            generation |= {"prompt_cache": self.cache, "logits": logits, "prompt_progress_callback": report}
             with (
-                closing(self._generate(prompt, prefill, report, generation)) as responses,
-                closing(self._followed(responses, prompt, prefill, ends, start)) as followed,
+                closing(stream_generate(self.model, self.tokenizer, prompt, **generation)) as responses,
+                closing(self._followed(responses, start, read)) as followed,
             ):
                 for response in followed:
                     rate = self.reuse.computed / self.first_token_seconds
@@ -147,12 +166,16 @@ class Session:
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._agree_again(keep_half=isinstance(error, Stopped))
-            if isinstance(error, DeviceError):
-                self._go_back(0)  # arrays may be marked as computed that the GPU never wrote
+            self._recover(error)
             raise
         finally:
             self._save_states(prompt)
+
+    def _recover(self, error: BaseException) -> None:
+        """Makes a session that can go on of what `error` has left."""
+        self._agree_again(keep_half=isinstance(error, Stopped))
+        if isinstance(error, DeviceError):
+            self._go_back(0)  # arrays may be marked as computed that the GPU never wrote
 
     def _agree_again(self, keep_half: bool) -> None:
         """After an exception: caches and tokens become those of one text.
@@ -166,10 +189,38 @@ class Session:
         if self._answering or (apart and self._half is None):
             self._go_back(len(self.tokens))
 
+    def step(self, tokens: Sequence[int]) -> mx.array:
+        """Absorbs the next tokens, at most `model.step.MAX_OF_SEQUENCE`; the logits [n, vocab_size] after each.
+
+        Until the session does something else, `rewind` leads back to each of them exactly.
+
+        Raises:
+            RequestError, ExpertIOError, DeviceError: as `Model.step`; what they leave behind, as `respond`.
+        """
+        self._drop_half()
+        self._answering = False
+        try:
+            logits = self.model.step([SequenceRows(self.cache, tokens)]).logits
+            self.tokens += [int(token) for token in tokens]
+            self._keep_if_due()
+        except BaseException as error:
+            self._recover(error)
+            raise
+        return logits
+
     def rewind(self, length: int) -> int:
         """Goes back to the first `length` tokens, or the nearest state before; returns the length reached."""
         self._drop_half()
-        return self._go_back(length) if length < len(self.tokens) else len(self.tokens)
+        if length >= len(self.tokens):
+            return len(self.tokens)
+        start = max(layer.last_step.start if layer.last_step else length + 1 for layer in self.cache)
+        if start > length:
+            return self._go_back(length)
+        del self.tokens[length:]
+        self.points.drop_after(length)
+        for layer in self.cache:
+            layer.rewind(length - start)
+        return length
 
     def keep(self) -> None:
         """Keeps the state as it is now, so that another text can part from this one here."""
@@ -234,6 +285,19 @@ class Session:
         self.tokens = header.tokens.tolist()
         self.points.keep(len(self.tokens))
         return header
+
+    def _sync(self, prompt: list[int], boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
+        """`sync`; whatever is raised leaves caches that may be apart."""
+        ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
+        if self.points.can_trim:  # the last state holds all the others
+            ends = ends[-1:]
+        self.last, self.save_error, self._to_store = None, None, []
+        prefill = self._prefill(prompt, ends)
+        start = len(self.tokens)
+        try:
+            return prefill.run(lambda done, total: report(start + done, len(prompt)))
+        finally:
+            self._absorbed(prompt, prefill, ends)
 
     def _prefill(self, prompt: list[int], ends: list[int]) -> Prefill:
         """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
@@ -326,37 +390,17 @@ class Session:
         if self.store is not None:
             self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
 
-    def _generate(
-        self,
-        prompt: list[int],
-        prefill: Prefill,
-        report: Callable[[int, int], Any],
-        generation: dict[str, Any],
-    ) -> Responses:
-        """The responses to what `prefill` takes in of `prompt`."""
-        start = len(self.tokens)
-        processors = generation.pop("logits_processors", ())
-        return stream_generate(
-            self.model,
-            self.tokenizer,
-            prompt[start:],
-            prefill=prefill,
-            prompt_progress_callback=lambda done, total: report(start + done, len(prompt)),
-            logits_processors=[_seeing_all(prompt[:start], process) for process in processors],
-            **generation,
-        )
+    def _followed(self, responses: Responses, start: float, read: int) -> Responses:
+        """`responses`, while `tokens` and the states that are kept follow the caches.
 
-    def _followed(
-        self, responses: Responses, prompt: list[int], prefill: Prefill, ends: list[int], start: float
-    ) -> Responses:
-        """`responses`, while `tokens` and the states that are kept follow the caches."""
-        absorbed, read, previous = False, self._bytes_read(), None
+        `start` and `read` are the time and the bytes read of experts when the prompt began.
+        """
+        previous = None
         try:
             for response in responses:
                 if previous is None:
                     self.first_token_seconds = time.perf_counter() - start
-                    absorbed = self._answering = True
-                    self._absorbed(prompt, prefill, ends)
+                    self._answering = True
                     self.prompt_bytes = self._bytes_read() - read
                 else:  # absorbed now that its successor has been computed
                     self.tokens.append(previous)
@@ -364,8 +408,6 @@ class Session:
                 previous = response.token
                 yield response
         finally:
-            if not absorbed:
-                self._absorbed(prompt, prefill, ends)
             self.points.drop_after(len(self.tokens))  # the one that was kept last may be a token further
 
     def _bytes_read(self) -> int:
@@ -398,7 +440,5 @@ def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
     return cut
 
 
-def _seeing_all(before: list[int], process: LogitsProcessor) -> LogitsProcessor:
-    """`process`, which looks at the tokens so far, shown those too that did not have to be computed."""
-    prefix = mx.array(before, mx.uint32)
-    return lambda tokens, logits: process(mx.concatenate([prefix, tokens]), logits)
+def _unheard(done: int, total: int) -> None:
+    """Told of progress that nobody wants to hear of."""

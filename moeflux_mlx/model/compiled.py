@@ -2,8 +2,8 @@
 
 Building the graph of a token in Python costs milliseconds; `mx.compile` traces it once for each capacity of
 the caches and replays it: the whole model where the GPU holds every expert, each layer's part where the host must
-know which experts it wants. The traced caches have fixed shapes: the position is an array, new entries are
-written at it, in the cache or in an array of the newest, and attention takes no notice of what lies beyond.
+know which experts it wants. The traced caches have fixed shapes: the place of the token is an array, new entries are
+written there, in the cache or in an array of the newest, and attention takes no notice of what lies beyond.
 """
 
 import threading
@@ -20,9 +20,9 @@ Run = Callable[[mx.array, Sequence[Traced]], list[mx.array]]  # of one token, an
 
 
 @lru_cache(8)
-def _position(offset: int) -> mx.array:
+def _scalar(value: int) -> mx.array:
     """One array for all layers: what the host hands over costs more than a kernel."""
-    return mx.array(offset, mx.int32)
+    return mx.array(value, mx.int32)
 
 
 class DecodeStep:
@@ -49,12 +49,12 @@ class DecodeStep:
         """The arrays that `run` makes of what `takes` takes; advances `cache`."""
         for layer in cache:
             layer.reserve(1)
-        offset = _position(cache[0].offset)
+        places = _scalar(cache[0].offset), _scalar(cache[0].position)
         state: list[Any] = [array for layer in cache for array in layer.step_arrays()]
         thread = threading.get_ident()
         if thread not in self._compiled:
             self._compiled[thread] = mx.compile(self._trace([layer.traced for layer in cache]))
-        found = self._compiled[thread](tokens, offset, *state)
+        found = self._compiled[thread](tokens, *places, *state)
         count = len(found) - sum(layer.traced.gives for layer in cache)
         left = islice(found, count, None)
         for layer in cache:
@@ -62,13 +62,13 @@ class DecodeStep:
         return found[:count]
 
     def _trace(self, kinds: Sequence[Any]) -> Callable[..., list[mx.array]]:
-        def run(tokens: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
+        def run(tokens: mx.array, offset: mx.array, position: mx.array, *arrays: mx.array) -> list[mx.array]:
             @lru_cache
             def seen(capacity: int) -> mx.array:
                 return up_to(offset, capacity)
 
             left = iter(arrays)
-            caches = [kind(*islice(left, kind.takes), offset, seen) for kind in kinds]
+            caches = [kind(*islice(left, kind.takes), offset, position, seen) for kind in kinds]
             out = list(self._run(tokens, caches))
             for cache in caches:
                 out += cache.arrays

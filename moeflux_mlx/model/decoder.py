@@ -27,15 +27,10 @@ from .latent import MLA
 from .layers import MLP, Embedding, Linear, RMSNorm
 from .moe import MoE
 from .span import PromptSizes, Span
+from .step import SequenceRows, Step, checked_rows
+from .tokens import check_vocabulary
 
 MIXER_SHARE = 0.3  # of a layer's work, for whoever watches: the experts take the rest
-
-
-def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:
-    """Raises RequestError: a token is outside the vocabulary."""
-    low, high = (tokens, tokens) if isinstance(tokens, int) else (int(tokens.min()), int(tokens.max()))
-    if low < 0 or high >= vocab_size:
-        raise RequestError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
 
 
 def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
@@ -204,6 +199,33 @@ class Model(nn.Module):
     def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
         """As calling the model, but the normed hidden states [B, L, hidden_size] that `lm_head` makes logits of."""
         return self._in_turn(self.run, tokens, cache)
+
+    def step(self, sequences: Sequence[SequenceRows]) -> Step:
+        """Runs the next tokens of several sequences, at most `MAX_ROWS` together; the logits of each.
+
+        Sequence after sequence and token after token is computed by a call of its own. So each row has the bits that
+        it has alone, whatever the other rows are. If a row cannot be computed, all caches are as they were before.
+
+        Args:
+            sequences: each with caches of its own, which may be empty, and with 1 to `MAX_OF_SEQUENCE` tokens in order.
+
+        Raises:
+            RequestError: too many rows, or too many of one sequence, none, a cache that is in two sequences, and
+                whatever calling the model refuses; no cache has changed.
+            ExpertIOError, DeviceError: as calling the model does.
+        """
+        for rows in sequences:
+            self.check_cache(rows.cache)
+        step = Step(checked_rows(sequences, self.args.vocab_size))
+        try:
+            for rows in step.sequences:
+                tokens = cast(mx.array, rows.tokens)
+                for i in range(rows.count):
+                    step.add(rows, self(tokens[None, i : i + 1], rows.cache)[:, -1])
+        except BaseException:
+            step.undo()
+            raise
+        return step
 
     def check_process(self) -> None:
         """Raises ExpertIOError: this process was forked from the one that loaded the model."""

@@ -57,7 +57,8 @@ class Held(NamedTuple):
 
     keys, values: [1, kv heads, capacity, D], or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
     recent: [2, kv heads, RECENT, D], the newest keys and values, or [RECENT, N + R].
-    positions: int32, the token's own, the first of `recent`, and the capacity.
+    positions: int32, the token's place in the cache, the first of `recent`, the capacity, and the token's rotary
+        position.
     """
 
     keys: Any
@@ -78,9 +79,10 @@ class Whole(NamedTuple):
 
 
 class Positions(Protocol):
-    """A cache of two arrays [B, heads, capacity, width], full to `offset`."""
+    """A cache of two arrays [B, heads, capacity, width], full to `offset`; the next token is turned by `position`."""
 
     offset: Any
+    position: Any
     keys: Any
     values: Any
 
@@ -123,7 +125,7 @@ def attend(
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
         k, v: [B, L, kv heads, D], appended to `cache`, k normed and turned.
         q_norm, k_norm: of each head of q and k; None: there is none, or q and k are normed already.
-        rope: turns q and k by their positions; None: nothing does.
+        rope: turns q and k by their rotary positions; None: nothing does.
         whole: the same as kernels take it.
 
     Returns:
@@ -134,7 +136,7 @@ def attend(
         return _step_native(q, k, v, cache, (q_norm, k_norm), rope, scale)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D):
         return _step_kernel(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
-    position = cache.offset
+    position = cache.position
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
         q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
@@ -172,14 +174,14 @@ def _step_native(
     q_norm, k_norm = norms
     assert q_norm.eps == k_norm.eps
     held, D = cache.held(mx.float32, here=True), k.shape[-1]
-    offset, begun, _ = held.positions
+    offset, begun, _, position = held.positions
     queries = q[0, 0] if q.shape[-1] == D else np.ascontiguousarray(q[0, 0, :, :D])
     out = native.attend_step(
         queries,
         k[0, 0],
         v[0, 0],
         (q_norm.weight, k_norm.weight, q_norm.eps),
-        (*angles(rope.frequencies, rope.magnitude, offset, 1), rope.interleaved),
+        (*angles(rope.frequencies, rope.magnitude, position, 1), rope.interleaved),
         (held.keys[0], held.values[0], begun),
         held.recent,
         offset + 1,

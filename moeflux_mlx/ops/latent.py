@@ -137,7 +137,7 @@ def attend_latent(
         kv: [B, L, N + R], latent and k_pe. Both are appended to `cache`, the latent normed, k_pe turned.
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
-        rope: turns q_pe and k_pe by their positions.
+        rope: turns q_pe and k_pe by their rotary positions.
 
     Returns:
         [B, L, heads * v]
@@ -147,13 +147,13 @@ def attend_latent(
         return _step_kernel(q, kv, cache, queries, key, value, norm, rope, scale)
     q = queries(q)
     if isinstance(q, np.ndarray):
-        q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
+        q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = _absorbed_native if L <= ABSORB_AT_MOST else _expanded_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
-    q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.offset)
+    q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = _absorbed_ops if L <= ABSORB_AT_MOST else _expanded_ops
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)

@@ -1,18 +1,20 @@
 """What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
 
 A cache is made for the part of a layer that it serves, and answers for itself: the bytes it takes for a text of any
-length, what a snapshot holds of it, how it gets back to an earlier position, and its traced stand-in in a compiled
-step. `KVCache` and `LatentCache` grow in steps and can be
+length, what a snapshot holds of it, how it gets back to an earlier position or to any row of the last step
+(`Model.step`), and its traced stand-in in a compiled step. `KVCache` and `LatentCache` grow in steps and can be
 trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+from ..errors import RequestError
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import attend, backend, latent
 from ..ops.attend import RECENT, Held, Rows
@@ -27,7 +29,7 @@ State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and
 
 
 class Traced(Protocol):
-    """What stands for a cache while a step is traced: arrays of fixed shape, and a position that is an array."""
+    """What stands for a cache while a step is traced: arrays of fixed shape, and positions that are arrays."""
 
     takes: ClassVar[int]  # arrays
     gives: ClassVar[int]
@@ -39,7 +41,7 @@ class Traced(Protocol):
 
 
 class FixedCache:
-    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes).
+    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes, like `position`).
 
     `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
     """
@@ -47,8 +49,16 @@ class FixedCache:
     takes: ClassVar[int] = 2
     gives: ClassVar[int] = 2
 
-    def __init__(self, keys: mx.array, values: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
-        self.keys, self.values, self.offset, self._seen = keys, values, offset, seen
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        offset: mx.array,
+        position: mx.array,
+        seen: Callable[[int], mx.array],
+    ):
+        self.keys, self.values, self._seen = keys, values, seen
+        self.offset, self.position = offset, position
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -76,8 +86,7 @@ class FixedKeys:
         values: mx.array,
         recent: mx.array,
         positions: mx.array,
-        offset: mx.array,
-        seen: Callable[[int], mx.array],
+        *_: Any,
     ):
         self._held = Held(keys, values, recent, positions)
 
@@ -98,27 +107,95 @@ class FixedState:
     takes: ClassVar[int] = 2
     gives: ClassVar[int] = 2
 
-    def __init__(self, conv: mx.array, recurrent: mx.array, offset: mx.array, seen: Callable[[int], mx.array]):
-        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # `offset` is an array that others share
+    def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
+        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads
 
     @property
     def arrays(self) -> list[mx.array]:
         return [self.conv, self.recurrent]
 
 
+@dataclass(eq=False)
+class LastStep:
+    """The rows that a cache absorbed last: where they begin, and what is kept for the way back to before the first of
+    them and to after each (None: nothing need be)."""
+
+    start: int
+    states: list[Pair | None]
+
+
 class _Cache(Generic[Part]):
-    """What all kinds answer alike, from their `state`; `part` is what the cache serves."""
+    """What all kinds answer alike, from their `state`; `part` is what the cache serves.
+
+    Attributes:
+        position: the next token's rotary position: its place `offset`, further by what `shift` has said.
+        last_step: the way back to each row of the last step, until the next one; None where there is no such way.
+    """
 
     state: State
     offset: int
 
     def __init__(self, part: Part):
         self.part = part
+        self.last_step: LastStep | None = None
+        self._shifts: tuple[tuple[int, int], ...] = ()  # from which place on, by how much
+
+    @property
+    def position(self) -> int:
+        return self.offset + (self._shifts[-1][1] if self._shifts else 0)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether a token has a rotary position that is not its place."""
+        return any(by for _, by in self._shifts)
+
+    def shift(self, by: int) -> None:
+        """From the next token on a rotary position is the place plus `by`, in all layers of a text alike. What goes
+        back to before that token forgets it."""
+        self._shifts = *self._shifts, (self.offset, by)
+
+    def _shifts_at(self, position: int) -> tuple[tuple[int, int], ...]:
+        return tuple(one for one in self._shifts if one[0] <= position)
+
+    def begin_step(self) -> None:
+        """The rows that follow make a step; the way back to rows of the step before is dropped."""
+        self.last_step = LastStep(self.offset, [self._way_back()])
+
+    def end_row(self) -> None:
+        """The cache has absorbed one row more of its step."""
+        assert self.last_step is not None
+        self.last_step.states.append(self._way_back())
+
+    def rewind(self, rows: int) -> None:
+        """Keeps the first so many rows of the last step. Raises RequestError: it has not so many."""
+        last = self.last_step
+        if last is None or not 0 <= rows < len(last.states):
+            there = "it has none" if last is None else f"0 to {len(last.states) - 1} of them are there"
+            raise RequestError(f"a cache cannot keep {rows} rows of its last step; {there}")
+        self.go_back(last.start + rows, last.states[rows])
+        del last.states[rows + 1 :]
+        self.last_step = last
+
+    def forget_rows(self) -> None:
+        """Drops the way back to rows of the last step."""
+        self.last_step = None
+
+    def _way_back(self) -> Pair | None:
+        """What `go_back` needs to return here later."""
+        return None
+
+    def row_bytes(self, itemsize: int) -> int:
+        """What the way back to a row of the last step takes, with entries of `itemsize` bytes."""
+        return 0
+
+    def go_back(self, position: int, kept: Pair | None) -> None:
+        """To an earlier position, for which `kept` was kept."""
+        raise NotImplementedError
 
     def copy(self: Same) -> Same:
         """Another cache in this one's state; they share arrays until one of the two writes to them."""
         other = type(self)(self.part)
-        other.state = self.state
+        other.state, other._shifts = self.state, self._shifts
         return other
 
     def size(self) -> int:
@@ -199,8 +276,9 @@ class _Growing(_Cache[Part]):
         self.offset += 1
 
     def expect(self, n: int) -> None:
-        """n more positions are to come, in several steps: room is made for all of them at once."""
+        """n more positions are to come, in several calls: room is made for all of them at once."""
         self._expected = max(self.offset + n, self._expected)
+        self.forget_rows()
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -226,6 +304,7 @@ class _Growing(_Cache[Part]):
     def state(self, value: State) -> None:
         self._settle()
         self.keys, self.values, self.offset = value
+        self.last_step, self._shifts = None, ()
 
     def empty(self) -> bool:
         return self.offset == 0
@@ -235,16 +314,15 @@ class _Growing(_Cache[Part]):
 
     def trim(self, n: int) -> int:
         """Forgets the last n positions; returns how many there were to forget."""
-        self._settle()
         n = min(self.offset, n)
-        self.offset -= n
-        self._expected = 0
+        self.go_back(self.offset - n, None)
         return n
 
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position; nothing need be kept for it."""
         self._settle()
-        self.offset, self._expected = position, 0
+        self.offset, self._expected, self.last_step = position, 0, None
+        self._shifts = self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
         """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
@@ -253,7 +331,7 @@ class _Growing(_Cache[Part]):
         keys, values, _ = other.state
         if position and keys is not None:
             self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (keys, values))
-        self.offset = position
+        self.offset, self.last_step, self._shifts = position, None, other._shifts_at(position)
 
 
 def _sees_capacity(length: int) -> bool:
@@ -279,9 +357,9 @@ def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, lengt
 
 
 @lru_cache(8)
-def _positions(offset: int, begun: int, capacity: int) -> mx.array:
+def _positions(offset: int, begun: int, capacity: int, position: int) -> mx.array:
     """Of `Held`, one array for all layers."""
-    return mx.array([offset, begun, capacity], mx.int32)
+    return mx.array([offset, begun, capacity, position], mx.int32)
 
 
 @lru_cache(8)
@@ -324,7 +402,7 @@ class _Stepping(_Growing[Part]):
             empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
-        positions = self.offset, self._begun, self.keys.shape[2]
+        positions = self.offset, self._begun, self.keys.shape[2], self.position
         if here:
             return Held(view(self.keys), view(self.values), self._recent, positions)
         return Held(self.keys, self.values, self._recent, _positions(*positions))
@@ -448,6 +526,20 @@ class RecurrentCache(_Cache[Delta]):
     @state.setter
     def state(self, value: State) -> None:
         self.conv, self.recurrent, self.offset = value
+        self.last_step, self._shifts = None, ()
+
+    def _way_back(self) -> Pair:
+        return self.conv, self.recurrent
+
+    def row_bytes(self, itemsize: int) -> int:
+        """What the way back to a row of the last step takes: a whole state."""
+        return self.bytes_for(1, itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state, and of those that are kept for the last step's rows."""
+        pairs = [self.state[:2], *(self.last_step.states if self.last_step else ())]
+        return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
     def empty(self) -> bool:
         return self.recurrent is None
@@ -463,6 +555,7 @@ class RecurrentCache(_Cache[Delta]):
 
     def expect(self, n: int) -> None:
         """Its size does not depend on positions."""
+        self.forget_rows()
 
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""
@@ -475,11 +568,13 @@ class RecurrentCache(_Cache[Delta]):
 
     def go_back(self, position: int, kept: Pair | None) -> None:
         """To an earlier position, whose arrays were kept; None: to the beginning."""
-        self.state = (*(kept or (None, None)), position)
+        self.conv, self.recurrent = kept or (None, None)
+        self.offset, self.last_step, self._shifts = position, None, self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
         """Becomes what `other` was at `position`, whose arrays are `kept`: nobody writes to them."""
         self.go_back(position, kept)
+        self._shifts = other._shifts_at(position)
 
 
 Cache = KVCache | LatentCache | RecurrentCache
@@ -498,5 +593,4 @@ def make_cache(mixer: Mixer) -> Cache:
 
 def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
     """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
-    caches = map(make_cache, mixers)
-    return sum(cache.bytes_for(0, itemsize) for cache in caches if not cache.is_trimmable())
+    return sum(make_cache(mixer).row_bytes(itemsize) for mixer in mixers)

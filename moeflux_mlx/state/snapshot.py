@@ -204,6 +204,11 @@ def _length(args: ModelArgs, cache: Sequence[Cache]) -> int:
             f"layers have absorbed {lengths[0]} to {lengths[-1]} tokens, as an interrupted call leaves them; "
             "go back to an earlier state"
         )
+    if any(layer.is_shifted for layer in cache):
+        raise SnapshotError(
+            "tokens have rotary positions that are not their places in the caches, and a snapshot cannot say so; "
+            "the text can go on, but not be saved"
+        )
     rows = {array.shape[0] for layer in cache for array in layer.state[:2] if array is not None}
     if rows - {1}:
         raise SnapshotError(f"the caches hold a batch of {max(rows)}; a snapshot holds one sequence")

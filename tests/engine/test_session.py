@@ -52,6 +52,8 @@ def check(session, prompt, **options):
         np.testing.assert_allclose(np.array(response.logprobs), wanted, atol=TOLERANCES[session.model.args.model_type])
     assert session.tokens == list(prompt) + tokens[:-1]
     assert {layer.offset for layer in session.cache} == {len(session.tokens)}
+    states = [array.nbytes for layer in session.cache for array in layer.state[:2]]
+    assert session.nbytes == sum(states) + session.points.nbytes, "nothing is kept for a way back into the answer"
     return session.reuse
 
 
@@ -476,3 +478,78 @@ def test_a_fork_of_all_that_is_known(family):
     assert other.known([*known, 1, 2]) == len(known)
     assert check(other, [*known, *text(8, 4)]).computed == 8
     assert check(session, [*known, *text(9, 5)]).computed == 9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_brought_in_by_itself_is_answered_alike(family):
+    """And what is known of it is not computed again."""
+    session, whole = make(family), make(family)
+    logits, want = session.sync(text()), next(iter(whole.respond(text(), max_tokens=1)))
+    logprobs = np.array(logits[0] - mx.logsumexp(logits[0].astype(mx.float32)))
+    np.testing.assert_allclose(logprobs, np.array(want.logprobs), atol=1e-5)
+    assert session.tokens == text() and session.reuse.computed == N
+    told = []
+    more = [*text(), *text(10, 1)]
+    session.sync(more, prompt_progress_callback=lambda done, total: told.append((done, total)))
+    assert session.reuse.computed == 10 and told[0] == (N, N + 10) and session.tokens == more
+    check(session, [*more, 3])
+
+
+def test_a_prompt_that_was_stopped_goes_on_in_the_middle():
+    session = make(RECURRENT, span=16)
+
+    def stop(done, total):
+        if done > 20:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        session.sync(text(), prompt_progress_callback=stop)
+    assert len(session.tokens) < session.known(text()) < N
+    assert np.array_equal(np.array(session.sync(text())), np.array(make(RECURRENT, span=16).sync(text())))
+
+
+def test_a_count_out_of_range_is_refused_before_the_prompt_is_computed():
+    session = make(RECURRENT)
+    with pytest.raises(RequestError, match="max_tokens is 0"):
+        next(session.respond(text(), max_tokens=0))
+    assert session.tokens == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_absorbed_and_taken_back_one_by_one(family):
+    session, plain = make(family, checkpoint_every=4), make(family)
+    session.sync(text())
+    plain.sync(text())
+    session.step([1, 2, 3])
+    session.step([4, 5, 6, 7])
+    assert session.rewind(N + 5) == N + 5 and session.tokens == [*text(), 1, 2, 3, 4, 5]
+    assert session.points.positions == [p for p in session.points.positions if p <= N + 5]
+    for token in (1, 2, 3, 4, 5):
+        plain.step([token])
+    assert mx.array_equal(session.step([8, 9])[1], [plain.step([token]) for token in (8, 9)][1][0])
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        session.step([1, 10**6])
+    check(session, [*session.tokens, 7])
+    reached = session.rewind(N + 6)
+    assert reached == (N + 6 if session.points.can_trim else session.points.nearest(N + 6)), "an answer has ended"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_that_is_interrupted_leaves_a_session_that_goes_on(family, monkeypatch):
+    session = make(family)
+    session.sync(text())
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "tokens", FullList(session.tokens))
+        with pytest.raises(KeyboardInterrupt):
+            session.step([1, 2])
+        tokens = list(session.tokens)
+    session.tokens = tokens
+    assert {layer.offset for layer in session.cache} == {len(tokens)}
+    check(session, [*tokens, 5])
+
+
+class FullList(list):
+    """A list that an interrupt keeps from growing."""
+
+    def __iadd__(self, more):
+        raise KeyboardInterrupt

@@ -47,7 +47,7 @@ class Layer:
             norm.weight = self.normal(width)
         self.rope, self.rotation = Rope(rotation), rotation
         self.interleaved = rotation.interleaved
-        self.tokens = []
+        self.tokens, self.positions = [], []
 
     def cache(self):
         heads, kv_heads, width, _ = self.sizes
@@ -61,6 +61,7 @@ class Layer:
         heads, kv_heads, width, gates = self.sizes
         shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, width)
         parts = [self.normal(1, tokens, *shape) for shape in shapes]
+        self.positions += range(cache.position, cache.position + tokens)
         self.tokens += [[wide(part)[0, t] for part in parts] for t in range(tokens)]
         return self.run(parts, cache)[0, -1]
 
@@ -81,8 +82,10 @@ class Layer:
     def want(self):
         """The last token's, in float64."""
         heads, kv_heads, width, gates = self.sizes
-        q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], len(self.tokens) - 1)
-        k = np.array([self.turned(token[1], self.norms[1], p) for p, token in enumerate(self.tokens)])
+        q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], self.positions[-1])
+        k = np.array(
+            [self.turned(token[1], self.norms[1], p) for p, token in zip(self.positions, self.tokens, strict=True)]
+        )
         v = np.array([token[2] for token in self.tokens])
         k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
         scores = 0.3 * np.einsum("hd,phd->hp", q, k)
@@ -116,6 +119,19 @@ def test_at_the_shapes_of_named_models(host, heads, kv_heads, width):
 def test_wherever_pieces_and_arrays_end(host, lengths):
     """A piece of the context, the newest keys' array and the capacity."""
     assert Layer(*CASES["gates"]).error(lengths) < LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("shift", [70, -15])
+def test_a_token_is_turned_by_its_rotary_position(host, shift):
+    """And not by its place in the cache."""
+    layer = Layer(*CASES["gates"])
+    cache = layer.cache()
+    layer.feed(cache, 20)
+    cache.shift(shift)
+    for length in (3, 1, 1):
+        got = layer.feed(cache, length)
+    assert layer.positions[-1] == 24 + shift
+    assert np.abs(wide(got) - layer.want()).max() < LIMITS[mx.float32] * np.abs(layer.want()).max()
 
 
 def test_bits_do_not_depend_on_where_keys_lie(host):
@@ -152,7 +168,7 @@ def check_stand_in(layer, draw, cache, other):
         cache.reserve(1)
         arrays = cache.step_arrays()
         assert len(arrays) == cache.traced.takes
-        stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), None)
+        stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), mx.array(cache.position, mx.int32), None)
         assert mx.array_equal(layer.run(parts, stand_in), layer.run(parts, other))
         assert len(stand_in.arrays) == cache.traced.gives
         cache.take_step(stand_in.arrays)
@@ -175,7 +191,7 @@ def test_a_cache_that_was_trimmed_goes_on(host, back):
     for length in (20, 1, 1, 1):
         layer.feed(cache, length)
     cache.trim(back)
-    del layer.tokens[-back:]
+    del layer.tokens[-back:], layer.positions[-back:]
     got, want = layer.feed(cache, 1), layer.want()
     assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[mx.float32]
 
@@ -187,7 +203,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     step, _ = attend._plan(backend.name(), q.shape, k.shape, (q.dtype, q.dtype), 32, 64, False)
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros((2, 2, attend.RECENT, 64))
-    positions = mx.array([late, late, 64], mx.int32)
+    positions = mx.array([late, late, 64, late], mx.int32)
     *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent)
     want = layer.rope(layer.norms[1](k).transpose(0, 2, 1, 3), late)
     assert np.abs(np.array(recent)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4

@@ -1,0 +1,193 @@
+"""A step of rows: each has the bits that it has alone, and every sequence can go back to any row of it."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import FAMILIES, make_resident
+from tiny_models import tiny_directory, tiny_model
+
+from metal import msl
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.step import SequenceRows
+from moeflux_mlx.ops import linear, native
+from moeflux_mlx.state.cache import RecurrentCache
+
+PROMPT = list(range(5, 25))
+
+
+class Alone:
+    """What each token of a text gives when the text is computed by itself, from nothing, token by token."""
+
+    def __init__(self, model):
+        self.model, self.known = model, {}
+
+    def logits(self, prompt, text):
+        """After the last token of `text`, which follows `prompt`."""
+        if (prompt, text) not in self.known:
+            cache = start(self.model, prompt)
+            for i in range(len(text)):
+                logits = self.model(mx.array([text[i : i + 1]]), cache)[0, -1]
+                self.known[prompt, text[: i + 1]] = np.array(logits.astype(mx.float32))
+        return self.known[prompt, text]
+
+
+def start(model, prompt):
+    cache = model.make_cache()
+    if prompt:
+        mx.eval(model(mx.array([prompt]), cache))
+    return cache
+
+
+def same(got, want):
+    return np.array_equal(np.array(got.astype(mx.float32)), want)
+
+
+def step(model, *sequences):
+    return model.step([SequenceRows(cache, tokens) for cache, tokens in sequences])
+
+
+def check(model, alone, prompts, plan):
+    """Steps as `plan` says, with some rows of each taken back: [([tokens of each sequence], [rows kept of each])]."""
+    caches, texts = [start(model, prompt) for prompt in prompts], [()] * len(prompts)
+    for rows, kept in plan:
+        taken = [i for i, tokens in enumerate(rows) if tokens]
+        made = step(model, *((caches[i], rows[i]) for i in taken))
+        wanted = [(i, texts[i] + rows[i][: n + 1]) for i in taken for n in range(len(rows[i]))]
+        assert made.logits.shape == (len(wanted), model.args.vocab_size)
+        for got, (i, text) in zip(made.logits, wanted, strict=True):
+            assert same(got, alone.logits(prompts[i], text))
+        for place, i in enumerate(taken):
+            count = min(kept[i], len(rows[i]))
+            made.rewind(place, count)
+            texts[i] += rows[i][:count]
+            assert {layer.offset for layer in caches[i]} == {len(prompts[i]) + len(texts[i])}
+
+
+@st.composite
+def plans(draw):
+    count = draw(st.integers(1, 4))
+    prompts = draw(st.lists(st.sampled_from([(), (3, 5), tuple(PROMPT)]), min_size=count, max_size=count))
+    tokens = st.lists(st.integers(0, 60), max_size=8 if count < 3 else 4).map(tuple)
+    rows = st.lists(tokens, min_size=count, max_size=count).filter(any)
+    kept = st.lists(st.integers(0, 8), min_size=count, max_size=count)
+    return prompts, draw(st.lists(st.tuples(rows, kept), min_size=1, max_size=4))
+
+
+def plain_model(family):
+    """A model of plain MLX operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", lambda: False)
+        patch.setattr(native, "warn_if_missing", lambda: None)
+        return load_model(tiny_directory(family), dtype=mx.float32)
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_row_has_the_bits_that_it_has_alone(family, kind):
+    model = tiny_model(family, mx.float32) if kind == "native" else plain_model(family)
+    alone = Alone(model)
+
+    @given(plans())
+    @settings(max_examples=4)
+    def rows_and_rewinds(plan):
+        check(model, alone, *plan)
+
+    rows_and_rewinds()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
+    model = make_resident(monkeypatch, family)
+    plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), ([(1,), (2,)], [1, 1])]
+    check(model, Alone(model), [tuple(PROMPT), ()], plan)
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
+    """Metal's text executed by the harness."""
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    model = tiny_model(family, mx.float32)
+    with msl.launching():
+        check(model, Alone(model), [(), ()], [([(3, 4), (3,)], [1, 1]), ([(4,), ()], [1, 0])])
+
+
+def test_a_text_goes_on_with_a_prompt_after_rows_were_taken_back():
+    model = tiny_model("qwen3_next", mx.float32)
+    cache, want = start(model, PROMPT), start(model, PROMPT)
+    step(model, (want, [1]))
+    made = step(model, (cache, [1, 2, 3]))
+    made.rewind(0, 3)
+    made.rewind(0, 1)
+    assert mx.array_equal(model(mx.array([PROMPT]), cache), model(mx.array([PROMPT]), want))
+    with pytest.raises(RequestError, match="went on"):
+        made.rewind(0, 0)
+
+
+def test_what_a_step_keeps_is_said_and_goes_with_the_next():
+    model = tiny_model("qwen3_next", mx.float32)
+    cache = start(model, PROMPT)
+    before = [layer.nbytes for layer in cache]
+    for rows in ([1, 2, 3, 4], [1, 2], [1]):
+        step(model, (cache, rows))
+        grown = [layer.nbytes - n for layer, n in zip(cache, before, strict=True)]
+        assert grown == [len(rows) * layer.row_bytes(4) for layer in cache]
+    assert sum(grown) == sum(isinstance(layer, RecurrentCache) for layer in cache) * grown[0] > 0
+
+
+def test_what_makes_no_step_is_refused_before_anything_changes():
+    model = tiny_model("qwen3_next", mx.float32)
+    caches = [start(model, PROMPT) for _ in range(3)]
+    vocab = model.args.vocab_size
+    for sequences, message in [
+        ([], "no sequences"),
+        ([(caches[0], [])], "is empty"),
+        ([(caches[0], [[1]])], "one row of token ids"),
+        ([(caches[0], ["a"])], "one row of token ids"),
+        ([(caches[0], [1] * 9)], "9 rows of one sequence in a step; at most 8"),
+        ([(cache, [1] * 6) for cache in caches], "18 rows in a step; at most 16"),
+        ([(caches[0], [1]), (caches[0], [2])], "a cache is in two sequences"),
+        ([(caches[0], [1]), ([*caches[1][:-1], caches[0][-1]], [2])], "a cache is in two sequences"),
+        ([(caches[0], [1]), (caches[1], [vocab])], f"token {vocab} is outside"),
+        ([(caches[0], [1]), (caches[1], mx.array([vocab]))], f"token {vocab} is outside"),
+        ([(caches[0], [1]), (caches[1][1:], [2])], "caches for"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            step(model, *sequences)
+        assert {layer.offset for cache in caches for layer in cache} == {len(PROMPT)}
+    made = step(model, (caches[0], [1, 2]))
+    for sequence, rows, message in [(1, 0, "sequence 1"), (-1, 0, "sequence -1"), (0, 3, "3 rows"), (0, -1, "-1 rows")]:
+        with pytest.raises(RequestError, match=message):
+            made.rewind(sequence, rows)
+    made.rewind(0, 1)
+    with pytest.raises(RequestError, match="cannot keep 2 rows of its last step; 0 to 1 of them are there"):
+        made.rewind(0, 2)
+
+
+def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch):
+    model, calls, call = tiny_model("qwen3_5_moe", mx.float32), [], Model.run
+    caches = [start(model, PROMPT), start(model, [])]
+
+    def failing(self, tokens, cache):
+        calls.append(1)
+        if len(calls) == 4:
+            for layer, one in zip(self.layers[:2], cache, strict=False):
+                layer(self._embedded(tokens), one)
+            raise KeyboardInterrupt
+        return call(self, tokens, cache)
+
+    monkeypatch.setattr(Model, "run", failing)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, (caches[0], [1, 2]), (caches[1], [3, 4]))
+    monkeypatch.undo()
+    check_again = step(model, (caches[0], [1]), (caches[1], [3]))
+    alone = Alone(model)
+    for got, prompt, token in zip(check_again.logits, [tuple(PROMPT), ()], [1, 3], strict=True):
+        assert same(got, alone.logits(prompt, (token,)))
