@@ -186,7 +186,7 @@ def _last_of(shared: Any, other: mx.array) -> list[Any]:
     return [*inputs_of(shared.down), other if shared.gates is None else shared.gates]
 
 
-def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None) -> Array:
+def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None, alone: bool = True) -> Array:
     """silu(gate x) * (up x) for every slot of every token.
 
     Args:
@@ -194,6 +194,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         slots: [T, K], rows of the records: int32 or uint32, K from 1 to 16; beside numpy int32 and any K.
         records: whose gate and up are [I, H].
         shared: one that `joins` them, or None.
+        alone: beside numpy, whether rows have the bits of a step's, else those of a prompt's.
 
     Returns:
         [T, K, I] in x's dtype; with a shared expert [T, K + 1, I], its row last.
@@ -203,7 +204,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     """
     if isinstance(x, np.ndarray):
         if is_read(records.record):
-            return native.expert_gate_up(x, records.blob, slots, records.record)
+            return native.expert_gate_up(x, records.blob, slots, records.record, alone=alone)
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
@@ -222,6 +223,7 @@ def expert_down_combine(
     weights: Array,
     residual: Array,
     shared: "Array | Shared | None" = None,
+    alone: bool = True,
 ) -> Array:
     """residual + sum_k weights[k] * (down_k act[k]) + shared, k ascending, rounded once.
 
@@ -231,6 +233,7 @@ def expert_down_combine(
         weights: [T, K] float32.
         residual: [..., H], T rows, the stream before the experts.
         shared: the shared expert's output [T, H], the shared expert that `act` has a row of, or None.
+        alone: as there.
 
     Returns:
         residual's shape and dtype.
@@ -242,7 +245,8 @@ def expert_down_combine(
         assert not isinstance(shared, Shared)
         if is_read(records.record):
             rows = residual.reshape(-1, residual.shape[-1])
-            sums = native.expert_down_combine(act, records.blob, slots, records.record, weights, rows, shared)
+            given = act, records.blob, slots, records.record, weights, rows, shared
+            sums = native.expert_down_combine(*given, alone=alone)
             return sums.reshape(residual.shape)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)

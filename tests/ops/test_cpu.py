@@ -129,7 +129,7 @@ def quantised(kind, rows, cols, bits, group_size):
     if bits:
         layer.quant = Quant(bits, group_size)
         layer.weight, layer.scales, layer.biases = mx.quantize(dense, group_size, bits)
-    return layer, np.array(dequantized(layer))
+    return layer, np.array(dequantized(layer, mx.float32))
 
 
 @pytest.mark.parametrize("bits, group_size", [(0, 0), (4, 64), (8, 64), (4, 32), (8, 128), (6, 64)])
