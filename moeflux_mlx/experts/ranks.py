@@ -17,11 +17,11 @@ from ..formats.owners import Owners
 from ..ops.backend import Array, leave, view
 from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.grouped import combined, expert_rows
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
-from .routing import Report, Routing, unheard
+from .routing import Report, Routing, in_parts, unheard
 from .source import ExpertLoader
 from .waves import expect, multiplied
 
@@ -91,6 +91,8 @@ class RankedExperts:
     def __call__(
         self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
+        if LEASED_TOKENS < len(x) <= MAX_TOKENS:
+            return in_parts(self, routing, x, residual, shared)
         if isinstance(shared, Shared):
             shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
         weighed: Any = routing.weights

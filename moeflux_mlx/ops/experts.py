@@ -22,7 +22,7 @@ from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
 from .launch import MOST_THREADS, Input, Kernel, Launch, Piece, Shape, ceildiv, require
-from .linear import Weights, check_activations, inputs_of
+from .linear import Weights, check_activations, inputs_of, row_by_row
 from .route import Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
@@ -127,7 +127,7 @@ def chosen_ffn(
 def expert_ffn(
     x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
 ) -> Array:
-    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for up to 8 tokens on MLX's side.
+    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for the rows of a step on MLX's side.
 
     Args:
         x: [T, H], as for `expert_gate_up`.
@@ -190,7 +190,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     """silu(gate x) * (up x) for every slot of every token.
 
     Args:
-        x: [T, H] float32, bfloat16 or float16; on MLX's side up to 8 tokens, each at a multiple of 16 bytes.
+        x: [T, H] float32, bfloat16 or float16; on MLX's side up to 16 tokens, each at a multiple of 16 bytes.
         slots: [T, K], rows of the records: int32 or uint32, K from 1 to 16; beside numpy int32 and any K.
         records: whose gate and up are [I, H].
         shared: one that `joins` them, or None.
@@ -212,7 +212,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     joined = shared is not None
     launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if launch is None:
-        return _gate_up_ops(x, slots, records)
+        return row_by_row(lambda x, slots: _gate_up_ops(x, slots, records), x, slots)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
 
 
@@ -250,14 +250,15 @@ def expert_down_combine(
             return sums.reshape(residual.shape)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)
-        inputs = mx.array(weights), mx.array(residual), other
-        return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
+        inputs = mx.array(weights), mx.array(residual.reshape(len(act), -1)), other
+        return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs)).reshape(residual.shape)
     assert isinstance(slots, mx.array)
     weights = weights.astype(mx.float32)
     out = _down_launch(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
     if out is None:
         assert not isinstance(shared, Shared)
-        return _down_combine_ops(act, slots, records, weights, residual, shared)
+        rows = [act, slots, weights, residual.reshape(len(act), -1), *([] if shared is None else [shared])]
+        return row_by_row(lambda *rows: _down_combine_ops(*rows[:2], records, *rows[2:]), *rows).reshape(residual.shape)
     return out
 
 
@@ -461,8 +462,7 @@ def _down_combine_ops(
     records: Records,
     weights: mx.array,
     residual: mx.array,
-    shared: mx.array | None,
+    shared: mx.array | None = None,
 ) -> mx.array:
     down = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
-    rows = residual.reshape(-1, residual.shape[-1])
-    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, rows, shared).reshape(residual.shape)
+    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, residual, shared)

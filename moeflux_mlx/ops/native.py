@@ -212,8 +212,8 @@ def expert_gate_up(
     """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, I].
 
     x [T, H]; blob uint32 [S, words] holds records of the geometry `record`, one in each row, read in place; slots int32
-    [T, K] are rows of it. An expert that several tokens share is read once per call. `alone`: each row has the bits that
-    it has by itself, as in a step; else those that it has in a prompt.
+    [T, K] are rows of it. An expert that several tokens share is read once per call. `alone`: each row has the bits
+    that it has by itself, as in a step; else those that it has in a prompt.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
     _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, alone, out)

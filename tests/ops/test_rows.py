@@ -1,6 +1,7 @@
 """Rows of a step: every operation that up to 16 of them go through together gives each row the bits that it has alone.
 
-In plain MLX operations, and in the native kernels on every instruction path, with exact and with rounded activations.
+By a GPU's kernels (Metal's text, executed by the harness in `metal`), by plain MLX operations and by the native kernels
+on every instruction path, with exact and with rounded activations.
 """
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from test_forms import FEW, Stored
 from test_native import PATHS, force
 
+from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Router
 from moeflux_mlx.model.layers import RMSNorm
@@ -20,7 +22,7 @@ from moeflux_mlx.ops.backend import view
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part
 from moeflux_mlx.ops.route import Choice
-from moeflux_mlx.ops.tiles import MAX_TOKENS
+from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -149,8 +151,8 @@ def bits(results):
 def holds(case):
     """Whether each row of an operation's results has the bits that it has alone."""
     operation, given = case
-    together = bits(operation(*given))
-    for t in range(len(given[0])):
+    together, last = bits(operation(*given)), len(given[0]) - 1
+    for t in sorted({0, last // 2, last}):
         alone = bits(operation(*(rows[t : t + 1] for rows in given)))
         for several, one in zip(together, alone, strict=True):
             assert np.array_equal(several[t], one[0]), f"row {t} of {len(given[0])}"
@@ -217,3 +219,42 @@ def test_native(path, form, data):
 def test_operations(form, data):
     step = draw_step(data.draw, form, mlx_rows(data.draw(st.sampled_from(DTYPES))))
     check(step, data.draw(around), data.draw(st.sampled_from(RULES)))
+
+
+# Few lanes and many simdgroups, so that small matrices have rows in turn, in columns and in several threadgroups.
+SMALL = {
+    "qmv": Tile(rows=4, lanes=8, simdgroups=4, ahead=2, spread=2048),
+    "qmv_large": Tile(rows=8, lanes=4, simdgroups=2),
+    "qmv_tokens": Tile(rows=2, lanes=32),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.setitem(TILES, "metal", TILES["metal"] | SMALL)
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    linear._plan.cache_clear()
+    with msl.launching():
+        yield
+    linear._plan.cache_clear()
+
+
+@pytest.mark.parametrize("i", range(len(FORMS) - 1))
+def test_products(kernels, monkeypatch, i):
+    """Of each form by the kernels, for one or two row counts: each has a text of its own."""
+    rng, form, count = np.random.default_rng(i), FORMS[i], (2, 7, 16, 3, 9, 5, 4, 8)[i]
+    step = Step(rng, form, count, size_for(form, 4, 1), mlx_rows(DTYPES[i % 3]))
+    holds(step.linear(i % 2, i // 2 % 2))
+    monkeypatch.setattr(linear, "LARGE", 0)
+    linear._plan.cache_clear()
+    holds(step.linear(True, True))
+
+
+@pytest.mark.parametrize("i", range(4))
+def test_moe_layers(kernels, i):
+    form = FORMS[2 * i]
+    step = Step(np.random.default_rng(i), form, 3 - i % 2, size_for(form, 2, 1), mlx_rows(DTYPES[i % 3]))
+    holds(step.router())
+    holds(step.choice(RULES[i]))
+    holds(step.ffn(gated=i % 2))
+    holds(step.chosen(RULES[i]))
