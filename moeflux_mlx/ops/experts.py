@@ -212,7 +212,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     joined = shared is not None
     launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if launch is None:
-        return row_by_row(lambda x, slots: _gate_up_ops(x, slots, records), x, slots)
+        return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
 
 
@@ -250,15 +250,14 @@ def expert_down_combine(
             return sums.reshape(residual.shape)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)
-        inputs = mx.array(weights), mx.array(residual.reshape(len(act), -1)), other
-        return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs)).reshape(residual.shape)
+        inputs = mx.array(weights), mx.array(residual), other
+        return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
     assert isinstance(slots, mx.array)
     weights = weights.astype(mx.float32)
     out = _down_launch(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
     if out is None:
         assert not isinstance(shared, Shared)
-        rows = [act, slots, weights, residual.reshape(len(act), -1), *([] if shared is None else [shared])]
-        return row_by_row(lambda *rows: _down_combine_ops(*rows[:2], records, *rows[2:]), *rows).reshape(residual.shape)
+        return _down_combine_ops(act, slots, records, weights, residual, shared)
     return out
 
 
@@ -451,9 +450,12 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
 
 
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
-    each = mx.repeat(x, slots.shape[1], axis=0)
-    gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-    return (gate * mx.sigmoid(gate) * up).astype(x.dtype).reshape(*slots.shape, -1)
+    def run(x: mx.array, slots: mx.array) -> mx.array:
+        each = mx.repeat(x, slots.shape[1], axis=0)
+        gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
+        return (gate * mx.sigmoid(gate) * up).astype(x.dtype).reshape(*slots.shape, -1)
+
+    return row_by_row(run, x, slots)
 
 
 def _down_combine_ops(
@@ -462,7 +464,11 @@ def _down_combine_ops(
     records: Records,
     weights: mx.array,
     residual: mx.array,
-    shared: mx.array | None = None,
+    shared: mx.array | None,
 ) -> mx.array:
-    down = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
-    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, residual, shared)
+    def run(act: mx.array, slots: mx.array) -> mx.array:
+        rows = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
+        return rows.reshape(*slots.shape, -1)
+
+    rows = residual.reshape(-1, residual.shape[-1])
+    return moe_combine_ops(row_by_row(run, act, slots), weights, rows, shared).reshape(residual.shape)
