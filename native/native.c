@@ -308,7 +308,7 @@ typedef struct {
     float eps, *out;
 } Product;
 
-/* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as one by itself is slow. */
+/* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as 1 is slow. */
 static ptrdiff_t share(Way way, ptrdiff_t left) {
     if (way == ROUNDED || way == ALONE) return 1;
     if (way == BLOCKS) return least(TOGETHER, left);

@@ -445,7 +445,7 @@ def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Deman
 
 
 def least_slots(args: ModelArgs) -> int:
-    """Experts that one request may ask for: all that so many tokens can use."""
+    """Experts that one request may ask for: all that `LEASED_TOKENS` tokens can use."""
     return min(args.num_experts, LEASED_TOKENS * args.num_experts_per_tok)
 
 

@@ -18,7 +18,7 @@ from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
-from moeflux_mlx.experts import mapped, routed, routing, waves
+from moeflux_mlx.experts import mapped, routed, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import landing_memory
@@ -104,8 +104,8 @@ def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_nativ
     monkeypatch.setattr(native, "available", lambda: is_native)
     tokens, reference = tokens_of(family)[:, :10], tiny_model(family, mx.float32)
     want = run(reference, tokens, 5)
-    for module in (routed, routing):
-        monkeypatch.setattr(module, "LEASED_TOKENS", 1)
+    for module in ("routed", "routing"):
+        monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
     model = streamed(tiny_directory(family), least_slots=TOP_K, cache_bytes=1)
     assert np.array_equal(run(model, tokens, 5), want)
     model.experts.close()

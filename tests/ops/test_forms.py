@@ -364,7 +364,7 @@ def test_resident_matrices(quant, kind):
     heads = np.stack([head.copy() for head in linear.by_head(stored, 4, slice(8, None))])
     assert error(heads, matrix.values.reshape(4, 16, H)[:, 8:]) < 2e-7
     part = linear.part_of_heads(wide, 4, slice(8, None))
-    assert error(np.array(linear.dequantized(part).astype(mx.float32)), heads) < 2e-7
+    assert error(np.array(linear.dequantized(part, mx.float32)), heads) < 2e-7
 
 
 def test_a_form_of_no_kernel_is_known_as_such():
