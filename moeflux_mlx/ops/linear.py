@@ -81,9 +81,16 @@ def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | Non
     if y is not None:
         return y
     x = x if norm is None else norm(x)
-    y = row_by_row(lambda rows: multiply(rows, w, transpose=True), x.reshape(-1, x.shape[-1]))
-    y = y.reshape(*x.shape[:-1], -1)
+    y = _by_mlx(lambda rows: multiply(rows, w, transpose=True), x)
     return y if residual is None else residual + y
+
+
+def _by_mlx(product: Callable[..., mx.array], x: mx.array) -> mx.array:
+    """MLX's own `product` with x [..., I]: a lone row's and a prompt's as they are."""
+    count = x.size // x.shape[-1]
+    if not 1 < count <= MAX_TOKENS:
+        return product(x)
+    return row_by_row(product, x.reshape(count, -1)).reshape(*x.shape[:-1], -1)
 
 
 def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
@@ -247,8 +254,7 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     launch = _plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
     if launch is None:
         x, quant = x if norm is None else norm(x), w.quant
-        y = row_by_row(lambda rows: matmul_float32(rows, quant, *_parts(w)), x.reshape(-1, x.shape[-1]))
-        y = y.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        y = _by_mlx(lambda rows: matmul_float32(rows, quant, *_parts(w)), x).astype(x.dtype)
         return y if residual is None else residual + y
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual)[0]
