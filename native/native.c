@@ -1,9 +1,9 @@
 /* Native CPU kernels of moeflux_mlx: products with quantised and dense matrices, and the small operations.
  *
  * Every function takes C-contiguous buffers (numpy, mlx, memoryview), checks dtype, shape, alignment,
- * bounds and overlap with the GIL held, then works without it and writes into `out`. A result depends
- * on the instruction set, and on whether its row of x is the only one: never on the number of threads, the
- * slots, or what other rows hold. With rounded activations it depends on neither of the two.
+ * bounds and overlap with the GIL held, then works without it and writes into `out`. The result of a row of x
+ * depends on the instruction set and, in exact products, on `alone`: never on the number of threads, the slots,
+ * or on how many other rows there are and what they hold.
  * The documented face is native.py.
  */
 #define PY_SSIZE_T_CLEAN
@@ -308,9 +308,9 @@ typedef struct {
     float eps, *out;
 } Product;
 
-/* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as one alone is slow. */
+/* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as 1 is slow. */
 static ptrdiff_t share(Way way, ptrdiff_t left) {
-    if (way == ROUNDED) return 1;
+    if (way == ROUNDED || way == ALONE) return 1;
     if (way == BLOCKS) return least(TOGETHER, left);
     return left == 5 ? 3 : least(4, left);
 }
@@ -391,7 +391,6 @@ static int multiply_rows(Product *c, const float *x) {
     if (ok) {
         for (ptrdiff_t t = 0; t < c->batch; t++)
             c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
-        c->single = c->batch == 1 && c->path->single_rows;
         if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->single, c->planes}, c->batch);
         ok = !c->planes || make_blocks(1, ends, c->x, size, &blocks);
     }
@@ -419,13 +418,21 @@ static int take_bits(PyObject *object) {
     return 0;
 }
 
+/* Whether each row meets its matrix as it does alone, by the kernel of single rows if there is one; 0 with an
+ * exception. */
+static int take_alone(PyObject *object, const Path *p, int *single) {
+    const int alone = PyObject_IsTrue(object);
+    *single = alone > 0 && p->single_rows;
+    return alone >= 0;
+}
+
 /* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, norm[I] or None, eps,
- * residual[T, O] or None, out[T, O]); for a dense w[O, I] None, None, 0, 0 after it */
+ * residual[T, O] or None, alone, out[T, O]); for a dense w[O, I] None, None, 0, 0 after it */
 static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    int bits = arity(n, 11) ? take_bits(a[6]) : 0;
-    if (!bits) return NULL;
+    int bits = arity(n, 12) ? take_bits(a[6]) : 0;
+    if (!bits || !take_alone(a[10], path, &c.single)) return NULL;
     c.eps = (float)PyFloat_AsDouble(a[8]);
     if (PyErr_Occurred()) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0), *norm = NULL, *residual = NULL;
@@ -434,7 +441,7 @@ static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (ok && a[9] != Py_None)
         ok = (residual = take(&args, a[9], "residual", FLOATS, 2, 0)) &&
              dims2(residual, "residual", x->shape[0], c.rows);
-    Py_buffer *out = ok ? take(&args, a[10], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = ok ? take(&args, a[11], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
     c.norm = norm ? norm->buf : NULL, c.residual = residual ? residual->buf : NULL;
     c.planes = planes_of(path, &c.m, bits);
@@ -491,7 +498,7 @@ typedef struct {
     const float **by_token;       /* the same rows in t * K + k order */
     const float *weight, *mid, *shared;
     float *out;
-    int single;                   /* one token: every expert meets one row */
+    int single;                   /* each row meets its experts alone, and has its own kernel */
     int bits, planes;             /* of activations */
     char *room;                   /* of each thread */
 } Experts;
@@ -534,7 +541,6 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
     c->group[c->groups] = c->pairs;
     for (ptrdiff_t g = 0; g < c->groups; g++)
         if (c->group[g + 1] - c->group[g] > c->most) c->most = c->group[g + 1] - c->group[g];
-    c->single = c->tokens == 1 && c->groups == c->pairs && c->path->single_rows;
     return 1;
 }
 
@@ -633,14 +639,14 @@ static int run_gate_up(Experts *c, const float *x) {
     return ok;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, activations, out[T, K, I]) */
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, activations, alone, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 6) || !(c.bits = take_bits(a[4]))) return NULL;
+    if (!arity(n, 7) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
-    Py_buffer *out = x ? take(&args, a[5], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[6], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
@@ -708,18 +714,18 @@ static int run_down(Experts *c, const float *act) {
     return ok;
 }
 
-/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, activations, weights[T, K], mid[T, H],
- * shared[T, H] or None, out[T, H]) */
+/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, activations, alone, weights[T, K],
+ * mid[T, H], shared[T, H] or None, out[T, H]) */
 static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 9) || !(c.bits = take_bits(a[4]))) return NULL;
+    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
     Py_buffer *act = take(&args, a[0], "act", FLOATS, 3, 0);
-    Py_buffer *weights = act ? take(&args, a[5], "weights", FLOATS, 2, 0) : NULL;
-    Py_buffer *mid = weights ? take(&args, a[6], "mid", FLOATS, 2, 0) : NULL;
-    Py_buffer *shared = mid && a[7] != Py_None ? take(&args, a[7], "shared", FLOATS, 2, 0) : NULL;
-    Py_buffer *out = mid && (shared || a[7] == Py_None) ? take(&args, a[8], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *weights = act ? take(&args, a[6], "weights", FLOATS, 2, 0) : NULL;
+    Py_buffer *mid = weights ? take(&args, a[7], "mid", FLOATS, 2, 0) : NULL;
+    Py_buffer *shared = mid && a[8] != Py_None ? take(&args, a[8], "shared", FLOATS, 2, 0) : NULL;
+    Py_buffer *out = mid && (shared || a[8] == Py_None) ? take(&args, a[9], "out", FLOATS, 2, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = mid->shape[1], c.inner = act->shape[2], c.out = out->buf;
     c.weight = weights->buf, c.mid = mid->buf, c.shared = shared ? shared->buf : NULL;

@@ -93,7 +93,7 @@ typedef struct {
     void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);
-    /* A single row of x has its own kernel if that is faster, else NULL. */
+    /* A row of x that meets its matrix alone has its own kernel if that is faster, else NULL. */
     void (*single_pack)(const float *, float *, ptrdiff_t);
     void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
     const Rounded *rounded; /* NULL: activations are never rounded */

@@ -24,7 +24,7 @@ from ..ops.attend import SCORES
 from ..ops.backend import computes_natively, takes_widths
 from ..ops.gpu_time import block_size
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from ..spec import ModelArgs
 from ..state.cache import FLOAT_BYTES, KVCache, make_cache, uncut_bytes
 from .machine import WORKING_SET_SHARE, Figures
@@ -445,8 +445,8 @@ def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Deman
 
 
 def least_slots(args: ModelArgs) -> int:
-    """Experts that one request may ask for: all that the largest decode call can use."""
-    return min(args.num_experts, MAX_TOKENS * args.num_experts_per_tok)
+    """Experts that one request may ask for: all that `LEASED_TOKENS` tokens can use."""
+    return min(args.num_experts, LEASED_TOKENS * args.num_experts_per_tok)
 
 
 def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:

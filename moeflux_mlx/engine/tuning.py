@@ -45,7 +45,7 @@ from .machine import machine_figures
 
 WORTH = 1.02  # a tile replaces another where it is so much faster
 FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # of alternating measurements: for a candidate, and of the best against the code's
-TOKENS = (1, 512, MAX_TOKENS // 2)  # of one pass each: a token, a prompt's, and a few
+TOKENS = (1, 512, MAX_TOKENS // 4)  # of one pass each: a token, a prompt's, and a few
 BOUND = 2e-2  # of the largest difference, against the largest value; float32 sums in another order are far below
 SPREAD_BYTES = 256 << 20  # that a measurement rotates over: more than the caches of any GPU
 LARGE = 1 << 16  # bytes from which an input is a matrix, of which there is more than one

@@ -17,11 +17,11 @@ from ..formats.owners import Owners
 from ..ops.backend import Array, leave, view
 from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.grouped import combined, expert_rows
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
-from .routing import Report, Routing, unheard
+from .routing import Report, Routing, in_parts, unheard
 from .source import ExpertLoader
 from .waves import expect, multiplied
 
@@ -91,6 +91,8 @@ class RankedExperts:
     def __call__(
         self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
     ) -> Array:
+        if LEASED_TOKENS < len(x) <= MAX_TOKENS:
+            return in_parts(self, routing, x, residual, shared)
         if isinstance(shared, Shared):
             shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
         weighed: Any = routing.weights
@@ -259,7 +261,7 @@ def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weigh
     weighted row is rounded before it is summed, on the CPU the sum multiplies.
     """
     if isinstance(x, np.ndarray):
-        return _native_rows(x, tokens, slots, records)
+        return expert_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records, alone=True)
     copies, index = records.for_mlx(slots)
     n = len(tokens)
     sent = mx.array(np.concatenate([index, tokens, weights.view(np.uint32)]).astype(np.uint32, copy=False))
@@ -272,17 +274,3 @@ def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weigh
         zeros = _constant(0.0, taken.shape)
         parts.append(expert_down_combine(act, own[part], copies, weighed[part], zeros))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-
-def _native_rows(x: np.ndarray, tokens: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    """A single token goes by itself, as it does in one process, and one of several never does."""
-    if len(x) > 1:
-        return expert_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records)
-    one, zero = np.ones((1, 1), np.float32), np.zeros(x.shape, np.float32)
-    where = np.ascontiguousarray(slots[None].astype(np.int32))
-    act = expert_gate_up(x, where, records)
-    parts = [
-        expert_down_combine(np.ascontiguousarray(act[:, p : p + 1]), where[:, p : p + 1].copy(), records, one, zero)
-        for p in range(len(slots))
-    ]
-    return np.concatenate(parts)

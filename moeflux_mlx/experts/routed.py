@@ -25,9 +25,9 @@ from ..ops.experts import (
     handed_over,
 )
 from ..ops.route import heard
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
-from .routing import Report, Routing, unheard
+from .routing import Report, Routing, in_parts, unheard
 from .source import ExpertLoader, Lease
 from .waves import expect, in_waves
 
@@ -72,6 +72,8 @@ class RoutedExperts:
         if records is not None:
             slots, weights = ids.astype(np.int32, copy=False), cast(Array, routing.weights)
             return expert_ffn(x, slots, records, weights, residual, shared)
+        if len(x) > LEASED_TOKENS:
+            return in_parts(self, found, x, residual, shared)
         with self.source.request(routing.layer, ids) as lease:
             self.lookahead.requested(found, ids)
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited

@@ -1,15 +1,16 @@
 """The seam between a model and its experts: what a layer's router decides, and who computes what it chose."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from ..ops.backend import Array
+from ..ops.backend import Array, join
 from ..ops.experts import Shared
 from ..ops.route import Choice
+from ..ops.tiles import LEASED_TOKENS
 from .source import ExpertLoader
 
 Report = Callable[[float], Any]  # told the share of the work that is done; whatever it raises stops the work
@@ -34,6 +35,10 @@ class Routing:
     guess: "Routing | None" = None
     choice: Choice | None = None
     told: Sequence[mx.array] = ()
+
+    def part(self, rows: slice) -> "Routing":
+        """Of some of the tokens, without `choice` and `told`."""
+        return Routing(self.layer, self.ids[rows], self.weights[rows], self.guess and self.guess.part(rows))
 
 
 class RoutedExpertsCall(Protocol):
@@ -60,3 +65,19 @@ class RoutedExpertsCall(Protocol):
     def wants_guess(self, layer: int, tokens: int) -> bool:
         """Whether foreseeing the experts of `layer` would be of use now."""
         ...
+
+
+def in_parts(
+    experts: RoutedExpertsCall, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None
+) -> Array:
+    """`experts` of parts of a step's rows, about equal and none above `LEASED_TOKENS`, joined."""
+    parts, rest = -(-len(x) // LEASED_TOKENS), residual.reshape(len(x), -1)
+    ends, made = [len(x) * part // parts for part in range(parts + 1)], []
+    for rows in map(slice, ends, ends[1:]):
+        own: Any = shared
+        if isinstance(shared, Shared):
+            own = replace(shared, gates=None if shared.gates is None else shared.gates[rows])
+        elif shared is not None:
+            own = shared[rows]
+        made.append((experts(routing.part(rows), x[rows], rest[rows], own),))
+    return join(made, axis=0)[0].reshape(residual.shape)

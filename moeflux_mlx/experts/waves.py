@@ -14,7 +14,7 @@ from ..formats.record import ExpertLayout, Key
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.grouped import GroupedRows
-from ..ops.tiles import MAX_TOKENS
+from ..ops.tiles import LEASED_TOKENS
 from .routing import Report, Routing
 from .source import ExpertLoader, Owned, all_of
 
@@ -101,7 +101,7 @@ def waves_of(counts: np.ndarray, size: int) -> list[np.ndarray]:
 
 def wave_size(layout: ExpertLayout, top_k: int) -> int:
     """Experts of a wave: it finds room in the smallest pool."""
-    return layout.experts_within(WAVE_BYTES, at_most=MAX_TOKENS * top_k)
+    return layout.experts_within(WAVE_BYTES, at_most=LEASED_TOKENS * top_k)
 
 
 def expect(source: ExpertLoader, layer: int, tokens: int, owned: Owned = all_of) -> None:

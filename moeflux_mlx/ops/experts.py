@@ -22,7 +22,7 @@ from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
 from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
-from .linear import Weights, check_activations, inputs_of
+from .linear import Weights, check_activations, inputs_of, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
@@ -125,7 +125,7 @@ def chosen_ffn(
 def expert_ffn(
     x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
 ) -> Array:
-    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for up to 8 tokens on MLX's side.
+    """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for the rows of a step on MLX's side.
 
     Args:
         x: [T, H], as for `expert_gate_up`.
@@ -184,14 +184,15 @@ def _last_of(shared: Any, other: mx.array) -> list[Any]:
     return [*inputs_of(shared.down), other if shared.gates is None else shared.gates]
 
 
-def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None) -> Array:
+def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None, alone: bool = True) -> Array:
     """silu(gate x) * (up x) for every slot of every token.
 
     Args:
-        x: [T, H] float32, bfloat16 or float16; on MLX's side up to 8 tokens, each at a multiple of 16 bytes.
+        x: [T, H] float32, bfloat16 or float16; on MLX's side up to 16 tokens, each at a multiple of 16 bytes.
         slots: [T, K], rows of the records: int32 or uint32, K from 1 to 16; beside numpy int32 and any K.
         records: whose gate and up are [I, H].
         shared: one that `joins` them, or None.
+        alone: beside numpy, whether rows have the bits of a step's, else those of a prompt's.
 
     Returns:
         [T, K, I] in x's dtype; with a shared expert [T, K + 1, I], its row last.
@@ -201,7 +202,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     """
     if isinstance(x, np.ndarray):
         if is_read(records.record):
-            return native.expert_gate_up(x, records.blob, slots, records.record)
+            return native.expert_gate_up(x, records.blob, slots, records.record, alone=alone)
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
@@ -220,6 +221,7 @@ def expert_down_combine(
     weights: Array,
     residual: Array,
     shared: "Array | Shared | None" = None,
+    alone: bool = True,
 ) -> Array:
     """residual + sum_k weights[k] * (down_k act[k]) + shared, k ascending, rounded once.
 
@@ -229,6 +231,7 @@ def expert_down_combine(
         weights: [T, K] float32.
         residual: [..., H], T rows, the stream before the experts.
         shared: the shared expert's output [T, H], the shared expert that `act` has a row of, or None.
+        alone: as there.
 
     Returns:
         residual's shape and dtype.
@@ -240,7 +243,8 @@ def expert_down_combine(
         assert not isinstance(shared, Shared)
         if is_read(records.record):
             rows = residual.reshape(-1, residual.shape[-1])
-            sums = native.expert_down_combine(act, records.blob, slots, records.record, weights, rows, shared)
+            given = act, records.blob, slots, records.record, weights, rows, shared
+            sums = native.expert_down_combine(*given, alone=alone)
             return sums.reshape(residual.shape)
         copies, index = records.for_mlx(np.asarray(slots))
         other = None if shared is None else mx.array(shared)
@@ -453,9 +457,12 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
 
 
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
-    each = mx.repeat(x, slots.shape[1], axis=0)
-    gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-    return (gate * mx.sigmoid(gate) * up).astype(x.dtype).reshape(*slots.shape, -1)
+    def run(x: mx.array, slots: mx.array) -> mx.array:
+        each = mx.repeat(x, slots.shape[1], axis=0)
+        gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
+        return (gate * mx.sigmoid(gate) * up).astype(x.dtype).reshape(*slots.shape, -1)
+
+    return row_by_row(run, x, slots)
 
 
 def _down_combine_ops(
@@ -466,6 +473,9 @@ def _down_combine_ops(
     residual: mx.array,
     shared: mx.array | None,
 ) -> mx.array:
-    down = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
+    def run(act: mx.array, slots: mx.array) -> mx.array:
+        rows = _multiply(act.reshape(-1, act.shape[-1]), slots, records, records.record.down)
+        return rows.reshape(*slots.shape, -1)
+
     rows = residual.reshape(-1, residual.shape[-1])
-    return moe_combine_ops(down.reshape(*slots.shape, -1), weights, rows, shared).reshape(residual.shape)
+    return moe_combine_ops(row_by_row(run, act, slots), weights, rows, shared).reshape(residual.shape)

@@ -176,13 +176,15 @@ def combined(rows: Array, where: np.ndarray, weights: Array, residual: Array, sh
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records) -> np.ndarray:
-    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels, each as one of several rows."""
-    if len(x) == 1:  # a call of one row has other bits
-        return expert_rows(np.repeat(x, 2, axis=0), np.repeat(slots, 2), records)[:1]
+def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool = False) -> np.ndarray:
+    """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels.
+
+    `alone`: with the bits of a row of a step, else with those of a prompt's.
+    """
     ones, zeros = np.ones((len(x), 1), np.float32), np.zeros((len(x), records.record.hidden_size), np.float32)
     where = slots.reshape(-1, 1)
-    return expert_down_combine(expert_gate_up(x, where, records), where, records, ones, zeros)
+    act = expert_gate_up(x, where, records, alone=alone)
+    return expert_down_combine(act, where, records, ones, zeros, alone=alone)
 
 
 # ---- where rows go on MLX's side

@@ -1,9 +1,10 @@
 """Products with a stored matrix: dense or quantised, a few rows or many, on a GPU or on the CPU.
 
-The GPU kernels take up to 8 rows of x and sum in float32. They, like the native kernels, read every form of `forms`.
+The GPU kernels take up to `MAX_TOKENS` rows of x and sum in float32. They, like the native kernels, read every form of
+`forms`. Up to that number each row has the bits that it has alone, whoever multiplies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -17,14 +18,14 @@ from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
 from .norm import Norm
-from .tiles import MAX_TOKENS, Tile, lanes_of, planned, split_of, tile_of
+from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
 # Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
 # (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
 DENSE_ROWS = 256
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
-INPUTS = {"qmv": "x w scales biases norm eps residual", "qmv_tokens": "x w scales biases"}
+ROWS_AT_ONCE = 8  # of x, for which a thread of the kernel for several rows has room: 4 sums each
 
 
 class Weights(Protocol):
@@ -73,14 +74,34 @@ class Part:
 
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
-    """norm(x) [..., I] @ W.T + residual [..., O], for one token on a GPU in one launch where `qmv` pays."""
+    """norm(x) [..., I] @ W.T + residual [..., O], for the rows of a step on a GPU in one launch where `qmv` pays."""
     if isinstance(x, np.ndarray):
         return _linear_native(x, w, norm, residual)
     y = _linear_kernel(x, w, norm, residual)
     if y is not None:
         return y
-    y = multiply(x if norm is None else norm(x), w, transpose=True)
+    x = x if norm is None else norm(x)
+    y = _by_mlx(lambda rows: multiply(rows, w, transpose=True), x)
     return y if residual is None else residual + y
+
+
+def _by_mlx(product: Callable[..., mx.array], x: mx.array) -> mx.array:
+    """MLX's own `product` with x [..., I]: a lone row's and a prompt's as they are."""
+    count = x.size // x.shape[-1]
+    if not 1 < count <= MAX_TOKENS:
+        return product(x)
+    return row_by_row(product, x.reshape(count, -1)).reshape(*x.shape[:-1], -1)
+
+
+def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+    """`operation` on each row of the `arrays`, if they are as many as a step has, else on all at once.
+
+    For MLX's own products, which choose by the number of rows how they sum.
+    """
+    count = len(arrays[0])
+    if not 1 < count <= MAX_TOKENS:
+        return operation(*arrays)
+    return mx.concatenate([operation(*(rows[t : t + 1] for rows in arrays)) for t in range(count)])
 
 
 def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
@@ -88,10 +109,7 @@ def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.arra
     count = x.size // x.shape[-1]
     if refusal(backend.name(), min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM):
         return None
-    if count == 1:
-        return _qmv(x, w, norm, residual)
-    y = _qmv(x if norm is None else norm(x), w)
-    return y if residual is None else residual + y
+    return _qmv(x, w, norm, residual)
 
 
 def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
@@ -183,11 +201,11 @@ def inputs_of(w: Weights) -> list[Input]:
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
 
-# ---- the kernel for a few rows
+# ---- the kernels for the rows of a step
 
 
 class Around(NamedTuple):
-    """What the kernel for one row does beside its product, as far as its text depends on it."""
+    """What the kernels do beside their product, as far as their text depends on it."""
 
     norm: mx.Dtype | None = None  # of its weight
     adds: bool = False
@@ -212,13 +230,13 @@ def qmv(
     """x times the transpose of a quantised matrix.
 
     Args:
-        x: [..., I] float32, bfloat16 or float16, 1 to 8 rows. Each starts at a multiple of 16 bytes, as in a whole
+        x: [..., I] float32, bfloat16 or float16, 1 to 16 rows. Each starts at a multiple of 16 bytes, as in a whole
             array and in slices of its leading axes.
         quant: of the matrix, one that `forms.is_read`.
         w: codes.
         scales, biases: both of one floating dtype, or E8M0 scales and None.
-        norm: of x, of one row.
-        residual: [..., O] in x's dtype, is added to the product of one row.
+        norm: of x.
+        residual: [..., O] in x's dtype, is added to the product.
 
     Returns:
         [..., O] in x's dtype.
@@ -235,11 +253,9 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     shapes = w.weight.shape, w.scales.shape
     launch = _plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
     if isinstance(launch, Reason):
-        x = x if norm is None else norm(x)
-        y = matmul_float32(x, w.quant, *_parts(w)).astype(x.dtype)
+        x, quant = x if norm is None else norm(x), w.quant
+        y = _by_mlx(lambda rows: matmul_float32(rows, quant, *_parts(w)), x).astype(x.dtype)
         return y if residual is None else residual + y
-    if x.size > x.shape[-1]:
-        return launch(x, *inputs_of(w))[0]
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
     return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual)[0]
 
@@ -267,13 +283,6 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-def _choose(target: str, tokens: int, rows: int, columns: int, form: Form) -> tuple[str, Tile]:
-    """The kernel and tile for a [rows, columns] matrix."""
-    name = "qmv_tokens" if tokens > 1 else "qmv"
-    kind = "qmv_large" if tokens == 1 and rows * columns >= LARGE else name
-    return name, tile_of(target, kind, f"{rows}x{columns} {form}")
-
-
 @planned()
 def _plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
@@ -285,19 +294,25 @@ def _plan(
     codes, groups = quant.words(columns), quant.groups(columns)
     good = w == (rows, codes) and scales == (rows, groups)
     require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
-    require(tokens == 1 or around == PLAIN, f"x has {tokens} tokens; a norm and a sum are for one")
     if target == "ops":
         return NO_KERNELS
     if rows * groups < LEAST_ELEMENTS:
         return Reason(f"{rows * groups} scales are fewer than {LEAST_ELEMENTS}")
-    name, tile = _choose(target, tokens, rows, columns, form)
-    chunks = form.chunks(columns)
+    spot, chunks = f"{rows}x{columns} {form}", form.chunks(columns)
+    tile = tile_of(target, "qmv_large" if rows * columns >= LARGE else "qmv", spot)  # it decides the bits of every row
     lanes = lanes_of(chunks, tile.lanes)
     blocks = ceildiv(rows * lanes, tile.rows * 32)
     split = split_of(tile, blocks, chunks, lanes)
     template = {"X": x_dtype, "O": rows, "I": columns, "R": tile.rows, "L": lanes, **form.template}
     template |= {"SG": tile.simdgroups, "SPLIT": split}
-    template |= {"T": tokens} if tokens > 1 else {"AHEAD": form.ahead(tile.ahead), **around.template(x_dtype)}
-    grid = (ceildiv(blocks * split, tile.simdgroups), 1)
-    kernel = Kernel(name, INPUTS[name], "y", form.header)
-    return Launch(target, kernel, template, grid, 32 * tile.simdgroups, [((*x[:-1], rows), x_dtype)])
+    name, turns = "qmv", ceildiv(tokens, ROWS_AT_ONCE)
+    if tokens == 1:
+        template["AHEAD"] = form.ahead(tile.ahead)
+    else:  # as many rows of the matrix as suit several rows of x
+        name, template["R"] = "qmv_tokens", tile_of(target, "qmv_tokens", spot).rows
+        blocks = ceildiv(rows * lanes, template["R"] * 32)
+        template |= {"N": tokens, "T": ceildiv(tokens, turns)}
+    grid = (ceildiv(blocks * split, tile.simdgroups), turns)
+    kernel = Kernel(name, "x w scales biases norm eps residual", "y", form.header)
+    outputs = [((*x[:-1], rows), x_dtype)]
+    return Launch(target, kernel, template | around.template(x_dtype), grid, 32 * tile.simdgroups, outputs)

@@ -3,9 +3,9 @@
 Promises: float32 accumulation; a result depends on the processor's instruction set only, not on the
 number of threads, the slots an expert sits in, or the values of other rows in the call; read-only inputs
 (a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
-One thing about the other rows does count: with AVX-512 VNNI, a call that has a single row multiplies
-4-bit weights in groups of 64 in integers, as exactly, but not with the bits that the row has among several.
-Other forms are multiplied in integers, where that is faster, whatever the number of rows.
+With AVX-512 VNNI, 4-bit weights in groups of 64 have two exact kernels, of other bits: the rows of a step, up to
+`MAX_TOKENS` of them, are multiplied in integers one by one, as a lone row is; the rows of a prompt, more of them, in
+floats and together. Other forms are multiplied in one way, whatever the number of rows.
 Inside `activations(8)` or `activations(16)` products round the activations of each group of weights to so many bits,
 where a form and the processor have such a product: then a row has the same bits alone and among others, on every
 x86-64 instruction set that is used.
@@ -42,6 +42,7 @@ import numpy as np
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..quant import E8M0, FLOAT, Quant
+from .tiles import MAX_TOKENS
 
 Buffer = Any  # numpy array, mx.array or memoryview
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
@@ -194,7 +195,8 @@ def linear(
     out = _result(out, x.shape[0], w.shape[0])
     bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
     weight, eps = norm or (None, 0.0)
-    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, out)
+    alone = x.shape[0] <= MAX_TOKENS
+    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, alone, out)
     return out
 
 
@@ -215,14 +217,17 @@ def _places(*projections: Projection) -> tuple[int, ...]:
     return (*places, last.quant.bits, last.quant.group_size, KINDS.index(kind))
 
 
-def expert_gate_up(x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None) -> np.ndarray:
+def expert_gate_up(
+    x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None, alone: bool = True
+) -> np.ndarray:
     """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, I].
 
     x [T, H]; blob uint32 [S, words] holds records of the geometry `record`, one in each row, read in place; slots int32
-    [T, K] are rows of it. An expert that several tokens share is read once per call.
+    [T, K] are rows of it. An expert that several tokens share is read once per call. `alone`: each row has the bits
+    that it has by itself, as in a step; else those that it has in a prompt.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
-    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, out)
+    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, alone, out)
     return out
 
 
@@ -235,13 +240,15 @@ def expert_down_combine(
     mid: Buffer,
     shared: Buffer | None = None,
     out: np.ndarray | None = None,
+    alone: bool = True,
 ) -> np.ndarray:
     """(sum_k weights[t, k] * down_{slots[t, k]} act[t, k], k ascending) + mid + shared -> [T, H].
 
-    act [T, K, I]; blob, slots and record as in expert_gate_up; weights [T, K]; mid and shared [T, H].
+    act [T, K, I]; blob, slots, record and alone as in expert_gate_up; weights [T, K]; mid and shared [T, H].
     """
     out = _result(out, *mid.shape)
-    _kernels().expert_down_combine(act, blob, slots, _places(record.down), _chosen.bits, weights, mid, shared, out)
+    places = _places(record.down)
+    _kernels().expert_down_combine(act, blob, slots, places, _chosen.bits, alone, weights, mid, shared, out)
     return out
 
 

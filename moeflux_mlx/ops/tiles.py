@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_TOKENS = 8  # rows of x that the kernels for few tokens take
+MAX_TOKENS = 16  # rows of a step: each has the bits that it has alone; a call of the model with more is a prompt
+LEASED_TOKENS = 8  # tokens whose experts the smallest pool has room for; more are asked for in parts
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Tile:
 #   gate_up_planes: with 2 and 3 bits all of 397B's threadgroups are there at once; x is laid out once for 8 simdgroups.
 #   down_planes: 16 lanes lay out 16 rows of x for half as many rows of the matrix, and in float32 find no room for it.
 #   qmv: 16 lanes and columns split over simdgroups. A large matrix fills the GPU by itself, and 8 rows share x better.
-#   qmv_tokens: 2 rows load x twice as often.
+#   qmv_tokens: 2 rows load x twice as often. Lanes and split are those of qmv.
 #   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
 #     registers, and blocks of 16 steps are not unrolled.
 #   router, expert_dequantize: not measured.
@@ -47,7 +48,7 @@ TILES = {
         "expert_down_combine_planes": Tile(rows=4, lanes=8, ahead=2),
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
         "qmv_large": Tile(rows=8, lanes=32, simdgroups=4, ahead=2),
-        "qmv_tokens": Tile(rows=4, lanes=16, simdgroups=4, spread=2048),
+        "qmv_tokens": Tile(rows=4, lanes=32),
         "delta_step": Tile(rows=4, lanes=32),
         "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
@@ -58,7 +59,7 @@ TILES = {
         "expert_down_combine": Tile(rows=4, lanes=32),
         "qmv": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_large": Tile(rows=4, lanes=32, simdgroups=2),
-        "qmv_tokens": Tile(rows=2, lanes=32, simdgroups=2),
+        "qmv_tokens": Tile(rows=2, lanes=32),
         "delta_step": Tile(rows=8, lanes=32),
         "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
@@ -75,7 +76,7 @@ TUNED = {
     "expert_down_combine_planes": ("rows", "ahead"),
     "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread"),
     "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread"),
-    "qmv_tokens": ("rows", "lanes", "simdgroups", "spread"),
+    "qmv_tokens": ("rows",),  # all else is that of "qmv" or "qmv_large", because it decides a row's bits
     "router": ("rows", "simdgroups"),
     "delta_step": ("rows",),
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),

@@ -65,7 +65,7 @@ TINY = {
 def host(monkeypatch):
     """The kernels' text runs here, for every product however small."""
     monkeypatch.setattr(linear, "PAYS_FROM", 1)
-    monkeypatch.setattr(tuning, "TOKENS", (1, 12, 2))
+    monkeypatch.setattr(tuning, "TOKENS", (1, 20, 2))
     with msl.launching():
         yield
 

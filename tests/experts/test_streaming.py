@@ -97,6 +97,20 @@ def test_same_bits_without_native_kernels(copied, small_waves, monkeypatch):
     model.experts.close()
 
 
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
+def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_native, monkeypatch):
+    """The pool has room for one token's."""
+    monkeypatch.setattr(native, "available", lambda: is_native)
+    tokens, reference = tokens_of(family)[:, :10], tiny_model(family, mx.float32)
+    want = run(reference, tokens, 5)
+    for module in ("routed", "routing"):
+        monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
+    model = streamed(tiny_directory(family), least_slots=TOP_K, cache_bytes=1)
+    assert np.array_equal(run(model, tokens, 5), want)
+    model.experts.close()
+
+
 def test_a_wrong_byte_changes_the_logits(tmp_path, small_waves):
     """The comparison of bits can fail."""
     path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")

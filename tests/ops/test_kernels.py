@@ -483,7 +483,7 @@ def routed(words, count):
 
 
 BAD = {
-    "9 tokens": lambda: product(9, 64),
+    "17 tokens": lambda: product(17, 64),
     "int32": lambda: product(1, 64, mx.int32),
     "expected [O, 16]": lambda: product(1, 128),
     "a multiple of 64": lambda: product(1, 96),
