@@ -1,8 +1,9 @@
 """Which kernels a model runs, by kind of layer and number of tokens, in lines for people."""
 
 import argparse
+from contextlib import closing
 
-from ..engine.launches import TOKENS, Step, steps
+from ..engine.launches import TOKENS, Step, launches_of
 from ..ops import backend
 from .tuning import shapes_of
 
@@ -16,10 +17,11 @@ def run(options: argparse.Namespace) -> int:
         shapes = shapes_of(options)
         title = next(name for name, value in BACKENDS.items() if value == target)
         print(f"{shapes.args.model_type} on {title}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
-        for step in steps(shapes, target):
-            if step.tokens == TOKENS[0]:
-                print(title_of(step))
-            print("\n".join(lines_of(step)))
+        with closing(launches_of(shapes, target)) as steps:
+            for step in steps:
+                if step.tokens == TOKENS[0]:
+                    print(title_of(step))
+                print("\n".join(lines_of(step)))
     return 0
 
 

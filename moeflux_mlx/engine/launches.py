@@ -5,7 +5,7 @@ goes to stand-ins: nothing is multiplied, and it may be asked for a backend that
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -51,7 +51,7 @@ class Step:
     refused: dict[str, Reason]
 
 
-def steps(shapes: Shapes, target: str) -> Iterator[Step]:
+def launches_of(shapes: Shapes, target: str) -> Generator[Step, None, None]:
     """What each kind of mixer and feed-forward part, and lm_head, run on the backend `target`."""
     with backend.viewing(target):
         for part, layers, run in _parts(shapes):

@@ -554,7 +554,7 @@ def test_a_plan_that_does_not_fit_says_so():
     "argv, message",
     [
         (["--variant", "qwen3.5-397b-a17b", "--ram-gb", "4"], "GB of memory would do"),
-        (["--variant", "qwen3-30b-a3b", "--ram-gb", "8", "--context", "40960"], "a context of [0-9]+ fits"),
+        (["--variant", "qwen3-30b-a3b", "--ram-gb", "6", "--context", "40960"], "a context of [0-9]+ fits"),
         (["--variant", "qwen3-30b-a3b", "--measure-disk"], "give --model"),
         (["--model", "x", "--measure-disk", "--disk-gb-per-s", "3"], "exclude each other"),
         (["--variant", "qwen3-30b-a3b", "--disk-gb-per-s", "0"], "--disk-gb-per-s is 0.0"),

@@ -37,7 +37,9 @@ def said(family, target, tokens):
     """Of a whole model, and the steps."""
     with backend.viewing(target):
         shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
-    steps = [step for step in launches.steps(shapes, target) if step.tokens == tokens and "resident" not in step.part]
+    steps = [
+        step for step in launches.launches_of(shapes, target) if step.tokens == tokens and "resident" not in step.part
+    ]
     total = Counter()
     for step in steps:
         for name, count in step.runs.items():
@@ -91,6 +93,6 @@ def test_layers_that_are_stored_otherwise_stand_apart(cpu_device):
         shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
     path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))
     shapes.quants[path] = Quant(8, 64)
-    steps = [step for step in launches.steps(shapes, "metal") if step.part == "attention" and step.tokens == 1]
+    steps = [step for step in launches.launches_of(shapes, "metal") if step.part == "attention" and step.tokens == 1]
     assert [len(step.layers) for step in steps] == [47, 1] and steps[1].layers == [5]
     assert any("[affine]" in name for name in steps[1].runs)

@@ -36,6 +36,7 @@ class Interrupt:
 
     def __enter__(self):
         self.before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = self.opcodes  # Python 3.12 looks for one such frame when tracing begins
         sys.settrace(self._enter)
         return self
 

@@ -116,7 +116,7 @@ def test_what_is_kept_for_the_store_does_not_double_the_caches(tmp_path, family)
         assert n == end
         for layer, want in zip(cache, absorbed(session.model, text()[:end]), strict=True):
             for got, array in zip(layer.state[:2], want.state[:2], strict=True):
-                np.testing.assert_allclose(held(got, layer), held(array, want), atol=1e-5)
+                np.testing.assert_allclose(held(got, layer), held(array, want), atol=5e-5)
 
 
 def held(array, layer):
