@@ -5,7 +5,7 @@ belongs to. A switch that is described here and not computed yet is refused by `
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -245,23 +245,20 @@ class LayerSpec:
     residual: Residual = Residual()
 
 
-# Switches without code behind them: each must have its default.
-NOT_COMPUTED: dict[type, tuple[str, ...]] = {
-    GroupedQuery: ("window", "sinks", "value_dim", "scale", "value_scale", "value_is_key"),
-    Experts: ("activation", "biases", "matrices"),
-    Residual: ("scale", "streams"),
+# Switches that not every value of is computed, and the values that are.
+COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
+    GroupedQuery: {
+        **{"gate": (None, "joined"), "window": (None,), "sinks": (False,), "value_dim": (None,)},
+        **{"scale": (None,), "value_scale": (1.0,), "value_is_key": (False,)},
+    },
+    Experts: {"activation": ("silu",), "biases": (False,), "matrices": (3,)},
+    Residual: {"scale": (1.0,), "streams": (1,)},
 }
-COMPUTED_GATES = (None, "joined")
 
 
 def unsupported(layer: LayerSpec) -> Iterator[tuple[str, Any]]:
     """Switches of a layer that are not computed, as (name, value)."""
     for part in (layer.mixer, layer.feed_forward, layer.residual):
-        refused = NOT_COMPUTED.get(type(part), ())
-        for field in fields(part):
-            value = getattr(part, field.name)
-            if field.name in refused and value != field.default:
-                yield field.name, value
-    gate = getattr(layer.mixer, "gate", None)
-    if gate not in COMPUTED_GATES:
-        yield "gate", gate
+        for name, computed in COMPUTED.get(type(part), {}).items():
+            if getattr(part, name) not in computed:
+                yield name, getattr(part, name)
