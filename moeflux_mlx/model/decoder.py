@@ -71,20 +71,20 @@ class DecoderLayer(nn.Module):
     def compile(self, experts: ExpertLoader) -> None:
         """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
         if isinstance(self.mlp, MoE):
-            steps = [DecodeStep(partial(self._choose, foresees)) for foresees in (False, True)]
+            steps = [DecodeStep(partial(self._choose, predict)) for predict in (False, True)]
             for step in steps:
                 experts.at_close(step.forget)
-            self._step = lambda foresees: steps[foresees]
+            self._step = lambda predict: steps[predict]
 
     def __call__(self, x: Array, cache: Any) -> Array:
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [cache]):
-            step = self._step(self.mlp.foresees(1))
+            step = self._step(self.mlp.should_predict(1))
             return self.mlp.add_chosen(step(x, [cache]))
         return self.mlp.add_to(self._mixed(x, cache), self.post_attention_layernorm)
 
-    def _choose(self, foresees: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
+    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
         """What is compiled."""
-        return self.mlp.choose(self._mixed(x, caches[0]), self.post_attention_layernorm, foresees)
+        return self.mlp.choose(self._mixed(x, caches[0]), self.post_attention_layernorm, predict)
 
     def _mixed(self, x: Array, cache: Any) -> Array:
         return self[self._mixer_name](x, self.input_layernorm, cache)
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         self.layers: list[Any] = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
-            layer.mlp.foresee(following.mlp, following.post_attention_layernorm)
+            layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
 
 class Model(nn.Module):

@@ -37,7 +37,7 @@ class MoE(nn.Module):
         gates = (self.gate, self.shared_expert_gate) if "shared_expert_gate" in self else (self.gate,)
         self._gates = Stack(*gates)
 
-    def foresee(self, following: "MoE", norm: RMSNorm) -> None:
+    def set_next(self, following: "MoE", norm: RMSNorm) -> None:
         """`following` is the next MoE block, and `norm` the norm before it."""
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
@@ -47,22 +47,22 @@ class MoE(nn.Module):
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
             return self.end(self.begin(residual, norm))
-        return self.add_chosen(self.choose(residual, norm, self.foresees(B * L)))
+        return self.add_chosen(self.choose(residual, norm, self.should_predict(B * L)))
 
-    def choose(self, residual: Array, norm: RMSNorm, foresees: bool) -> list[Any]:
+    def choose(self, residual: Array, norm: RMSNorm, predict: bool) -> list[Any]:
         """What `add_chosen` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
 
-        `foresees`: with the experts of the next MoE block. Nothing here looks at a value.
+        `predict`: with the experts of the next MoE block. Nothing here looks at a value.
         """
         x, logits, gates = self._routed(residual, norm)
-        return [residual, x, logits, gates, self.tell(logits), self._foreseen(residual) if foresees else None]
+        return [residual, x, logits, gates, self.tell(logits), self._predict_next(residual) if predict else None]
 
     def add_chosen(self, parts: Sequence[Any]) -> Any:
         """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
-        residual, x, logits, gates, (ids, weights, told), foreseen = parts
+        residual, x, logits, gates, (ids, weights, told), predicted = parts
         assert self.experts is not None
         choice = Choice(logits, self.rule, self._bias)
-        routing = Routing(self.layer, ids, weights, self._guessed(foreseen), choice, told)
+        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, told)
         return self.experts(routing, x, residual, self._shared(gates))
 
     def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
@@ -94,26 +94,26 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        foreseen = self._foreseen(residual) if self.foresees(B * L) else None
-        routing = Routing(self.layer, ids, weights, self._guessed(foreseen))
+        predicted = self._predict_next(residual) if self.should_predict(B * L) else None
+        routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
         return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
 
-    def foresees(self, tokens: int) -> bool:
-        """Whether to foresee the experts of the next MoE block, now."""
+    def should_predict(self, tokens: int) -> bool:
+        """Whether to predict the experts of the next MoE block, now."""
         if self._following is None or self.experts is None:
             return False
         return self.experts.wants_guess(self._following()[0].layer, tokens)
 
-    def _foreseen(self, rows: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+    def _predict_next(self, rows: Array) -> tuple[Array, Array, Sequence[mx.array]]:
         """The next MoE layer's choice on this layer's hidden state, which its own norm rescales."""
         assert self._following is not None
         following, norm = self._following()
         return following.tell(following._routed(rows, norm)[1])
 
-    def _guessed(self, foreseen: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
-        if foreseen is None or self._following is None:
+    def _as_routing(self, predicted: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
+        if predicted is None or self._following is None:
             return None
-        ids, weights, told = foreseen
+        ids, weights, told = predicted
         return Routing(self._following()[0].layer, ids, weights, told=told)
 
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
