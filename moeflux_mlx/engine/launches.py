@@ -168,7 +168,7 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
         for title, experts in _experts(part, record, args.num_experts_per_tok):
             module = feed_forward_of(part, args.hidden_size, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, lambda x, module=module: module.add_to(x, norm)  # type: ignore[misc]
+            yield title, layers, lambda x, module=module: module.forward(x, norm)  # type: ignore[misc]
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get("lm_head"), shapes.dtype)
     yield "lm_head", (), lambda x: head(norm(x[:, -1:] if x.shape[1] > MAX_TOKENS else x))  # a prompt's last token's

@@ -79,8 +79,8 @@ class DecoderLayer(nn.Module):
     def __call__(self, x: Array, cache: Any) -> Array:
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [cache]):
             step = self._step(self.mlp.should_predict(1))
-            return self.mlp.add_chosen(step(x, [cache]))
-        return self.mlp.add_to(self._mixed(x, cache), self.post_attention_layernorm)
+            return self.mlp.run_experts(step(x, [cache]))
+        return self.mlp.forward(self._mixed(x, cache), self.post_attention_layernorm)
 
     def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
         """What is compiled."""
@@ -98,7 +98,7 @@ class DecoderLayer(nn.Module):
         cache.expect(span.length)
         for start, end in span.blocks(cache):
             h = self._mixed(backend.contiguous(x[:, start:end]), cache)
-            part = self.mlp.begin(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
+            part = self.mlp.prepare(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
             backend.start(*part, *cache.state[:2])
             span.passed(span.layer, end, cache)
             if parts:
@@ -106,22 +106,22 @@ class DecoderLayer(nn.Module):
             parts.append(part)
             report(MIXER_SHARE * start / span.length)
         joined = backend.join(parts, axis=1)
-        return self.mlp.end(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+        return self.mlp.finish(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
 
 
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
-    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+    def forward(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the MLP makes of it, normed."""
         return self(residual, norm=norm, residual=residual)
 
-    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """All of it."""
-        return (self.add_to(residual, norm),)
+        return (self.forward(residual, norm),)
 
-    def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
-        """What `begin` gave."""
+    def finish(self, parts: Sequence[Array], report: Report = unheard) -> Array:
+        """What `prepare` gave."""
         return parts[0]
 
 

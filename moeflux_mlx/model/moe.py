@@ -42,22 +42,22 @@ class MoE(nn.Module):
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
 
-    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+    def forward(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the block makes of it, normed."""
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
-            return self.end(self.begin(residual, norm))
-        return self.add_chosen(self.choose(residual, norm, self.should_predict(B * L)))
+            return self.finish(self.prepare(residual, norm))
+        return self.run_experts(self.choose(residual, norm, self.should_predict(B * L)))
 
     def choose(self, residual: Array, norm: RMSNorm, predict: bool) -> list[Any]:
-        """What `add_chosen` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
+        """What `run_experts` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
 
         `predict`: with the experts of the next MoE block. Nothing here looks at a value.
         """
         x, logits, gates = self._routed(residual, norm)
         return [residual, x, logits, gates, self.tell(logits), self._predict_next(residual) if predict else None]
 
-    def add_chosen(self, parts: Sequence[Any]) -> Any:
+    def run_experts(self, parts: Sequence[Any]) -> Any:
         """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
         residual, x, logits, gates, (ids, weights, told), predicted = parts
         assert self.experts is not None
@@ -65,8 +65,8 @@ class MoE(nn.Module):
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, told)
         return self.experts(routing, x, residual, self._shared(gates))
 
-    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
-        """What each token of many needs of itself alone; `end` takes it, of one block of tokens or of several joined.
+    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+        """What each token of many needs of itself alone; `finish` takes it, of one block of tokens or several joined.
 
         Args:
             residual: the stream [B, L, D].
@@ -85,8 +85,8 @@ class MoE(nn.Module):
             parts.append(shared.rows(x))
         return tuple(part.reshape(B, L, -1) for part in parts)
 
-    def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
-        """The routed experts over all tokens, from what `begin` gave: [B, L, D].
+    def finish(self, parts: Sequence[Array], report: Report = unheard) -> Array:
+        """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
 
         `report` is told what share of them is done.
         """
