@@ -25,8 +25,9 @@ class Routing:
     """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
 
     `guess` is the same for the next layer with experts, foreseen from this layer's hidden state; it is computed only
-    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes. `told`:
-    the choice once more, as `ops.route.heard` reads it; nothing where the host reads ids and weights as soon.
+    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes.
+    `host_copy`: the choice once more, as `ops.route.read_host_copy` reads it; nothing where the host reads ids and
+    weights as soon.
     """
 
     layer: int
@@ -34,10 +35,10 @@ class Routing:
     weights: mx.array | np.ndarray
     guess: "Routing | None" = None
     choice: Choice | None = None
-    told: Sequence[mx.array] = ()
+    host_copy: Sequence[mx.array] = ()
 
     def part(self, rows: slice) -> "Routing":
-        """Of some of the tokens, without `choice` and `told`."""
+        """Of some of the tokens, without `choice` and `host_copy`."""
         return Routing(self.layer, self.ids[rows], self.weights[rows], self.guess and self.guess.part(rows))
 
 

@@ -11,7 +11,7 @@ from ..kinds import Experts
 from ..ops.backend import Array
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
-from ..ops.route import Choice, route, route_told, router_logits
+from ..ops.route import Choice, route, route_with_host_copy, router_logits
 from ..ops.tiles import MAX_TOKENS
 from .layers import MLP, Linear, RMSNorm, Stack
 
@@ -55,14 +55,15 @@ class MoE(nn.Module):
         `predict`: with the experts of the next MoE block. Nothing here looks at a value.
         """
         x, logits, gates = self._routed(residual, norm)
-        return [residual, x, logits, gates, self.tell(logits), self._predict_next(residual) if predict else None]
+        routed = self.route_with_host_copy(logits)
+        return [residual, x, logits, gates, routed, self._predict_next(residual) if predict else None]
 
     def run_experts(self, parts: Sequence[Any]) -> Any:
         """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
-        residual, x, logits, gates, (ids, weights, told), predicted = parts
+        residual, x, logits, gates, (ids, weights, host_copy), predicted = parts
         assert self.experts is not None
         choice = Choice(logits, self.rule, self._bias)
-        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, told)
+        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, host_copy)
         return self.experts(routing, x, residual, self._shared(gates))
 
     def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
@@ -108,13 +109,13 @@ class MoE(nn.Module):
         """The next MoE layer's choice on this layer's hidden state, which its own norm rescales."""
         assert self._following is not None
         following, norm = self._following()
-        return following.tell(following._routed(rows, norm)[1])
+        return following.route_with_host_copy(following._routed(rows, norm)[1])
 
     def _as_routing(self, predicted: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
         if predicted is None or self._following is None:
             return None
-        ids, weights, told = predicted
-        return Routing(self._following()[0].layer, ids, weights, told=told)
+        ids, weights, host_copy = predicted
+        return Routing(self._following()[0].layer, ids, weights, host_copy=host_copy)
 
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
         """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
@@ -130,9 +131,9 @@ class MoE(nn.Module):
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
         return route(logits, self.rule, self._bias)
 
-    def tell(self, logits: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+    def route_with_host_copy(self, logits: Array) -> tuple[Array, Array, Sequence[mx.array]]:
         """The same, for a wait."""
-        return route_told(logits, self.rule, self._bias)
+        return route_with_host_copy(logits, self.rule, self._bias)
 
     @property
     def _bias(self) -> mx.array | None:
