@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..experts.routing import Report, Routing, unheard
+from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Delta, Dense, GroupedQuery
 from ..model.decoder import feed_forward_of, mixer_of
@@ -122,7 +122,7 @@ class SomeExperts:
         shape = experts if is_resident else top_k, record.stride // 4
         self.array, self.memory = Records(mx.zeros(shape, mx.uint32), record), np.zeros(shape, np.uint32)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         here = isinstance(x, np.ndarray)
         records = Records(self.memory, self.array.record) if here else self.array
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))

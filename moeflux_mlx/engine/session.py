@@ -117,7 +117,7 @@ class Session:
         """
         prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
         try:
-            return self._sync(prompt, boundaries, prompt_progress_callback or _unheard)
+            return self._sync(prompt, boundaries, prompt_progress_callback or _ignore_progress)
         except BaseException as error:
             self._recover(error)
             raise
@@ -150,7 +150,7 @@ class Session:
         """
         prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
         check_max_tokens(generation.get("max_tokens", 256))
-        report = prompt_progress_callback or _unheard
+        report = prompt_progress_callback or _ignore_progress
         start, read = time.perf_counter(), self._bytes_read()
         try:
             logits = self._sync(prompt, boundaries, report)
@@ -440,5 +440,5 @@ def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
     return cut
 
 
-def _unheard(done: int, total: int) -> None:
+def _ignore_progress(done: int, total: int) -> None:
     """Told of progress that nobody wants to hear of."""

@@ -26,7 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import RequestError
-from ..experts.routing import Report, Routing, unheard
+from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..model.decoder import DecoderLayer
 from ..model.layers import Linear, Weight
@@ -178,7 +178,7 @@ class TrialExperts:
         self.count = count
         self.records = random_records(record, count)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
             return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)

@@ -21,7 +21,7 @@ from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Told
 from .lookahead import Lookahead
-from .routing import Report, Routing, in_parts, unheard
+from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader
 from .waves import expect, multiplied
 
@@ -89,7 +89,7 @@ class RankedExperts:
             expect(self.source, layer, tokens, self._owned)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         if LEASED_TOKENS < len(x) <= MAX_TOKENS:
             return in_parts(self, routing, x, residual, shared)

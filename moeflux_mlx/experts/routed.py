@@ -27,7 +27,7 @@ from ..ops.experts import (
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
-from .routing import Report, Routing, in_parts, unheard
+from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader, Lease
 from .waves import expect, in_waves
 
@@ -55,7 +55,7 @@ class RoutedExperts:
             expect(self.source, layer, tokens)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)

@@ -16,7 +16,7 @@ from .source import ExpertLoader
 Report = Callable[[float], Any]  # told the share of the work that is done; whatever it raises stops the work
 
 
-def unheard(share: float) -> None:
+def ignore_report(share: float) -> None:
     """A `Report` to nobody."""
 
 
@@ -51,7 +51,7 @@ class RoutedExpertsCall(Protocol):
         ...
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape.
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import Report, RoutedExpertsCall, unheard
+from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..experts.source import ExpertLoader
 from ..kinds import Delta, Dense, Experts, FeedForward, GroupedQuery, Latent, Mixer
 from ..ops import backend, gpu_time, native
@@ -120,7 +120,7 @@ class DenseMLP(MLP):
         """All of it."""
         return (self.forward(residual, norm),)
 
-    def finish(self, parts: Sequence[Array], report: Report = unheard) -> Array:
+    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         """What `prepare` gave."""
         return parts[0]
 
@@ -286,7 +286,7 @@ class Model(nn.Module):
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
             try:
-                self._through_layers(span, cache, unheard)
+                self._through_layers(span, cache, ignore_report)
             except BaseException:
                 span.drop(cache)  # else layers would have seen tokens that others have not
                 raise
@@ -296,7 +296,7 @@ class Model(nn.Module):
             h = layer(h, layer_cache)
         return self.model.norm(h)
 
-    def advance(self, span: Span, cache: list[Cache], report: Report = unheard) -> mx.array:
+    def advance(self, span: Span, cache: list[Cache], report: Report = ignore_report) -> mx.array:
         """Takes a span through the layers that it has not passed; the logits [B, vocab_size] of its last token.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
+from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Experts
 from ..ops.backend import Array
 from ..ops.elementwise import float32
@@ -86,7 +86,7 @@ class MoE(nn.Module):
             parts.append(shared.rows(x))
         return tuple(part.reshape(B, L, -1) for part in parts)
 
-    def finish(self, parts: Sequence[Array], report: Report = unheard) -> Array:
+    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
 
         `report` is told what share of them is done.
