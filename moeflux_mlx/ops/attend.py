@@ -256,7 +256,7 @@ def _plan(
     positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
     template = sizes | {"W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
-    template |= {"NORM": int(types[1] is not None), "DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
+    template |= {"NORM": int(types[1] is not None), "DIMS": dims, "INTERLEAVED": int(interleaved), "RECENT": RECENT}
     pieces, most = ceildiv(capacity + RECENT, positions), MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, width + 1, 32) if width % n == 0 and 4 * n <= most)

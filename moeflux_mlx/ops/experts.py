@@ -397,7 +397,7 @@ def _spot(kernel: str, form: Form) -> str:
     return f"{kernel}_planes" if form.planes else kernel
 
 
-def _span(form: Form, each: int, columns: int, lanes: int) -> int:
+def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     """Columns that `each` simdgroups lay out at once, as many as memory holds: which lane takes a chunk stays the same,
     and with it the bits."""
     step, room = lanes * form.chunk, PLANES_BYTES // each
@@ -437,7 +437,7 @@ def _plan_down(
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     template["SG"] = simdgroups = min(each, MOST_THREADS[target] // 32)
-    template["SPAN"] = _span(form, simdgroups, inner, lanes)
+    template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)

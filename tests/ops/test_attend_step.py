@@ -212,7 +212,7 @@ def test_a_late_token_is_turned_as_many_are(host):
 FAULTS = {
     "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
-    "pairs of the other kind": ("attend_step", "NEXT ?", "!NEXT ?"),
+    "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
     "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
     "no magnitude": ("attend_step", "magnitude[0] * metal::sin", "metal::sin"),
     "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
