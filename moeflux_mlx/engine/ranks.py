@@ -12,7 +12,7 @@ from ..experts.dealing import Dealing
 from ..experts.group import FAILED, FINE, Exchange
 from ..experts.ranks import RankedExperts
 from ..experts.source import ExpertLoader
-from ..formats.owners import Owners, Share
+from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.tiles import Tiles
@@ -128,7 +128,7 @@ def meet(
     most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
     own = replace(layout, num_experts=most)
     try:
-        weights.check_held(Share(owners, rank))
+        weights.check_held(RankShare(owners, rank))
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),

@@ -18,7 +18,7 @@ from ..errors import ExpertIOError, ModelFileError
 from ..formats.pieces import ExpertFiles, Run, runs_of
 from ..formats.record import ExpertLayout, Key
 from ..process import check_process
-from .files import SCRATCH_BYTES, OpenFiles, Preadv, Share
+from .files import SCRATCH_BYTES, OpenFiles, Preadv, ReadShare
 from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
@@ -35,7 +35,7 @@ class Read:
         is_queued: whether threads will come to it; whoever submits it may be interrupted before.
     """
 
-    def __init__(self, layer: int, expert: int, target: memoryview, shares: Sequence[Share]):
+    def __init__(self, layer: int, expert: int, target: memoryview, shares: Sequence[ReadShare]):
         self.layer, self.expert, self.target = layer, expert, target
         self.is_queued = False
         self._error: ExpertIOError | None = None
@@ -70,7 +70,7 @@ class Read:
         self.settle()
         return True
 
-    def take(self) -> Share | None:
+    def take(self) -> ReadShare | None:
         """A share for the thread that calls; None: it is cancelled, or others have them all."""
         if not self._fate.setdefault("begun", True):
             return None
@@ -155,7 +155,7 @@ class ExpertReader:
     ):
         self.layout = files.layout
         self._check, self._checked = check, set[Key]()
-        self._in_pieces: dict[Key, tuple[Share, ...]] = {}
+        self._in_pieces: dict[Key, tuple[ReadShare, ...]] = {}
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
         self._queue: tuple[deque[Read], ...] = (deque(), deque())  # wanted now, speculative; once for each share
         self._wake: SimpleQueue[None] = SimpleQueue()  # each item wakes a thread, which looks until nothing is queued
@@ -220,7 +220,7 @@ class ExpertReader:
         if self._closed:
             raise ExpertIOError(CLOSED)
 
-    def _shares(self, layer: int, expert: int, room: int) -> tuple[Share, ...]:
+    def _shares(self, layer: int, expert: int, room: int) -> tuple[ReadShare, ...]:
         """What each of some threads reads of the record; kept where it took longer to make than to find again."""
         found = self._in_pieces.get((layer, expert))
         if found is None:
@@ -301,7 +301,7 @@ class ExpertReader:
             seconds += now - since
         self._busy = active + change, seconds, since
 
-    def _attempt(self, read: Read, share: Share) -> int | ExpertIOError:
+    def _attempt(self, read: Read, share: ReadShare) -> int | ExpertIOError:
         """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
         try:
             return self._files.read_all(share, read.target)

@@ -16,7 +16,7 @@ import numpy as np
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, in_turn
+from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, in_turn
 from .norm import Norm
 from .rope import Rope, angles
 from .tiles import planned
@@ -75,7 +75,7 @@ class Whole(NamedTuple):
     """
 
     joined: mx.array
-    weights: list[Piece]
+    weights: list[ArrayPiece]
 
 
 class Positions(Protocol):

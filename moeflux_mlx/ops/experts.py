@@ -21,7 +21,7 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
-from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
+from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
@@ -116,7 +116,7 @@ def chosen_ffn(
     own = _first_of(shared, records.blob)
     act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
     top_k = choice.rule.top_k
-    used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
+    used = Used(ArrayPiece(chosen, 0, mx.uint32), ArrayPiece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
     out = _down_combine_kernel(act, used, records, residual, shared)
     assert out is not None
     return out

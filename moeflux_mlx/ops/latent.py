@@ -66,7 +66,7 @@ class HeadMatrices:
         part = part_of_heads(self.weights, self.heads, self.rows or slice(None), some)
         return HeadMatrices(part, part.weight.shape[0], transposed=self.transposed)
 
-    def stored(self) -> "Stored":
+    def stored(self) -> "StoredMatrices":
         """What kernels take of them."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
         arrays: list[Any] = inputs_of(part)
@@ -76,7 +76,7 @@ class HeadMatrices:
         else:
             weight, transposed = arrays[0], transposed and arrays[0].shape[-1] % 8 == 0
             arrays = [weight if transposed == self.transposed else weight.swapaxes(-1, -2)] * 3
-        return Stored(arrays, (bits, group, code_number(part.quant), arrays[1].dtype), transposed)
+        return StoredMatrices(arrays, (bits, group, code_number(part.quant), arrays[1].dtype), transposed)
 
     def each(self) -> Iterator[np.ndarray]:
         """In turn, in float32; the memory may be used again for the next."""
@@ -84,7 +84,7 @@ class HeadMatrices:
         return (matrix.T for matrix in found) if self.transposed else found
 
 
-class Stored(NamedTuple):
+class StoredMatrices(NamedTuple):
     """Matrices for metal/stored.h.metal: codes, scales and biases, or values in place of all three."""
 
     arrays: list[mx.array]
