@@ -84,9 +84,9 @@ class Party:
             flag = FAILED
             raise
         finally:
-            told = exchange(READY, np.zeros(1, np.uint32), flag=flag)
+            gathered = exchange(READY, np.zeros(1, np.uint32), flag=flag)
             allow(exchange.group, before)
-        if (failed := told.first(FAILED)) is not None:
+        if (failed := gathered.first(FAILED)) is not None:
             raise RankError(f"rank {failed} could not load the model; its own message says why")
 
 
