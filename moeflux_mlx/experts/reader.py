@@ -43,7 +43,7 @@ class Read:
         self._left, self._got = len(shares), 0  # shares that are not over; bytes that have come
         self._fate: dict[str, bool] = {}  # "begun": whether a thread came first, or `cancel`
         self._over = False
-        self._told: list[SimpleQueue[Read]] = []  # those who wait
+        self._waiters: list[SimpleQueue[Read]] = []  # those who wait
 
     @property
     def waiting(self) -> int:
@@ -91,21 +91,21 @@ class Read:
     def settle(self, error: ExpertIOError | None = None) -> None:
         """It is over, whoever waits is told, and `error`, if any, is what went wrong."""
         self._error, self._over = error or self._error, True
-        for told in self._told:
-            told.put(self)
+        for queue in self._waiters:
+            queue.put(self)
 
-    def tell(self, told: "SimpleQueue[Read]") -> None:
-        """`told` gets this read once it is over, perhaps twice."""
-        self._told.append(told)
+    def notify(self, queue: "SimpleQueue[Read]") -> None:
+        """`queue` gets this read once it is over, perhaps twice."""
+        self._waiters.append(queue)
         if self.is_over:
-            told.put(self)
+            queue.put(self)
 
     def wait(self) -> ExpertIOError | None:
         """What went wrong, once it is over."""
         if not self.is_over:
-            told: SimpleQueue[Read] = SimpleQueue()
-            self.tell(told)
-            told.get()
+            queue: SimpleQueue[Read] = SimpleQueue()
+            self.notify(queue)
+            queue.get()
         return self.error
 
     def result(self) -> int:
@@ -118,12 +118,12 @@ class Read:
 
 def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
     """The same, each once it is over."""
-    told: SimpleQueue[Read] = SimpleQueue()
+    queue: SimpleQueue[Read] = SimpleQueue()
     left = set(reads)
     for read in left:
-        read.tell(told)
+        read.notify(queue)
     while left:
-        read = told.get()
+        read = queue.get()
         if read in left:
             left.remove(read)
             yield read
