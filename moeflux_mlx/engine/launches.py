@@ -73,10 +73,10 @@ class Noted(Tiles):
         """Inside, kernels and native forms compute nothing."""
         stack = ExitStack()
         stack.enter_context(using(self))
-        stack.enter_context(launch.standing_in(self._kernel))
+        stack.enter_context(launch.using_build(self._kernel))
         stack.enter_context(np.errstate(all="ignore"))  # what is not computed is any number
         if native.available():
-            stack.enter_context(native.standing_in(Extension(self.runs)))
+            stack.enter_context(native.using_kernels(Extension(self.runs)))
         return stack
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows
-from ..state.cache import Cache, Pair, uncut_bytes
+from ..state.cache import Cache, Pair, untrimmable_bytes
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
 from ..state.prompt_store import PromptStore, restore_prefix
@@ -342,7 +342,7 @@ class Session:
 
     def _state_bytes(self) -> int:
         """Of the layers that cannot be cut."""
-        return uncut_bytes(self.model.args.mixers, self.model.activation_dtype.size)
+        return untrimmable_bytes(self.model.args.mixers, self.model.activation_dtype.size)
 
     def _drop_half(self) -> None:
         if self._half is not None:

@@ -295,7 +295,7 @@ def is_read(record: Record) -> bool:
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
 
 
-def unread(record: Record) -> Reason:
+def unread_reason(record: Record) -> Reason:
     """Why kernels do not take records that not `is_read`."""
     matrices = zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True)
     stored = (f"{name} has rows of {part.columns} columns in {part.quant}" for name, part in matrices)
@@ -378,7 +378,7 @@ def _first_launch(
     inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
@@ -429,7 +429,7 @@ def _plan_down(
     _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))

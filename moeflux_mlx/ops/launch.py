@@ -211,7 +211,7 @@ _build: Callable[..., Any] | None = None
 
 
 @contextmanager
-def standing_in(build: Callable[..., Any]) -> Iterator[None]:
+def using_build(build: Callable[..., Any]) -> Iterator[None]:
     """Launches inside, of any thread, call what `build` makes of a kernel, in place of what `Kernel.build` does."""
     global _build
     before, _build = _build, build

@@ -591,6 +591,6 @@ def make_cache(mixer: Mixer) -> Cache:
             return RecurrentCache(mixer)
 
 
-def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
+def untrimmable_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
     """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
     return sum(make_cache(mixer).row_bytes(itemsize) for mixer in mixers)
