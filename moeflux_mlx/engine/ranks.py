@@ -12,7 +12,7 @@ from ..experts.dealing import Dealing
 from ..experts.group import FAILED, FINE, Exchange
 from ..experts.ranks import RankedExperts
 from ..experts.source import ExpertLoader
-from ..formats.owners import Owners, Share
+from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.tiles import Tiles
@@ -84,9 +84,9 @@ class Party:
             flag = FAILED
             raise
         finally:
-            told = exchange(READY, np.zeros(1, np.uint32), flag=flag)
+            gathered = exchange(READY, np.zeros(1, np.uint32), flag=flag)
             allow(exchange.group, before)
-        if (failed := told.first(FAILED)) is not None:
+        if (failed := gathered.first(FAILED)) is not None:
             raise RankError(f"rank {failed} could not load the model; its own message says why")
 
 
@@ -128,7 +128,7 @@ def meet(
     most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
     own = replace(layout, num_experts=most)
     try:
-        weights.check_held(Share(owners, rank))
+        weights.check_held(RankShare(owners, rank))
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),

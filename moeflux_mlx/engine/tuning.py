@@ -26,7 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import RequestError
-from ..experts.routing import Report, Routing, unheard
+from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..model.decoder import DecoderLayer
 from ..model.layers import Linear, Weight
@@ -36,7 +36,7 @@ from ..ops import backend
 from ..ops.dequantize import dequantized_records
 from ..ops.experts import Records, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.launch import Input, Launch, Piece, Reason
+from ..ops.launch import ArrayPiece, Input, Launch, Reason
 from ..ops.tiles import CODE, MAX_TOKENS, TILES, Tile, Tiles, neighbours, spot_of, using
 from ..quant import E8M0, Quant
 from ..spec import ModelArgs
@@ -178,7 +178,7 @@ class TrialExperts:
         self.count = count
         self.records = random_records(record, count)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
             return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
@@ -381,7 +381,7 @@ class Bench(Trial):
 
 def _large(inputs: Sequence[Input]) -> dict[int, mx.array]:
     """The large arrays that inputs are or lie in, each once."""
-    arrays = [given.whole if isinstance(given, Piece) else given for given in inputs]
+    arrays = [given.whole if isinstance(given, ArrayPiece) else given for given in inputs]
     return {id(array): array for array in arrays if isinstance(array, mx.array) and array.nbytes >= LARGE}
 
 
@@ -391,7 +391,7 @@ def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
     mx.eval(copies)
     made: list[Input] = []
     for given in inputs:
-        if isinstance(given, Piece):
+        if isinstance(given, ArrayPiece):
             made.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
         else:
             made.append(copies.get(id(given), given))

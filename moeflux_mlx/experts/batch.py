@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from ..formats.pieces import Piece, Run
+from ..formats.pieces import FilePiece, Run
 
 RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # what the native code takes for each
 
@@ -75,7 +75,7 @@ def decode(numbers: bytes, paths: Sequence[Path]) -> list[Run]:
         at += RUN_NUMBERS
         stop = at + PIECE_NUMBERS * count
         some = [found[i : i + PIECE_NUMBERS] for i in range(at, stop, PIECE_NUMBERS)]
-        pieces = tuple([Piece(paths[file], first + start, length, goal) for start, goal, length in some])
+        pieces = tuple([FilePiece(paths[file], first + start, length, goal) for start, goal, length in some])
         runs.append(Run(paths[file], pieces[0].offset, first + needed, pieces, is_aligned=place >= 0))
         at = stop
     return runs

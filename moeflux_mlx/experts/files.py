@@ -32,7 +32,7 @@ QUEUED_BYTES = 1 << 20  # of a run where a thread has several under way, so that
 assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
-Share = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
+ReadShare = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
 
 
 class _Opened(NamedTuple):
@@ -94,12 +94,12 @@ class OpenFiles:
         first, last = run.window if self.direct and IN_BLOCKS else (run.start, run.stop)
         return min(last, self._sizes[run.path]) - first
 
-    def share(self, runs: Sequence[Run]) -> Share:
+    def share(self, runs: Sequence[Run]) -> ReadShare:
         """`runs` in the form in which `read_all` reads them best."""
         is_simple = len(runs) == 1 and runs[0].is_aligned
         return batch.encode(runs, self._numbers) if self.reads_at_once and not is_simple else runs
 
-    def read_all(self, share: Share, target: memoryview) -> int:
+    def read_all(self, share: ReadShare, target: memoryview) -> int:
         """As `read`, for several runs, at once where that is possible. What fails then is read again with care."""
         if not isinstance(share, bytes):
             return sum([self.read(run, target) for run in share])

@@ -71,7 +71,7 @@ class MlxGroup:
 
 
 @dataclass(frozen=True)
-class Told:
+class Gathered:
     """What came of an exchange: every process's words [size, n], as they were given, and flag."""
 
     words: Any
@@ -103,7 +103,7 @@ class Exchange:
         error, self.pending = self.pending, None
         return error
 
-    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Told:
+    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered:
         """Tells the others `words` [n] uint32 and hears theirs.
 
         Args:
@@ -127,7 +127,7 @@ class Exchange:
         except BaseException:
             self.is_broken = True
             raise
-        return Told(found[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
+        return Gathered(found[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
 
     def _gathered(self, header: np.ndarray, words: Any) -> tuple[Any, np.ndarray]:
         """All messages, and their headers, which alone come to the host where words stay on a device."""

@@ -31,7 +31,7 @@ class LayerGuesses:
     previous: np.ndarray | None = None
     useful: float = 0.7  # what real models give, so that a layer where guesses fail is soon below LEAST_USEFUL
     judged: int = 0
-    sat_out: int = 0
+    skipped: int = 0
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Predictor:
         record = self.record(layer)
         if record.judged < WARMUP or record.useful >= LEAST_USEFUL:
             return True
-        record.sat_out += 1
-        if record.sat_out >= RETRY:
+        record.skipped += 1
+        if record.skipped >= RETRY:
             self.layers[layer] = LayerGuesses(previous=record.previous)
         return False
 

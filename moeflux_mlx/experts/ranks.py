@@ -19,9 +19,9 @@ from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, 
 from ..ops.grouped import combined, expert_rows
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
-from .group import FAILED, FINE, STOPPED, Exchange, Told
+from .group import FAILED, FINE, STOPPED, Exchange, Gathered
 from .lookahead import Lookahead
-from .routing import Report, Routing, in_parts, unheard
+from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader
 from .waves import expect, multiplied
 
@@ -89,7 +89,7 @@ class RankedExperts:
             expect(self.source, layer, tokens, self._owned)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         if LEASED_TOKENS < len(x) <= MAX_TOKENS:
             return in_parts(self, routing, x, residual, shared)
@@ -169,21 +169,21 @@ class RankedExperts:
         pieces = []
         for start in range(0, max(most, 1), step):
             piece = _filled(words[start : start + step], min(step, max(most, 1) - start))
-            told = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
-            self._raise(told, failure)
-            pieces.append(told.words.reshape(self.exchange.group.size, *piece.shape))
+            gathered = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
+            self._raise(gathered, failure)
+            pieces.append(gathered.words.reshape(self.exchange.group.size, *piece.shape))
         library: Any = mx if on_device else np
         found = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
         found = found.reshape(-1, words.shape[1])
         return found.view(np.float32) if isinstance(rows, np.ndarray) else leave(found).view(rows.dtype)
 
-    def _raise(self, told: Told, failure: BaseException | None) -> None:
+    def _raise(self, gathered: Gathered, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
-        self.exchange.has_ended = any(told.flags)
+        self.exchange.has_ended = any(gathered.flags)
         if failure is not None:
             self.exchange.pending = None
             raise failure
-        failed, stopped = told.first(FAILED), told.first(STOPPED)
+        failed, stopped = gathered.first(FAILED), gathered.first(STOPPED)
         if failed is not None:
             raise RankError(f"rank {failed} could not compute its experts; its own message says why")
         if stopped is not None:
@@ -195,9 +195,9 @@ class RankedExperts:
         """Rank 0's choice, residual and shared expert, in place of one's own."""
         streams: list[Any] = [residual] if shared is None else [residual, shared]
         parts = [ids.astype(np.uint32), weights.view(np.uint32), *(_float32(s).view(np.uint32) for s in streams)]
-        told = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
+        gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
         ends = np.cumsum([part.size for part in parts])[:-1]
-        got = [part.reshape(own.shape) for part, own in zip(np.split(told.words[0], ends), parts, strict=True)]
+        got = [part.reshape(own.shape) for part, own in zip(np.split(gathered.words[0], ends), parts, strict=True)]
         self.differing += int((got[0] != parts[0]).any(axis=1).sum())
         theirs: list[Any] = [
             part.view(np.float32) if isinstance(own, np.ndarray) else mx.array(part.view(np.float32)).astype(own.dtype)

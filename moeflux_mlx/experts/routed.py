@@ -24,10 +24,10 @@ from ..ops.experts import (
     expert_gate_up,
     handed_over,
 )
-from ..ops.route import heard
+from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
-from .routing import Report, Routing, in_parts, unheard
+from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader, Lease
 from .waves import expect, in_waves
 
@@ -55,7 +55,7 @@ class RoutedExperts:
             expect(self.source, layer, tokens)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
@@ -115,9 +115,10 @@ class RoutedExperts:
 def _on_host(routing: Routing) -> Routing:
     """With ids and guess as numpy's arrays, for which a GPU is waited for once."""
     guess = routing.guess
-    if routing.told:
-        mx.eval(routing.told, guess and guess.told)
-        return Routing(routing.layer, *heard(routing.told), guess and Routing(guess.layer, *heard(guess.told)))
+    if routing.host_copy:
+        mx.eval(routing.host_copy, guess and guess.host_copy)
+        guess = guess and Routing(guess.layer, *read_host_copy(guess.host_copy))
+        return Routing(routing.layer, *read_host_copy(routing.host_copy), guess)
     if guess is not None:
         mx.eval(routing.ids, guess.ids, guess.weights)
         guess = Routing(guess.layer, np.array(guess.ids), np.array(guess.weights))

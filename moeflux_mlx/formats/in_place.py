@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from .finite import not_finite
-from .pieces import Piece
+from .pieces import FilePiece
 from .record import ExpertLayout
 
 
@@ -24,8 +24,8 @@ class Spread(NamedTuple):
     length: int
     place: int
 
-    def piece(self, expert: int) -> Piece:
-        return Piece(self.paths[expert], self.offsets[expert], self.length, self.place)
+    def piece(self, expert: int) -> FilePiece:
+        return FilePiece(self.paths[expert], self.offsets[expert], self.length, self.place)
 
 
 class InPlaceExperts:
@@ -39,7 +39,7 @@ class InPlaceExperts:
         self.layout, self.sizes = layout, sizes
         self._fields = fields
 
-    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """What the expert's record is made of, one piece for each of its fields."""
         return tuple([spread.piece(expert) for spread in self._fields[layer]])
 

@@ -34,7 +34,7 @@ from typing import Any
 from ..errors import ModelFileError
 from ..quant import GLOBAL_SCALE, PARTS
 from ..spec import ModelArgs
-from .owners import MOST_RANKS, MOST_SHARE, Owners, Share
+from .owners import MOST_RANKS, MOST_SHARE, Owners, RankShare
 from .record import (
     BLOCK_BYTES,
     LOAD_BYTES,
@@ -55,7 +55,7 @@ GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields")
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
-def to_json(layout: ExpertLayout, share: Share | None = None) -> dict[str, Any]:
+def to_json(layout: ExpertLayout, share: RankShare | None = None) -> dict[str, Any]:
     """The contents of `layout.json`; with `share`, of a directory that holds no more than that."""
     version = _least_version(layout)
     if share is not None:
@@ -76,7 +76,7 @@ def _has_usual_fields(record: Record) -> bool:
     return named == [*PROJECTIONS] and all(field.part in PARTS for field in record.fields)
 
 
-def held_by(found: Mapping[str, Any], where: object) -> Share | None:
+def held_by(found: Mapping[str, Any], where: object) -> RankShare | None:
     """The share that the file `where` says the directory holds; None: everything.
 
     Raises:
@@ -91,7 +91,7 @@ def held_by(found: Mapping[str, Any], where: object) -> Share | None:
         raise ModelFileError(f"{where}: held {reprlib.repr(held)} has no shares, integers from 1 to {MOST_SHARE}")
     if type(rank) is not int or not 0 <= rank < len(shares) <= MOST_RANKS:
         raise ModelFileError(f"{where}: held {reprlib.repr(held)} names no rank of its {len(shares)}")
-    return Share(Owners(tuple(shares)), rank)
+    return RankShare(Owners(tuple(shares)), rank)
 
 
 def from_json(found: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:

@@ -55,10 +55,10 @@ class DecodeStep:
         if thread not in self._compiled:
             self._compiled[thread] = mx.compile(self._trace([layer.traced for layer in cache]))
         found = self._compiled[thread](tokens, *places, *state)
-        count = len(found) - sum(layer.traced.gives for layer in cache)
+        count = len(found) - sum(layer.traced.num_outputs for layer in cache)
         left = islice(found, count, None)
         for layer in cache:
-            layer.take_step(list(islice(left, layer.traced.gives)))
+            layer.take_step(list(islice(left, layer.traced.num_outputs)))
         return found[:count]
 
     def _trace(self, kinds: Sequence[Any]) -> Callable[..., list[mx.array]]:
@@ -68,7 +68,7 @@ class DecodeStep:
                 return up_to(offset, capacity)
 
             left = iter(arrays)
-            caches = [kind(*islice(left, kind.takes), offset, position, seen) for kind in kinds]
+            caches = [kind(*islice(left, kind.num_inputs), offset, position, seen) for kind in kinds]
             out = list(self._run(tokens, caches))
             for cache in caches:
                 out += cache.arrays

@@ -84,7 +84,7 @@ _native = _load()
 
 
 @contextmanager
-def standing_in(kernels: Any) -> Iterator[None]:
+def using_kernels(kernels: Any) -> Iterator[None]:
     """Calls inside, of any thread, go to `kernels` in place of the extension."""
     global _native
     before, _native = _native, kernels

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ConfigError, ModelFileError
 from ..files import user_path
 from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
-from ..formats.owners import MOST_RANKS, Owners, Share
+from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, PackedExperts
 from ..quant import unquantized
 from ..spec import ModelArgs
@@ -128,7 +128,7 @@ def convert(
     )
 
 
-def _share(ranks: int | None, rank: int | None, is_here: bool) -> Share | None:
+def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | None:
     """Raises ConfigError: there is no such rank, or the checkpoint comes, or goes, shard by shard."""
     if ranks is None and rank is None:
         return None
@@ -136,10 +136,10 @@ def _share(ranks: int | None, rank: int | None, is_here: bool) -> Share | None:
         raise ConfigError(f"--ranks {ranks} --rank {rank}: give 2 to {MOST_RANKS} ranks, and one of them, from 0 on")
     if not is_here:
         raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
-    return Share(Owners((1,) * ranks), rank)
+    return RankShare(Owners((1,) * ranks), rank)
 
 
-def _of_rank(share: Share | None) -> dict[str, int]:
+def _of_rank(share: RankShare | None) -> dict[str, int]:
     return {} if share is None else {"ranks": len(share.owners.shares), "rank": share.rank}
 
 

@@ -18,7 +18,7 @@ from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.finite import not_finite
 from ..formats.layout_file import from_json, held_by, to_json
-from ..formats.owners import Share
+from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout, Quants
 from ..quant import FLOAT, Quant
@@ -265,7 +265,7 @@ class HeldLayerFile:
 
     link: Path | None = None
 
-    def __init__(self, whole: LayerFile | PackedLayerFile, share: Share):
+    def __init__(self, whole: LayerFile | PackedLayerFile, share: RankShare):
         self.whole, self.share = whole, share
         self.name, self.size, self.stride = whole.name, whole.size, whole.geometry.stride
         self._samples = offsets_of(self.size, EXPERT_SAMPLES)
@@ -309,5 +309,5 @@ def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[P
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
-def layout_json(layout: ExpertLayout, share: Share | None) -> bytes:
+def layout_json(layout: ExpertLayout, share: RankShare | None) -> bytes:
     return json.dumps(to_json(layout, share), indent=2).encode()

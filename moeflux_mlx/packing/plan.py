@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ModelFileError
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
-from ..formats.owners import Share
+from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
@@ -32,7 +32,7 @@ class ConversionPlan:
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
-    share: Share | None = None
+    share: RankShare | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -44,7 +44,9 @@ def read_args(checkpoint: Checkpoint) -> ModelArgs:
     return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
 
 
-def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Share | None = None) -> ConversionPlan:
+def make_plan(
+    checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: RankShare | None = None
+) -> ConversionPlan:
     """Finds and checks every tensor before a byte is written.
 
     Raises:
@@ -75,7 +77,7 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Sh
     return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share)
 
 
-def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Share | None) -> dict[str, Any]:
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: RankShare | None) -> dict[str, Any]:
     """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
     if layout.is_uniform and share is None:
         return quantization

@@ -13,7 +13,7 @@ from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_c
 
 NONE: Mapping[str, Tensor] = {}
 METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4"
-TELLING = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
+SUFFIXES = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
 
 
 class SourceFormat:
@@ -86,7 +86,7 @@ class _OtherForm(Exception):
 
 def _refusal(method: object, special: str, tensors: Mapping[str, Tensor]) -> str:
     """One line that begins with the method, a tensor in it, and what was found."""
-    name = next((name for name in sorted(tensors) if name.endswith(TELLING)), "")
+    name = next((name for name in sorted(tensors) if name.endswith(SUFFIXES)), "")
     example = f"tensor {name} is {tensors[name].dtype} {list(tensors[name].shape)}, " if name else ""
     return (
         f"quant_method {reprlib.repr(method)} cannot be converted: {example}{special}; "

@@ -13,7 +13,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx import load_model
 from moeflux_mlx.engine import handshake, tiles
 from moeflux_mlx.errors import ModelFileError, RankError, RequestError
-from moeflux_mlx.experts.group import FINE, Told
+from moeflux_mlx.experts.group import FINE, Gathered
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
 
@@ -195,7 +195,7 @@ def rank_0_says(text):
 
     def exchange(kind, words):
         theirs = [len(text) // 4] if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
-        return Told(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
+        return Gathered(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
 
     return exchange
 

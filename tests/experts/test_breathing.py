@@ -255,7 +255,7 @@ def test_what_was_read_in_vain_is_counted(packed):
 
 @pytest.mark.parametrize("copied", [None, True])
 def test_several_pools_get_equal_shares(packed, copied):
-    """A request may ask for more records than there are landing places."""
+    """A request may ask for more records than there are staging rows."""
     stride = packed.layout.expert_stride
     loader, _ = breathing(packed, 4, buffer_bytes=6 * stride, copied=copied)
     assert [pool.slots for pool in loader._pools] == [2, 2] and [pool.most for pool in loader._pools] == [6, 6]
@@ -268,7 +268,7 @@ def test_several_pools_get_equal_shares(packed, copied):
     loader.close()
 
 
-def test_reads_that_fail_in_every_landing_place_end_the_request(packed):
+def test_reads_that_fail_in_every_staging_row_end_the_request(packed):
     loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, preadv=(faults := Faults())), copied=True)
     faults.plan = ["eio"] * EXPERTS
     with pytest.raises(ExpertIOError):

@@ -18,7 +18,7 @@ from moeflux_mlx.ops import backend, combine, experts, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
-from moeflux_mlx.ops.route import Choice, heard, route, route_told, router_logits
+from moeflux_mlx.ops.route import Choice, read_host_copy, route, route_with_host_copy, router_logits
 from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -118,17 +118,17 @@ def test_groups_of_sigmoids(seed, T, shape, shift):
 
 
 @pytest.mark.parametrize("rule", [Router(512, 10), Router(16, 5), SIGMOID])
-def test_what_is_heard_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
-    monkeypatch.setattr(routes, "TELLING", {backend.name()})
+def test_the_copy_for_the_host_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
+    monkeypatch.setattr(routes, "HOST_COPY", {backend.name()})
     logits, bias = random(np.random.default_rng(3), 2, rule.experts), mx.zeros((rule.experts,))
-    *want, told = route_told(logits, rule, bias)
-    assert not told, "of several tokens nothing is told apart"
-    ids, weights, told = route_told(logits[1:], rule, bias)
-    mx.eval(ids, weights, told)
-    assert max(part.nbytes for part in told) <= 8
+    *want, copy = route_with_host_copy(logits, rule, bias)
+    assert not copy, "of several tokens nothing is copied"
+    ids, weights, copy = route_with_host_copy(logits[1:], rule, bias)
+    mx.eval(ids, weights, copy)
+    assert max(part.nbytes for part in copy) <= 8
     for found, of_both in zip((ids, weights), want, strict=True):
         assert np.array_equal(np.array(found), np.array(of_both)[1:])
-    found = heard(told)
+    found = read_host_copy(copy)
     assert np.array_equal(found[0], np.array(ids))
     np.testing.assert_allclose(found[1], np.array(weights), rtol=2**-7)
 

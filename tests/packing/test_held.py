@@ -8,7 +8,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import model_fingerprint, open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.state import fingerprint
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
@@ -71,8 +71,8 @@ def test_nobody_else_loads_it(directories):
         load_model(directories / "1")
     assert "\n" not in str(failure.value)
     weights = open_weights(directories / "1")
-    weights.check_held(Share(Owners((1, 1, 1)), 1))
-    for wanted in (Share(Owners((1, 1, 1)), 0), Share(Owners((1, 1)), 1), Share(Owners((1, 2, 1)), 1)):
+    weights.check_held(RankShare(Owners((1, 1, 1)), 1))
+    for wanted in (RankShare(Owners((1, 1, 1)), 0), RankShare(Owners((1, 1)), 1), RankShare(Owners((1, 2, 1)), 1)):
         with pytest.raises(ModelFileError, match=f"this is rank {wanted.rank} of {len(wanted.owners.shares)}"):
             weights.check_held(wanted)
     open_weights(directories / "whole").check_held(None)

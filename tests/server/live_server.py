@@ -160,10 +160,10 @@ class FakeExperts:
     def watch(self, wanted):
         pass
 
-    def picture(self):
+    def expert_states(self):
         return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
 
-    def guest(self, per_layer):
+    def short_job(self, per_layer):
         return contextlib.nullcontext()
 
     def close(self):

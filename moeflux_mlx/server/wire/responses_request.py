@@ -60,10 +60,10 @@ def _echo(fields: Fields) -> dict[str, Any]:
     text, metadata = fields.object("text"), fields.object("metadata")
     return {
         **usual,
-        **_said(given),
+        **_not_null(given),
         "instructions": fields.get("instructions"),
-        "tools": [_told(item) for item in fields.objects("tools")],
-        "text": {"format": {"type": "text"}, **_said(text.data if text else {})},
+        "tools": [_tool_fields(item) for item in fields.objects("tools")],
+        "text": {"format": {"type": "text"}, **_not_null(text.data if text else {})},
         "metadata": metadata.data if metadata else {},
         "reasoning": fields.get("reasoning"),
         "presence_penalty": fields.get("presence_penalty") or 0.0,
@@ -74,11 +74,11 @@ def _echo(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+def _not_null(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _told(item: Fields) -> Mapping[str, Any]:
+def _tool_fields(item: Fields) -> Mapping[str, Any]:
     """A function with all of its fields; other tools as they came."""
     whole = item.get("type") == "function"
     return {**dict.fromkeys(("description", "parameters", "strict")), **item.data} if whole else item.data
