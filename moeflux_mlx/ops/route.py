@@ -105,8 +105,8 @@ def route_told(logits: Array, rule: Router, bias: mx.array | None = None) -> tup
     """`route` for who waits for it, with the choice once more as `heard` reads it: nothing where that is no faster."""
     target = backend.name()
     if target not in TELLING or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
-        found = route(logits, rule, bias)
-        return found[0], found[1], []
+        chosen = route(logits, rule, bias)
+        return chosen[0], chosen[1], []
     launch = _plan(target, logits.shape, rule, bias is not None, tells=True)
     ids, weights, *told = launch(logits, *beside(logits, rule, bias))
     return ids, weights, told
