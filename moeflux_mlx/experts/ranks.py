@@ -63,15 +63,15 @@ class RankedExperts:
 
     def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that are this process's."""
-        found = np.array(ids, np.int64)
-        return found[self.owners.of(layer, found) == self.rank].tolist()
+        experts = np.array(ids, np.int64)
+        return experts[self.owners.of(layer, experts) == self.rank].tolist()
 
     def _expected(self, layer: int, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that this process would be asked for."""
         if self.dealing is None:
             return self._owned(layer, ids)
-        found = np.array(ids, np.int64)
-        return found[self.dealing.expected(layer, found) == self.rank].tolist()
+        experts = np.array(ids, np.int64)
+        return experts[self.dealing.expected(layer, experts) == self.rank].tolist()
 
     def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The process that computes each pair, the same on all, in the ids' shape."""
@@ -142,10 +142,10 @@ class RankedExperts:
         layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
-            found = multiplied(
+            grouped = multiplied(
                 self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned, ids
             )
-            rows = found.outputs()
+            rows = grouped.outputs()
             return view(rows) if isinstance(x, np.ndarray) else rows
         with self.source.request(layer, own) as lease:  # before what may be wanted next is read
             if len(x) <= MAX_TOKENS:
@@ -173,9 +173,9 @@ class RankedExperts:
             self._raise(told, failure)
             pieces.append(told.words.reshape(self.exchange.group.size, *piece.shape))
         library: Any = mx if on_device else np
-        found = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
-        found = found.reshape(-1, words.shape[1])
-        return found.view(np.float32) if isinstance(rows, np.ndarray) else leave(found).view(rows.dtype)
+        gathered = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
+        gathered = gathered.reshape(-1, words.shape[1])
+        return gathered.view(np.float32) if isinstance(rows, np.ndarray) else leave(gathered).view(rows.dtype)
 
     def _raise(self, told: Told, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
