@@ -93,17 +93,17 @@ def choose(option: str | Path) -> Tiles:
 def _usable(file: Path) -> Tiles:
     """Those of this GPU, with a warning where there is something that cannot be used."""
     try:
-        found = next((one for one in read_found(file) if one.gpu == gpu_name()), None)
+        entry = next((one for one in read_found(file) if one.gpu == gpu_name()), None)
     except ModelFileError as error:
         warnings.warn(f"{error}; the code's tiles are used, {REMEDY}", MoefluxWarning, stacklevel=3)
         return CODE
-    if found is None:
+    if entry is None:
         return CODE
-    if found.is_stale:
+    if entry.is_stale:
         message = f"the tiles in {file} were found with another MLX or other kernels and are not used; {REMEDY}"
         warnings.warn(message, MoefluxWarning, stacklevel=3)
         return CODE
-    return Tiles(found.tiles)
+    return Tiles(entry.tiles)
 
 
 def read_found(file: Path) -> list[Found]:
@@ -162,6 +162,6 @@ def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
         old.pop(spot, None)
     made = Found(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
     rows = [*(one for one in before if one.gpu != made.gpu), made]
-    found = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
+    entries = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, [json.dumps({"version": VERSION, "found": found}, indent=1).encode()])
+    replace_file(file, [json.dumps({"version": VERSION, "found": entries}, indent=1).encode()])

@@ -252,10 +252,10 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    found: Any = module
+    part: Any = module
     for name in filter(None, path.split(".")):
-        found = found[int(name)] if isinstance(found, list) else getattr(found, name)
-    return found
+        part = part[int(name)] if isinstance(part, list) else getattr(part, name)
+    return part
 
 
 def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
@@ -417,8 +417,8 @@ def _shaped(out: mx.array, like: mx.array) -> mx.array:
 
 def difference(got: mx.array, want: mx.array) -> float:
     """The largest difference over the largest value; infinite where a value is none."""
-    found, meant = got.astype(mx.float32), want.astype(mx.float32)
-    error = cast(float, (mx.abs(found - meant).max() / mx.maximum(mx.abs(meant).max(), 1e-30)).item())
+    actual, expected = got.astype(mx.float32), want.astype(mx.float32)
+    error = cast(float, (mx.abs(actual - expected).max() / mx.maximum(mx.abs(expected).max(), 1e-30)).item())
     return error if error == error else float("inf")
 
 
@@ -459,11 +459,11 @@ class Result:
 
 
 def tune(
-    spots: Iterable[str], found: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
+    spots: Iterable[str], launches: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
 ) -> Generator[Result, None, None]:
-    """Searches `spots` in turn, whose launches are `found`."""
+    """Searches `spots` in turn, each with its sample of `launches`."""
     for spot in spots:
-        sample = found[spot]
+        sample = launches[spot]
         code, trial = TILES[backend.name()][sample.kernel], bench(spot, sample)
         best, gain = search(code, trial.around, trial.is_right, trial.seconds)
         yield Result(spot, code, best, gain, trial.seconds(best))
@@ -498,8 +498,8 @@ _work: dict[str, Any] = {}  # of a process of the crew
 
 def _begin(args: ModelArgs, layout: ExpertLayout, quants: Mapping[str, Quant | None], dtype: str, turn: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
-    _work.update(found=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
+    _work.update(launches=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
 
 
 def _search(spot: str) -> Result:
-    return next(tune([spot], _work["found"], functools.partial(Bench, turn=_work["turn"])))
+    return next(tune([spot], _work["launches"], functools.partial(Bench, turn=_work["turn"])))
