@@ -59,11 +59,11 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Sh
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
     else:
-        found = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
-        stored = {layer: plan_experts(experts, wanted) for layer, experts in found.items()}
+        experts_by_layer = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted) for layer, experts in experts_by_layer.items()}
         quants = {layer: one.quants for layer, one in stored.items()}
         layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
-        layers += [LayerFile(layout, layer, experts) for layer, experts in found.items()]
+        layers += [LayerFile(layout, layer, experts) for layer, experts in experts_by_layer.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())

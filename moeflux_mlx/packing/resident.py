@@ -149,16 +149,16 @@ class ResidentPlan:
 
     def quantization(self) -> dict[str, Any]:
         """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
-        found = {
+        quants = {
             path: source.quant
             for source in self.sources
             if isinstance(source, MatrixSource)
             for path, _ in source.pieces
         }
-        default = Counter(one for one in found.values() if one).most_common(1)
+        default = Counter(one for one in quants.values() if one).most_common(1)
         usual = default[0][0] if default else DEFAULT
         entry: dict[str, Any] = usual.entry()
-        for path, quant in found.items():
+        for path, quant in quants.items():
             if quant != usual:
                 entry[path] = override(quant)
         return entry

@@ -48,12 +48,12 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
 
 def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     """Of the packed model, as far as it is stated how experts are stored."""
-    found: dict[int, Quants] = {}
+    quants: dict[int, Quants] = {}
     if form.stated is not None:
         for layer in args.moe_layers:
             stated = stated_quants(form.stated, layer, args.experts.matrices)
-            found[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
-    return ExpertLayout.from_args(args, found or None)
+            quants[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
+    return ExpertLayout.from_args(args, quants or None)
 
 
 def unfinished_error(path: Path) -> NotPackedError:
@@ -63,7 +63,7 @@ def unfinished_error(path: Path) -> NotPackedError:
         ModelFileError: its state file cannot be read.
     """
     state = read_json(path / STATE)
-    origin, options = (found if isinstance(found := state.get(key), dict) else {} for key in ("origin", "options"))
+    origin, options = (value if isinstance(value := state.get(key), dict) else {} for key in ("origin", "options"))
     hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
     if not hf_path:
         return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")

@@ -185,10 +185,10 @@ class Output:
         file, offset = self.path / unit.name, 0
         with _reading(file), open(file, "rb", buffering=0) as opened:
             for chunk in _slices(unit.chunks()):
-                found = opened.read(len(chunk))
-                if found != chunk:
+                on_disk = opened.read(len(chunk))
+                if on_disk != chunk:
                     at = offset + next(
-                        (i for i, (a, b) in enumerate(zip(found, chunk, strict=False)) if a != b), len(found)
+                        (i for i, (a, b) in enumerate(zip(on_disk, chunk, strict=False)) if a != b), len(on_disk)
                     )
                     raise ModelFileError(
                         f"{file} differs from the checkpoint at byte {at}; delete it and convert again"
