@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     hosts = [host for host in options.hosts.split(",") if host]
     if len(hosts) < 2 or len(set(hosts)) != len(hosts):
         raise RequestError(f"--hosts {options.hosts} must name at least two machines, each once")
-    found = [look(host, options) for host in hosts]
-    check(found, options.model)
+    reports = [look(host, options) for host in hosts]
+    check(reports, options.model)
     addresses = options.ips.split(",") if options.ips else [host.rpartition("@")[2] for host in hosts]
     if len(addresses) != len(hosts):
         raise RequestError(f"--ips names {len(addresses)} addresses for {len(hosts)} hosts")
@@ -84,10 +84,10 @@ def look(host: str, options: argparse.Namespace) -> Found:
     return Found(host, facts, files)
 
 
-def check(found: Sequence[Found], model: str | None) -> None:
+def check(reports: Sequence[Found], model: str | None) -> None:
     """Raises RequestError: the hosts cannot run one model."""
-    first = found[0]
-    for one in found:
+    first = reports[0]
+    for one in reports:
         for name in MUST_AGREE:
             if one.facts.get(name) is None or one.facts.get(name) != first.facts.get(name):
                 theirs = one.facts.get(name) or "none"
