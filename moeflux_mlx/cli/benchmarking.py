@@ -142,12 +142,12 @@ def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bo
     with closing(steps(prompt, count)) as running:
         next(running)
         first, before = time.perf_counter(), replace(engine.experts.stats)
-        made = sum(1 for _ in running)
-    decode = made / (time.perf_counter() - first)
+        generated = sum(1 for _ in running)
+    decode = generated / (time.perf_counter() - first)
     if not counted or engine.experts.slots == 0:
         return Measured(first - start, decode)
     since = engine.experts.stats.since(before)
-    return Measured(first - start, decode, since.hit_rate, since.bytes_read / made / 1e6, since.gb_per_second)
+    return Measured(first - start, decode, since.hit_rate, since.bytes_read / generated / 1e6, since.gb_per_second)
 
 
 def medians(rounds: Sequence[Measured]) -> Measured:

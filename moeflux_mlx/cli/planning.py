@@ -118,7 +118,7 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
         rows.append(("experts", held, "" if plan.copied else "  mapped: in the system's cache of files"))
     total = plan.total - plan.copied + held
     rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
-    lines = [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
+    lines = [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{remark}" for name, nbytes, remark in rows)]
     if total > memory:
         lines.append(
             f"warning: {_gb(total - memory)} more than there is, so that mapped experts are read again and again; "

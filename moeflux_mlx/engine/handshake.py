@@ -134,8 +134,8 @@ def agree(exchange: Exchange, own: Settings | None) -> Agreement:
     settings = [Settings(*row) for row in told.words.tolist()]
     _check(settings)
     unlike = [name for name in MAY_DIFFER if len({getattr(one, name) for one in settings}) > 1]
-    what = " and ".join(MAY_DIFFER[name] for name in unlike)
-    note = f"note: the ranks have different {what}; all use rank 0's choice of experts" if unlike else ""
+    differing = " and ".join(MAY_DIFFER[name] for name in unlike)
+    note = f"note: the ranks have different {differing}; all use rank 0's choice of experts" if unlike else ""
     return Agreement(
         min(one.span for one in settings),
         min(one.block for one in settings),

@@ -135,11 +135,11 @@ def parse_tiles(tiles: Any) -> dict[str, Tile]:
     Raises:
         ValueError, TypeError, AttributeError: they are none that a kernel can have.
     """
-    made = {spot: Tile(**values) for spot, values in tiles.items()}
-    for spot, tile in made.items():
+    parsed = {spot: Tile(**values) for spot, values in tiles.items()}
+    for spot, tile in parsed.items():
         if not is_usable(spot.partition(" ")[0], tile):
             raise ValueError(f"{spot} cannot have the tile {tile}")
-    return made
+    return parsed
 
 
 def tiles_json(tiles: Mapping[str, Tile]) -> dict[str, dict[str, int]]:
@@ -160,8 +160,8 @@ def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
     old = {} if own is None else dict(own.tiles)
     for spot in spots:
         old.pop(spot, None)
-    made = Found(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
-    rows = [*(one for one in before if one.gpu != made.gpu), made]
+    entry = Found(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
+    rows = [*(one for one in before if one.gpu != entry.gpu), entry]
     entries = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, [json.dumps({"version": VERSION, "found": entries}, indent=1).encode()])

@@ -210,8 +210,8 @@ def on_host(routing: Routing) -> Routing:
     """The same routing and guess as numpy's arrays. From a GPU all come at once: each wait costs the most of it."""
     if isinstance(routing.ids, np.ndarray):
         return routing
-    given = [routing, routing.guess] if routing.guess is not None else [routing]
-    arrays = [array for one in given for array in (one.ids, one.weights)]
+    routings = [routing, routing.guess] if routing.guess is not None else [routing]
+    arrays = [array for one in routings for array in (one.ids, one.weights)]
     flat = np.array(mx.concatenate([cast(mx.array, array).reshape(-1).view(mx.uint32) for array in arrays]))
     ends = np.cumsum([array.size for array in arrays])[:-1]
     parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
@@ -245,9 +245,9 @@ def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> Any:
 @cache
 def _constant(value: float, shape: tuple[int, ...]) -> mx.array:
     """An array of one value, float32, made once: on a GPU the host's numbers come late."""
-    made = mx.full(shape, value, mx.float32)
-    mx.eval(made)
-    return made
+    array = mx.full(shape, value, mx.float32)
+    mx.eval(array)
+    return array
 
 
 def _float32(rows: Any) -> np.ndarray:

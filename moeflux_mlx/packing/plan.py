@@ -90,5 +90,5 @@ def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Sha
 def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
     left = sorted(tensor.name for tensor in tensors.values() if tensor.name not in used)
     if left:
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise ModelFileError(f"tensor {left[0]}{more} does not belong to this model; is config.json the right one?")
+        others = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise ModelFileError(f"tensor {left[0]}{others} does not belong to this model; is config.json the right one?")

@@ -56,7 +56,7 @@ def reserved(path: Path) -> Iterator[None]:
     """
     if path.exists() and not path.is_dir():
         raise ModelFileError(f"{path} exists and is not a directory")
-    made = [one for one in (path.absolute(), *path.absolute().parents) if not one.exists()]
+    missing = [one for one in (path.absolute(), *path.absolute().parents) if not one.exists()]
     with contextlib.ExitStack() as stack:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def reserved(path: Path) -> Iterator[None]:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             raise ModelFileError(f"{path} is being written by another conversion") from None
-        stack.callback(_remove_empty, made)
+        stack.callback(_remove_empty, missing)
         yield
 
 

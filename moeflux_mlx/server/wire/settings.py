@@ -70,11 +70,11 @@ def logprobs(body: Fields) -> int | None:
 
 def token_limit(body: Fields) -> int | None:
     """The first limit that is given; -1 is none."""
-    given = [(name, body.integer(name, -1)) for name in TOKEN_LIMITS]
-    for name, limit in given:
+    limits = [(name, body.integer(name, -1)) for name in TOKEN_LIMITS]
+    for name, limit in limits:
         if limit == 0:
             raise body.wrong(name, "at least 1")
-    first = next((limit for _, limit in given if limit is not None), -1)
+    first = next((limit for _, limit in limits if limit is not None), -1)
     return None if first == -1 else first
 
 
