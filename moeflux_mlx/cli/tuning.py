@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype
 from ..engine.remote import Remote, is_remote
-from ..engine.tiles import default_file, gpu_name, keep, read_found
+from ..engine.tiles import default_file, gpu_name, keep, read_entries
 from ..engine.tuning import Result, Shapes, crew, kept, samples
 from ..engine.weights import open_weights
 from ..errors import RequestError
@@ -102,7 +102,7 @@ def shown(file: Path) -> list[str]:
     if not file.exists():
         return [f"there is no {file}; moeflux tune writes it"]
     lines = [f"{file}:"]
-    for entry in read_found(file):
+    for entry in read_entries(file):
         state = ", found with another MLX or other kernels: not used" if entry.is_stale else ""
         lines.append(f"{entry.gpu}, MLX {entry.mlx}{state}")
         lines += [f"  {spot}: {spelled(tile)}" for spot, tile in sorted(entry.tiles.items())]

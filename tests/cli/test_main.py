@@ -31,8 +31,8 @@ def said(module, *arguments):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return code, *(file.seek(0) or file.read() for file in (out, err))
 
-found = [said(*one) for one in json.loads(sys.argv[1])]
-print(json.dumps(found))
+outputs = [said(*one) for one in json.loads(sys.argv[1])]
+print(json.dumps(outputs))
 """
 
 

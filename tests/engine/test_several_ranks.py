@@ -37,13 +37,13 @@ native.set_threads(1)
 options = eval(sys.argv[2])
 ranks = Ranks(Exchange(join(os.environ)), share=options.pop("share", 1))
 model = load_model(sys.argv[1], dtype=mx.float32, ranks=ranks, **options)
-found = hashlib.sha256()
+digest = hashlib.sha256()
 for length, decoded in eval(sys.argv[3]):
     cache = model.make_cache()
     tokens = (np.arange(length) * 7 % 200).tolist()
     for chunk in [tokens, *([i] for i in range(decoded))]:
-        found.update(np.array(model(mx.array([chunk]), cache)).tobytes())
-print(found.hexdigest())
+        digest.update(np.array(model(mx.array([chunk]), cache)).tobytes())
+print(digest.hexdigest())
 """
 LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
 LENGTHS = [(1, 3), (8, 3), (31, 20), (100, 1)]

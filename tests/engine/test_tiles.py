@@ -101,7 +101,7 @@ def test_files_that_are_none(file, text):
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
     with pytest.raises(ModelFileError):
-        tiles.read_found(file)
+        tiles.read_entries(file)
     tiles.keep(file, FOUND, FOUND)
     assert chosen() == (FOUND, [])
 
@@ -113,7 +113,7 @@ def test_stale_tiles_are_one_line(file, monkeypatch, field):
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
     tiles.keep(file, {}, {})
-    assert chosen() == ({}, []) and len(tiles.read_found(file)) == 1
+    assert chosen() == ({}, []) and len(tiles.read_entries(file)) == 1
 
 
 def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
