@@ -83,8 +83,8 @@ def receive_order(exchange: Exchange) -> ReceivedOrder:
     """
     empty = np.zeros(2 * (2 + VALUES), np.uint32)
     while True:
-        found = np.ascontiguousarray(exchange(ORDER, empty).words[0]).view(np.uint64)
-        number, nbytes, values = int(found[0]), int(found[1]), tuple(found[2:].tolist())
+        fields = np.ascontiguousarray(exchange(ORDER, empty).words[0]).view(np.uint64)
+        number, nbytes, values = int(fields[0]), int(fields[1]), tuple(fields[2:].tolist())
         if number not in set(Order) or nbytes > MOST_BYTES:
             raise RankError(f"rank 0 ordered {number} with {nbytes} bytes, which nobody knows; start all ranks again")
         if number != Order.IDLE:

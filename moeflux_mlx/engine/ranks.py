@@ -143,10 +143,10 @@ def meet(
         with suppress(RankError):  # which tells the others; what is said here is why
             agree(exchange, None)
         raise
-    found = agree(exchange, settings)
-    if found.note:
-        ranks.say(found.note)
-    planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))
-    slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + found.span / SLOW_TOKENS
+    agreed = agree(exchange, settings)
+    if agreed.note:
+        ranks.say(agreed.note)
+    planned = plan(own, replace(demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block))
+    slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + agreed.span / SLOW_TOKENS
     allow(exchange.group, LEAST_SECONDS + slow if ranks.seconds is None else ranks.seconds)
-    return Party(ranks, owners, found.shares_routing, share_tiles(exchange, tiles), found.slots), planned
+    return Party(ranks, owners, agreed.shares_routing, share_tiles(exchange, tiles), agreed.slots), planned

@@ -95,8 +95,8 @@ def open_weights(path: Path) -> Weights:
     if _is_packed(path):
         args = ModelArgs.from_file(path)
         return Weights(path, args, PackedExperts.open(path, args), read_resident(path))
-    found = open_in_place(path)
-    return Weights(path, found.args, found.experts, found.shapes(), found)
+    in_place = open_in_place(path)
+    return Weights(path, in_place.args, in_place.experts, in_place.shapes(), in_place)
 
 
 def model_fingerprint(path: str | Path, dtype: mx.Dtype, cpu_activations: int = native.EXACT) -> Fingerprint:

@@ -54,14 +54,14 @@ class Predictor:
 
     def previous(self, layer: int) -> list[int]:
         """Experts of the previous token; none at first."""
-        found = self.record(layer).previous
-        return [] if found is None else found.tolist()
+        previous = self.record(layer).previous
+        return [] if previous is None else previous.tolist()
 
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
         """Of foreseen experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
-        found = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
-        least = self.confidence * found[0][0]
-        return [expert for weight, expert in found if weight >= least]
+        by_weight = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
+        least = self.confidence * by_weight[0][0]
+        return [expert for weight, expert in by_weight if weight >= least]
 
     def pays(self, layer: int) -> bool:
         """Whether to guess for this layer; a layer that was switched off is tried again after a while."""

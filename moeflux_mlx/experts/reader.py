@@ -222,14 +222,14 @@ class ExpertReader:
 
     def _shares(self, layer: int, expert: int, room: int) -> tuple[ReadShare, ...]:
         """What each of some threads reads of the record; kept where it took longer to make than to find again."""
-        found = self._in_pieces.get((layer, expert))
-        if found is None:
+        shares = self._in_pieces.get((layer, expert))
+        if shares is None:
             worth = BATCH_BYTES if self._files.reads_at_once else SHARE_BYTES
             runs = runs_of(self._where.pieces(layer, expert), room, self._files.run_bytes)
-            found = tuple([self._files.share(some) for some in shares_of(runs, worth)])
+            shares = tuple([self._files.share(some) for some in shares_of(runs, worth)])
             if len(runs) > 1 and self._files.reads_at_once:
-                self._in_pieces[layer, expert] = found
-        return found
+                self._in_pieces[layer, expert] = shares
+        return shares
 
     def promote(self, read: Read) -> None:
         """A queued speculative read, or what is left of it, joins those that somebody waits for."""

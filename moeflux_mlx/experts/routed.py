@@ -66,16 +66,16 @@ class RoutedExperts:
             if routing.choice is not None and isinstance(x, mx.array):
                 return chosen_ffn(x, routing.choice, records, residual, shared)
             return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
-        found = _on_host(routing)
-        ids = cast(np.ndarray, found.ids)
+        on_host = _on_host(routing)
+        ids = cast(np.ndarray, on_host.ids)
         records = self.source.without_lease(routing.layer, ids) if backend.computes_at_once(x) else None
         if records is not None:
             slots, weights = ids.astype(np.int32, copy=False), cast(Array, routing.weights)
             return expert_ffn(x, slots, records, weights, residual, shared)
         if len(x) > LEASED_TOKENS:
-            return in_parts(self, found, x, residual, shared)
+            return in_parts(self, on_host, x, residual, shared)
         with self.source.request(routing.layer, ids) as lease:
-            self.lookahead.requested(found, ids)
+            self.lookahead.requested(on_host, ids)
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 

@@ -56,9 +56,9 @@ class InPlaceExperts:
         self._check(layer, expert, np.frombuffer(memory, np.uint8)[None])
 
     def _check(self, layer: int, first: int, rows: np.ndarray) -> None:
-        found = not_finite(self.layout.records[layer], rows)
-        if found is not None:
-            expert, field = first + found[0], found[1]
+        fault = not_finite(self.layout.records[layer], rows)
+        if fault is not None:
+            expert, field = first + fault[0], fault[1]
             path = next(piece.path for piece in self.pieces(layer, expert) if piece.place == field.offset)
             raise ModelFileError(
                 f"{path}: {field.name} of expert {expert} of layer {layer} holds NaN or infinite values; "

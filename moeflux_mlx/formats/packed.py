@@ -40,8 +40,8 @@ class PackedExperts:
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
         layout_file = folder / LAYOUT
-        found = read_json(layout_file)
-        layout, share = from_json(found, args, layout_file), held_by(found, layout_file)
+        content = read_json(layout_file)
+        layout, share = from_json(content, args, layout_file), held_by(content, layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))

@@ -54,12 +54,12 @@ class DecodeStep:
         thread = threading.get_ident()
         if thread not in self._compiled:
             self._compiled[thread] = mx.compile(self._trace([layer.traced for layer in cache]))
-        found = self._compiled[thread](tokens, *places, *state)
-        count = len(found) - sum(layer.traced.num_outputs for layer in cache)
-        left = islice(found, count, None)
+        outputs = self._compiled[thread](tokens, *places, *state)
+        count = len(outputs) - sum(layer.traced.num_outputs for layer in cache)
+        left = islice(outputs, count, None)
         for layer in cache:
             layer.take_step(list(islice(left, layer.traced.num_outputs)))
-        return found[:count]
+        return outputs[:count]
 
     def _trace(self, kinds: Sequence[Any]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, offset: mx.array, position: mx.array, *arrays: mx.array) -> list[mx.array]:

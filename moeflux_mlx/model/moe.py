@@ -124,8 +124,8 @@ class MoE(nn.Module):
             x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
             return x, logits, logits
         x = norm(residual.reshape(-1, residual.shape[-1]))
-        _, found = self._gates(float32(x))
-        return x, found[0], found[-1]
+        _, outputs = self._gates(float32(x))
+        return x, outputs[0], outputs[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""

@@ -85,8 +85,8 @@ class Shared:
 
     def rows(self, x: Array) -> Array:
         """The output [T, H] in x's dtype."""
-        found: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
-        return found
+        output: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
+        return output
 
     def joins(self, record: Record, top_k: int) -> bool:
         """Whether the kernels compute it beside `top_k` such records."""

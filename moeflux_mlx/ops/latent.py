@@ -80,8 +80,8 @@ class HeadMatrices:
 
     def each(self) -> Iterator[np.ndarray]:
         """In turn, in float32; the memory may be used again for the next."""
-        found = by_head(self.weights, self.heads, self.rows or slice(None))
-        return (matrix.T for matrix in found) if self.transposed else found
+        matrices = by_head(self.weights, self.heads, self.rows or slice(None))
+        return (matrix.T for matrix in matrices) if self.transposed else matrices
 
 
 class StoredMatrices(NamedTuple):

@@ -166,13 +166,13 @@ class Kernel:
         """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
         names: dict[int, str] = {}
         inputs, joined = _several(self.inputs)
-        found = list(zip(inputs, places, strict=True))
-        for name, place in found:
+        named_places = list(zip(inputs, places, strict=True))
+        for name, place in named_places:
             if not isinstance(place, float):
                 index, _, dtype = place
                 names.setdefault(index, name if dtype is None else f"{name}_")
         lines = []
-        for name, place in found:
+        for name, place in named_places:
             if isinstance(place, float):
                 lines.append(f"const float {name}[1] = {{{np.float32(place).item()!r}f}};\n")
             elif place[2] is not None:

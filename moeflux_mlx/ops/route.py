@@ -110,8 +110,8 @@ def route_with_host_copy(
     """
     target = backend.name()
     if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
-        found = route(logits, rule, bias)
-        return found[0], found[1], []
+        chosen = route(logits, rule, bias)
+        return chosen[0], chosen[1], []
     launch = _plan(target, logits.shape, rule, bias is not None, copies=True)
     ids, weights, *host_copy = launch(logits, *beside(logits, rule, bias))
     return ids, weights, host_copy

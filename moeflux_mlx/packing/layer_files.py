@@ -251,10 +251,10 @@ class PackedLayerFile:
         return record + bytes(self.geometry.stride - len(record))
 
     def _check_scales(self, record: bytearray, expert: int) -> None:
-        found = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
-        if found is not None:
+        fault = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
+        if fault is not None:
             raise ModelFileError(
-                f"{self.file}: {found[1].name} of expert {expert} holds NaN or infinite values; download it again"
+                f"{self.file}: {fault[1].name} of expert {expert} holds NaN or infinite values; download it again"
             )
 
 
@@ -302,8 +302,8 @@ def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[P
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    found = read_json(folder / LAYOUT)
-    source, share = from_json(found, args, folder / LAYOUT), held_by(found, folder / LAYOUT)
+    content = read_json(folder / LAYOUT)
+    source, share = from_json(content, args, folder / LAYOUT), held_by(content, folder / LAYOUT)
     if share is not None:
         raise ModelFileError(f"{folder} holds the experts of {share} only; convert what it was made from")
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]

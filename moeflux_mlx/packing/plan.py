@@ -61,11 +61,11 @@ def make_plan(
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
     else:
-        found = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
-        stored = {layer: plan_experts(experts, wanted) for layer, experts in found.items()}
+        experts_by_layer = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted) for layer, experts in experts_by_layer.items()}
         quants = {layer: one.quants for layer, one in stored.items()}
         layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
-        layers += [LayerFile(layout, layer, experts) for layer, experts in found.items()]
+        layers += [LayerFile(layout, layer, experts) for layer, experts in experts_by_layer.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
@@ -92,5 +92,5 @@ def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Ran
 def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
     left = sorted(tensor.name for tensor in tensors.values() if tensor.name not in used)
     if left:
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise ModelFileError(f"tensor {left[0]}{more} does not belong to this model; is config.json the right one?")
+        others = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise ModelFileError(f"tensor {left[0]}{others} does not belong to this model; is config.json the right one?")

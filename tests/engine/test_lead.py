@@ -79,17 +79,17 @@ def answer(session, prompt, tokens=4, stop_at=None, close_at=None):
         if stop_at is not None and done >= stop_at:
             raise Stopped
 
-    found = []
+    produced = []
     steps = session.respond(prompt, max_tokens=tokens, prompt_progress_callback=progress)
     try:
         for response in steps:
-            found.append(response.token)
-            if len(found) == close_at:
+            produced.append(response.token)
+            if len(produced) == close_at:
                 break
     except Stopped:
         pass
     steps.close()
-    return found
+    return produced
 
 
 def prompt_of(length, salt=0):
@@ -188,9 +188,9 @@ def test_an_order_that_is_none_is_refused(words, said):
         rank, size, on_device = 0, 1, False
 
         def gather(self, sent):
-            found = sent.copy()[None]
-            found[0, 5:9] = np.array(words, np.uint64).view(np.uint32)
-            return found
+            gathered = sent.copy()[None]
+            gathered[0, 5:9] = np.array(words, np.uint64).view(np.uint32)
+            return gathered
 
     with pytest.raises(RankError, match=said):
         receive_order(Exchange(Echo()))

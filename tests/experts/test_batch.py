@@ -128,9 +128,9 @@ def test_a_failed_read_is_told_and_moves_nothing(tmp_path):
     paths = [tmp_path / "a", tmp_path / "b"]
     runs = [Run(one, 10, 20, (FilePiece(one, 10, 10, 50 * at),)) for at, one in enumerate(paths)]
     numbers = batch.encode(runs, {one: i for i, one in enumerate(paths)})
-    found = batch.Queue().read(array("i", [good, -1]), numbers, target, scratch)
+    outcome = batch.Queue().read(array("i", [good, -1]), numbers, target, scratch)
     os.close(good)
-    assert found == (4096, [1])
+    assert outcome == (4096, [1])
     assert bytes(target[:10]) == bytes(range(11, 21)) and not any(target[10:])
 
 

@@ -116,8 +116,8 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @invariant()
     def check_held(self):
-        for _, found, rows, truth in self.held:
-            assert np.array_equal(np.asarray(found.blob)[rows], truth)
+        for _, leased, rows, truth in self.held:
+            assert np.array_equal(np.asarray(leased.blob)[rows], truth)
 
     @invariant()
     def every_row_has_one_owner(self):
@@ -175,9 +175,9 @@ def test_a_leased_record_is_not_moved_and_its_memory_goes_later(packed):
     pool = loader._pools[0]
     read(loader, 0, range(4)).release()
     lease = read(loader, 0, [5])
-    found, rows = lease.records()
+    leased, rows = lease.records()
     assert loader.resize(2 * stride) == 2 <= rows[0]
-    assert np.array_equal(found.blob[rows], records(packed, 0)[[5]])
+    assert np.array_equal(leased.blob[rows], records(packed, 0)[[5]])
     lease.release()
     read(loader, 1, range(2)).release()
     assert (0, 5) not in pool and not pool.rows[2:].any()

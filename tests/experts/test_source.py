@@ -91,8 +91,8 @@ def records(packed, layer):
 def blocks(lease):
     """What the lease's ids point at, in their order."""
     lease.wait()
-    found, slots = lease.records()
-    return np.asarray(found.blob)[slots.reshape(-1)]
+    held, slots = lease.records()
+    return np.asarray(held.blob)[slots.reshape(-1)]
 
 
 @pytest.mark.parametrize("mode", IoMode)

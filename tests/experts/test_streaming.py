@@ -471,7 +471,7 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only(monkeypatch):
             raise OSError(5, "Input/output error")
         return os.preadv(fd, buffers, offset)
 
-    fails_at, found = None, []
+    fails_at, outcomes = None, []
     for is_compiled in (False, True):
         model = streamed(tiny_directory("qwen3_moe"), "off", preadv=preadv, least_slots=TOP_K, cache_bytes=1)
         if is_compiled:
@@ -484,13 +484,13 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only(monkeypatch):
         with pytest.raises(ExpertIOError, match="Input/output error"):
             model(mx.array([[3]]), cache)
         fails_at = None
-        found.append([layer.offset for layer in cache])
+        outcomes.append([layer.offset for layer in cache])
         for layer in cache:
             layer.trim(layer.offset - 2)
-        found.append(np.array(model(mx.array([[3]]), cache)))
+        outcomes.append(np.array(model(mx.array([[3]]), cache)))
         model.experts.close()
-    assert found[0] == found[2]
-    np.testing.assert_allclose(found[1], found[3], atol=5e-5)
+    assert outcomes[0] == outcomes[2]
+    np.testing.assert_allclose(outcomes[1], outcomes[3], atol=5e-5)
 
 
 def compile_layers(model):

@@ -17,7 +17,7 @@ A, B = Path("a"), Path("b")
 @st.composite
 def scattered(draw):
     """Pieces of two files that do not overlap, in any order, and the room that they fill."""
-    found, place = [], 0
+    pieces, place = [], 0
     ends = {A: draw(st.integers(0, 2 * BLOCK_BYTES)), B: draw(st.sampled_from([0, BLOCK_BYTES, 17]))}
     for _ in range(draw(st.integers(1, 9))):
         path = draw(st.sampled_from([A, B]))
@@ -25,10 +25,10 @@ def scattered(draw):
             st.sampled_from([1, 100, BLOCK_BYTES, ALONE_BYTES, ALONE_BYTES + 1, RUN_BYTES + 3, 3 * RUN_BYTES])
         )
         gap = draw(st.sampled_from([0, 1, GAP_BYTES, GAP_BYTES + 1]))
-        found.append(FilePiece(path, ends[path] + gap, length, place))
+        pieces.append(FilePiece(path, ends[path] + gap, length, place))
         ends[path] += gap + length
         place += length
-    return draw(st.permutations(found)), place + draw(st.sampled_from([0, BLOCK_BYTES]))
+    return draw(st.permutations(pieces)), place + draw(st.sampled_from([0, BLOCK_BYTES]))
 
 
 @given(scattered(), st.sampled_from([GAP_BYTES, ALONE_BYTES, RUN_BYTES]))

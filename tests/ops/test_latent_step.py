@@ -106,9 +106,9 @@ class Layer:
         key, value, last = dense(self.key), dense(self.value), len(self.tokens) - 1
         q = dense(self.queries) @ normed(self.tokens[-1][0], self.queries.norm)
         q = q.reshape(self.heads, -1)
-        found = [np.split(kv, [self.width]) for _, kv in self.tokens]
-        latents = np.array([normed(x, self.norm) for x, _ in found])
-        keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(found)])
+        split = [np.split(kv, [self.width]) for _, kv in self.tokens]
+        latents = np.array([normed(x, self.norm) for x, _ in split])
+        keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(split)])
         absorbed = np.einsum("hd,hdn->hn", q[:, : self.nope], key)
         scores = 0.3 * (absorbed @ latents.T + self.turned(q[:, self.nope :], last) @ keys.T)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -130,11 +130,11 @@ def normed(x, norm):
 
 
 def dense(matrices):
-    part, found = matrices.weights, matrices.weights.weight
+    part, weight = matrices.weights, matrices.weights.weight
     if part.quant is not None:
         with mx.stream(mx.cpu):
-            found = unpacked_float32(part.quant, found, part.scales, part.biases)
-    return wide(found.swapaxes(1, 2) if getattr(matrices, "transposed", False) else found)
+            weight = unpacked_float32(part.quant, weight, part.scales, part.biases)
+    return wide(weight.swapaxes(1, 2) if getattr(matrices, "transposed", False) else weight)
 
 
 @pytest.mark.parametrize("case, dtype", drawn(CASES, LIMITS, seed=1))
@@ -202,8 +202,8 @@ def test_what_is_kept_of_a_cache_goes_on(host):
     kept = [np.array(array) for array in cache.stored()]
     restored.state = restored.restored(*kept, 23, layer.dtype)
     parts = layer.draw()
-    want, *found = (layer.run(parts, one) for one in (cache, restored, taken))
-    assert all(mx.array_equal(got, want) for got in found)
+    want, *others = (layer.run(parts, one) for one in (cache, restored, taken))
+    assert all(mx.array_equal(got, want) for got in others)
 
 
 def test_a_late_token_is_turned_as_many_are(host):

@@ -162,8 +162,8 @@ def test_mlx_lm_runs_the_same_directory(tmp_path, family):
     theirs.set_dtype(mx.float32)
     ours = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
     tokens = mx.array(goldens.golden(family)[0])[None]
-    wanted, found = np.array(theirs(tokens)), np.array(ours(tokens))
-    assert np.abs(wanted - found).max() < TOLERANCE and np.array_equal(wanted.argmax(-1), found.argmax(-1))
+    wanted, got = np.array(theirs(tokens)), np.array(ours(tokens))
+    assert np.abs(wanted - got).max() < TOLERANCE and np.array_equal(wanted.argmax(-1), got.argmax(-1))
 
 
 @pytest.mark.parametrize(("forms", "field", "value"), [(FORMS[0], 7, b"\xc0\x7f"), (FORMS[3], 5, b"\xff")])

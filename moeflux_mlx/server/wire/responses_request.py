@@ -103,16 +103,16 @@ def _choice(fields: Fields) -> tools.Choice:
 
 def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     first = conversation.system_text(texts(fields, "instructions"), keep_agent_headers)
-    found = [{"role": "system", "content": first}] if first else []
+    messages = [{"role": "system", "content": first}] if first else []
     value = fields.get("input")
     if isinstance(value, str) and value:
-        return [*found, {"role": "user", "content": value}]
+        return [*messages, {"role": "user", "content": value}]
     turns = _Turns(keep_agent_headers)
     for item in fields.objects("input"):
         turns.add(item)
-    if not turns.done(found):
+    if not turns.done(messages):
         raise fields.wrong("input", "a text or a list of items that hold one")
-    return conversation.paired(found)
+    return conversation.paired(messages)
 
 
 class _Turns:
