@@ -26,7 +26,7 @@ class MoE(nn.Module):
         if self.rule.correction_bias:
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
-            self.shared_expert = MLP(hidden_size, part.shared.width)
+            self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation)
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
         self.arrange()

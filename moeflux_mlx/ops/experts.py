@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import PROJECTIONS, Projection, Record
+from ..formats.record import PROJECTIONS, Field, Projection, Record
 from ..kinds import Router
 from . import backend, forms, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
-from .elementwise import sigmoid
+from .elementwise import activate, sigmoid
 from .forms import Form, form_of, matmul_float32
 from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of, row_by_row
@@ -445,22 +445,24 @@ def _plan_down(
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:
-    """[P, columns] x, each row times its own record's matrix: float32 [P, rows]."""
+    """[P, columns] x, each row times its own record's matrix, plus its bias: float32 [P, rows]."""
     pairs = len(x)
     start, stop = projection.fields[0].words.start, projection.fields[-1].words.stop
     words = mx.take(records.blob[:, start:stop], slots.reshape(-1), axis=0)
-    parts = []
-    for field in projection.fields:
+
+    def values(field: Field) -> mx.array:
         part = words[:, field.words.start - start : field.words.stop - start]
-        parts.append(part.view(forms.DTYPES[field.dtype]).reshape(pairs, *field.shape))
-    return matmul_float32(x[:, None], projection.quant, *parts)[:, 0]
+        return part.view(forms.DTYPES[field.dtype]).reshape(pairs, *field.shape)
+
+    product = matmul_float32(x[:, None], projection.quant, *map(values, projection.codes))[:, 0]
+    return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)
 
 
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
         gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-        return (gate * mx.sigmoid(gate) * up).astype(x.dtype).reshape(*slots.shape, -1)
+        return activate(gate, up, records.record.activation).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

@@ -112,7 +112,7 @@ class Step:
 
         def layer(x, scale):
             gate, up = elementwise.split(linear.linear(x, gate_up), self.inner)
-            out = linear.linear(elementwise.silu_mul(gate, up), down)
+            out = linear.linear(elementwise.activate(gate, up), down)
             return out if scale is None else out * scale.astype(out.dtype)
 
         return lambda gates: Shared(layer, gate_up, down, gates if gated else None)
