@@ -142,7 +142,7 @@ class MLP(nn.Module):
 
     def __init__(self, dims: int, hidden_dims: int, activation: Activation = SILU):
         super().__init__()
-        self._activation = activation
+        self.activation = activation
         self.gate_proj = Linear(dims, hidden_dims)
         self.up_proj = Linear(dims, hidden_dims)
         self.down_proj = Linear(hidden_dims, dims)
@@ -164,5 +164,5 @@ class MLP(nn.Module):
         """Of norm(x), plus `residual`. `scale` [..., 1] multiplies the result: before the last product, where MLX fuses
         it with the activation."""
         _, (gate, up) = self._inputs(x, norm)
-        act = activate(gate, up, self._activation)
+        act = activate(gate, up, self.activation)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)

@@ -7,19 +7,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_forms import MXFP4, Stored, narrow
 from test_native import PATHS, force
+from tile_choices import OF_CUDA, Chosen
 
+from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import FORMS, Activation
-from moeflux_mlx.ops import backend, elementwise, experts, grouped, native
+from moeflux_mlx.ops import backend, elementwise, experts, forms, grouped, native
 from moeflux_mlx.ops.experts import Records
-from moeflux_mlx.ops.tiles import MAX_TOKENS
+from moeflux_mlx.ops.forms import Form
+from moeflux_mlx.ops.tiles import MAX_TOKENS, using
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMIT = 0.6  # of which many products are larger
 ACTIVATIONS = [Activation(form, None if form in ("silu", "gelu") else LIMIT) for form in FORMS]
 STORED = [(MXFP4, "BF16"), (Quant(4, 64), "F16"), (Quant(3, 32), "F32"), (Quant(4, 32), "BF16"), (Quant(8, 64), "F32")]
-SEEN = 1e-2  # of the largest value: what the smallest fault changes at least
+KERNEL_LIMITS = {mx.float32: 1e-5, mx.bfloat16: 1e-2, mx.float16: 2e-3}
+SEEN = 2e-2  # of the largest value: what the smallest fault changes at least
 
 
 def sigmoid(x):
@@ -150,6 +154,27 @@ def test_operations_match_oracle(case):
     assert error(case.stepped(mx.array), case.want()) < 1e-5
 
 
+@pytest.fixture
+def host():
+    with msl.launching():
+        yield
+
+
+KERNELS = [  # of Metal's text each has a variant of its own
+    (STORED[0], ACTIVATIONS[4], mx.bfloat16, True, (2880, 64)),
+    (STORED[0], ACTIVATIONS[3], mx.float32, False, (128, 320)),
+    (STORED[1], ACTIVATIONS[2], mx.float32, True, (64, 704)),
+    (STORED[2], ACTIVATIONS[1], mx.float16, True, (192, 128)),
+    (STORED[3], ACTIVATIONS[0], mx.float32, True, (128, 192)),
+]
+
+
+@pytest.mark.parametrize("stored, activation, dtype, has_bias, size", KERNELS, ids=map(str, range(len(KERNELS))))
+def test_kernels_match_oracle(host, stored, activation, dtype, has_bias, size):
+    case = Case(4, stored, activation, 2, size, has_bias, 3)
+    assert error(case.stepped(mx.array, dtype), case.want()) < KERNEL_LIMITS[dtype]
+
+
 @few
 @given(cases(20), st.sampled_from([1, 10**9]))
 def test_prompts_on_mlx_side_match_oracle(case, dense_from):
@@ -170,3 +195,47 @@ def test_activations_of_many_values(path, activation):
     gate[1, :], up[2, :] = np.nan, np.nan
     for got in (native.activate(gate, up, activation), elementwise.activate(mx.array(gate), mx.array(up), activation)):
         assert np.isnan(np.array(got)[1:]).all() and not np.isnan(np.array(got)[0]).any()
+
+
+@pytest.mark.parametrize("top_k, activation", [(17, ACTIVATIONS[0]), (22, ACTIVATIONS[4]), (32, ACTIVATIONS[2])])
+@pytest.mark.parametrize("integers", [False, True])
+def test_a_token_may_use_up_to_32_experts(host, monkeypatch, integers, top_k, activation):
+    """`integers`: as CUDA multiplies, whose threadgroups hold x for each simdgroup."""
+    tiles = {}
+    if integers:
+        monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
+        tiles = OF_CUDA
+    with using(Chosen(tiles)):
+        case = Case(5, STORED[0], activation, 1, (320, 64), True, top_k, 33)
+        assert error(case.stepped(mx.array), case.want()) < 1e-5
+
+
+def test_planes_of_32_simdgroups_fit_a_threadgroup():
+    quant, columns = Quant(2, 64), 8192
+    record = Record.make(64, columns, (quant,) * 3)
+    blob, float32 = (40, record.stride // 4), (mx.float32,) * 2
+    plan = experts._plan_down("cuda", (1, 32, columns), (1, 64), blob, (1, 32), (*float32, None), record)
+    room = plan.template["SG"] * Form(quant, mx.bfloat16, 3).room(plan.template["SPAN"])
+    assert plan.kernel.form == "planes" and room <= 48 * 1024
+
+
+KERNEL_FAULTS = {
+    "no bias of gate": ("swiglu.h.metal", "gx += float(ending.gate[row[r]]);", ""),
+    "no bias of up": ("swiglu.h.metal", "ux += float(ending.up[row[r]]);", ""),
+    "no bias of down": ("expert_down_combine.metal", "if (BIASED) {", "if (0) {"),
+    "another row's bias": ("swiglu.h.metal", "ending.up[row[r]]", "ending.up[row[0]]"),
+    "up's bias for gate": ("expert_gate_up.metal", "(record + GATE_BIAS)", "(record + UP_BIAS)"),
+    "gate and up swapped": ("swiglu.h.metal", "swiglu_joined<ACTIVATION>(gx, ux,", "swiglu_joined<ACTIVATION>(ux, gx,"),
+    "no limit of gate": ("swiglu.h.metal", "g = g > limit ? limit : g;", ""),
+    "no lower limit of up": ("swiglu.h.metal", "u < -limit ? -limit : u;", "u;"),
+    "no one": ("swiglu.h.metal", "(u + 1.0f)", "u"),
+    "half without its weight": ("expert_down_combine.metal", "weight * total", "0.5f * (weight + 1) * total"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", KERNEL_FAULTS)
+def test_a_planted_fault_in_a_kernel_is_caught(host, monkeypatch, name):
+    msl.plant(monkeypatch, *KERNEL_FAULTS[name])
+    case = Case(4, STORED[0], ACTIVATIONS[4], 1, (64, 64))
+    assert not error(case.stepped(mx.array), case.want()) < 1e-3

@@ -56,7 +56,9 @@ def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
     rng = np.random.default_rng([T, O, bits])
     w, values = router(rng, O, H, bits, group)
     h, norm = random(rng, T, H, dtype=dtype), random(rng, H, dtype=dtype)
+    bias = random(rng, O)
     x, logits = router_logits(h, norm, 1e-6, w)
+    assert error(router_logits(h, norm, 1e-6, w, bias)[1], wide(logits) + wide(bias)) < 1e-6
     want = wide(h) / np.sqrt((wide(h) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
     assert x.dtype == dtype and error(x, want) < LIMITS[dtype]
     assert error(logits, wide(x) @ values.T) < 2e-5, "logits are of the row as it is stored"
