@@ -81,7 +81,10 @@ def test_kernel_and_twin_of_the_router_agree(dtype):
 
 @settings(max_examples=12)
 @given(
-    st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([(16, 4), (40, 10), (128, 8), (512, 10)]), st.booleans()
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.sampled_from([(16, 4), (40, 10), (119, 8), (128, 8), (288, 4), (320, 32), (512, 22)]),
+    st.booleans(),
 )
 def test_softmax_topk(seed, T, shape, norm):
     E, K = shape
@@ -99,7 +102,18 @@ def test_softmax_topk(seed, T, shape, norm):
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),
-    st.sampled_from([(8, 8, 4, 8), (4, 40, 2, 4), (2, 16, 1, 3), (1, 24, 1, 5), (8, 32, 4, 8), (16, 1, 9, 3)]),
+    st.sampled_from(
+        [
+            (8, 8, 4, 8),
+            (4, 40, 2, 4),
+            (2, 16, 1, 3),
+            (1, 24, 1, 5),
+            (8, 32, 4, 8),
+            (16, 1, 9, 3),
+            (1, 320, 1, 32),
+            (1, 119, 1, 8),
+        ]
+    ),
     st.floats(-3, 3),
 )
 def test_groups_of_sigmoids(seed, T, shape, shift):

@@ -1,4 +1,4 @@
-"""Experts with biases in every form of checkpoint: the same records, and the same logits from each source of experts."""
+"""Experts with biases in every form of checkpoint: the same records, and the same logits wherever they are."""
 
 import json
 from dataclasses import replace

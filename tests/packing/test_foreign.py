@@ -224,9 +224,7 @@ def test_experts_in_blocks_are_refused_with_the_reason(tmp_path):
         tensors |= block_tensors(path, np.zeros(shape, int), exponents)
     write(source / "model.safetensors", tensors)
     (source / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
-    with pytest.raises(
-        ModelFileError, match="experts.gate_up_proj_blocks cannot be .* known of gpt-oss only, not of qwen3_moe"
-    ):
+    with pytest.raises(ModelFileError, match="gate_up_proj_blocks cannot be .* of gpt-oss only, not of qwen3_moe"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
