@@ -95,7 +95,7 @@ class Shared:
         """Whether the kernels compute it beside `top_k` such records."""
         if self.gate_up is None or not backend.has_kernels() or top_k >= MAX_SLOTS or not is_read(record):
             return False
-        if self.activation != record.activation or record.down.bias is not None:
+        if self.activation != record.activation or record.down.bias is not None or record.interleaved:
             return False
         pairs = (self.gate_up, record.gate, 2), (self.down, record.down, 1)
         return all(
@@ -401,7 +401,7 @@ def _first_launch(
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     template |= {"ACTIVATION": FORMS.index(record.activation.form), "LIMIT": float(record.activation.limit or 0)}
-    template |= biases_of(GATE=record.gate, UP=record.up)
+    template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
     return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
@@ -477,11 +477,19 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
     return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)
 
 
+def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
+    """What the products [..., I] with the matrices in gate's and in up's place become."""
+    if record.interleaved:
+        both = mx.concatenate([first, second], axis=-1)
+        first, second = both[..., ::2], both[..., 1::2]
+    return activate(first, second, record.activation)
+
+
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
         gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-        return activate(gate, up, records.record.activation).astype(x.dtype).reshape(*slots.shape, -1)
+        return joined(gate, up, records.record).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

@@ -237,7 +237,7 @@ def expert_gate_up(
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
     places, activation = _places(record.gate, record.up), _number(record.activation)
-    _kernels().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, out)
+    _kernels().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, record.interleaved, out)
     return out
 
 

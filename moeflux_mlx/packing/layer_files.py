@@ -47,6 +47,13 @@ class Part:
     bias: Tensor | None = None
 
     @property
+    def in_place(self) -> "Part":
+        """The rows that lie in its place of a record whose rows of gate and up alternate: a half of all, one after
+        another; itself, where rows are apart."""
+        half = self.stop // self.step
+        return self if self.step == 1 else Part(self.matrix, self.start * half, (self.start + 1) * half, 1, self.bias)
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it is made of."""
         return self.matrix.tensors if self.bias is None else (*self.matrix.tensors, self.bias)

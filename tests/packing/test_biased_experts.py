@@ -23,6 +23,7 @@ from moeflux_mlx.kinds import Activation
 from moeflux_mlx.quant import Quant
 
 FAMILY = "qwen3_moe"
+IN_PLACE = ("pread", "resident")
 MXFP4, ROWS = Quant(4, 32, "mxfp4"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -173,7 +174,9 @@ def test_logits_do_not_depend_on_where_experts_lie(checkpoint, tmp_path, dtype):
     path = checkpoint.of_mlx(tmp_path / "mlx")
     there = packed(path)
     want = logits_of(load_model(there, dtype=dtype, expert_io="resident"))
-    for folder, how in ((there, "pread"), (there, "mmap"), (path, "pread"), (path, "resident")):
+    turns = checkpoint.published(tmp_path / "published")
+    folders = [(there, "pread"), (there, "mmap"), *((folder, how) for folder in (path, turns) for how in IN_PLACE)]
+    for folder, how in folders:
         assert all(map(np.array_equal, logits_of(load_model(folder, dtype=dtype, expert_io=how)), want)), how
 
 
