@@ -9,7 +9,7 @@ import mlx.nn as nn
 from ..experts.routing import Report, RoutedExpertsCall, Routing, unheard
 from ..kinds import Experts
 from ..ops.backend import Array
-from ..ops.elementwise import float32
+from ..ops.elementwise import float32, softcap
 from ..ops.experts import Shared
 from ..ops.route import Choice, route, route_told, router_logits
 from ..ops.tiles import MAX_TOKENS
@@ -123,10 +123,10 @@ class MoE(nn.Module):
         if gates is not None:
             bias = gates.bias if "bias" in gates else None
             x, logits = router_logits(residual, norm.weight, norm.eps, gates, bias)
-            return x, logits, logits
+            return x, softcap(logits, self.rule.softcap), logits
         x = norm(residual.reshape(-1, residual.shape[-1]))
         _, found = self._gates(float32(x))
-        return x, found[0], found[-1]
+        return x, softcap(found[0], self.rule.softcap), found[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
