@@ -203,7 +203,7 @@ def plan_resident(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFo
     pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in fused_paths}
     sources: list[Source] = []
     lossy: list[str] = []
-    as_stored = any(name.endswith(".scales") for name in tensors)
+    as_stored = wanted.keeps_floats or any(name.endswith(".scales") for name in tensors)
     for path, pieces in (pieces_of | fused).items():
         shape = matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),
