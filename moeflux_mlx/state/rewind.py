@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .cache import Cache, Pair
+from .cache import Cache
+from .layer_cache import Pair
 
 
 class RewindPoints:

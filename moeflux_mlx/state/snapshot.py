@@ -41,7 +41,8 @@ from ..errors import (
 )
 from ..kinds import Attention, Delta, Latent
 from ..spec import ModelArgs
-from .cache import Cache, State, make_cache
+from .cache import Cache, make_cache
+from .layer_cache import State
 
 MAGIC = 0x4D464C58
 VERSION = 2

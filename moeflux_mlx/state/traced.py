@@ -1,0 +1,100 @@
+"""The traced stand-ins of caches in a compiled step: arrays of fixed shape, and positions that are arrays."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+
+from ..ops.attend import Held
+
+
+class Traced(Protocol):
+    """What stands for a cache while a step is traced: arrays of fixed shape, and positions that are arrays."""
+
+    takes: ClassVar[int]  # arrays
+    gives: ClassVar[int]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """As they are after the step."""
+        ...
+
+
+class FixedCache:
+    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes, like `position`).
+
+    `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
+    """
+
+    takes: ClassVar[int] = 2
+    gives: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        offset: mx.array,
+        position: mx.array,
+        seen: Callable[[int], mx.array],
+    ):
+        self.keys, self.values, self._seen = keys, values, seen
+        self.offset, self.position = offset, position
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.keys, self.values]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start = self.offset[None]
+        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
+        self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        return self.keys, self.values
+
+    def mask(self, length: int) -> mx.array:
+        return self._seen(self.keys.shape[2])
+
+
+class FixedKeys:
+    """Two arrays that a step reads, and the newest entries, which it copies with its own."""
+
+    takes: ClassVar[int] = 4
+    gives: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        recent: mx.array,
+        positions: mx.array,
+        *_: Any,
+    ):
+        self._held = Held(keys, values, recent, positions)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self._held.recent]
+
+    def held(self, dtype: mx.Dtype) -> Held:
+        return self._held
+
+    def advance(self, recent: mx.array) -> None:
+        self._held = self._held._replace(recent=recent)
+
+
+class FixedState:
+    """A recurrent cache's two arrays; what it computes depends on no position."""
+
+    takes: ClassVar[int] = 2
+    gives: ClassVar[int] = 2
+
+    def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
+        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.conv, self.recurrent]
+
+
+def up_to(position: int | mx.array, capacity: int) -> mx.array:
+    """The mask [1, 1, 1, capacity] of a token at `position`."""
+    return (mx.arange(capacity) <= position)[None, None, None]
