@@ -43,12 +43,13 @@ class GroupedQuery:
             [heads * head_dim]), or none.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
-            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own.
+            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own
+            (`g_proj`), whose sigmoid or softplus multiplies the head's output.
         window: how many of the newest positions a query sees, itself included; None: all.
         sinks: whether each head has a learned logit in the softmax's denominator.
         value_dim: width of a value head; None: head_dim.
         scale: of the scores; None: head_dim ** -0.5.
-        value_scale: multiplies the values.
+        value_scale: multiplies the values, that is, what comes of attention.
         value_is_key: whether keys, before norm and rotation, serve as values.
     """
 
@@ -68,18 +69,25 @@ class GroupedQuery:
     value_is_key: bool = False
 
     @property
+    def value_width(self) -> int:
+        """Of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that its operations take."""
         flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
-        return (self.head_dim, *flat)
+        return (self.head_dim, self.value_width, *flat)
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results."""
-        return 4 * self.heads * self.head_dim * tokens
+        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results,
+        and keys and values that lie in no cache because a window has passed them."""
+        seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
+        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen
 
     def scores(self, tokens: int, positions: int) -> int:
         """Scores of all heads."""
-        return self.heads * tokens * positions
+        return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
 
 
 @dataclass(frozen=True)
@@ -247,10 +255,7 @@ class LayerSpec:
 
 # Switches that not every value of is computed, and the values that are.
 COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
-    GroupedQuery: {
-        **{"gate": (None, "joined"), "window": (None,), "sinks": (False,), "value_dim": (None,)},
-        **{"scale": (None,), "value_scale": (1.0,), "value_is_key": (False,)},
-    },
+    GroupedQuery: {"value_is_key": (False,)},
     Experts: {"activation": ("silu",), "biases": (False,), "matrices": (3,)},
     Residual: {"scale": (1.0,), "streams": (1,)},
 }

@@ -18,7 +18,7 @@ from .files import directory, read_json
 from .kinds import Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
 from .quant import EXPERTS, Quantization, of_packed
 
-WIDEST_HEAD = 1 << 16  # far beyond any model's
+WIDEST_HEAD, WIDEST_WINDOW = 1 << 16, 1 << 20  # far beyond any model's
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,13 @@ def _check_mixer(mixer: Mixer) -> None:
             if mixer.heads % mixer.kv_heads:
                 raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
             _check_head(mixer)
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * (2 if mixer.gate else 1))
+            if mixer.gate == "joined" and mixer.value_width != mixer.head_dim:
+                raise ConfigError(f"v_head_dim {mixer.value_width} is not head_dim {mixer.head_dim}, as the gate wants")
+            joined = 2 if mixer.gate == "joined" else 1
+            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * joined)
+            _check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
+            if mixer.window is not None and not 1 <= mixer.window <= WIDEST_WINDOW:
+                raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
         case Latent():
             _check_head(mixer)
             _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)

@@ -73,7 +73,9 @@ def _projected(mixer: Mixer) -> int:
     """Columns of the projections from the hidden state and back to it."""
     match mixer:
         case GroupedQuery():
-            return mixer.head_dim * ((2 + bool(mixer.gate)) * mixer.heads + 2 * mixer.kv_heads)
+            queries = mixer.head_dim * (1 + (mixer.gate == "joined")) + mixer.value_width
+            gates = mixer.gate not in (None, "joined")
+            return mixer.heads * (queries + gates) + mixer.kv_heads * (mixer.head_dim + mixer.value_width)
         case Latent():
             return mixer.q_latent + mixer.latent + mixer.rotation.dims + mixer.heads * mixer.value
         case Delta():

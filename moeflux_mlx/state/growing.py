@@ -18,8 +18,7 @@ class Growing(LayerCache[Part]):
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
 
     step = 256
-    counts: ClassVar[bool] = True  # a snapshot holds as much as there are positions
-    traced: Any = FixedCache
+    counts: ClassVar[bool] = True  # a snapshot says how many positions there are
 
     def __init__(self, part: Part):
         super().__init__(part)
@@ -56,20 +55,34 @@ class Growing(LayerCache[Part]):
         keys, values = (mx.pad(mx.array(a).astype(dtype).swapaxes(0, 1)[None], pads) for a in (first, second))
         return keys, values, length
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions so far, or, for
-        one token on a GPU, all there is room for."""
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
+        """Appends [B, heads, L, width] to each array.
+
+        Returns:
+            Two arrays whose first rows are what the new positions may see, in order; how many rows these are.
+        """
         self._settle()
         start, self.offset = self.offset, self.offset + keys.shape[2]
         length = max(self.offset, self._expected)
         self._expected = length if length > self.offset else 0
-        self.keys = _grown(self.keys, keys.shape, keys.dtype, start, length, self.step)
-        self.values = _grown(self.values, values.shape, values.dtype, start, length, self.step)
-        self.keys[..., start : self.offset, :] = keys
-        self.values[..., start : self.offset, :] = values
-        if _sees_capacity(keys.shape[2]):
+        self.keys = self._placed(self.keys, keys, start, length)
+        self.values = self._placed(self.values, values, start, length)
+        return self.keys, self.values, self.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions that the new ones
+        may see, or, for one token on a GPU, all there is room for."""
+        first, second, count = self.append(keys, values)
+        if sees_capacity(keys.shape[2]):
+            assert self.keys is not None and self.values is not None
             return self.keys, self.values
-        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+        return first[..., :count, :], second[..., :count, :]
+
+    def _placed(self, array: mx.array | None, new: mx.array, start: int, length: int) -> mx.array:
+        """`array` with the entries of positions from `start` on, and with room for `length` positions."""
+        room = _grown(array, new.shape, new.dtype, start, length, self.step)
+        room[..., start : start + new.shape[2], :] = new
+        return room
 
     def _settle(self) -> None:
         """Brings all entries into the two arrays."""
@@ -80,8 +93,8 @@ class Growing(LayerCache[Part]):
 
     def take_step(self, arrays: list[mx.array]) -> None:
         """What the step has made of them."""
-        self.keys, self.values = arrays
         self.offset += 1
+        self.keys, self.values = arrays
 
     def expect(self, n: int) -> None:
         """n more positions are to come, in several calls: room is made for all of them at once."""
@@ -98,7 +111,7 @@ class Growing(LayerCache[Part]):
 
     def mask(self, length: int) -> mx.array | str | None:
         """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already."""
-        if _sees_capacity(length):
+        if sees_capacity(length):
             assert self.keys is not None
             return up_to(self.offset - 1, self.keys.shape[2])
         return "causal" if length > 1 else None
@@ -116,6 +129,10 @@ class Growing(LayerCache[Part]):
 
     def empty(self) -> bool:
         return self.offset == 0
+
+    def reaches(self, position: int) -> bool:
+        """Whether it can go back to that position with nothing kept."""
+        return True
 
     def is_trimmable(self) -> bool:
         return True
@@ -142,7 +159,7 @@ class Growing(LayerCache[Part]):
         self.offset, self.last_step, self._shifts = position, None, other._shifts_at(position)
 
 
-def _sees_capacity(length: int) -> bool:
+def sees_capacity(length: int) -> bool:
     """One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether the
     experts are in memory or streamed."""
     return length == 1 and backend.has_kernels()
@@ -177,6 +194,8 @@ class Stepping(Growing[Part]):
     """One that adds single tokens to `recent`, an array of their own, until it is full or somebody asks for the others:
     on a GPU to a copy of it, on the CPU to a numpy array that nobody else has."""
 
+    traced_whole: Any = FixedCache  # the stand-in of one that does not take single tokens
+
     def __init__(self, part: Part):
         super().__init__(part)
         self._recent: Any = None  # mx.array | np.ndarray | None
@@ -190,9 +209,8 @@ class Stepping(Growing[Part]):
     def recent_shape(self) -> Shape:
         raise NotImplementedError
 
-    @staticmethod
-    def parts(recent: Any, length: int, width: int) -> tuple[Any, Any]:
-        """Of its first positions, [1, heads, length, .] for each array; `width` is the first one's."""
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        """Of its first positions, [1, heads, length, .] for each array."""
         raise NotImplementedError
 
     def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
@@ -200,7 +218,8 @@ class Stepping(Growing[Part]):
         if self._recent is None or self.offset - self._begun == RECENT:
             self._settle()
             if self.keys is None:
-                self.keys, self.values = (mx.zeros((1, heads, self.step, width), dtype) for heads, width in self.rows)
+                empty_rows = (mx.zeros((1, heads, 0, width), dtype) for heads, width in self.rows)
+                self.keys, self.values = (self._placed(None, array, 0, 1) for array in empty_rows)
             shape = self.recent_shape
             empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
@@ -217,7 +236,7 @@ class Stepping(Growing[Part]):
 
     @property
     def traced(self) -> Any:
-        return FixedKeys if self.takes_steps() else FixedCache
+        return FixedKeys if self.takes_steps() else self.traced_whole
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -240,14 +259,12 @@ class Stepping(Growing[Part]):
         if self._recent is None or self.offset == self._begun:
             self._recent = None
             return
-        assert self.keys is not None and self.values is not None
         kept = []
-        parts = self.parts(self._recent, self.offset - self._begun, self.keys.shape[3])
-        for array, part in zip((self.keys, self.values), parts, strict=True):
+        for array, part in zip(
+            (self.keys, self.values), self.parts(self._recent, self.offset - self._begun), strict=True
+        ):
             new = mx.array(part) if isinstance(part, np.ndarray) else part
-            room = _grown(array, new.shape, new.dtype, self._begun, self.offset, self.step)
-            room[..., self._begun : self.offset, :] = new
-            kept.append(room)
+            kept.append(self._placed(array, new, self._begun, self.offset))
         (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
 
 
@@ -256,18 +273,23 @@ class KVCache(Stepping[GroupedQuery]):
 
     @property
     def rows(self) -> Rows:
-        return ((self.part.kv_heads, self.part.head_dim),) * 2
+        return (self.part.kv_heads, self.part.head_dim), (self.part.kv_heads, self.part.value_width)
 
     def takes_steps(self) -> bool:
-        return attend.takes_step(self.part.head_dim)
+        return attend.takes_step(self.part.head_dim, self.part.value_width)
 
     @property
     def recent_shape(self) -> Shape:
-        return 2, self.part.kv_heads, RECENT, self.part.head_dim
+        return (RECENT * sum(heads * width for heads, width in self.rows),)
 
-    @staticmethod
-    def parts(recent: mx.array, length: int, width: int) -> tuple[mx.array, mx.array]:
-        return recent[0, None, :, :length], recent[1, None, :, :length]
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        (heads, width), (_, value_width) = self.rows
+        end = RECENT * heads * width
+        keys, values = (
+            recent[:end].reshape(1, heads, RECENT, width),
+            recent[end:].reshape(1, heads, RECENT, value_width),
+        )
+        return keys[:, :, :length], values[:, :, :length]
 
 
 class LatentCache(Stepping[Latent]):
@@ -284,7 +306,6 @@ class LatentCache(Stepping[Latent]):
     def recent_shape(self) -> Shape:
         return RECENT, self.part.latent + self.part.rotation.dims
 
-    @staticmethod
-    def parts(recent: mx.array, length: int, width: int) -> tuple[mx.array, mx.array]:
-        entries = recent[None, None, :length]
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        entries, width = recent[None, None, :length], self.part.latent
         return entries[..., :width], entries[..., width:]

@@ -83,6 +83,10 @@ class RecurrentCache(LayerCache[Delta]):
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""
 
+    def reaches(self, position: int) -> bool:
+        """Whether it can go back to that position with nothing kept."""
+        return position == 0
+
     def is_trimmable(self) -> bool:
         return False
 

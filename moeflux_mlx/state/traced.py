@@ -7,6 +7,8 @@ import mlx.core as mx
 
 from ..ops.attend import Held
 
+SPARE = 8  # positions of a ring beyond the window: as many rows as one step has of a sequence can be taken back
+
 
 class Traced(Protocol):
     """What stands for a cache while a step is traced: arrays of fixed shape, and positions that are arrays."""
@@ -54,6 +56,19 @@ class FixedCache:
         return self._seen(self.keys.shape[2])
 
 
+class FixedRing(FixedCache):
+    """Two arrays [1, heads, window + spare, width] in which position p lies in slot p % (window + spare)."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start = self.offset[None] % self.keys.shape[2]
+        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
+        self.values = mx.slice_update(self.values, values, start, axes=(2,))
+        return self.keys, self.values
+
+    def mask(self, length: int) -> mx.array:
+        return seen_in_ring(self.offset, self.keys.shape[2])
+
+
 class FixedKeys:
     """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
@@ -98,3 +113,10 @@ class FixedState:
 def up_to(position: int | mx.array, capacity: int) -> mx.array:
     """The mask [1, 1, 1, capacity] of a token at `position`."""
     return (mx.arange(capacity) <= position)[None, None, None]
+
+
+def seen_in_ring(position: int | mx.array, capacity: int) -> mx.array:
+    """The mask [1, 1, 1, capacity] of a token at `position`, over the slots of a ring that has `SPARE` more positions
+    than the token sees."""
+    age = (position - mx.arange(capacity)) % capacity  # of the last position up to `position` that has the slot
+    return ((age < capacity - SPARE) & (age <= position))[None, None, None]
