@@ -6,7 +6,7 @@ belongs to. A switch that is described here and not computed yet is refused by `
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Router:
 
     `score` is "softmax" or "sigmoid" of the logits. A `correction_bias` takes part in the choice only. Of `groups`
     groups of experts the best `kept_groups` are looked at. Weights are made to sum to one if `normalise`, then
-    multiplied by `scale`.
+    multiplied by `scale`. `logit_bias`: the router adds a bias to its logits.
     """
 
     experts: int
@@ -184,17 +184,42 @@ class Router:
     kept_groups: int = 1
     normalise: bool = True
     scale: float = 1.0
+    logit_bias: bool = False
+
+
+ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish"]
+FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the last three forms need.
+
+    Attributes:
+        form: one of
+            "silu": silu(g) * u (SwiGLU, arXiv:2002.05202)
+            "gelu": gelu(g) * u, gelu by tanh (arXiv:1606.08415)
+            "clip then silu": silu(min(g, L)) * clip(u, -L, L)
+            "silu then clip": min(silu(g), L) * clip(u, -L, L)
+            "clip then swish": g' * sigmoid(1.702 g') * (u' + 1), where g' = min(g, L) and u' = clip(u, -L, L)
+    """
+
+    form: ActivationForm = "silu"
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.limit is None) == (self.form in ("silu", "gelu")), f"{self.form!r} with limit {self.limit}"
+
+
+SILU = Activation()
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One gated MLP of `width` for every token: down(activation(gate x) * up x).
-
-    `activation` is a name of `ops.elementwise.ACTIVATIONS`.
-    """
+    """One gated MLP of `width` for every token: down(activation(gate x, up x))."""
 
     width: int
-    activation: str = "silu"
+    activation: Activation = SILU
 
     @property
     def row_width(self) -> int:
@@ -208,6 +233,7 @@ class SharedExpert:
 
     width: int
     gated: bool = False
+    activation: Activation = SILU
 
 
 @dataclass(frozen=True)
@@ -220,7 +246,7 @@ class Experts:
     router: Router
     width: int
     shared: SharedExpert | None = None
-    activation: str = "silu"
+    activation: Activation = SILU
     biases: bool = False
     matrices: int = 3
 
@@ -256,7 +282,7 @@ class LayerSpec:
 # Switches that not every value of is computed, and the values that are.
 COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
     GroupedQuery: {"value_is_key": (False,)},
-    Experts: {"activation": ("silu",), "biases": (False,), "matrices": (3,)},
+    Experts: {"matrices": (3,)},
     Residual: {"scale": (1.0,), "streams": (1,)},
 }
 

@@ -6,7 +6,7 @@ tensors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .families.fields import LARGEST, Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
-from .kinds import Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
+from .kinds import SILU, Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
 from .quant import EXPERTS, Quantization, of_packed
 
 WIDEST_HEAD, WIDEST_WINDOW = 1 << 16, 1 << 20  # far beyond any model's
@@ -54,8 +54,14 @@ class ModelArgs:
 
     @cached_property
     def experts(self) -> Experts:
-        """The feed-forward part of every layer with routed experts: all are alike."""
-        return next(layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, Experts))
+        """The feed-forward part of the first layer with routed experts; the others differ in activations at most."""
+        return self.experts_of(self.moe_layers[0])
+
+    def experts_of(self, layer: int) -> Experts:
+        """The feed-forward part of a layer with routed experts."""
+        part = self.layers[layer].feed_forward
+        assert isinstance(part, Experts)
+        return part
 
     @property
     def num_experts(self) -> int:
@@ -155,7 +161,7 @@ def _check(args: ModelArgs) -> None:
     for i, layer in enumerate(args.layers):
         for name, value in unsupported(layer):
             raise ConfigError(f"layer {i} has {name} {value!r}, which is not implemented")
-        if isinstance(layer.feed_forward, Experts) and layer.feed_forward != args.experts:
+        if isinstance(layer.feed_forward, Experts) and _plain(layer.feed_forward) != _plain(args.experts):
             raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
     for mixer in dict.fromkeys(args.mixers):
         _check_mixer(mixer)
@@ -196,6 +202,12 @@ def _check_head(mixer: Attention) -> None:
     rotation = mixer.rotation
     if rotation and not (0 < rotation.dims <= mixer.head_dim and rotation.dims % 2 == 0):
         raise ConfigError(f"{rotation.dims} rotary dimensions do not fit a head of {mixer.head_dim}")
+
+
+def _plain(experts: Experts) -> Experts:
+    """Without what layers may differ in: the limits of activations."""
+    shared = experts.shared and replace(experts.shared, activation=SILU)
+    return replace(experts, activation=SILU, shared=shared)
 
 
 def _check_experts(experts: Experts, hidden_size: int) -> None:

@@ -487,6 +487,10 @@ typedef struct {
     const uint32_t *blob;
     ptrdiff_t stride;             /* words per record */
     ptrdiff_t place[2][3];        /* words to codes, scales and biases of gate and up, or of down */
+    ptrdiff_t bias[2];            /* words to what their products add; -1: nothing */
+    Kind bias_kind;
+    Activation activation;        /* what joins gate and up */
+    float limit;
     Matrix form;                  /* theirs, without what a record holds */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
@@ -547,19 +551,23 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
 static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
 
 /* Where `count` matrices lie in a record: a tuple of words to codes, scales and biases of each (no biases: any number),
- * then bits, group and a scale's Kind. They must lie inside. */
+ * then bits, group and a scale's Kind; words to what each product adds (-1: nothing), and its Kind. They must lie
+ * inside. */
 static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in, Experts *c) {
-    Py_ssize_t number[9];
-    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != 3 * count + 3) {
-        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", 3 * count + 3);
+    Py_ssize_t number[12];
+    const int numbers = 4 * count + 4;
+    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != numbers) {
+        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", numbers);
         return 0;
     }
-    for (int i = 0; i < 3 * count + 3; i++) {
+    for (int i = 0; i < numbers; i++) {
         number[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
         if (number[i] == -1 && PyErr_Occurred()) return 0;
     }
-    const Py_ssize_t *form = number + 3 * count;
+    const Py_ssize_t *form = number + 3 * count, *bias = form + 3;
     if (form[2] < BF16 || form[2] > E8M0) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
+    if (bias[count] < BF16 || bias[count] > F32) return PyErr_Format(PyExc_ValueError, "biases of kind %zd", bias[count]), 0;
+    c->bias_kind = (Kind)bias[count];
     if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] != E8M0)) return 0;
     c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
     /* Divide first: rows * in of a hostile call may not fit. */
@@ -570,6 +578,10 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
         if (i % 3 == 2 && c->form.is_mx) at = words = 0;
         fits = fits && at >= 0 && at <= c->stride - words;
         c->place[i / 3][i % 3] = at;
+    }
+    for (int i = 0; i < count; i++) {
+        fits = fits && bias[i] >= -1 && bias[i] <= c->stride - chunks_of(rows * unit_of(c->bias_kind), 4);
+        c->bias[i] = bias[i];
     }
     if (!fits)
         PyErr_Format(PyExc_ValueError, "blob: records of %zd words cannot hold H=%zd, I=%zd", (Py_ssize_t)c->stride,
@@ -586,6 +598,14 @@ static int take_experts(Args *args, PyObject *blob, PyObject *slots, PyObject *p
     c->blob = b->buf, c->stride = b->shape[1];
     ptrdiff_t rows = count == 2 ? c->inner : c->hidden, in = count == 2 ? c->hidden : c->inner;
     return take_places(places, count, rows, in, c) && plan(c, s, b->shape[0]);
+}
+
+/* Adds a matrix's bias, if it has one, to rows r0..r1 of n products. */
+static void add_bias(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
+                     float *const *y) {
+    if (c->bias[which] < 0) return;
+    const uint32_t *bias = c->blob + slot * c->stride + c->bias[which];
+    for (ptrdiff_t i = 0; i < n; i++) c->path->add(bias, r0, r1 - r0, c->bias_kind, y[i]);
 }
 
 static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
@@ -608,7 +628,9 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = other[i];
         multiply(c->path, way, c->planes, &gate, r0, r1, n, c->x + p, room, y);
         multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
-        for (ptrdiff_t i = 0; i < n; i++) c->path->silu_mul(y[i], u[i], y[i], r1 - r0);
+        add_bias(c, slot, 0, r0, r1, n, y);
+        add_bias(c, slot, 1, r0, r1, n, u);
+        for (ptrdiff_t i = 0; i < n; i++) c->path->activate(c->activation, c->limit, y[i], u[i], y[i], r1 - r0);
     }
 }
 
@@ -639,14 +661,26 @@ static int run_gate_up(Experts *c, const float *x) {
     return ok;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, activations, alone, out[T, K, I]) */
+/* What joins gate and up, and its limit; 0 with an exception. */
+static int take_activation(PyObject *form, PyObject *limit, Activation *activation, float *most) {
+    Py_ssize_t number = PyNumber_AsSsize_t(form, PyExc_ValueError);
+    *most = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(limit);
+    if (PyErr_Occurred()) return 0;
+    if (number < SILU || number > CLIP_THEN_SWISH) return PyErr_Format(PyExc_ValueError, "activation %zd", number), 0;
+    *activation = (Activation)number;
+    return 1;
+}
+
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, bits of activations, alone, what joins
+ * gate and up, its limit, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 7) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!arity(n, 9) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!take_activation(a[6], a[7], &c.activation, &c.limit)) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
-    Py_buffer *out = x ? take(&args, a[6], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[8], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
@@ -665,7 +699,8 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
     const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
-    Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
+    const ptrdiff_t slot = c->pair[c->group[g]].slot;
+    Matrix down = projection(c, slot, 0);
     if (r1 == c->hidden && g + 1 < c->groups) {
         Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
         follow(&down, &then, 0);
@@ -675,6 +710,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
         n = share(way, c->group[g + 1] - p);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
         multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
+        add_bias(c, slot, 0, r0, r1, n, y);
     }
 }
 
@@ -805,27 +841,35 @@ static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return args_done(&args, 1);
 }
 
-static void silu_mul_job(void *ctx, ptrdiff_t chunk, int member) {
-    Rowwise *c = ctx;
+typedef struct {
+    const Path *path;
+    Activation activation;
+    float limit, *out;
+    const float *gate, *up;
+    ptrdiff_t n;
+} Activate;
+
+static void activate_job(void *ctx, ptrdiff_t chunk, int member) {
+    Activate *c = ctx;
     ptrdiff_t at = chunk * SMALL_CHUNK;
     (void)member;
-    c->path->silu_mul(c->x + at, c->weight + at, c->out + at, least(SMALL_CHUNK, c->width - at));
+    c->path->activate(c->activation, c->limit, c->gate + at, c->up + at, c->out + at, least(SMALL_CHUNK, c->n - at));
 }
 
-/* silu_mul(gate[N, D], up[N, D], out[N, D]) */
-static PyObject *op_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+/* activate(gate[N, D], up[N, D], what joins them, its limit, out[N, D]) */
+static PyObject *op_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
-    Rowwise c = {.path = path};
-    if (!arity(n, 3)) return NULL;
+    Activate c = {.path = path};
+    if (!arity(n, 5) || !take_activation(a[2], a[3], &c.activation, &c.limit)) return NULL;
     Py_buffer *gate = take(&args, a[0], "gate", FLOATS, 2, 0);
     Py_buffer *up = gate ? take(&args, a[1], "up", FLOATS, 2, 0) : NULL;
-    Py_buffer *out = up ? take(&args, a[2], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = up ? take(&args, a[4], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(up, "up", gate->shape[0], gate->shape[1]) ||
         !dims2(out, "out", gate->shape[0], gate->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);
-    c.x = gate->buf, c.weight = up->buf, c.out = out->buf, c.width = gate->len / 4;
+    c.gate = gate->buf, c.up = up->buf, c.out = out->buf, c.n = gate->len / 4;
     Py_BEGIN_ALLOW_THREADS;
-    team_run(silu_mul_job, &c, chunks_of(c.width, SMALL_CHUNK));
+    team_run(activate_job, &c, chunks_of(c.n, SMALL_CHUNK));
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
@@ -1263,7 +1307,7 @@ static PyMethodDef methods[] = {
     FAST(expert_down_combine),
     FAST(combine),
     FAST(rms_norm),
-    FAST(silu_mul),
+    FAST(activate),
     FAST(conv_silu),
     FAST(attend),
     FAST(attend_step),

@@ -291,6 +291,8 @@ def random_records(record: Record, count: int) -> Records:
     for projection in record.projections:
         kind = DTYPES[projection.fields[1].dtype]
         made = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
+        if projection.bias is not None:
+            made.append(mx.zeros((count, projection.rows), DTYPES[projection.bias.dtype]))
         parts += [part.reshape(count, -1).view(mx.uint32) for part in made]
     parts.append(mx.zeros((count, (record.stride - record.size) // 4), mx.uint32))
     return Records(mx.concatenate(parts, axis=1), record)

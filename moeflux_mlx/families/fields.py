@@ -176,9 +176,13 @@ class Family:
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
         renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
         fused_rows: (mixer, number of its layer) -> matrices that a checkpoint may store as one.
+        interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
+        transposed_experts: stacks of all experts that hold floats are [experts, columns, rows].
     """
 
     read: Callable[[Fields], dict[str, Any]]
     zero_centred: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     fused_rows: Callable[[Mixer, int], FusedRows] = lambda mixer, layer: {}
+    interleaved_experts: bool = False
+    transposed_experts: bool = False

@@ -22,11 +22,11 @@ class MoE(nn.Module):
     def __init__(self, part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None):
         super().__init__()
         self.layer, self.rule, self.experts = layer, part.router, experts
-        self.gate = Linear(hidden_size, self.rule.experts)
+        self.gate = Linear(hidden_size, self.rule.experts, self.rule.logit_bias)
         if self.rule.correction_bias:
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
-            self.shared_expert = MLP(hidden_size, part.shared.width)
+            self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation)
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
         self.arrange()
@@ -119,8 +119,10 @@ class MoE(nn.Module):
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
         """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
         expert's gate last."""
-        if self._gates.stacked is not None:
-            x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
+        gates = self._gates.stacked
+        if gates is not None:
+            bias = gates.bias if "bias" in gates else None
+            x, logits = router_logits(residual, norm.weight, norm.eps, gates, bias)
             return x, logits, logits
         x = norm(residual.reshape(-1, residual.shape[-1]))
         _, found = self._gates(float32(x))
@@ -142,4 +144,5 @@ class MoE(nn.Module):
         if "shared_expert" not in self:
             return None
         mlp = self.shared_expert
-        return Shared(mlp, mlp.gate_up, mlp.down_proj, gates if "shared_expert_gate" in self else None)
+        own = gates if "shared_expert_gate" in self else None
+        return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)

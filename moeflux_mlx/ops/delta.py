@@ -16,7 +16,7 @@ import numpy as np
 from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
-from .elementwise import sigmoid, silu_mul, split
+from .elementwise import activate, sigmoid, split
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
@@ -185,7 +185,7 @@ def _delta_native(
     steps = [_recur(qkv[i], decay[i], beta[i], conv[i], recurrent[i], taps, sizes) for i in range(B)]
     out, conv, recurrent = (stack(list(part)) for part in zip(*steps, strict=True))
     state.conv, state.recurrent = mx.array(conv), mx.array(recurrent)
-    return silu_mul(z.reshape(out.shape), rms_norm(out, w.norm, w.eps)).reshape(B, L, -1)
+    return activate(z.reshape(out.shape), rms_norm(out, w.norm, w.eps)).reshape(B, L, -1)
 
 
 def _recur(

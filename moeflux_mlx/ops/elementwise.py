@@ -1,12 +1,12 @@
 """Small operations on values side by side: norms apart, everything that needs no kernel of its own."""
 
 import math
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..kinds import SILU, Activation
 from . import native
 from .backend import Array, view
 
@@ -24,23 +24,25 @@ def split(x: Array, *ends: int) -> list[Array]:
     return [x[..., start:end] for start, end in zip((0, *ends), (*ends, x.shape[-1]), strict=True)]
 
 
-def silu_mul(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, of one shape."""
-    if isinstance(gate, mx.array):
-        return nn.silu(gate) * up
-    rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
-    return native.silu_mul(*rows).reshape(gate.shape)
-
-
-def gelu_mul(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up, of one shape; gelu as Hendrycks and Gimpel approximate it by tanh (arXiv:1606.08415)."""
-    library: Any = mx if isinstance(gate, mx.array) else np
-    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-    return 0.5 * gate * (1 + library.tanh(inner)) * up
-
-
-# How a gated MLP joins its two products, under the names of Hugging Face's `hidden_act`.
-ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
+    """What `activation` makes of gate and up, of one shape, in gate's dtype."""
+    if not isinstance(gate, mx.array):
+        rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
+        return native.activate(rows[0], rows[1], activation).reshape(gate.shape)
+    limit = math.inf if activation.limit is None else activation.limit
+    match activation.form:
+        case "silu":
+            return nn.silu(gate) * up
+        case "gelu":
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            return 0.5 * gate * (1 + mx.tanh(inner)) * up
+        case "clip then silu":
+            return nn.silu(mx.minimum(gate, limit)) * mx.clip(up, -limit, limit)
+        case "silu then clip":
+            return mx.minimum(nn.silu(gate), limit) * mx.clip(up, -limit, limit)
+        case "clip then swish":
+            gate = mx.minimum(gate, limit)
+            return gate * mx.sigmoid(1.702 * gate) * (mx.clip(up, -limit, limit) + 1)
 
 
 def plus(x: Array, bias: mx.array) -> Array:

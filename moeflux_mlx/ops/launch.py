@@ -202,9 +202,13 @@ def _several(names: str) -> tuple[list[str], str]:
     return passed, lines
 
 
-def _constant(name: str, value: int | mx.Dtype) -> str:
+def _constant(name: str, value: int | float | mx.Dtype) -> str:
     """A line of text that declares it."""
-    return f"using {name} = {TYPES[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n"
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {TYPES[value]};\n"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {np.float32(value).item()!r}f;\n"
+    return f"constexpr int {name} = {value};\n"
 
 
 _build: Callable[..., Any] | None = None

@@ -41,6 +41,7 @@ import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
+from ..kinds import FORMS, SILU, Activation
 from ..quant import E8M0, FLOAT, Quant
 from .tiles import MAX_TOKENS
 
@@ -211,24 +212,33 @@ def dequantize(
 
 
 def _places(*projections: Projection) -> tuple[int, ...]:
-    """Where matrices of one form lie in a record, and the form; what has no biases repeats the scales' place."""
+    """Where matrices of one form lie in a record, and the form; what has no biases of groups repeats the scales' place.
+    Then where what their products add lies, -1 for nothing, and its kind."""
     last = projections[-1]
-    places = [at for one in projections for at in (*one.words[:2], one.words[len(one.quant.parts) - 1])]
+    places = [at for one in projections for at in (*one.words[:2], one.words[len(one.codes) - 1])]
     kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
-    return (*places, last.quant.bits, last.quant.group_size, KINDS.index(kind))
+    biases = [-1 if one.bias is None else one.bias.words.start for one in projections]
+    kinds = (KINDS.index(kind), *biases, 0 if last.bias is None else KINDS.index(last.bias.dtype))
+    return (*places, last.quant.bits, last.quant.group_size, *kinds)
+
+
+def _number(activation: Activation) -> tuple[int, float]:
+    """What the kernels know it by."""
+    return FORMS.index(activation.form), activation.limit or 0.0
 
 
 def expert_gate_up(
     x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None, alone: bool = True
 ) -> np.ndarray:
-    """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, I].
+    """activation(gate_e x_t, up_e x_t) for each slot of each token -> act[T, K, I], biases added before.
 
     x [T, H]; blob uint32 [S, words] holds records of the geometry `record`, one in each row, read in place; slots int32
     [T, K] are rows of it. An expert that several tokens share is read once per call. `alone`: each row has the bits
     that it has by itself, as in a step; else those that it has in a prompt.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
-    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, alone, out)
+    places, activation = _places(record.gate, record.up), _number(record.activation)
+    _kernels().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, out)
     return out
 
 
@@ -243,7 +253,7 @@ def expert_down_combine(
     out: np.ndarray | None = None,
     alone: bool = True,
 ) -> np.ndarray:
-    """(sum_k weights[t, k] * down_{slots[t, k]} act[t, k], k ascending) + mid + shared -> [T, H].
+    """(sum_k weights[t, k] * (down_{slots[t, k]} act[t, k] + its bias), k ascending) + mid + shared -> [T, H].
 
     act [T, K, I]; blob, slots, record and alone as in expert_gate_up; weights [T, K]; mid and shared [T, H].
     """
@@ -272,10 +282,10 @@ def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | Non
     return out
 
 
-def silu_mul(gate: Buffer, up: Buffer, out: np.ndarray | None = None) -> np.ndarray:
-    """silu(gate) * up, all [N, D]."""
+def activate(gate: Buffer, up: Buffer, activation: Activation = SILU, out: np.ndarray | None = None) -> np.ndarray:
+    """What `activation` makes of gate and up, all [N, D]."""
     out = _result(out, *gate.shape)
-    _kernels().silu_mul(gate, up, out)
+    _kernels().activate(gate, up, *_number(activation), out)
     return out
 
 

@@ -148,12 +148,15 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
     for part, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
         matrix = part.matrix
         wanted = tuple(field.dtype for field in projection.fields)
-        if type(matrix) is not Matrix or matrix.quant != projection.quant or matrix.dtypes != wanted:
+        dtypes = matrix.dtypes if part.bias is None else (*matrix.dtypes, part.bias.dtype)
+        if type(matrix) is not Matrix or matrix.quant != projection.quant or dtypes != wanted:
             weight = matrix.weight
             raise NotPackedError(
-                f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(matrix.dtypes)}; "
+                f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(dtypes)}; "
                 f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
                 f"run: {packing_command(weight.file.parent)}"
             )
         found += matrix.rows(part.start, part.stop).tensors
+        if part.bias is not None:
+            found.append(part.bias.rows(part.start, part.stop))
     return found

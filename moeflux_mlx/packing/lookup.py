@@ -7,7 +7,7 @@ from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
 from ..quant import FLOAT, MODES, Quant, is_known
 from .foreign import find_foreign
-from .matrix import Matrix, shaped, typed
+from .matrix import Matrix, TransposedMatrix, shaped, typed
 from .source_format import SourceFormat
 
 
@@ -45,6 +45,16 @@ def find_matrix(
         matrix = Matrix(shape, typed(weight, FLOATS))
     shaped(weight, shape)
     return matrix
+
+
+def find_transposed(weight: Tensor, shape: tuple[int, ...]) -> Matrix:
+    """Floats that are stored as [..., columns, rows]; `shape` is [..., rows, columns].
+
+    Raises:
+        ModelFileError: they have another shape or dtype.
+    """
+    shaped(typed(weight, FLOATS), (*shape[:-2], shape[-1], shape[-2]))
+    return TransposedMatrix(shape, weight)
 
 
 def _quantized_matrix(

@@ -120,6 +120,14 @@ class Matrix:
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 
 
+@dataclass(frozen=True)
+class TransposedMatrix(Matrix):
+    """Floats, stored as [..., columns, rows]."""
+
+    def values(self, start: int = 0, stop: int | None = None) -> mx.array:
+        return finite(self.weight, self.weight.read().swapaxes(-1, -2)[start:stop])
+
+
 def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
     if tensor.dtype not in wanted:
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}; expected {' or '.join(wanted)}")

@@ -67,9 +67,9 @@ def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
     needs: dict[tuple[str, ...], frozenset[str]] = {}
     for expert in range(unit.layout.num_experts):
         for index, part in enumerate(unit.experts.parts(expert)):
-            key = tuple(tensor.name for tensor in part.matrix.tensors)
+            key = tuple(tensor.name for tensor in part.tensors)
             places.setdefault(key, []).append((expert, index))
-            needs[key] = frozenset(tensor.file.name for tensor in part.matrix.tensors)
+            needs[key] = frozenset(tensor.file.name for tensor in part.tensors)
     return (Job(unit, needs[key], partial(_in_records, unit, where)) for key, where in places.items())
 
 

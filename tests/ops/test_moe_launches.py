@@ -56,7 +56,9 @@ def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
     rng = np.random.default_rng([T, O, bits])
     w, values = router(rng, O, H, bits, group)
     h, norm = random(rng, T, H, dtype=dtype), random(rng, H, dtype=dtype)
+    bias = random(rng, O)
     x, logits = router_logits(h, norm, 1e-6, w)
+    assert error(router_logits(h, norm, 1e-6, w, bias)[1], wide(logits) + wide(bias)) < 1e-6
     want = wide(h) / np.sqrt((wide(h) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
     assert x.dtype == dtype and error(x, want) < LIMITS[dtype]
     assert error(logits, wide(x) @ values.T) < 2e-5, "logits are of the row as it is stored"
@@ -79,7 +81,10 @@ def test_kernel_and_twin_of_the_router_agree(dtype):
 
 @settings(max_examples=12)
 @given(
-    st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([(16, 4), (40, 10), (128, 8), (512, 10)]), st.booleans()
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.sampled_from([(16, 4), (40, 10), (119, 8), (128, 8), (288, 4), (320, 32), (512, 22)]),
+    st.booleans(),
 )
 def test_softmax_topk(seed, T, shape, norm):
     E, K = shape
@@ -97,7 +102,18 @@ def test_softmax_topk(seed, T, shape, norm):
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),
-    st.sampled_from([(8, 8, 4, 8), (4, 40, 2, 4), (2, 16, 1, 3), (1, 24, 1, 5), (8, 32, 4, 8), (16, 1, 9, 3)]),
+    st.sampled_from(
+        [
+            (8, 8, 4, 8),
+            (4, 40, 2, 4),
+            (2, 16, 1, 3),
+            (1, 24, 1, 5),
+            (8, 32, 4, 8),
+            (16, 1, 9, 3),
+            (1, 320, 1, 32),
+            (1, 119, 1, 8),
+        ]
+    ),
     st.floats(-3, 3),
 )
 def test_groups_of_sigmoids(seed, T, shape, shift):

@@ -49,6 +49,7 @@ else:
 import oracle  # noqa: E402
 
 from moeflux_mlx.formats.record import Record  # noqa: E402
+from moeflux_mlx.kinds import SILU  # noqa: E402
 from moeflux_mlx.ops.tiles import MAX_TOKENS  # noqa: E402
 from moeflux_mlx.quant import EXPERTS, Quant  # noqa: E402
 
@@ -191,7 +192,7 @@ def check_experts(tokens, top_k, hidden, width, records, padding, seed, with_sha
 def check_small(tokens, rows, width, seed):
     rng = np.random.default_rng(seed)
     gate, up = 4 * rng.standard_normal((2, rows, 16 * width + 5), dtype=np.float32)
-    assert close(native.silu_mul(gate, up), oracle.silu(gate.astype(float)) * up, np.abs(gate * up))
+    assert close(native.activate(gate, up), oracle.silu(gate.astype(float)) * up, np.abs(gate * up))
     x, w = rng.standard_normal((rows, 16 * width), dtype=np.float32), rng.random(16 * width, dtype=np.float32)
     expected = oracle.rms_norm(x.astype(float), w, 1e-6)
     assert close(native.rms_norm(x, w, 1e-6), expected, np.abs(expected))
@@ -544,7 +545,7 @@ def test_gated_delta(path, tokens, k_heads, group, dk, dv, seed):
 
 def test_silu_at_the_ends(path):
     gate = np.array([[-1e5, -200, -88, -1e-20, 0, 1e-20, 88, 200, 1e30, np.nan]], np.float32)
-    out = native.silu_mul(gate, np.ones_like(gate))
+    out = native.activate(gate, np.ones_like(gate))
     expected = np.array([0, 0, 0, -5e-21, 0, 5e-21, 88, 200, 1e30], np.float32)
     np.testing.assert_allclose(out[0, :9], expected, rtol=1e-6, atol=1e-30)
     assert np.isnan(out[0, 9])
@@ -686,14 +687,17 @@ def expert_arguments():
     }
 
 
-def claimed(words, quant=EXPERTS, dtype="BF16"):
+def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
     """A projection that lies where it says."""
-    return types.SimpleNamespace(words=words, quant=quant, fields=[types.SimpleNamespace(dtype=dtype)] * 2)
+    fields = [types.SimpleNamespace(dtype=dtype)] * 2
+    found = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))
+    return types.SimpleNamespace(words=words, quant=quant, fields=fields, codes=[*fields, None], bias=found)
 
 
-def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120)):
-    """What a record of hidden size 64 could claim: its width, and words to the parts of gate and up."""
-    return types.SimpleNamespace(moe_intermediate_size=width, gate=claimed(gate), up=claimed(up))
+def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120), bias=None, activation=SILU):
+    """What a record of hidden size 64 could claim: its width, words to the parts of gate and up, what joins them."""
+    parts = {"gate": claimed(gate, bias=bias), "up": claimed(up, bias=bias)}
+    return types.SimpleNamespace(moe_intermediate_size=width, activation=activation, **parts)
 
 
 @any_path
@@ -727,6 +731,10 @@ def test_slots_out_of_range_are_refused(path, slot):
         {"record": lying(gate=(0, 2**62, 544))},
         {"record": lying(up=(3 * 576 - 511, 1088, 1120))},
         {"record": lying(up=(576, 1088, 3 * 576 - 31))},
+        {"record": lying(bias=3 * 576 - 63)},
+        {"record": lying(bias=-2)},
+        {"record": lying(bias=2**62)},
+        {"record": lying(activation=types.SimpleNamespace(form="silu", limit="seven"))},
         {"record": lying(up=())},
         {"record": lying(up=(576, 1088, 1.0))},
         {"record": lying(up=(576, 1088, 2**64))},
@@ -735,7 +743,8 @@ def test_slots_out_of_range_are_refused(path, slot):
 def test_bad_expert_calls_are_refused(path, change):
     arguments = expert_arguments()
     assert (native.expert_gate_up(**arguments) == 0).all()
-    assert (native.expert_gate_up(**(arguments | {"record": lying(up=(1152, 1696, 1664))})) == 0).all()
+    for right in (lying(up=(1152, 1696, 1664)), lying(bias=3 * 576 - 64)):
+        assert (native.expert_gate_up(**(arguments | {"record": right})) == 0).all()
     with pytest.raises(REFUSED):
         native.expert_gate_up(**(arguments | change))
 
@@ -799,7 +808,7 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.rms_norm(x, None, 1e-6),
         lambda: native.rms_norm(np.zeros((2, 32), F), np.zeros(31, F), 1e-6),
         lambda: native.rms_norm(np.zeros((2, 32), F), None, "eps"),
-        lambda: native.silu_mul(x, np.zeros((2, 25), F)),
+        lambda: native.activate(x, np.zeros((2, 25), F)),
         lambda: native.conv_silu(np.zeros((3, 24), F), x, np.zeros((4, 24), F)),
         lambda: native.conv_silu(np.zeros((2, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F)),
         lambda: native.conv_silu(np.zeros((3, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F), read_only((1, 32))),
