@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..files import read_json
-from ..formats.checkpoint import Tensor, read_bytes
+from ..formats.checkpoint import FLOATS, Tensor, read_bytes
 from ..formats.finite import not_finite
 from ..formats.layout_file import from_json, held_by, to_json
 from ..formats.owners import Share
@@ -25,7 +25,7 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
 from .lookup import find_matrix
-from .matrix import Matrix
+from .matrix import Matrix, TransposedMatrix, typed
 from .resident import array_bytes, not_kept
 from .source_format import SourceFormat
 from .unit import Bytes
@@ -67,12 +67,22 @@ class Experts(Protocol):
 
 
 class FusedExperts:
-    """`experts.gate_up_proj` [E, 2I, H], gate rows first, and `experts.down_proj` [E, H, I]."""
+    """`experts.gate_up_proj` [E, 2I, H], gate rows first, and `experts.down_proj` [E, H, I].
+
+    Or both transposed, [E, H, 2I] and [E, I, H]: as Qwen3-VL was published, and not as transformers saves it. Where one
+    shape could be either, the other tells.
+    """
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
-        self.gate_up = find_matrix(tensors, f"{stem}experts.gate_up_proj", (E, 2 * self.width, H), form, "")
-        self.down = find_matrix(tensors, f"{stem}experts.down_proj", (E, H, self.width), form, "")
+        names = [f"{stem}experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        wanted = dict(zip(names, [(E, 2 * self.width, H), (E, H, self.width)], strict=True))
+        found: list[Matrix]
+        if all(name in tensors and tensors[name].shape == (E, c, r) for name, (_, r, c) in wanted.items()):
+            found = [TransposedMatrix(shape, typed(tensors[name], FLOATS)) for name, shape in wanted.items()]
+        else:
+            found = [find_matrix(tensors, name, shape, form, "") for name, shape in wanted.items()]
+        self.gate_up, self.down = found
 
     def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
         return [self.gate_up], [self.gate_up], [self.down]

@@ -120,6 +120,15 @@ class Matrix:
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 
 
+@dataclass(frozen=True)
+class TransposedMatrix(Matrix):
+    """Plain floats that are stored as [..., cols, rows]."""
+
+    def values(self, start: int = 0, stop: int | None = None) -> mx.array:
+        """As `Matrix.values`; reads all of the matrix."""
+        return mx.contiguous(finite(self.weight, self.weight.read()).T[start:stop])
+
+
 def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:
     if tensor.dtype not in wanted:
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is {tensor.dtype}; expected {' or '.join(wanted)}")
