@@ -56,7 +56,7 @@ EXTRA_VARIANTS = {
 OWN_GOLDEN = ("dense", "fp8", "negbias", "mlx4_embed_q")
 QUANTISATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 FP8_BLOCK = 128
-DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "F8_E4M3": "u1"}
+DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "I32": "<i4", "F8_E4M3": "u1"}
 
 # A tensor is (safetensors dtype name, array); BF16 and F8_E4M3 arrays hold bit patterns.
 Tensor = tuple[str, np.ndarray]

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable
 
 # Multi-token prediction heads and image encoders play no part in generating text; the rotary
-# frequencies that old checkpoints store follow from the configuration.
+# frequencies that old checkpoints store follow from the configuration; activations are not rounded to 8 bits.
 OTHER_PARTS = ("mtp.", "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.")
 UNUSED = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
-UNUSED_ENDING = ".rotary_emb.inv_freq"
+UNUSED_ENDING = (".rotary_emb.inv_freq", "activation_scale", ".input_scale")
 
 
 Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as (theirs, the model's)

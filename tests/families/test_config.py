@@ -248,7 +248,7 @@ def test_from_file_reads_generation_config(tmp_path):
 
 
 def test_every_family_has_goldens():
-    """Most tests are of `goldens.families()`; the others have some of their own. Two names of one family need it once."""
+    """Most tests are of `goldens.families()`, the others have some of their own. Names that are read alike need one."""
     stored = {family_name(goldens.config(family)) for family in EVERY}
     assert {FAMILIES[name] for name in stored} == set(FAMILIES.values())
 
