@@ -91,15 +91,30 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """What multiplies a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+
+    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
+    """
+
+    beta: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class Latent:
-    """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike."""
+    """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
+
+    Queries come from a latent of `q_latent` values, which is normed; None: from the hidden state at once.
+    """
 
     heads: int
-    q_latent: int
+    q_latent: int | None
     latent: int
     nope: int
     value: int
     rotation: Rotation
+    query_scale: QueryScale | None = None
 
     @property
     def head_dim(self) -> int:
@@ -114,7 +129,8 @@ class Latent:
     @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that its operations take."""
-        return self.q_latent, self.latent, self.nope, self.rotation.dims, self.value
+        queries = () if self.q_latent is None else (self.q_latent,)
+        return (*queries, self.latent, self.nope, self.rotation.dims, self.value)
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once, but for scores: the latents expanded to keys and values of every head, queries,

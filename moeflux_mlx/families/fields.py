@@ -143,10 +143,44 @@ def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQ
     return GroupedQuery(heads, read.count("num_key_value_heads"), width, turned, **switches)
 
 
-def experts(read: Fields, shared: SharedExpert | None = None, **rule: Any) -> Experts:
+WIDTHS = "moe_intermediate_size|expert_hidden_dim"  # of a routed expert
+
+
+def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTHS, **rule: Any) -> Experts:
     """Routed experts with the usual names of their sizes; `rule` is what the router has besides."""
     count, top_k = read.count("num_experts|num_local_experts|n_routed_experts"), read.count("num_experts_per_tok")
-    return Experts(Router(count, top_k, **rule), read.count("moe_intermediate_size"), shared)
+    return Experts(Router(count, top_k, **rule), read.count(width), shared)
+
+
+def shared_expert(read: Fields) -> SharedExpert | None:
+    """As wide as so many routed ones, without a gate."""
+    width = read.count(WIDTHS) * read.count("n_shared_experts|num_shared_experts", least=0)
+    return SharedExpert(width) if width else None
+
+
+def grouped_experts(read: Fields, **rule: Any) -> Experts:
+    """Routed experts in groups with a shared one, in DeepSeek's spelling; `rule` is what the router has besides."""
+    return experts(
+        read,
+        shared_expert(read),
+        groups=read.count("n_group", 1),
+        kept_groups=read.count("topk_group", 1),
+        normalise=read.optional("norm_topk_prob", bool, True),
+        scale=scale(read, "routed_scaling_factor"),
+        **rule,
+    )
+
+
+def scale(read: Fields, name: str) -> float:
+    """What multiplies the routing weights."""
+    return read.number(name, least=1e-6, most=1e6)
+
+
+def noaux_experts(read: Fields) -> Experts:
+    """`grouped_experts` behind DeepSeek-V3's router: sigmoids, and a correction bias."""
+    read.must_equal("topk_method", "noaux_tc")
+    read.must_equal("scoring_func", "sigmoid")
+    return grouped_experts(read, score="sigmoid", correction_bias=True)
 
 
 def sparse_layers(read: Fields) -> tuple[int, ...]:
@@ -154,6 +188,31 @@ def sparse_layers(read: Fields) -> tuple[int, ...]:
     step = read.count("decoder_sparse_step", 1)
     dense = read.optional("mlp_only_layers", list, [])
     return tuple(i for i in range(layer_count(read)) if i not in dense and (i + 1) % step == 0)
+
+
+def layer_kinds(read: Fields, name: str, known: Sequence[Any]) -> list[Any] | None:
+    """A list that has one of the `known` values for each layer, if there is one.
+
+    Raises:
+        ConfigError: it has another length, or another value.
+    """
+    kinds, count = read.optional(name, list, None), layer_count(read)
+    if kinds is None:
+        return None
+    if len(kinds) != count:
+        raise ConfigError(f"config field {name!r} has {len(kinds)} entries for {count} layers")
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise ConfigError(f"config field {name!r} has {reprlib.repr(unknown)}; only {', '.join(map(repr, known))}")
+    return kinds
+
+
+def after_dense_layers(read: Fields) -> Sequence[int]:
+    """The layers with experts, by `mlp_layer_types` of transformers 5 or `first_k_dense_replace`."""
+    kinds, count = layer_kinds(read, "mlp_layer_types", ("dense", "sparse")), layer_count(read)
+    if kinds is not None:
+        return [i for i, kind in enumerate(kinds) if kind == "sparse"]
+    return range(read.count("first_k_dense_replace", least=0, most=count), count)
 
 
 def layers(read: Fields, mixers: Sequence[Mixer], moe: Experts, moe_layers: Sequence[int]) -> tuple[LayerSpec, ...]:

@@ -1,6 +1,14 @@
 """Every family that runs, by `model_type`."""
 
-from . import deepseek, qwen3
+from . import deepseek, g9v3, glm, hunyuan, minimax, mistral, qwen3
 from .fields import Family
 
-FAMILIES: dict[str, Family] = {**qwen3.FAMILIES, **deepseek.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **qwen3.FAMILIES,
+    **deepseek.FAMILIES,
+    **mistral.FAMILIES,
+    **hunyuan.FAMILIES,
+    **minimax.FAMILIES,
+    **glm.FAMILIES,
+    **g9v3.FAMILIES,
+}
