@@ -24,6 +24,16 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's frequency scaling: slow frequencies are divided by `factor`, with a ramp between two wavelengths."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class Rotation:
     """Rotary position embedding of the first `dims` values of a head; `interleaved` pairs neighbours."""
 
@@ -31,6 +41,7 @@ class Rotation:
     theta: float
     yarn: Yarn | None = None
     interleaved: bool = False
+    llama3: Llama3 | None = None
 
 
 @dataclass(frozen=True)

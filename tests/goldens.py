@@ -43,7 +43,9 @@ FIXTURES_OF_KIN = FIXTURES.parent / "kin"
 FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
-TRANSPOSED = ("qwen3_vl_moe",)  # whose fused experts are [E, in, out]
+TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # whose fused experts are [E, in, out]
+INTERLEAVED = ("gpt_oss",)  # whose fused experts have the rows of gate and up in turn
+ZERO_CENTRED = ("step3p5",)  # whose norms are stored as weight - 1
 # Parts of names that mlx-lm's conversions spell otherwise than the hub (for hy_v3 Rapid-MLX's).
 MLX_NAMES = {
     "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
@@ -176,7 +178,7 @@ def variant_tensors(family, variant):
 def hub_tensors(family):
     """{hub name: Tensor} of the text model, bf16 except what the hub keeps in float32. Read only."""
     if family in KIN:
-        tree = {name: (tuple(shape), _kind(name)) for name, shape in _read_json(family, "tensors.json").items()}
+        tree = {name: (tuple(shape), _kind(family, name)) for name, shape in _read_json(family, "tensors.json").items()}
         return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
     c = text_config(family)
     tree = _tree(c)
@@ -185,10 +187,11 @@ def hub_tensors(family):
     return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
 
 
-def _kind(name):
+def _kind(family, name):
     """How a tensor of `KIN` is drawn."""
-    kinds = {"norm.weight": "norm", "_bias": "signed_bias", ".bias": "bias", ".gate.weight": "router"}
-    kinds["embed_tokens.weight"] = "embed"
+    kinds = {"norm.weight": "centred_norm" if family in ZERO_CENTRED else "norm", "embed_tokens.weight": "embed"}
+    kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
+    kinds |= {".gate.weight": "router", ".router.weight": "router"}
     return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
 
 
@@ -269,8 +272,12 @@ def quantised_bits(family, name):
     """4 or 8 for a hub tensor that an MLX conversion quantises, 0 for one that it leaves alone."""
     if name.endswith(("norm.weight", "conv1d.weight", "A_log", "dt_bias", "bias")):
         return 0
-    if name.endswith((".gate.weight", "shared_expert_gate.weight")):
-        return 0 if any(n.endswith(("correction_bias", "expert_bias")) for n in hub_tensors(family)) else 8
+    if name.endswith("sinks"):
+        return 0
+    if name.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight")):
+        return (
+            0 if any(n.endswith(("correction_bias", "expert_bias", "router_bias")) for n in hub_tensors(family)) else 8
+        )
     return 4
 
 
@@ -312,6 +319,7 @@ KINDS = {
     "correction_bias": (0.15, 0.1),
     "signed_bias": (0, 0.2),
     "bias": (0, 0.5),
+    "sinks": (0, 1.5),
 }
 
 
@@ -437,7 +445,9 @@ def _swiglu(prefix, D, inter):
 
 
 def _count(c):
-    return next(c[name] for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in c)
+    return next(
+        c[name] for name in ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts") if name in c
+    )
 
 
 def _fuse(tree, c):

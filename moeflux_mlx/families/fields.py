@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Mixer, Rotation, Router, SharedExpert, Yarn
+from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Llama3, Mixer, Rotation, Router, SharedExpert, Yarn
 
 LARGEST = 2**31 - 1  # MLX counts an array's axes in 32 bits
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
 
 
@@ -87,7 +88,7 @@ def common(read: Fields) -> dict[str, Any]:
     return {
         "vocab_size": read.count("vocab_size"),
         "hidden_size": read.count("hidden_size"),
-        "rms_norm_eps": read.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
+        "rms_norm_eps": read.number("rms_norm_eps|layernorm_epsilon", 1e-6, least=1e-30, most=1.0),
         "max_position_embeddings": read.count("max_position_embeddings"),
     }
 
@@ -106,15 +107,32 @@ def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: b
     inner = Fields(new if new is not None else read.optional("rope_scaling", Mapping, {}))
     outer = inner if new is not None and new.get("rope_theta") is not None else read
     kind = inner.optional("rope_type|type", str, "default")
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"config field 'rope_type' is {kind!r}; only 'default' and 'yarn' are implemented")
+    if kind not in ("default", "yarn", "llama3"):
+        raise ConfigError(f"config field 'rope_type' is {kind!r}; only 'default', 'yarn' and 'llama3' are implemented")
     theta = outer.number("rope_theta", least=2.0, most=1e30)
     if share is not None:
         share = inner.number("partial_rotary_factor", None, least=1e-6, most=1.0) or read.number(
             "partial_rotary_factor", share, least=1e-6, most=1.0
         )
         width = int(width * share)
-    return Rotation(width, theta, _yarn(inner) if kind == "yarn" else None, interleaved)
+    yarn, llama3 = _yarn(inner) if kind == "yarn" else None, _llama3(inner) if kind == "llama3" else None
+    return Rotation(width, theta, yarn, interleaved, llama3)
+
+
+def of_kind(read: Fields, kind: str) -> Fields:
+    """The fields for layers of one kind, for which transformers 5 has `rope_parameters` of their own."""
+    rope = read.optional("rope_parameters", Mapping, {})
+    return Fields({**read.config, "rope_parameters": rope[kind]}) if isinstance(rope.get(kind), Mapping) else read
+
+
+def _llama3(read: Fields) -> Llama3:
+    low = read.number("low_freq_factor", least=1e-6, most=1e6)
+    return Llama3(
+        factor=read.number("factor", least=1.0, most=1e6),
+        low_freq_factor=low,
+        high_freq_factor=read.number("high_freq_factor", least=low * 1.001, most=1e9),
+        original_max_position_embeddings=read.count("original_max_position_embeddings"),
+    )
 
 
 def _yarn(read: Fields) -> Yarn:

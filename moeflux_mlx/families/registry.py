@@ -1,6 +1,6 @@
 """Every family that runs, by `model_type`."""
 
-from . import deepseek, g9v3, glm, hunyuan, minimax, mistral, qwen3
+from . import deepseek, g9v3, glm, gpt_oss, hunyuan, laguna, mimo, minimax, mistral, qwen3, step
 from .fields import Family
 
 FAMILIES: dict[str, Family] = {
@@ -11,4 +11,8 @@ FAMILIES: dict[str, Family] = {
     **minimax.FAMILIES,
     **glm.FAMILIES,
     **g9v3.FAMILIES,
+    **gpt_oss.FAMILIES,
+    **mimo.FAMILIES,
+    **laguna.FAMILIES,
+    **step.FAMILIES,
 }

@@ -44,6 +44,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # by transformers
+OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 
 
@@ -105,7 +106,7 @@ def load_model(family, weights, folder):
     model, info = write_config(family, folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    missing = [n for n in info["missing_keys"] if not n.startswith(("model.visual.", "mtp."))]
+    missing = [n for n in info["missing_keys"] if not n.startswith((*OTHER_PARTS, "mtp."))]
     problems = {k: v for k, v in info.items() if k != "missing_keys" and v}
     if missing or problems:
         raise SystemExit(f"{family}: missing {missing}, {problems}")
@@ -152,8 +153,9 @@ class Margins:
     def __init__(self, model, k):
         self.k, self.found, self.hooks = k, [], []
         for name, module in model.named_modules():
-            if name.endswith(".gate"):
-                owner = module if hasattr(module, "e_score_correction_bias") else model.get_submodule(name[:-5])
+            stem, _, last = name.rpartition(".")
+            if last in ("gate", "router"):
+                owner = module if hasattr(module, "e_score_correction_bias") else model.get_submodule(stem)
                 bias = getattr(owner, "e_score_correction_bias", None)
                 self.hooks.append(module.register_forward_hook(functools.partial(self.look, bias)))
 
@@ -228,7 +230,7 @@ def tensors_of_g9v3(c):
 
 def in_order(name):
     """A key that sorts the numbers in names as numbers."""
-    return [int(part) if part.isdigit() else part for part in name.split(".")]
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def store_kin(family):
@@ -243,8 +245,10 @@ def store_kin(family):
             text = (Path(folder) / "config.json").read_text()
             with safe_open(Path(folder) / "model.safetensors", "np") as file:
                 shapes = {n: file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118 (not a dict)
-    shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith("model.visual.")}
-    for shape in (shape for name, shape in shapes.items() if goldens.is_transposed(family, name)):
+    shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
+    for shape in (
+        shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"
+    ):
         shape[1:] = shape[:0:-1]  # as the hub has it; transformers reads both
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
     (store / "tensors.json").write_text(f"{{\n{lines}\n}}\n")
