@@ -49,6 +49,11 @@ ZERO_CENTRED = ("step3p5",)  # whose norms are stored as weight - 1
 # Parts of names that mlx-lm's conversions spell otherwise than the hub (for hy_v3 Rapid-MLX's).
 MLX_NAMES = {
     "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
+    "laguna": ((".mlp.experts.e_score", ".mlp.gate.e_score"), (".mlp.gate.weight", ".mlp.gate.proj.weight")),
+    "step3p5": (
+        *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
+        *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
+    ),
     "minimax_m2": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
 }
 EXTRA_VARIANTS = {
@@ -464,18 +469,22 @@ def _fuse(tree, c):
     return result
 
 
-def split_experts(tensors, transposed=False):
-    """Fused expert tensors, perhaps [E, in, out], replaced by one tensor [out, in] per expert and projection."""
+def split_experts(tensors, transposed=False, interleaved=False):
+    """Fused expert tensors, perhaps [E, in, out], replaced by one tensor [out, in] per expert and projection; their
+    biases alike. With `interleaved` rows of gate and up take turns."""
     result = {}
     for name, (kind, array) in tensors.items():
         stem, _, part = name.rpartition("experts.")
+        part, bias, _ = part.partition("_bias")
         if part not in ("gate_up_proj", "down_proj"):
             result[name] = kind, array
             continue
-        for e, matrix in enumerate(array.swapaxes(1, 2) if transposed else array):
-            halves = np.split(matrix, 2) if part == "gate_up_proj" else [matrix]
-            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-            result |= {f"{stem}experts.{e}.{n}.weight": (kind, h) for n, h in zip(names, halves, strict=True)}
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for e, rows in enumerate(array.swapaxes(1, 2) if transposed and not bias else array):
+            count = len(names)
+            halves = [rows[i::count] for i in range(count)] if interleaved else np.split(rows, count)
+            end = "bias" if bias else "weight"
+            result |= {f"{stem}experts.{e}.{n}.{end}": (kind, h) for n, h in zip(names, halves, strict=True)}
     return result
 
 
@@ -536,7 +545,8 @@ def _mlx_name(family, name):
 def mlx_tensors(family, variant="mlx4"):
     """{MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
     result = {}
-    for name, tensor in _stack_experts(split_experts(source(family, variant), family in TRANSPOSED)).items():
+    apart = split_experts(source(family, variant), family in TRANSPOSED, family in INTERLEAVED)
+    for name, tensor in _stack_experts(apart, "experts" if family in INTERLEAVED else "switch_mlp").items():
         mlx_name, bits = _mlx_name(family, name), quantised_bits(family, name)
         if variant == "mlx4_embed_q" and name.endswith("kv_b_proj.weight"):
             halves = zip(("embed_q", "unembed_out"), _split_kv_b(family, tensor), strict=True)
@@ -566,15 +576,15 @@ def _triplet(name, w, bits):
     return {name: ("U32", weight), f"{stem}scales": ("BF16", scales), f"{stem}biases": ("BF16", biases)}
 
 
-def _stack_experts(tensors):
-    """Per-expert tensors replaced by `switch_mlp` stacks [E, out, in]."""
+def _stack_experts(tensors, called="switch_mlp"):
+    """Per-expert tensors replaced by stacks [E, out, in]."""
     stacks, result = {}, {}
     for name, tensor in tensors.items():
         stem, found, rest = name.partition(".experts.")
-        if not found:
+        if not found or not rest[0].isdigit():
             result[name] = tensor
             continue
-        stacked = f"{stem}.switch_mlp.{rest.partition('.')[2]}"
+        stacked = f"{stem}.{called}.{rest.partition('.')[2]}"
         stacks.setdefault(stacked, []).append(tensor[1])
         result[stacked] = None
     return {n: t or ("BF16", np.stack(stacks[n])) for n, t in result.items()}

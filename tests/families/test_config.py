@@ -31,6 +31,7 @@ from moeflux_mlx.spec import ModelArgs, family_name, variants
 GIB = 2**30
 EVERY = (*goldens.FAMILIES, *goldens.KIN)
 # name: expert bytes, layer file bytes, MoE layers, total GiB (arithmetic on the published shapes)
+BLOCK = 4096  # bytes; records of biased experts are padded to a multiple
 SIZES = {
     "qwen3-30b-a3b": (2654208, 339738624, 48, 15.19),
     "qwen3-235b-a22b": (10616832, 1358954496, 94, 118.97),
@@ -50,6 +51,11 @@ SIZES = {
     "minimax-m2-230b-a10b": (7962624, 2038431744, 62, 117.70),
     "mistral-small-4-119b": (14155776, 1811939328, 36, 60.75),
     "qwen3-vl-30b-a3b": (2654208, 339738624, 48, 15.19),
+    "gpt-oss-20b": (14016512, 448528384, 24, 10.03),
+    "gpt-oss-120b": (14016512, 1794113536, 36, 60.15),
+    "mimo-v2-flash-309b": (14155776, 3623878656, 47, 158.62),
+    "step-3.5-flash-196b": (8847360, 2548039680, 42, 99.67),
+    "laguna-xs-2.1-33b": (1769472, 452984832, 39, 16.45),
     "solar-open-100b": (8847360, 1132462080, 48, 50.62),
 }
 
@@ -69,7 +75,7 @@ def test_variants_are_the_named_ones():
 def test_sizes(name):
     layout = ExpertLayout.from_args(ModelArgs.from_variant(name))
     expert, layer, count, total = SIZES[name]
-    assert layout.record.size == layout.expert_stride == expert
+    assert layout.expert_stride == expert == -(-layout.record.size // BLOCK) * BLOCK
     assert layout.largest_layer == layer
     assert len(layout.moe_layers) == count
     assert round(layout.total_bytes / GIB, 2) == total
@@ -284,7 +290,8 @@ def small(config):
     config = copy.deepcopy(config)
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
-    for name in ("layer_types", "attn_type_list"):
+    lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
+    for name in (*lists, "mlp_layer_types"):
         if body.get(name):
             body[name] = (body[name] * 4)[:4]
     return config

@@ -1,6 +1,7 @@
 """Families that are made of the parts of others: their goldens in every chunking, and what mistakes do to them."""
 
 import json
+from dataclasses import replace
 
 import goldens
 import mlx.core as mx
@@ -62,6 +63,23 @@ IGNORED = [
     ("g9v3", {"num_experts_per_tok": 31}),
     ("g9v3", {"routed_scaling_factor": 1.0}),
     ("qwen3_vl_moe", {"rope_theta": 1e4}),
+    ("gpt_oss", {"sliding_window": 7}),
+    ("gpt_oss", {"sliding_window": 5}),
+    ("gpt_oss", {"layer_types": None, "num_hidden_layers": 4, "sliding_window": 40}),
+    ("gpt_oss", {"swiglu_limit": 1e3}),
+    ("gpt_oss", {"rope_scaling": {**goldens.config("gpt_oss")["rope_scaling"], "truncate": True}}),
+    ("mimo_v2_flash", {"sliding_window_size": 6}),
+    ("mimo_v2_flash", {"attention_value_scale": None}),
+    ("mimo_v2_flash", {"swa_rope_theta": 1e3}),
+    ("mimo_v2_flash", {"partial_rotary_factor": 1.0}),
+    ("laguna", {"sliding_window": 10}),
+    ("laguna", {"moe_routed_scaling_factor": 1.0}),
+    ("step3p5", {"sliding_window": 11}),
+    ("step3p5", {"rope_scaling": None}),
+    ("step3p5", {"yarn_only_types": []}),
+    ("step3p5", {"partial_rotary_factors": None}),
+    ("step3p5", {"swiglu_limits": None}),
+    ("step3p5", {"swiglu_limits_shared": None}),
 ]
 
 
@@ -113,6 +131,26 @@ def test_a_bias_that_is_left_out(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("factor", [0, -1])
+def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    sinks = mx.concatenate([layer.self_attn.sinks for layer in model.layers if layer.self_attn.mixer.sinks])
+    assert sinks.min() < -1 and sinks.max() > 1
+    for layer in model.layers:
+        if layer.self_attn.mixer.sinks:
+            layer.self_attn.sinks = layer.self_attn.sinks * factor - (0 if factor else 1e9)
+    assert error(model, family) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["laguna", "step3p5"])
+def test_gates_of_heads_that_are_left_out(family):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        layer.self_attn.mixer = replace(layer.self_attn.mixer, gate=None)
+    assert error(model, family) > 10 * TOLERANCE
+
+
 def test_flat_norms_taken_for_norms_of_each_head():
     model = load_model(tiny_directory("minimax_m2", "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers):
@@ -152,9 +190,10 @@ def test_a_temperature_of_the_rotated_part_alone(monkeypatch, chunk):
 AGREED = ("kimi_k2", "moonlight", "minimax_m2", "glm4_moe", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
 
 
-@pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite"])
+@pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna"])
 def test_where_mlx_lm_differs_from_hugging_face(tmp_path, family):
-    """In GLM-4.7-Flash it norms latents with `rms_norm_eps`; transformers with 1e-6, and so do we."""
+    """In GLM-4.7-Flash it norms latents with `rms_norm_eps`; transformers with 1e-6, and so do we. It sees a position fewer
+    in MiMo's windows, and leaves out Laguna's `attention_factor`."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     weights = {name: ("F32", w.astype(np.float32)) for name, w in goldens.dequantised(family).items()}
     goldens.write_safetensors(tmp_path / "model.safetensors", weights)
