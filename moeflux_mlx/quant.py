@@ -122,7 +122,7 @@ def plain(path: str) -> str:
     """A module's path in the one spelling that is compared: without what stands before its own name."""
     while path.startswith(OUTER):
         path = path.partition(".")[2]
-    return path.replace(".shared_experts.", ".shared_expert.")
+    return path
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ before anything is made of it. Fields that describe training, vision or dropout 
 tensors.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from .files import directory, read_json
 from .kinds import SILU, Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
 from .quant import EXPERTS, Quantization, of_packed
 
-WIDEST_HEAD = 1 << 16  # far beyond any model's
+WIDEST_HEAD, WIDEST_WINDOW = 1 << 16, 1 << 20  # far beyond any model's
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,9 @@ class ModelArgs:
             ConfigError: a field is missing, has the wrong type, or a value not implemented.
         """
         read = Fields(config)
-        model_type = read.required("model_type", str).removesuffix("_text")
-        if model_type not in FAMILIES:
-            raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
         text = read.optional("text_config", Mapping, None)
         body = Fields(text) if text is not None else read
+        model_type = family_name(config)
         args = cls(
             model_type=model_type,
             quantization=of_packed(config),
@@ -135,6 +134,21 @@ class ModelArgs:
         if name not in variants():
             raise ConfigError(f"no variant {name!r}; there are: {', '.join(variants())}")
         return cls.from_dict(read_json(directory("configs") / f"{name}.json"))
+
+
+def family_name(config: Mapping[str, Any]) -> str:
+    """The `model_type` that a config is read by: of its text part where that runs, else of the whole.
+
+    Raises:
+        ConfigError: neither runs.
+    """
+    read = Fields(config)
+    outer = read.required("model_type", str)
+    text = Fields(read.optional("text_config", Mapping, {}))
+    for name in (text.optional("model_type", str, outer), outer):
+        if name.removesuffix("_text") in FAMILIES:
+            return name.removesuffix("_text")
+    raise ConfigError(f"model_type {reprlib.repr(outer)} is not supported; supported: {', '.join(FAMILIES)}")
 
 
 def variants() -> list[str]:
@@ -181,7 +195,13 @@ def _check_mixer(mixer: Mixer) -> None:
             if mixer.heads % mixer.kv_heads:
                 raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
             _check_head(mixer)
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * (2 if mixer.gate else 1))
+            if mixer.gate == "joined" and mixer.value_width != mixer.head_dim:
+                raise ConfigError(f"v_head_dim {mixer.value_width} is not head_dim {mixer.head_dim}, as the gate wants")
+            joined = 2 if mixer.gate == "joined" else 1
+            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * joined)
+            _check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
+            if mixer.window is not None and not 1 <= mixer.window <= WIDEST_WINDOW:
+                raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
         case Latent():
             _check_head(mixer)
             _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)

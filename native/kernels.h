@@ -571,8 +571,8 @@ static TARGET void FN(rms_norm)(const float *x, const float *weight, float eps, 
     }
 }
 
-/* scores[g][i] -> softmax over i < n; the row is padded to whole vectors. */
-static TARGET void FN(softmax)(float *row, ptrdiff_t n) {
+/* scores[g][i] -> softmax over i < n, with exp(*sink) in the sum if there is a sink; the row is padded to whole vectors. */
+static TARGET void FN(softmax)(float *row, ptrdiff_t n, const float *sink) {
     vf top = FN(splat)(-INFINITY), sum = {0};
     for (ptrdiff_t i = n; i % W; i++) row[i] = -INFINITY;
     for (ptrdiff_t i = 0; i < n; i += W) {
@@ -581,12 +581,15 @@ static TARGET void FN(softmax)(float *row, ptrdiff_t n) {
     }
     float peak = top[0];
     for (int i = 1; i < W; i++) peak = top[i] > peak ? top[i] : peak;
+    if (sink && *sink > peak) peak = *sink;
     for (ptrdiff_t i = 0; i < n; i += W) {
         vf e = FN(vexp)(*(vf *)(row + i) - peak);
         *(vf *)(row + i) = e;
         sum += e;
     }
-    float inv = 1.0f / FN(hsum)(sum);
+    float total = FN(hsum)(sum);
+    if (sink) total += FN(vexp)(FN(splat)(*sink - peak))[0];
+    float inv = 1.0f / total;
     for (ptrdiff_t i = 0; i < n; i += W) *(vf *)(row + i) *= inv;
 }
 
@@ -608,23 +611,23 @@ INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, 
 }
 
 /* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. What is seen may lie
- * in two places: the bits are those of one. */
+ * in three places, in order: the bits are those of one. sinks: a logit for each head, or NULL. */
 static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, ptrdiff_t dk, ptrdiff_t dv,
-                              float scale, float *scores, ptrdiff_t pad, float *out) {
-    const ptrdiff_t first = seen[0].n, n = first + seen[1].n;
-    for (int s = 0; s < 2; s++) {
-        float *to = scores + (s ? first : 0);
+                              float scale, const float *sinks, float *scores, ptrdiff_t pad, float *out) {
+    const ptrdiff_t at[3] = {0, seen[0].n, seen[0].n + seen[1].n}, n = at[2] + seen[2].n;
+    for (int s = 0; s < 3; s++) {
+        float *to = scores + at[s];
         for (ptrdiff_t i = 0; i < seen[s].n; i++) {
             const float *k = seen[s].k + i * dk;
             for (ptrdiff_t c = 0; c < dk; c += 16) __builtin_prefetch(k + CACHE_AHEAD * dk + c);
             for (ptrdiff_t g = 0; g < heads; g++) to[g * pad + i] = FN(dot)(q + g * dk, k, dk) * scale;
         }
     }
-    for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n);
+    for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n, sinks ? sinks + g : NULL);
     memset(out, 0, (size_t)(heads * dv) * sizeof *out);
-    for (int s = 0; s < 2; s++)
+    for (int s = 0; s < 3; s++)
         for (ptrdiff_t g = 0; g < heads;) {
-            const float *p = scores + g * pad + (s ? first : 0);
+            const float *p = scores + g * pad + at[s];
             ptrdiff_t left = heads - g;
             if (left >= 8) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 8), g += 8;
             else if (left >= 4) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 4), g += 4;

@@ -31,7 +31,7 @@
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
 #define BLOCK_FROM 4      /* rounded rows of x from which blocks of eight, though not filled, beat a row at a time */
 #define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
-#define MAX_ARGS 11
+#define MAX_ARGS 12
 #define MOST_EXPERTS 4096 /* whose scores are on the stack */
 
 /* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
@@ -935,28 +935,39 @@ static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 typedef struct {
     const Path *path;
     const float *q, *k, *v;
-    const float *recent; /* keys and then values [kv_heads, room, D] of the positions from `begun` on; NULL: none */
+    const float *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; NULL: none */
+    const float *sinks;  /* [q_heads] or NULL */
     float *out, *scores;
     float scale;
-    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, dk, dv, pad, parts;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, window, dk, dv, pad, parts;
 } Attention;
+
+static Seen seen_at(const Attention *c, const float *k, const float *v, ptrdiff_t rows, ptrdiff_t kv, ptrdiff_t first,
+                    ptrdiff_t n) {
+    return (Seen){k + (kv * rows + first) * c->dk, v + (kv * rows + first) * c->dv, n};
+}
 
 static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     Attention *c = ctx;
     ptrdiff_t part = unit % c->parts, kv = unit / c->parts % c->kv_heads, t = unit / c->parts / c->kv_heads;
     ptrdiff_t group = c->q_heads / c->kv_heads, first = part * GQA_HEADS;
     ptrdiff_t row = t * c->q_heads + kv * group + first, n = c->n - c->tokens + t + 1;
-    Seen seen[2] = {{c->k + kv * c->capacity * c->dk, c->v + kv * c->capacity * c->dv, n}, {NULL, NULL, 0}};
+    ptrdiff_t begun = c->recent ? c->begun : n, from = n > c->window ? n - c->window : 0, old = least(from, begun);
+    /* Position p lies in row p % capacity: those from `old` on may go on in the first row. */
+    ptrdiff_t slot = old % c->capacity, kept = begun - old, turn = least(kept, c->capacity - slot);
+    Seen seen[3] = {seen_at(c, c->k, c->v, c->capacity, kv, slot, turn),
+                    seen_at(c, c->k, c->v, c->capacity, kv, 0, kept - turn), {NULL, NULL, 0}};
     if (c->recent) {
-        const float *k = c->recent + kv * c->room * c->dk;
-        seen[0].n = c->begun, seen[1] = (Seen){k, k + c->kv_heads * c->room * c->dk, n - c->begun};
+        const float *v = c->recent + c->kv_heads * c->room * c->dk;
+        seen[2] = seen_at(c, c->recent, v, c->room, kv, from - old, n - begun - (from - old));
     }
     c->path->attend(c->q + row * c->dk, least(GQA_HEADS, group - first), seen, c->dk, c->dv, c->scale,
-                    c->scores + member * GQA_HEADS * c->pad, c->pad, c->out + row * c->dv);
+                    c->sinks ? c->sinks + row % c->q_heads : NULL, c->scores + member * GQA_HEADS * c->pad, c->pad,
+                    c->out + row * c->dv);
 }
 
 static int run_attend(Attention *c) {
-    c->pad = chunks_of(c->n, 16) * 16;
+    c->pad = chunks_of(least(c->n, c->window), 16) * 16;
     c->parts = chunks_of(c->q_heads / c->kv_heads, GQA_HEADS);
     /* For the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
     c->scores = scratch(MAX_TEAM * GQA_HEADS * c->pad * 4);
@@ -966,18 +977,27 @@ static int run_attend(Attention *c) {
     return 1;
 }
 
-/* attend(q[T, Hq, Dk], k[Hkv, C, Dk], v[Hkv, C, Dv], n, scale, out[T, Hq, Dv]) */
+/* Whether what limits attention is right: `window` positive, `sinks` one for each query head, or none. */
+static int limited(Attention *c, const Py_buffer *sinks) {
+    if (c->window < 1) PyErr_Format(PyExc_ValueError, "window is %zd, expected at least 1", (Py_ssize_t)c->window);
+    c->sinks = sinks->shape[0] ? sinks->buf : NULL;
+    return c->window > 0 && (!c->sinks || dim(sinks, "sinks", 0, c->q_heads));
+}
+
+/* attend(q[T, Hq, Dk], k[Hkv, C, Dk], v[Hkv, C, Dv], n, scale, window, sinks[Hq] or [0], out[T, Hq, Dv]) */
 static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Attention c = {.path = path};
-    if (!arity(n, 6)) return NULL;
+    if (!arity(n, 8)) return NULL;
     c.n = PyNumber_AsSsize_t(a[3], PyExc_ValueError);
     c.scale = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(a[4]);
+    c.window = PyErr_Occurred() ? 0 : PyNumber_AsSsize_t(a[5], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;
     Py_buffer *q = take(&args, a[0], "q", FLOATS, 3, 0);
     Py_buffer *k = q ? take(&args, a[1], "k", FLOATS, 3, 0) : NULL;
     Py_buffer *v = k ? take(&args, a[2], "v", FLOATS, 3, 0) : NULL;
-    Py_buffer *out = v ? take(&args, a[5], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *sinks = v ? take(&args, a[6], "sinks", FLOATS, 1, 0) : NULL;
+    Py_buffer *out = sinks ? take(&args, a[7], "out", FLOATS, 3, 1) : NULL;
     if (!out || !multiple("Dk", q->shape[2], 16) || !multiple("Dv", v->shape[2], 16) ||
         !multiple("k: heads", k->shape[0], 1) || !multiple("q: heads", q->shape[1], k->shape[0]) ||
         !dim(k, "k", 2, q->shape[2]) || !dim(v, "v", 0, k->shape[0]) || !dim(v, "v", 1, k->shape[1]) ||
@@ -990,6 +1010,7 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     }
     c.q = q->buf, c.k = k->buf, c.v = v->buf, c.out = out->buf, c.tokens = q->shape[0], c.q_heads = q->shape[1];
     c.kv_heads = k->shape[0], c.capacity = k->shape[1], c.dk = q->shape[2], c.dv = v->shape[2];
+    if (!limited(&c, sinks)) return args_done(&args, 0);
     int ok;
     Py_BEGIN_ALLOW_THREADS;
     ok = run_attend(&c);
@@ -998,7 +1019,7 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return args_done(&args, ok);
 }
 
-/* A token's queries and keys before norm and rotation, and what they are normed and turned by. */
+/* A token's queries and keys before norm and rotation, and what they are normed (NULL: not) and turned by. */
 typedef struct {
     const float *q, *k, *v, *q_norm, *k_norm, *cosine, *sine;
     float eps;
@@ -1008,21 +1029,22 @@ typedef struct {
 
 static void norm_and_turn(const Path *path, const Token *token, const float *weight, const float *x, float *normed,
                           float *out, ptrdiff_t width) {
-    path->rms_norm(x, weight, token->eps, normed, width);
-    path->rope(normed, token->cosine, token->sine, token->half, token->neighbours, out, width);
+    if (weight) path->rms_norm(x, weight, token->eps, normed, width);
+    path->rope(weight ? normed : x, token->cosine, token->sine, token->half, token->neighbours, out, width);
 }
 
 /* The token's key and value become row `at` of `recent`, then its queries attend over all there are. */
 static int run_attend_step(Attention *c, const Token *token, float *recent, ptrdiff_t at) {
     const ptrdiff_t width = c->dk;
+    float *values = recent + c->kv_heads * c->room * width;
     float *q = scratch((c->q_heads + 1) * width * 4), *normed = q + c->q_heads * width;
     if (!q) return 0;
     for (ptrdiff_t h = 0; h < c->q_heads; h++)
         norm_and_turn(c->path, token, token->q_norm, token->q + h * width, normed, q + h * width, width);
     for (ptrdiff_t h = 0; h < c->kv_heads; h++) {
-        float *row = recent + (h * c->room + at) * width;
-        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, row, width);
-        memcpy(row + c->kv_heads * c->room * width, token->v + h * width, (size_t)width * 4);
+        const ptrdiff_t row = h * c->room + at;
+        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, recent + row * width, width);
+        memcpy(values + row * c->dv, token->v + h * c->dv, (size_t)c->dv * 4);
     }
     c->q = q, c->recent = recent;
     int ok = run_attend(c);
@@ -1030,39 +1052,44 @@ static int run_attend_step(Attention *c, const Token *token, float *recent, ptrd
     return ok;
 }
 
-/* attend_step(q[Hq, D], k[Hkv, D], v[Hkv, D], q_norm[D], k_norm[D], eps, cosine[1, R/2], sine[1, R/2], neighbours,
- * keys[Hkv, C, D], values[Hkv, C, D], begun, recent[2, Hkv, M, D], n, scale, out[Hq, D]) */
+/* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2], neighbours,
+ * keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq] or [0],
+ * out[Hq, Dv]). Norms may be [0], both or none. Position p < begun lies in row p % C of keys and values. */
 static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     static const char *const name[] = {"q", "k", "v", "q_norm", "k_norm", "cosine", "sine", "keys", "values", "recent",
-                                       "out"};
-    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 4, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 15};
+                                       "sinks", "out"};
+    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 1, 1, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 16, 17};
     Args args = {.n = 0};
-    Py_buffer *b[11];
-    if (!arity(n, 16)) return NULL;
+    Py_buffer *b[12];
+    if (!arity(n, 18)) return NULL;
     Attention c = {.path = path, .tokens = 1};
     Token token = {.eps = (float)PyFloat_AsDouble(a[5]), .neighbours = PyObject_IsTrue(a[8])};
     c.begun = PyNumber_AsSsize_t(a[11], PyExc_ValueError), c.n = PyNumber_AsSsize_t(a[13], PyExc_ValueError);
-    c.scale = (float)PyFloat_AsDouble(a[14]);
+    c.scale = (float)PyFloat_AsDouble(a[14]), c.window = PyNumber_AsSsize_t(a[15], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;
-    for (int i = 0; i < 11; i++)
-        if (!(b[i] = take(&args, a[place[i]], name[i], FLOATS, ndim[i], i > 8))) return args_done(&args, 0);
-    const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], *keys = b[7]->shape, *recent = b[9]->shape;
-    if (!multiple("D", width, 16) || !multiple("k: heads", heads, 1) || !multiple("q: heads", b[0]->shape[0], heads) ||
-        !dim(b[0], "q", 1, width) || !dims2(b[2], "v", heads, width) || !dim(b[3], "q_norm", 0, width) ||
-        !dim(b[4], "k_norm", 0, width) || !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) ||
-        !dims2(b[6], "sine", 1, b[5]->shape[1]) || !dims3(b[7], "keys", heads, keys[1], width) ||
-        !dims3(b[8], "values", heads, keys[1], width) || !dims3(b[9], "recent", 2, heads, recent[2]) ||
-        !dim(b[9], "recent", 3, width) || !dims2(b[10], "out", b[0]->shape[0], width) || !disjoint(&args))
+    for (int i = 0; i < 12; i++)
+        if (!(b[i] = take(&args, a[place[i]], name[i], FLOATS, ndim[i], i == 9 || i == 11))) return args_done(&args, 0);
+    const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], wide = b[2]->shape[1], *keys = b[7]->shape;
+    const Py_ssize_t normed = b[3]->shape[0] ? width : 0, room = heads * (width + wide);
+    if (!multiple("Dk", width, 16) || !multiple("Dv", wide, 16) || !multiple("k: heads", heads, 1) ||
+        !multiple("q: heads", b[0]->shape[0], heads) || !dim(b[0], "q", 1, width) || !dim(b[2], "v", 0, heads) ||
+        !dim(b[3], "q_norm", 0, normed) || !dim(b[4], "k_norm", 0, normed) ||
+        !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) || !dims2(b[6], "sine", 1, b[5]->shape[1]) ||
+        !dims3(b[7], "keys", heads, keys[1], width) || !dims3(b[8], "values", heads, keys[1], wide) ||
+        !multiple("recent", b[9]->shape[0], room) || !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
         return args_done(&args, 0);
-    if (c.begun < 0 || c.begun > keys[1] || c.n <= c.begun || c.n - c.begun > recent[2]) {
+    c.room = b[9]->shape[0] / room, c.q_heads = b[0]->shape[0];
+    if (c.begun < 0 || least(c.begun, c.window) > keys[1] || keys[1] < 1 || c.n <= c.begun || c.n - c.begun > c.room) {
         PyErr_Format(PyExc_ValueError, "begun is %zd and n %zd, expected 0 to %zd, and 1 to %zd more",
-                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], recent[2]);
+                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], (Py_ssize_t)c.room);
         return args_done(&args, 0);
     }
-    token.q = b[0]->buf, token.k = b[1]->buf, token.v = b[2]->buf, token.q_norm = b[3]->buf, token.k_norm = b[4]->buf;
+    if (!limited(&c, b[10])) return args_done(&args, 0);
+    token.q = b[0]->buf, token.k = b[1]->buf, token.v = b[2]->buf;
+    token.q_norm = normed ? b[3]->buf : NULL, token.k_norm = normed ? b[4]->buf : NULL;
     token.cosine = b[5]->buf, token.sine = b[6]->buf, token.half = b[5]->shape[1];
-    c.k = b[7]->buf, c.v = b[8]->buf, c.out = b[10]->buf, c.q_heads = b[0]->shape[0], c.kv_heads = heads;
-    c.capacity = keys[1], c.room = recent[2], c.dk = c.dv = width;
+    c.k = b[7]->buf, c.v = b[8]->buf, c.out = b[11]->buf, c.kv_heads = heads;
+    c.capacity = keys[1], c.dk = width, c.dv = wide;
     int ok;
     Py_BEGIN_ALLOW_THREADS;
     ok = run_attend_step(&c, &token, b[9]->buf, c.n - c.begun - 1);
@@ -1087,7 +1114,7 @@ static void choose_job(void *ctx, ptrdiff_t t, int member) {
     int32_t *id = c->ids + t * c->top_k;
     (void)member;
     memcpy(score, c->logits + t * c->stride, (size_t)c->experts * 4);
-    c->path->softmax(score, c->experts);
+    c->path->softmax(score, c->experts, NULL);
     for (ptrdiff_t k = 0; k < c->top_k; k++) {
         ptrdiff_t best = -1;
         for (ptrdiff_t e = 0; e < c->experts; e++)

@@ -92,8 +92,9 @@ typedef struct {
     void (*add)(const void *, ptrdiff_t, ptrdiff_t, Kind, float *);
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
-    void (*softmax)(float *, ptrdiff_t);
-    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, float *, ptrdiff_t, float *);
+    void (*softmax)(float *, ptrdiff_t, const float *);
+    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, const float *, float *, ptrdiff_t,
+                   float *);
     void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);

@@ -10,13 +10,11 @@ from moeflux_mlx.quant import (
     AFFINE_GROUPS,
     MODES,
     Quant,
-    Quantization,
     entries,
     is_computed,
     of_packed,
     of_shapes,
     parse,
-    plain,
 )
 
 PATH = "model.layers.3.mlp.switch_mlp.down_proj"
@@ -37,12 +35,6 @@ def test_every_spelling_of_a_path_is_the_same(written, asked):
     assert quantization.of(asked.replace("3", "13")) == Quant(3, 64)
     config["quantization"][written] = False
     assert of_packed(config).of(asked) is None
-
-
-def test_a_shared_expert_has_two_names():
-    quantization = Quantization(overrides={"model.layers.1.mlp.shared_experts.up_proj": None})
-    assert quantization.of("model.layers.1.mlp.shared_expert.up_proj") is None
-    assert plain("lm_head") == "lm_head"
 
 
 def test_two_spellings_that_differ_are_refused():

@@ -26,7 +26,8 @@ from ..ops.gpu_time import block_size
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import FLOAT_BYTES, KVCache, make_cache, untrimmable_bytes
+from ..state.cache import KVCache, make_cache, untrimmable_bytes
+from ..state.layer_cache import FLOAT_BYTES
 from .machine import WORKING_SET_SHARE, Figures
 
 EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}

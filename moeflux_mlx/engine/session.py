@@ -18,8 +18,9 @@ from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows
-from ..state.cache import Cache, Pair, untrimmable_bytes
+from ..state.cache import Cache, untrimmable_bytes
 from ..state.fingerprint import Fingerprint
+from ..state.layer_cache import Pair
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints

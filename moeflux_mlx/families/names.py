@@ -7,12 +7,16 @@ import re
 from collections.abc import Iterable
 
 # Multi-token prediction heads and image encoders play no part in generating text; the rotary
-# frequencies that old checkpoints store follow from the configuration.
-UNUSED = ("mtp.", "model.mtp.", "visual.", "model.visual.", "vision_tower.", "model.vision_tower.")
-UNUSED_ENDING = ".rotary_emb.inv_freq"
+# frequencies that old checkpoints store follow from the configuration; activations are not rounded to 8 bits.
+OTHER_PARTS = ("mtp.", "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.")
+UNUSED = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
+UNUSED_ENDING = (".rotary_emb.inv_freq", "activation_scale", ".input_scale")
 
 
-def canonical_name(name: str, layers: int, renames: Iterable[tuple[str, str]] = ()) -> str | None:
+Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as (theirs, the model's)
+
+
+def canonical_name(name: str, layers: int, renames: Renames = ()) -> str | None:
     """The module path of a checkpoint tensor, or None for one that is not used.
 
     Args:
@@ -28,6 +32,11 @@ def canonical_name(name: str, layers: int, renames: Iterable[tuple[str, str]] = 
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer and int(layer[1]) >= layers:
         return None
+    return renamed(name, renames)
+
+
+def renamed(name: str, renames: Renames) -> str:
+    """The name with a family's `renames` made, one after another."""
     for theirs, ours in renames:
         name = name.replace(theirs, ours)
     return name

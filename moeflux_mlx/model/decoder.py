@@ -19,7 +19,8 @@ from ..ops.backend import Array
 from ..ops.limits import within_limits
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
-from ..state.cache import Cache, Traced, make_cache
+from ..state.cache import Cache, make_cache
+from ..state.traced import Traced
 from .attention import Attention
 from .compiled import DecodeStep
 from .delta import GatedDeltaNet

@@ -66,6 +66,21 @@ def sigmoid(x: Array) -> Array:
     return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
 
 
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), in float32."""
+    return mx.logaddexp(float32(x), 0.0) if isinstance(x, mx.array) else np.logaddexp(x, np.float32(0))
+
+
+# What a gate for each head multiplies its output by, under the names of `GroupedQuery.gate`.
+HEAD_GATES = {"sigmoid head": sigmoid, "softplus head": softplus}
+
+
+def times_heads(x: Array, factors: Array) -> Array:
+    """x [..., heads * width], each head of it times its one of `factors` [..., heads]."""
+    heads = x.reshape(*factors.shape, -1)
+    return (heads * factors[..., None].astype(x.dtype)).reshape(x.shape)
+
+
 def softmax(x: Array) -> Array:
     """Over the last axis, in float32."""
     if isinstance(x, mx.array):

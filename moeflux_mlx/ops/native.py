@@ -46,6 +46,7 @@ from ..quant import E8M0, FLOAT, Quant
 from .tiles import MAX_TOKENS
 
 Buffer = Any  # numpy array, mx.array or memoryview
+NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
 KINDS = ("BF16", "F16", "F32", E8M0)  # of a record's scales, by the number that the kernels know them by
@@ -311,14 +312,25 @@ def conv_silu(state: Buffer, x: Buffer, weight: Buffer, out: np.ndarray | None =
     return out, following
 
 
-def attend(q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.ndarray | None = None) -> np.ndarray:
+def attend(
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    length: int,
+    scale: float,
+    out: np.ndarray | None = None,
+    *,
+    window: int | None = None,
+    sinks: Buffer | None = None,
+) -> np.ndarray:
     """Causal grouped-query attention of the newest T tokens over a key/value cache -> [T, Hq, Dv].
 
     q [T, Hq, Dk]; k [Hkv, C, Dk] and v [Hkv, C, Dv] hold `length` valid rows of capacity C, the newest
-    T of them for q's tokens; query head h reads kv head h // (Hq / Hkv). Dk, Dv are multiples of 16.
+    T of them for q's tokens; query head h reads kv head h // (Hq / Hkv). Dk, Dv are multiples of 16. A token sees the
+    newest `window` rows up to its own, None: all; `sinks` [Hq]: logits whose exponentials count in the softmax's sum.
     """
     out = _result(out, q.shape[0], q.shape[1], v.shape[2])
-    _kernels().attend(q, k, v, length, scale, out)
+    _kernels().attend(q, k, v, length, scale, window or length or 1, NOTHING if sinks is None else sinks, out)
     return out
 
 
@@ -326,22 +338,29 @@ def attend_step(
     q: Buffer,
     k: Buffer,
     v: Buffer,
-    norms: tuple[Buffer, Buffer, float],
+    norms: tuple[Buffer, Buffer, float] | None,
     turn: tuple[Buffer, Buffer, bool],
     seen: tuple[Buffer, Buffer, int],
     recent: np.ndarray,
     length: int,
     scale: float,
+    *,
+    window: int | None = None,
+    sinks: Buffer | None = None,
 ) -> np.ndarray:
-    """A token's queries and key normed and turned, its key and value kept, and `attend` of it -> [Hq, D].
+    """A token's queries and key normed and turned, its key and value kept, and `attend` of it -> [Hq, Dv].
 
-    q [Hq, D]; k, v [Hkv, D]; norms: weights [D] of queries and of keys, and epsilon; turn: as `rope` takes one token's.
-    seen: keys and values [Hkv, C, D] and how many positions of them count. The ones after those lie in `recent`
-    [2, Hkv, M, D], keys and then values; position `length - 1`, the token's own, is written there. The bits are those
-    of `rms_norm`, `rope` and `attend` over one array.
+    q [Hq, Dk]; k [Hkv, Dk]; v [Hkv, Dv]; norms: weights [Dk] of queries and of keys, and epsilon; turn: as `rope` takes
+    one token's, of no angles where nothing turns. seen: keys [Hkv, C, Dk] and values [Hkv, C, Dv] and how many
+    positions lie there, position p in row p % C. The ones after those lie in `recent`, keys [Hkv, M, Dk] and then
+    values [Hkv, M, Dv] in one row; position `length - 1`, the token's own, is written there. The bits are those of
+    `rms_norm`, `rope` and `attend` over one array.
     """
-    out = np.empty(q.shape, np.float32)
-    _kernels().attend_step(q, k, v, *norms, *turn, *seen, recent, length, scale, out)
+    out = np.empty((q.shape[0], v.shape[1]), np.float32)
+    limits = window or length or 1, NOTHING if sinks is None else sinks
+    _kernels().attend_step(
+        q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, out
+    )
     return out
 
 

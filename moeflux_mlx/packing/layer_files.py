@@ -96,24 +96,27 @@ class Experts(Protocol):
 class FusedExperts:
     """`experts.gate_up_proj` [E, 2I, H], and `experts.down_proj` [E, H, I]; what they add ends with `_bias`.
 
-    Gate's rows lie before up's, or in a family with `interleaved_experts` they alternate.
+    Gate's rows lie before up's, or in a family with `interleaved_experts` they alternate. Floats may be transposed,
+    [E, H, 2I] and [E, I, H]: in a family with `transposed_experts`, and where both shapes say so.
     """
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
-        family = FAMILIES[args.model_type]
+        family, shapes = FAMILIES[args.model_type], {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
         self.interleaved = family.interleaved_experts
+        floats = {name: tensors[path] for name in shapes if (path := f"{stem}experts.{name}") in tensors}
+        transposed = floats and (
+            family.transposed_experts
+            or all(name in floats and floats[name].shape == (E, c, r) for name, (r, c) in shapes.items())
+        )
 
-        def find(name: str, rows: int, columns: int) -> tuple[Matrix, Tensor | None]:
-            path, shape = f"{stem}experts.{name}", (E, rows, columns)
-            transposed = family.transposed_experts and path in tensors
-            matrix = (
-                find_transposed(tensors[path], shape) if transposed else find_matrix(tensors, path, shape, form, "")
-            )
-            return matrix, _find_bias(args, tensors, f"{path}_bias", (E, rows))
+        def find(name: str) -> tuple[Matrix, Tensor | None]:
+            path, shape = f"{stem}experts.{name}", (E, *shapes[name])
+            matrix = find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, "")
+            return matrix, _find_bias(args, tensors, f"{path}_bias", shape[:2])
 
-        self.gate_up, self.gate_up_bias = find("gate_up_proj", 2 * self.width, H)
-        self.down, self.down_bias = find("down_proj", H, self.width)
+        self.gate_up, self.gate_up_bias = find("gate_up_proj")
+        self.down, self.down_bias = find("down_proj")
 
     @property
     def biases(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
@@ -34,17 +35,20 @@ def find_matrix(
     if name not in tensors:
         raise ModelFileError(f"tensor {name} is missing")
     weight = tensors[name]
-    inverse = tensors.get(f"{name}_scale_inv")
+    inverse = tensors.get(f"{name}_scale_inv") or tensors.get(f"{path}.weight_scale")
     if f"{path}.scales" in tensors:
         return _quantized_matrix(tensors, path, weight, shape, form)
-    if inverse is not None:
-        matrix = Matrix(shape, typed(weight, ("F8_E4M3",)), inverse=typed(inverse, FLOATS), block=form.block)
-        blocks = (math.ceil(n / size) for n, size in zip(shape[-2:], form.block, strict=True))
-        shaped(inverse, (*shape[:-2], *blocks))
-    else:
-        matrix = Matrix(shape, typed(weight, FLOATS))
     shaped(weight, shape)
-    return matrix
+    return Matrix(shape, typed(weight, FLOATS)) if inverse is None else _fp8_matrix(weight, inverse, shape, form)
+
+
+def _fp8_matrix(weight: Tensor, scale: Tensor, shape: tuple[int, ...], form: SourceFormat) -> Matrix:
+    """Codes that a scale multiplies: one for each block, or (of shape [] or [1], in a stack [E, 1, 1]) for a matrix."""
+    block, lead = form.block, shape[:-2]
+    if scale.shape in (lead, (*lead, 1, 1) if lead else (1,)):
+        block, scale = (shape[-2], shape[-1]), replace(scale, shape=(*lead, 1, 1))
+    shaped(scale, (*lead, *(math.ceil(n / size) for n, size in zip(shape[-2:], block, strict=True))))
+    return Matrix(shape, typed(weight, ("F8_E4M3",)), inverse=typed(scale, FLOATS), block=block)
 
 
 def find_transposed(weight: Tensor, shape: tuple[int, ...]) -> Matrix:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelFileError
+from ..families.registry import FAMILIES
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
@@ -52,7 +53,7 @@ def make_plan(
     Raises:
         ConfigError, ModelFileError: as `convert`.
     """
-    form = SourceFormat(checkpoint.config, checkpoint.tensors)
+    form = SourceFormat(checkpoint.config, checkpoint.tensors, FAMILIES[args.model_type].renames)
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
     resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}

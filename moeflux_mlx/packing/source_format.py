@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError
+from ..families.names import Renames, renamed
 from ..formats.checkpoint import Tensor
 from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_computed
 
@@ -24,10 +25,11 @@ class SourceFormat:
     block: rows and columns that share one scale of an fp8 checkpoint.
     """
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor] = NONE):
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor] = NONE, renames: Renames = ()):
         """Args:
             config: of the checkpoint.
             tensors: by name, as far as they are known, so that a message can name one.
+            renames: the family's; `of` takes module paths of the model.
 
         Raises:
             ConfigError: a quantisation that is not known.
@@ -36,6 +38,8 @@ class SourceFormat:
         quants = entries(config)
         if not quants and hub and "quant_method" not in hub:
             quants = entries({"quantization": hub})
+        # A rename may end in the dot that follows a module's path in a tensor's name.
+        quants = {renamed(f"{path}.", renames)[:-1]: quant for path, quant in quants.items()}
         self.mlx = bool(quants)
         self.method, self.block = "", (128, 128)
         self.stated: Quantization | None = None

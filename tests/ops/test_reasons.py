@@ -36,10 +36,11 @@ def gate_up(target, record):
         (linear.refusal("cuda", MAX_TOKENS + 1, (512, 512), EXPERTS, 0), f"more than {MAX_TOKENS} rows"),
         (linear.refusal("cuda", 8, (512, 512), EXPERTS, 10**6), "262,144 weights are fewer than 1,000,000"),
         (linear._plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
-        (attend.refusal("ops", True, 64), NO_KERNELS),
-        (attend.refusal("metal", False, 64), "several tokens"),
-        (attend.refusal("metal", True, 320), "head width 320 is above 256"),
-        (attend.refusal("metal", True, 48), "head width 48 is no multiple of 32"),
+        (attend.refusal("ops", True, 64, 64), NO_KERNELS),
+        (attend.refusal("metal", False, 64, 64), "several tokens"),
+        (attend.refusal("metal", True, 320, 320), "head width 320 is above 256"),
+        (attend.refusal("metal", True, 64, 48), "head width 48 is no multiple of 32"),
+        (attend.refusal("metal", True, 64, 96), "values of 96 are wider than keys of 64"),
         (latent.refusal("cuda", False, 512, 64), "several tokens"),
         (latent.refusal("cuda", True, 4096, 64), "latents of 4096 and keys of 64 values do not fit"),
         (latent.refusal("cuda", True, 512, 60), "512 and 60 are no multiples of 8"),
@@ -62,6 +63,6 @@ def test_a_refusal_names_what_is_in_the_way(reason, words):
 
 def test_what_is_taken_has_no_reason():
     assert linear.refusal("metal", 8, (512, 512), EXPERTS, 512 * 512) is None
-    assert attend.refusal("cuda", True, 256) is None and latent.refusal("metal", True, 512, 64) is None
+    assert attend.refusal("cuda", True, 256, 128) is None and latent.refusal("metal", True, 512, 64) is None
     assert delta.refusal("cuda", 1, 128) is None and route.refusal("metal", RULE) is None
     assert isinstance(gate_up("metal", RECORD), Launch) and isinstance(logits("cuda", 8, 256), Launch)

@@ -232,10 +232,8 @@ def test_layers_of_different_lengths_are_refused():
 
 def test_states_that_cannot_be_expressed():
     model = tiny_model("qwen3_next", mx.float32)
-    kinds = model.args.layers
-    for layers in (kinds[:3] + kinds[:1], kinds[::-1], (*kinds[1:], kinds[3])):
-        with pytest.raises(errors.SnapshotError, match="interval"):
-            state_size(replace(model.args, layers=layers), 0)
+    with pytest.raises(errors.SnapshotError, match="no layer has attention"):
+        state_size(replace(model.args, layers=model.args.layers[:3]), 0)
     cache = after(model, 4)
     cache[1].offset = 3
     with pytest.raises(errors.SnapshotError, match="3 to 4 tokens"):
