@@ -194,7 +194,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
 
     Args:
         x: [T, H] float32, bfloat16 or float16; on MLX's side up to 16 tokens, each at a multiple of 16 bytes.
-        slots: [T, K], rows of the records: int32 or uint32, K from 1 to 32; beside numpy int32 and any K.
+        slots: [T, K], rows of the records: int32 or uint32, kernels take up to 32 of a token; beside numpy int32.
         records: whose gate and up are [I, H].
         shared: one that `joins` them, or None.
         alone: beside numpy, whether rows have the bits of a step's, else those of a prompt's.
@@ -316,8 +316,17 @@ def check_blob(blob: Shape, record: Record) -> None:
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:
     check_blob(blob, record)
-    good = len(slots) == 2 and slots[0] == tokens and least <= slots[1] <= MAX_SLOTS
-    require(good, f"slots are {slots}; expected [{tokens}, K], K from 1 to {MAX_SLOTS}")
+    good = len(slots) == 2 and slots[0] == tokens and least <= slots[1]
+    require(good, f"slots are {slots}; expected [{tokens}, K], K from 1")
+
+
+def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
+    """Why no kernel computes so many experts of a token."""
+    if target == "ops":
+        return NO_KERNELS
+    if top_k > MAX_SLOTS:
+        return Reason(f"a token has {top_k} experts, more than {MAX_SLOTS}")
+    return None if is_read(record) else unread_reason(record)
 
 
 def places_of(name: str, projection: Projection) -> dict[str, int]:
@@ -390,8 +399,9 @@ def _first_launch(
     tokens, hidden = x
     inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
-    if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread_reason(record)
+    reason = _no_launch(target, record, top_k)
+    if reason is not None:
+        return reason
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
@@ -443,8 +453,9 @@ def _plan_down(
     )
     _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
-    if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread_reason(record)
+    reason = _no_launch(target, record, top_k)
+    if reason is not None:
+        return reason
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))

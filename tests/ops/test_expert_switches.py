@@ -10,6 +10,7 @@ from test_native import PATHS, force
 from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
+from moeflux_mlx.experts import ranks
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import FORMS, Activation
 from moeflux_mlx.ops import backend, elementwise, experts, forms, grouped, native
@@ -244,6 +245,25 @@ KERNEL_FAULTS = {
     "the second half's biases": ("swiglu.h.metal", "(2 * row[r] < I ? ending.gate : ending.up)", "ending.gate"),
     "half without its weight": ("expert_down_combine.metal", "weight * total", "0.5f * (weight + 1) * total"),
 }
+
+
+def test_more_experts_than_kernels_take_go_to_the_twins(host):
+    case = Case(7, STORED[1], ACTIVATIONS[4], 2, (64, 64), True, 33)
+    assert error(case.stepped(mx.array), case.want()) < 1e-5
+
+
+@pytest.mark.parametrize("make", [np.array, mx.array])
+def test_the_bits_of_a_sum_of_rows(host, make):
+    """As several ranks make it: a bias is added in its pair's row, before the weight."""
+    case = Case(6, STORED[0], ACTIVATIONS[4], 2, (128, 64))
+    pairs = list(np.ndindex(case.slots.shape))
+    tokens, slots = np.array([t for t, _ in pairs]), np.array([case.slots[pair] for pair in pairs])
+    weights = np.array([case.weights[pair] for pair in pairs])
+    rows = ranks._rows(make(case.x), tokens, slots, Records(make(case.blob), case.record), weights)
+    beside = case.weights if make is np.array else np.ones_like(case.weights)
+    where = np.arange(case.slots.size, dtype=np.int32).reshape(case.slots.shape)
+    whole = grouped.combined(rows, where, make(beside), make(case.mid), None)
+    assert np.array_equal(np.array(whole), np.array(case.stepped(make)))
 
 
 @msl.needed

@@ -13,7 +13,7 @@ from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
 
 from metal import msl
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import Router
+from moeflux_mlx.kinds import Activation, Router
 from moeflux_mlx.ops import backend, combine, experts, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.experts import Records, Shared
@@ -287,7 +287,10 @@ NAMED = {  # hidden size, expert width, rule, bits of the router, gate of the sh
     "Qwen3.6-35B-A3B": (2048, 512, Router(256, 8), 8, True),
     "Qwen3.5-397B-A17B": (4096, 1024, Router(512, 10), 8, True),
     "Cogito-671B": (7168, 2048, Router(256, 8, "sigmoid", True, 8, 4, scale=2.5), 0, False),
+    "G9v3-39B-A5B": (2048, 512, Router(320, 32, "sigmoid", True, scale=3.66), 0, None),
+    "gpt-oss-120b": (2880, 2880, Router(128, 4, logit_bias=True), 8, None),
 }
+BIASED = {"quants": (Quant(4, 32, "mxfp4"),) * 3, "has_bias": True, "activation": Activation("clip then swish", 7.0)}
 
 
 def stored(rows, columns, bits=4):
@@ -305,11 +308,12 @@ def test_an_moe_layer_is_three_launches(monkeypatch, name):
     """Whose text compiles at every variant."""
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     H, I, rule, bits, gate = NAMED[name]
-    record, h = Record.make(H, I), mx.zeros((1, H), mx.bfloat16)
+    record, h = Record.make(H, I, **(BIASED if rule.logit_bias else {})), mx.zeros((1, H), mx.bfloat16)
     records = Records(mx.zeros((rule.experts, record.stride // 4), mx.uint32), record)
     bias = mx.zeros((rule.experts,)) if rule.correction_bias else None
     with msl.launching(msl.TextKernel):
-        x, logits = router_logits(h, mx.ones((H,), mx.bfloat16), 1e-6, stored(rule.experts + bool(gate), H, bits))
+        norm, added = mx.ones((H,), mx.bfloat16), mx.zeros((rule.experts,)) if rule.logit_bias else None
+        x, logits = router_logits(h, norm, 1e-6, stored(rule.experts + bool(gate), H, bits), added)
         shared = None if gate is None else Shared(fail, stored(2 * I, H), stored(H, I), logits if gate else None)
         out = experts.chosen_ffn(x, Choice(logits, rule, bias), records, h, shared)
     assert out.shape == (1, H) and len(msl.TextKernel.texts) == 3

@@ -22,8 +22,13 @@ def logits(target, tokens, hidden, rows=16):
     return route._plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
 
 
-def gate_up(target, record):
-    return experts._plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, 2), record)
+def gate_up(target, record, slots=2):
+    return experts._plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, slots), record)
+
+
+def down(slots):
+    shapes, blob = ((1, slots, 128), (1, 256)), (4, RECORD.stride // 4)
+    return experts._plan_down("metal", *shapes, blob, (1, slots), (mx.float32, mx.float32, None), RECORD)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,8 @@ def gate_up(target, record):
         (logits("metal", 1, 96), "96 columns are no multiple of 64"),
         (logits("metal", 1, 64, rows=4), "4 rows of 64 columns"),
         (gate_up("ops", RECORD), NO_KERNELS),
+        (gate_up("cuda", RECORD, 33), "a token has 33 experts, more than 32"),
+        (down(33), "a token has 33 experts, more than 32"),
         (gate_up("metal", NARROW), "down_proj has rows of 96 columns in 4 bits"),
         (combine._plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
         (dequantize._plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
