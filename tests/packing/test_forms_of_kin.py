@@ -11,6 +11,7 @@ from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.formats.checkpoint import read_bytes, read_header
 
 TOLERANCE = 2e-4
 HEAD = "language_model.lm_head.weight"
@@ -190,3 +191,34 @@ def test_numbers_of_experts_that_pruning_leaves(tmp_path, count):
             tensors[name] = kind, array
     found = logits(packed(write(tmp_path / "pruned", config, tensors)), family)
     assert np.abs(found - goldens.golden(family)[1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "glm4v_moe", "hy_v3"])
+def test_image_encoders_and_drafting_heads_are_kept_aside(tmp_path, family):
+    """Under their own names, with their own bytes, and of no consequence for the model; in place nobody reads them."""
+    source = goldens.write_variant(tmp_path / "hub", family, "hub")
+    skipped = goldens.skipped_tensors(family)
+    kept = read_header(packed(source) / "aside.safetensors")
+    assert {name: (one.dtype, one.shape) for name, one in kept.items()} == {
+        name: (kind, array.shape) for name, (kind, array) in skipped.items()
+    }
+    for name, (kind, array) in skipped.items():
+        one = kept[name]
+        assert read_bytes(one.file, one.offset, one.nbytes) == array.astype(goldens.DTYPES[kind]).tobytes()
+    with_more = {**goldens.mlx_tensors(family), **skipped}
+    path = write(tmp_path / "mlx", goldens.variant_config(family, "mlx4"), with_more)
+    assert np.array_equal(logits(path, family), logits(packed(source), family))
+
+
+def test_any_dtype_is_kept_and_frequencies_are_not(tmp_path):
+    family = "qwen3_moe"
+    more = {
+        "mtp.fc.weight": ("F8_E4M3", np.arange(32, dtype=np.uint8).reshape(4, 8)),
+        "mtp.fc.weight_shape": ("I32", np.array([4, 8], np.int32)),
+        "mtp.layers.0.self_attn.rotary_emb.inv_freq": ("F32", np.ones(4, np.float32)),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", np.ones(4, np.float32)),
+    }
+    made = packed(write(tmp_path / "hub", goldens.config(family), {**goldens.hub_tensors(family), **more}), verify=True)
+    kept = read_header(made / "aside.safetensors")
+    assert {name: one.dtype for name, one in kept.items()} == {name: more[name][0] for name in list(more)[:2]}
+    assert not (tiny_directory(family, "hub") / "aside.safetensors").exists()
