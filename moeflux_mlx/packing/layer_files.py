@@ -77,12 +77,12 @@ class FusedExperts:
         E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
         names = [f"{stem}experts.{name}" for name in ("gate_up_proj", "down_proj")]
         wanted = dict(zip(names, [(E, 2 * self.width, H), (E, H, self.width)], strict=True))
-        found: list[Matrix]
+        matrices: list[Matrix]
         if all(name in tensors and tensors[name].shape == (E, c, r) for name, (_, r, c) in wanted.items()):
-            found = [TransposedMatrix(shape, typed(tensors[name], FLOATS)) for name, shape in wanted.items()]
+            matrices = [TransposedMatrix(shape, typed(tensors[name], FLOATS)) for name, shape in wanted.items()]
         else:
-            found = [find_matrix(tensors, name, shape, form, "") for name, shape in wanted.items()]
-        self.gate_up, self.down = found
+            matrices = [find_matrix(tensors, name, shape, form, "") for name, shape in wanted.items()]
+        self.gate_up, self.down = matrices
 
     def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
         return [self.gate_up], [self.gate_up], [self.down]
