@@ -11,7 +11,10 @@ from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import read_bytes, read_header
+from moeflux_mlx.packing.source_format import SourceFormat
+from moeflux_mlx.quant import Quant
 
 TOLERANCE = 2e-4
 HEAD = "language_model.lm_head.weight"
@@ -33,9 +36,9 @@ def logits(path, family, **options):
     """[T, V] of the golden's tokens from position 0 on, one token alone among them."""
     model = load_model(path, dtype=mx.float32, **options)
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
-    found = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+    rows = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
     model.experts.close()
-    return found
+    return rows
 
 
 def write(path, config, tensors):
@@ -84,6 +87,22 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
 def tiny_checkpoint(family, path):
     """The floats without what a text model skips, which mlx-lm does not always."""
     return write(path, goldens.config(family), goldens.hub_tensors(family))
+
+
+@pytest.mark.parametrize(
+    "family, theirs, ours",
+    [
+        ("hy_v3", "model.layers.1.mlp.router.gate", "model.layers.1.mlp.gate"),
+        ("hy_v3", "model.layers.1.mlp.shared_mlp.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("minimax_m2", "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("kimi_k2", "language_model.model.layers.1.mlp.gate", "model.layers.1.mlp.gate"),
+    ],
+)
+def test_overrides_name_modules_as_their_writer_does(family, theirs, ours):
+    config = {"quantization": {"group_size": 64, "bits": 4, theirs: {"group_size": 64, "bits": 8}}}
+    form = SourceFormat(config, renames=FAMILIES[family].renames)
+    assert form.of(ours) == Quant(8, 64) and form.of(f"{ours}_other") == Quant(4, 64)
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe"])
