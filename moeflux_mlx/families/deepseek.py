@@ -8,6 +8,8 @@ from .fields import Family, Fields, after_dense_layers, common, layer_count, lay
 
 def _deepseek_v3(read: Fields) -> dict[str, Any]:
     read.must_equal("moe_layer_freq", 1)
+    for name in ("n_group", "topk_group"):  # whose defaults differ between those who read such files
+        read.count(name)
     mixers = [latent_attention(read)] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}
 

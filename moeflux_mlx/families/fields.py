@@ -254,7 +254,6 @@ class Family:
         renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
         fused_rows: (mixer, number of its layer) -> matrices that a checkpoint may store as one.
         interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
-        transposed_experts: stacks of all experts that hold floats are [experts, columns, rows].
     """
 
     read: Callable[[Fields], dict[str, Any]]
@@ -262,4 +261,3 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     fused_rows: Callable[[Mixer, int], FusedRows] = lambda mixer, layer: {}
     interleaved_experts: bool = False
-    transposed_experts: bool = False

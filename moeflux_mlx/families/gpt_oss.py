@@ -24,6 +24,6 @@ def _gpt_oss(read: Fields) -> dict[str, Any]:
 
 FAMILIES = {
     "gpt_oss": Family(
-        _gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True, transposed_experts=True
+        _gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True
     )
 }

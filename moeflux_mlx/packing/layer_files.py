@@ -97,18 +97,15 @@ class FusedExperts:
     """`experts.gate_up_proj` [E, 2I, H], and `experts.down_proj` [E, H, I]; what they add ends with `_bias`.
 
     Gate's rows lie before up's, or in a family with `interleaved_experts` they alternate. Floats may be transposed,
-    [E, H, 2I] and [E, I, H]: in a family with `transposed_experts`, and where both shapes say so.
+    [E, H, 2I] and [E, I, H]: as Qwen3-VL and gpt-oss were published. Both shapes together tell it.
     """
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
-        family, shapes = FAMILIES[args.model_type], {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
-        self.interleaved = family.interleaved_experts
+        shapes = {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
+        self.interleaved = FAMILIES[args.model_type].interleaved_experts
         floats = {name: tensors[path] for name in shapes if (path := f"{stem}experts.{name}") in tensors}
-        transposed = floats and (
-            family.transposed_experts
-            or all(name in floats and floats[name].shape == (E, c, r) for name, (r, c) in shapes.items())
-        )
+        transposed = all(name in floats and floats[name].shape == (E, c, r) for name, (r, c) in shapes.items())
 
         def find(name: str) -> tuple[Matrix, Tensor | None]:
             path, shape = f"{stem}experts.{name}", (E, *shapes[name])

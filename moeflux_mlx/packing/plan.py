@@ -15,6 +15,7 @@ from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
+from .aside import aside_files
 from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, find_experts, packed_layers, plan_experts
 from .resident import override, plan_resident
 from .sanitize import canonical_tensors
@@ -72,7 +73,7 @@ def make_plan(
         made = any(one.is_made for one in stored.values())
     _check_all_used(tensors, used)
     held = layers if share is None else [HeldLayerFile(layer, share) for layer in layers]
-    units = (*resident.files(), *held)
+    units = (*resident.files(), *aside_files(checkpoint.tensors.values(), args.num_hidden_layers), *held)
     quantization = _with_experts(resident.quantization(), layout, share)
     quantized = resident.quantized(wanted.resident)
     return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share)

@@ -39,7 +39,7 @@ def resident_model(monkeypatch, request):
     return make_resident(monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("resident_model", FAMILIES, indirect=True)
+@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4"], indirect=True)
 def test_compiled_step_equals_the_plain_one(resident_model):
     model = resident_model
     prompt, rest = list(range(5, 25)), [7, 3, 9, 30]
@@ -115,9 +115,12 @@ def pretended(inputs, output_shapes, output_dtypes, **_):
 
 
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_is_at_most_eight_launches(monkeypatch, tmp_path, family):
-    """Counted as scripts/bench/bench_decode.py does: operations of the graph that are no views."""
+@pytest.mark.parametrize("family, most", [*((family, 8) for family in FAMILIES), ("mistral4", 9), ("glm4_moe_air", 9)])
+def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family, most):
+    """A temperature of queries is one more, and so are biases.
+
+    Counted as scripts/bench/bench_decode.py does: operations of the graph that are no views.
+    """
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = make_resident(monkeypatch, family, mx.bfloat16)
     cache = model.make_cache()
@@ -129,7 +132,7 @@ def test_a_layer_is_at_most_eight_launches(monkeypatch, tmp_path, family):
         mx.export_to_dot(str(tmp_path / "graph"), model.model.layers[layer](x, cache[layer]))
         names = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph").read_text())
         launched = [name for name in names if name not in ("Reshape", "Slice", "Split")]
-        assert 5 < len(launched) <= 8, launched
+        assert 5 < len(launched) <= most, launched
 
 
 def test_an_empty_cache_is_not_taken():

@@ -40,7 +40,7 @@ def with_biases(fields):
 
 
 PLAIN = FAMILIES[FAMILY]
-BIASED = replace(PLAIN, read=with_biases, interleaved_experts=True, transposed_experts=True)
+BIASED = replace(PLAIN, read=with_biases, interleaved_experts=True)
 
 
 @pytest.fixture(autouse=True)

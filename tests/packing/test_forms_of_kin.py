@@ -11,6 +11,10 @@ from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.families.registry import FAMILIES
+from moeflux_mlx.formats.checkpoint import read_bytes, read_header
+from moeflux_mlx.packing.source_format import SourceFormat
+from moeflux_mlx.quant import Quant
 
 TOLERANCE = 2e-4
 HEAD = "language_model.lm_head.weight"
@@ -32,9 +36,9 @@ def logits(path, family, **options):
     """[T, V] of the golden's tokens from position 0 on, one token alone among them."""
     model = load_model(path, dtype=mx.float32, **options)
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
-    found = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+    rows = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
     model.experts.close()
-    return found
+    return rows
 
 
 def write(path, config, tensors):
@@ -83,6 +87,22 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
 def tiny_checkpoint(family, path):
     """The floats without what a text model skips, which mlx-lm does not always."""
     return write(path, goldens.config(family), goldens.hub_tensors(family))
+
+
+@pytest.mark.parametrize(
+    "family, theirs, ours",
+    [
+        ("hy_v3", "model.layers.1.mlp.router.gate", "model.layers.1.mlp.gate"),
+        ("hy_v3", "model.layers.1.mlp.shared_mlp.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("minimax_m2", "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("kimi_k2", "language_model.model.layers.1.mlp.gate", "model.layers.1.mlp.gate"),
+    ],
+)
+def test_overrides_name_modules_as_their_writer_does(family, theirs, ours):
+    config = {"quantization": {"group_size": 64, "bits": 4, theirs: {"group_size": 64, "bits": 8}}}
+    form = SourceFormat(config, renames=FAMILIES[family].renames)
+    assert form.of(ours) == Quant(8, 64) and form.of(f"{ours}_other") == Quant(4, 64)
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe"])
@@ -190,3 +210,34 @@ def test_numbers_of_experts_that_pruning_leaves(tmp_path, count):
             tensors[name] = kind, array
     found = logits(packed(write(tmp_path / "pruned", config, tensors)), family)
     assert np.abs(found - goldens.golden(family)[1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "glm4v_moe", "hy_v3"])
+def test_image_encoders_and_drafting_heads_are_kept_aside(tmp_path, family):
+    """Under their own names, with their own bytes, and of no consequence for the model; in place nobody reads them."""
+    source = goldens.write_variant(tmp_path / "hub", family, "hub")
+    skipped = goldens.skipped_tensors(family)
+    kept = read_header(packed(source) / "aside.safetensors")
+    assert {name: (one.dtype, one.shape) for name, one in kept.items()} == {
+        name: (kind, array.shape) for name, (kind, array) in skipped.items()
+    }
+    for name, (kind, array) in skipped.items():
+        one = kept[name]
+        assert read_bytes(one.file, one.offset, one.nbytes) == array.astype(goldens.DTYPES[kind]).tobytes()
+    with_more = {**goldens.mlx_tensors(family), **skipped}
+    path = write(tmp_path / "mlx", goldens.variant_config(family, "mlx4"), with_more)
+    assert np.array_equal(logits(path, family), logits(packed(source), family))
+
+
+def test_any_dtype_is_kept_and_frequencies_are_not(tmp_path):
+    family = "qwen3_moe"
+    more = {
+        "mtp.fc.weight": ("F8_E4M3", np.arange(32, dtype=np.uint8).reshape(4, 8)),
+        "mtp.fc.weight_shape": ("I32", np.array([4, 8], np.int32)),
+        "mtp.layers.0.self_attn.rotary_emb.inv_freq": ("F32", np.ones(4, np.float32)),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", np.ones(4, np.float32)),
+    }
+    made = packed(write(tmp_path / "hub", goldens.config(family), {**goldens.hub_tensors(family), **more}), verify=True)
+    kept = read_header(made / "aside.safetensors")
+    assert {name: one.dtype for name, one in kept.items()} == {name: more[name][0] for name in list(more)[:2]}
+    assert not (tiny_directory(family, "hub") / "aside.safetensors").exists()
