@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 
-from moeflux_mlx.engine.budget import from_environment, select_io_mode
+from moeflux_mlx.engine.expert_io import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import landing_memory

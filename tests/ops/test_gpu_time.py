@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.budget import Demand, plan_memory
+from moeflux_mlx.engine.budget import plan_memory
+from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
