@@ -26,7 +26,7 @@ from ..ops.launch import Kernel, Reason
 from ..ops.tiles import MAX_TOKENS, Tiles, using
 from ..quant import E8M0, Quant
 from ..state.cache import make_cache
-from .tuning import Shapes, randomise
+from .random_weights import Shapes, randomise
 
 TOKENS = (1, 4, 512)  # one, a few, and many
 Run = Callable[[Any], object]
