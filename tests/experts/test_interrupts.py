@@ -70,7 +70,7 @@ def interrupted(work, **where):
 def check_pools(loader):
     """Nothing is held or under way, and each row of memory has one owner."""
     loader.drain()
-    for one in getattr(loader, "_pools", ()):
+    for one in getattr(loader, "pools", ()):
         assert not one.in_flight() and not one.pinned_besides([])
         rows = [slot.row for slot in map(one.get, one.records()) if slot.row != NOWHERE]
         assert sorted([*one._free, *rows]) == list(range(len(one.rows)))
@@ -199,7 +199,7 @@ def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypa
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
-    for one in model.experts._pools:  # as on Metal, MLX reads the pool's own memory
+    for one in model.experts.pools:  # as on Metal, MLX reads the pool's own memory
         one.rows, one._adopted = landing_memory(*one.rows.shape)
     want = run(model, TOKENS[:, :3], 1)
 

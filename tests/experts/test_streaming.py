@@ -129,7 +129,7 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
     monkeypatch.setattr(native, "available", lambda: False)
     alive = []
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=12 * 16384, copied=True)
-    pool = model.experts._pools[0]
+    pool = model.experts.pools[0]
     located = pool.locate
 
     def locate(keys):
@@ -147,12 +147,12 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
 def merciless(loader):
     """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
     unpin = loader.unpin
-    for pool in loader._pools:
+    for pool in loader.pools:
         pool.rows, pool._adopted = landing_memory(*pool.rows.shape)
 
     def overwrite(keys, out):
         unpin(keys, out)
-        for pool, key in ((loader._pool_of[key[0]], key) for key in keys):
+        for pool, key in ((loader.pools.of[key[0]], key) for key in keys):
             if key in pool and not pool.pinned(key) and pool[key].read is None:
                 row = pool[key].row
                 pool.drop(key)
@@ -391,7 +391,7 @@ def test_who_interrupts_evicts_no_more_than_a_request_needs(copied, prefetch, sm
     model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=24 * 16384, copied=copied)
     loader, tokens, layers = model.experts, tokens_of("qwen3_moe"), model.args.moe_layers
     alone = run(model, tokens, 20), run(model, tokens, 1)
-    (pool,) = loader._pools
+    (pool,) = loader.pools
     others = {(layer, expert) for layer in layers for expert in range(8)}
     loader.invalidate()
     for layer in layers:
