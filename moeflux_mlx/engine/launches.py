@@ -24,7 +24,7 @@ from ..ops.experts import Records, chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
 from ..ops.launch import Kernel, Reason
 from ..ops.tiles import MAX_TOKENS, Tiles, using
-from ..quant import E8M0, Quant
+from ..quant import FLOAT, Quant
 from ..state.cache import make_cache
 from .random_weights import Shapes, randomise
 
@@ -212,4 +212,4 @@ def fill_with_zeros(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> Non
     *rows, columns = matrix.shape
     matrix.weight = mx.zeros((*rows, quant.words(columns)), mx.uint32)
     for name in quant.parts[1:]:
-        setattr(matrix, name, mx.zeros((*rows, quant.groups(columns)), mx.uint8 if quant.scale == E8M0 else dtype))
+        setattr(matrix, name, mx.zeros((*rows, quant.groups(columns)), dtype if quant.scale == FLOAT else mx.uint8))

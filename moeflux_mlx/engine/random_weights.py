@@ -13,8 +13,8 @@ from ..model.layers import Weight
 from ..model.tensors import KEPT_FLOAT32, ROUTERS
 from ..model.weights import arrange
 from ..ops.experts import Records
-from ..ops.forms import DTYPES
-from ..quant import E8M0, Quant
+from ..ops.forms import DTYPES, settings
+from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 
 Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
@@ -77,8 +77,9 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
     *rows, columns = shape
     groups = (*rows, quant.groups(columns))
     codes = _random_words((*rows, quant.words(columns)))
-    if quant.scale == E8M0:
-        return [codes, mx.full(groups, 122 - columns.bit_length() // 2, mx.uint8)]
+    if quant.scale != FLOAT:
+        scales = mx.quantize(mx.random.normal((1, columns)) * columns**-0.5, **settings(quant))[1]
+        return [codes, mx.full(groups, scales[0, 0])]
     steps = 2**quant.bits - 1
     scale = 3.4 / (steps * columns**0.5)
     return [codes, mx.full(groups, scale, dtype), mx.full(groups, -scale * steps / 2, dtype)]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import goldens
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,8 +25,9 @@ from moeflux_mlx.formats.record import ExpertLayout, Record
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.ops import backend, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
-from moeflux_mlx.ops.forms import form_of
+from moeflux_mlx.ops.forms import form_of, unpacked
 from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, using
+from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -261,6 +263,13 @@ def test_a_process_of_the_crew_searches_what_it_is_told(host, monkeypatch):
     spot = "expert_gate_up 64x128 4 bits, group_size 64, mode affine, bfloat16"
     assert tuning.search_spot(spot).gain == pytest.approx(2)
     tuning.work.clear()
+
+
+@pytest.mark.parametrize("quant", [Quant(3, 32), Quant(8, 128), Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4")])
+def test_random_weights_are_of_a_trained_models_size(quant):
+    parts = random_weights.random_parts(quant, (64, 512), mx.float32)
+    values = np.array(unpacked(quant, *parts).astype(mx.float32))
+    assert 0.3 < np.sqrt((values**2).sum(axis=1)).mean() < 3
 
 
 def test_what_fails_in_a_process_of_the_crew_is_heard_here(monkeypatch):
