@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..ops.backend import computes_natively, takes_widths
+from ..ops.backend import computes_natively
 from ..spec import ModelArgs
 
 
@@ -70,7 +70,7 @@ def demand_of(
         itemsize=dtype.size,
         span=span,
         prefill_step_size=prefill_step_size,
-        native=computes_natively(dtype) and takes_widths(args.widths),
+        native=computes_natively(dtype, args.widths),
         expert_io=expert_io,
         expert_cache_bytes=expert_cache_bytes,
         in_place=in_place,

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 from test_source import EXPERTS, Evaluated, Faults, blocks, records, shared_files, write_packed
 from test_streaming import TOP_K, run, streamed, tokens_of
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import waves
@@ -24,7 +24,7 @@ from moeflux_mlx.experts.pool import NOWHERE, SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.ops import backend, native
+from moeflux_mlx.ops import backend
 
 pytestmark = pytest.mark.skipif(
     backend.name() == "metal" or not GIVES_BACK, reason="memory is adopted, or is not given back here"
@@ -384,8 +384,7 @@ def test_what_the_allowance_raises_ends_the_call_only(packed):
 def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
     """Everything, then the least, call after call; and from the least to everything again."""
     if kind != "native":
-        monkeypatch.setattr(native, "available", lambda: False)
-        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+        use_plain_operations(monkeypatch)
     path, seen = tiny_directory("qwen3_moe"), []
     monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
     model = streamed(
