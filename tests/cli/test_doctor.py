@@ -96,7 +96,9 @@ def test_a_cpu_names_its_instructions_and_the_native_forms(capsys, cpu_device):
     lines = launches(capsys, "--variant", "cogito-v2-671b", "--backend", "cpu")
     assert lines[0] == f"deepseek_v3 on cpu ({native.instruction_paths()[0]}), in float32"
     runs, reasons = below(lines, "experts", 1)
-    assert "native expert_gate_up" in runs and reasons == " " * 14 + "route: the native choice knows softmax, not sigmoid"
+    assert (
+        "native expert_gate_up" in runs and reasons == " " * 14 + "route: the native choice knows softmax, not sigmoid"
+    )
 
 
 def test_a_small_matrix_is_left_to_mlx(capsys, cpu_device):
