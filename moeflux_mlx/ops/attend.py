@@ -240,7 +240,7 @@ def _step_kernel(
     held = cache.held(k.dtype)
     norm_dtype = None if q_norm is None else q_norm.weight.dtype
     turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
-    step, combine = _plan(backend.name(), q.shape, k.shape, (q.dtype, norm_dtype), held.keys.shape[2], *turn)
+    step, combine = plan(backend.name(), q.shape, k.shape, (q.dtype, norm_dtype), held.keys.shape[2], *turn)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
     # A kernel wants an array in every place; what it does not read is k.
     norm_weights = [k if norm is None else norm.weight for norm in norms]
@@ -252,7 +252,7 @@ def _step_kernel(
 
 
 @lru_cache(512)
-def _plan(
+def plan(
     target: str,
     q: Shape,
     k: Shape,

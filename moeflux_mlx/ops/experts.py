@@ -109,7 +109,7 @@ def chosen_ffn(
         shared = shared.rows(x)
     shapes = x.shape, records.blob.shape, choice.logits.shape
     rule = choice.rule, choice.bias is not None
-    launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
+    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
     if isinstance(launch, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
@@ -161,12 +161,12 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
     assert isinstance(x, mx.array)
     (tokens, hidden), own = x.shape, _first_of(shared, None)
     target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
-    first = _plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
+    first = plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
     assert not isinstance(first, Reason)
     act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
     dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
     columns = 0 if shared.gates is None else shared.gates.shape[1]
-    last = _plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
+    last = plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
     assert not isinstance(last, Reason)
     zeros = mx.zeros((tokens, hidden), mx.float32)
     return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
@@ -208,7 +208,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     assert isinstance(slots, mx.array)
     memory, blob, apart = records.inputs(len(x))
     joined = shared is not None
-    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
+    launch = plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if isinstance(launch, Reason):
         return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
@@ -281,7 +281,7 @@ def _down_combine_kernel(
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
     memory, blob, apart = records.inputs(len(act))
     shapes = act.shape, residual.shape, blob, used.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
+    launch = plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
     if isinstance(launch, Reason):
         return None
     inputs = act, *memory, used.slots, used.weights, residual, rows
@@ -336,7 +336,7 @@ def _blob(apart: int) -> str:
 
 
 @planned()
-def _plan_gate_up(
+def plan_gate_up(
     target: str,
     x: Shape,
     dtype: mx.Dtype,
@@ -352,7 +352,7 @@ def _plan_gate_up(
 
 
 @planned()
-def _plan_choice(
+def plan_choice(
     target: str,
     x: Shape,
     blob: Shape,
@@ -411,7 +411,7 @@ def _span(form: Form, each: int, columns: int, lanes: int) -> int:
 
 
 @planned()
-def _plan_down(
+def plan_down(
     target: str,
     act: Shape,
     residual: Shape,

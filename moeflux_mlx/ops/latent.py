@@ -220,7 +220,7 @@ def _step_kernel(
     keys, values, form = key.stored(), value.stored(), queries.form
     made = [_nothing(), q, q] if form is None else inputs_of(queries.weights)
     held = cache.held(kv.dtype)
-    query, attend, combine = _plan(
+    query, attend, combine = plan(
         backend.name(),
         (queries.heads, *queries.weights.shape, kv.shape[2], held.keys.shape[2]),
         (q.dtype, norm.weight.dtype),
@@ -245,7 +245,7 @@ def _nothing() -> mx.array:
 
 
 @lru_cache(512)
-def _plan(
+def plan(
     target: str,
     sizes: tuple[int, int, int, int, int],
     types: tuple[mx.Dtype, mx.Dtype],

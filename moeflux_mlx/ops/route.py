@@ -97,7 +97,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 
 def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
-    ids, weights = _plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
+    ids, weights = plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
     return ids, weights
 
 
@@ -107,7 +107,7 @@ def route_told(logits: Array, rule: Router, bias: mx.array | None = None) -> tup
     if target not in TELLING or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
         found = route(logits, rule, bias)
         return found[0], found[1], []
-    launch = _plan(target, logits.shape, rule, bias is not None, tells=True)
+    launch = plan(target, logits.shape, rule, bias is not None, tells=True)
     ids, weights, *told = launch(logits, *beside(logits, rule, bias))
     return ids, weights, told
 
@@ -152,7 +152,7 @@ def is_known(rule: Router) -> bool:
 
 
 @lru_cache(512)
-def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, tells: bool = False) -> Launch:
+def plan(target: str, shape: Shape, rule: Router, has_bias: bool, tells: bool = False) -> Launch:
     tokens, columns = shape
     chosen: Shape = (tokens, rule.top_k)
     outputs = [(chosen, mx.uint32), (chosen, mx.float32)]
@@ -183,7 +183,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     if isinstance(h, mx.array):
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
         rows = min(shape[0], MAX_TOKENS + 1), shape[1]
-        launch = _plan_logits(backend.name(), rows, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
+        launch = plan_logits(backend.name(), rows, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
         if not isinstance(launch, Reason):
             x, logits = launch(h, norm, eps, *inputs_of(w))
             return x, logits
@@ -192,7 +192,7 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
 
 
 @planned()
-def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | Reason:
+def plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | Reason:
     tokens, hidden = h
     rows = w[0]
     if target == "ops":

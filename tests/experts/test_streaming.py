@@ -149,7 +149,7 @@ def merciless(loader):
     """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
     unpin = loader.unpin
     for pool in loader.pools:
-        pool.rows, pool._adopted = landing_memory(*pool.rows.shape)
+        pool.rows, pool.adopted = landing_memory(*pool.rows.shape)
 
     def overwrite(keys, out):
         unpin(keys, out)
@@ -678,18 +678,18 @@ def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     """On Metal no request for a layer comes by while a token runs as one graph."""
     path, file, data = replaceable
-    real = mapped._map
+    real = mapped.map_file
     with monkeypatch.context() as patch:
-        patch.setattr(mapped, "_map", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
+        patch.setattr(mapped, "map_file", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
         model = load_model(path, dtype=mx.float32, expert_io="mmap")
     cache = model.make_cache()
     for _ in range(2):
         mx.eval(model(mx.array([[1]]), cache))
     os.truncate(file, len(data) + 1)
-    model.experts._looked = 0.0
+    model.experts.looked = 0.0
     mx.eval(model(mx.array([[1]]), cache))
     os.truncate(file, len(data) // 2)
-    model.experts._looked = 0.0
+    model.experts.looked = 0.0
     with pytest.raises(ExpertIOError, match="layer 1 has .* cut short"):
         model(mx.array([[1]]), cache)
 

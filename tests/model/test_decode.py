@@ -25,7 +25,7 @@ def make_resident(monkeypatch, family, dtype=mx.float32):
     """A model as on a GPU: MLX operations only, every layer's experts one array, tokens by the compiled step."""
     use_plain_operations(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(mapped, "_map", copied)
+        patch.setattr(mapped, "map_file", copied)
         return load_model(tiny_directory(family), dtype=dtype, expert_io="mmap")
 
 

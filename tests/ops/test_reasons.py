@@ -19,11 +19,11 @@ NORMS = mx.bfloat16, mx.bfloat16, mx.uint32
 
 
 def logits(target, tokens, hidden, rows=16):
-    return route._plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
+    return route.plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
 
 
 def gate_up(target, record):
-    return experts._plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, 2), record)
+    return experts.plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, 2), record)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def gate_up(target, record):
         (linear.refusal("metal", 1, (512, 96), Quant(4, 32), 0), "in rows of 96 columns"),
         (linear.refusal("cuda", MAX_TOKENS + 1, (512, 512), EXPERTS, 0), f"more than {MAX_TOKENS} rows"),
         (linear.refusal("cuda", 8, (512, 512), EXPERTS, 10**6), "262,144 weights are fewer than 1,000,000"),
-        (linear._plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
+        (linear.plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
         (attend.refusal("ops", True, 64), NO_KERNELS),
         (attend.refusal("metal", False, 64), "several tokens"),
         (attend.refusal("metal", True, 320), "head width 320 is above 256"),
@@ -60,8 +60,8 @@ def gate_up(target, record):
         (logits("metal", 1, 64, rows=4), "4 rows of 64 columns"),
         (gate_up("ops", RECORD), NO_KERNELS),
         (gate_up("metal", NARROW), "down_proj has rows of 96 columns in 4 bits"),
-        (combine._plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
-        (dequantize._plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
+        (combine.plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
+        (dequantize.plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
     ],
 )
 def test_a_refusal_names_what_is_in_the_way(reason, words):
