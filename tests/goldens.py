@@ -385,8 +385,8 @@ def _fuse(tree, c):
     D, inter, E = c["hidden_size"], c["moe_intermediate_size"], _count(c)
     result = {}
     for name, spec in tree.items():
-        stem, found, rest = name.partition(".experts.")
-        if not found:
+        stem, separator, rest = name.partition(".experts.")
+        if not separator:
             result[name] = spec
         elif rest == "0.gate_proj.weight":
             result[f"{stem}.experts.gate_up_proj"] = ((E, 2 * inter, D), "linear")
@@ -498,8 +498,8 @@ def _stack_experts(tensors):
     """Per-expert tensors replaced by `switch_mlp` stacks [E, out, in]."""
     stacks, result = {}, {}
     for name, tensor in tensors.items():
-        stem, found, rest = name.partition(".experts.")
-        if not found:
+        stem, separator, rest = name.partition(".experts.")
+        if not separator:
             result[name] = tensor
             continue
         stacked = f"{stem}.switch_mlp.{rest.partition('.')[2]}"

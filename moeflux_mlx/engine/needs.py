@@ -13,7 +13,7 @@ from ..ops.attend import SCORES
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import FLOAT_BYTES, KVCache, make_cache, uncut_bytes
+from ..state.cache import FLOAT_BYTES, KVCache, make_cache, untrimmable_bytes
 from .demand import Demand
 from .machine import Figures
 
@@ -66,7 +66,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     grows, or all experts' outputs and the waves under way.
     """
     span = min(sizes.span, context)
-    streams = 5 * span * args.hidden_size * demand.itemsize + uncut_bytes(args.mixers, demand.itemsize)
+    streams = 5 * span * args.hidden_size * demand.itemsize + untrimmable_bytes(args.mixers, demand.itemsize)
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
     block += max(make_cache(mixer).bytes_for(context, demand.itemsize) for mixer in args.mixers)
     return streams + max(block, _experts_bytes(args, layout, demand, span))

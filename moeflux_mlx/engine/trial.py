@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..ops.launch import Input, Launch, Piece
+from ..ops.launch import ArrayPiece, Input, Launch
 from ..ops.tiles import CODE, Tile, Tiles, neighbours, using
 
 BOUND = 2e-2  # of the largest difference, against the largest value; float32 sums in another order are far below
@@ -124,7 +124,7 @@ class Bench(Trial):
 
 def _large(inputs: Sequence[Input]) -> dict[int, mx.array]:
     """The large arrays that inputs are or lie in, each once."""
-    arrays = [given.whole if isinstance(given, Piece) else given for given in inputs]
+    arrays = [given.whole if isinstance(given, ArrayPiece) else given for given in inputs]
     return {id(array): array for array in arrays if isinstance(array, mx.array) and array.nbytes >= LARGE}
 
 
@@ -134,7 +134,7 @@ def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
     mx.eval(copies)
     made: list[Input] = []
     for given in inputs:
-        if isinstance(given, Piece):
+        if isinstance(given, ArrayPiece):
             made.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
         else:
             made.append(copies.get(id(given), given))

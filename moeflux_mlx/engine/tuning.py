@@ -21,7 +21,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from ..experts.routing import Report, Routing, unheard
+from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..model.decoder import DecoderLayer
 from ..model.layers import Linear
@@ -135,7 +135,7 @@ class TrialExperts:
         self.count = count
         self.records = random_records(record, count)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
             return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
@@ -202,11 +202,11 @@ class Result:
 
 
 def tune(
-    spots: Iterable[str], found: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
+    spots: Iterable[str], launches: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
 ) -> Generator[Result, None, None]:
-    """Searches `spots` in turn, whose launches are `found`."""
+    """Searches `spots` in turn, each with its sample of `launches`."""
     for spot in spots:
-        sample = found[spot]
+        sample = launches[spot]
         code, trial = TILES[backend.name()][sample.kernel], bench(spot, sample)
         best, gain = search(code, trial.around, trial.is_right, trial.seconds)
         yield Result(spot, code, best, gain, trial.seconds(best))
@@ -224,9 +224,9 @@ def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Resu
     context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork
     most = 1 if backend.name() == "metal" else min(PROCESSES, (os.cpu_count() or 2) // 2)
     count = max(1, min(most, machine_figures().memory // PROCESS_BYTES))
-    given = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
+    shared = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
     waiting, running = deque(spots), set[Future[Result]]()
-    with ProcessPoolExecutor(count, mp_context=context, initializer=begin_work, initargs=given) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=begin_work, initargs=shared) as pool:
         while True:
             while waiting and len(running) < count and time.monotonic() < end:
                 running.add(pool.submit(search_spot, waiting.popleft()))
@@ -243,9 +243,9 @@ def begin_work(
     args: ModelArgs, layout: ExpertLayout, quants: Mapping[str, Quant | None], dtype: str, turn: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
-    work.update(found=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
+    work.update(launches=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
 
 
 def search_spot(spot: str) -> Result:
     """Searches one spot, in a process that `begin_work` has prepared."""
-    return next(tune([spot], work["found"], functools.partial(Bench, turn=work["turn"])))
+    return next(tune([spot], work["launches"], functools.partial(Bench, turn=work["turn"])))

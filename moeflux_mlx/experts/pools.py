@@ -95,15 +95,15 @@ class Pools(list[SlotPool]):
             self.of[layer].demote((layer, expert))
 
     @contextlib.contextmanager
-    def guest(self, per_layer: int) -> Iterator[None]:
-        """As `ExpertLoader.guest`."""
+    def short_job(self, per_layer: int) -> Iterator[None]:
+        """As `ExpertLoader.short_job`."""
         for pool, layers in zip(self, self._groups, strict=False):
-            pool.begin_guest(max(per_layer * len(layers), self._least))
+            pool.begin_short_job(max(per_layer * len(layers), self._least))
         try:
             yield
         finally:
             for pool in self:
-                pool.end_guest()
+                pool.end_short_job()
 
 
 def _is_due(pool: SlotPool, share: int) -> bool:
@@ -132,5 +132,5 @@ def _pools_of(
 ) -> list[SlotPool]:
     at_most = one.records if buffer_bytes is None else max(buffer_bytes // one.nbytes, 1)
     count = min(-(-most // at_most), max(slots // least, 1), len(one.layers))
-    landing = 2 * least if copied else None
-    return [SlotPool(one.nbytes, slots // count, landing, most // count) for _ in range(count)]
+    staging = 2 * least if copied else None
+    return [SlotPool(one.nbytes, slots // count, staging, most // count) for _ in range(count)]

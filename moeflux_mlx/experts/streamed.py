@@ -232,8 +232,8 @@ class StreamedExperts(ExpertLoader):
         return self.pools.holds(layer)
 
     @contextlib.contextmanager
-    def guest(self, per_layer: int) -> Iterator[None]:
-        with self.pools.guest(per_layer):
+    def short_job(self, per_layer: int) -> Iterator[None]:
+        with self.pools.short_job(per_layer):
             yield
 
     def slots_of(self, layer: int) -> int:
@@ -327,11 +327,11 @@ class StreamedExperts(ExpertLoader):
             elif for_guess:
                 return None
             else:
-                self._land(pool)
+                self._wait_for_staging(pool)
         return slot
 
-    def _land(self, pool: SlotPool) -> None:
-        """Waits until a record leaves its landing place: all of them are taken by records that are asked for.
+    def _wait_for_staging(self, pool: SlotPool) -> None:
+        """Waits until a record leaves its staging row: all of them are taken by records that are asked for.
 
         Raises the error of the reads if all failed; whoever asked for them learns it too.
         """

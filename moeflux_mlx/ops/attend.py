@@ -16,7 +16,7 @@ import numpy as np
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, in_turn
+from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, in_turn
 from .norm import Norm
 from .rope import Rope, angles
 from .tiles import planned
@@ -75,7 +75,7 @@ class Whole(NamedTuple):
     """
 
     joined: mx.array
-    weights: list[Piece]
+    weights: list[ArrayPiece]
 
 
 class Positions(Protocol):
@@ -267,7 +267,7 @@ def plan(
     positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
     template = sizes | {"W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
-    template |= {"NORM": int(types[1] is not None), "DIMS": dims, "NEXT": int(interleaved), "RECENT": RECENT}
+    template |= {"NORM": int(types[1] is not None), "DIMS": dims, "INTERLEAVED": int(interleaved), "RECENT": RECENT}
     pieces, most = ceildiv(capacity + RECENT, positions), MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, width + 1, 32) if width % n == 0 and 4 * n <= most)

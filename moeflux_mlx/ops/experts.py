@@ -21,7 +21,7 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import sigmoid
 from .forms import Form, form_of, matmul_float32
-from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
+from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
@@ -85,8 +85,8 @@ class Shared:
 
     def rows(self, x: Array) -> Array:
         """The output [T, H] in x's dtype."""
-        found: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
-        return found
+        output: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
+        return output
 
     def joins(self, record: Record, top_k: int) -> bool:
         """Whether the kernels compute it beside `top_k` such records."""
@@ -116,7 +116,7 @@ def chosen_ffn(
     own = _first_of(shared, records.blob)
     act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
     top_k = choice.rule.top_k
-    used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
+    used = Used(ArrayPiece(chosen, 0, mx.uint32), ArrayPiece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
     out = _down_combine_kernel(act, used, records, residual, shared)
     assert out is not None
     return out
@@ -298,10 +298,10 @@ def is_read(record: Record) -> bool:
 @planned()
 def native_refusal(record: Record) -> Reason | None:
     """Why the native kernels do not read such records."""
-    return None if is_read(record) else unread(record)
+    return None if is_read(record) else unread_reason(record)
 
 
-def unread(record: Record) -> Reason:
+def unread_reason(record: Record) -> Reason:
     """Why kernels do not take records that not `is_read`."""
     matrices = zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True)
     stored = (f"{name} has rows of {part.columns} columns in {part.quant}" for name, part in matrices)
@@ -384,7 +384,7 @@ def _first_launch(
     inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
@@ -403,7 +403,7 @@ def _spot(kernel: str, form: Form) -> str:
     return f"{kernel}_planes" if form.planes else kernel
 
 
-def _span(form: Form, each: int, columns: int, lanes: int) -> int:
+def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     """Columns that `each` simdgroups lay out at once, as many as memory holds: which lane takes a chunk stays the same,
     and with it the bits."""
     step, room = lanes * form.chunk, PLANES_BYTES // each
@@ -435,7 +435,7 @@ def plan_down(
     _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
@@ -443,7 +443,7 @@ def plan_down(
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     template["SG"] = simdgroups = min(each, MOST_THREADS[target] // 32)
-    template["SPAN"] = _span(form, simdgroups, inner, lanes)
+    template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)

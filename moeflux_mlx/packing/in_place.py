@@ -143,7 +143,7 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
     Raises:
         NotPackedError: they are floats, or codes of another kind.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     geometry = file.geometry
     for part, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
         matrix = part.matrix
@@ -155,5 +155,5 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
                 f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
                 f"run: {packing_command(weight.file.parent)}"
             )
-        found += matrix.rows(part.start, part.stop).tensors
-    return found
+        tensors += matrix.rows(part.start, part.stop).tensors
+    return tensors

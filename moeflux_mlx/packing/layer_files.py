@@ -18,7 +18,7 @@ from ..files import read_json
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.finite import not_finite
 from ..formats.layout_file import from_json, held_by, to_json
-from ..formats.owners import Share
+from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout, Quants
 from ..quant import FLOAT, Quant
@@ -251,10 +251,10 @@ class PackedLayerFile:
         return record + bytes(self.geometry.stride - len(record))
 
     def _check_scales(self, record: bytearray, expert: int) -> None:
-        found = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
-        if found is not None:
+        fault = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
+        if fault is not None:
             raise ModelFileError(
-                f"{self.file}: {found[1].name} of expert {expert} holds NaN or infinite values; download it again"
+                f"{self.file}: {fault[1].name} of expert {expert} holds NaN or infinite values; download it again"
             )
 
 
@@ -265,7 +265,7 @@ class HeldLayerFile:
 
     link: Path | None = None
 
-    def __init__(self, whole: LayerFile | PackedLayerFile, share: Share):
+    def __init__(self, whole: LayerFile | PackedLayerFile, share: RankShare):
         self.whole, self.share = whole, share
         self.name, self.size, self.stride = whole.name, whole.size, whole.geometry.stride
         self._samples = offsets_of(self.size, EXPERT_SAMPLES)
@@ -302,12 +302,12 @@ def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[P
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    found = read_json(folder / LAYOUT)
-    source, share = from_json(found, args, folder / LAYOUT), held_by(found, folder / LAYOUT)
+    content = read_json(folder / LAYOUT)
+    source, share = from_json(content, args, folder / LAYOUT), held_by(content, folder / LAYOUT)
     if share is not None:
         raise ModelFileError(f"{folder} holds the experts of {share} only; convert what it was made from")
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
-def layout_json(layout: ExpertLayout, share: Share | None) -> bytes:
+def layout_json(layout: ExpertLayout, share: RankShare | None) -> bytes:
     return json.dumps(to_json(layout, share), indent=2).encode()

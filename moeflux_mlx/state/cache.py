@@ -29,10 +29,10 @@ State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and
 
 
 class Traced(Protocol):
-    """What stands for a cache while a step is traced: arrays of fixed shape, and positions that are arrays."""
+    """The traced stand-in of a cache: arrays of fixed shape, and positions that are arrays."""
 
-    takes: ClassVar[int]  # arrays
-    gives: ClassVar[int]
+    num_inputs: ClassVar[int]  # arrays
+    num_outputs: ClassVar[int]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -46,8 +46,8 @@ class FixedCache:
     `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
     """
 
-    takes: ClassVar[int] = 2
-    gives: ClassVar[int] = 2
+    num_inputs: ClassVar[int] = 2
+    num_outputs: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class FixedCache:
 class FixedKeys:
     """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
-    takes: ClassVar[int] = 4
-    gives: ClassVar[int] = 1
+    num_inputs: ClassVar[int] = 4
+    num_outputs: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class FixedKeys:
 class FixedState:
     """A recurrent cache's two arrays; what it computes depends on no position."""
 
-    takes: ClassVar[int] = 2
-    gives: ClassVar[int] = 2
+    num_inputs: ClassVar[int] = 2
+    num_outputs: ClassVar[int] = 2
 
     def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
         self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads
@@ -267,7 +267,7 @@ class _Growing(_Cache[Part]):
         """Brings all entries into the two arrays."""
 
     def step_arrays(self) -> list[mx.array | None]:
-        """What stands for the cache in a compiled step; there is room for its token."""
+        """The traced stand-in of the cache; there is room for its token."""
         return [self.keys, self.values]
 
     def take_step(self, arrays: list[mx.array]) -> None:
@@ -428,7 +428,7 @@ class _Stepping(_Growing[Part]):
         return list(self.held(self.keys.dtype))
 
     def take_step(self, arrays: list[mx.array]) -> None:
-        if len(arrays) == FixedKeys.gives:
+        if len(arrays) == FixedKeys.num_outputs:
             self.advance(arrays[0])
         else:
             super().take_step(arrays)
@@ -545,7 +545,7 @@ class RecurrentCache(_Cache[Delta]):
         return self.recurrent is None
 
     def step_arrays(self) -> list[mx.array | None]:
-        """What stands for the cache in a compiled step."""
+        """The traced stand-in of the cache."""
         return [self.conv, self.recurrent]
 
     def take_step(self, arrays: list[mx.array]) -> None:
@@ -591,6 +591,6 @@ def make_cache(mixer: Mixer) -> Cache:
             return RecurrentCache(mixer)
 
 
-def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
+def untrimmable_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
     """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
     return sum(make_cache(mixer).row_bytes(itemsize) for mixer in mixers)

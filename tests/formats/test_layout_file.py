@@ -10,7 +10,7 @@ from test_packed import tiny_args
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
-from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.formats.record import (
     BLOCK_BYTES,
     PROJECTIONS,
@@ -95,9 +95,9 @@ def test_a_stride_of_more_blocks_is_taken_as_it_is():
     args, layout = varied()
     stated = to_json(layout)
     stated["geometries"][2]["record_stride"] += BLOCK_BYTES
-    found = from_json(stated, args, "layout.json")
-    assert found.records[2].stride == layout.records[2].stride + BLOCK_BYTES
-    assert found.records[2].fields == layout.records[2].fields and found.records[0] == layout.records[0]
+    reread = from_json(stated, args, "layout.json")
+    assert reread.records[2].stride == layout.records[2].stride + BLOCK_BYTES
+    assert reread.records[2].fields == layout.records[2].fields and reread.records[0] == layout.records[0]
 
 
 def test_a_group_that_does_not_divide():
@@ -121,7 +121,7 @@ def test_records_that_are_alike_are_one_object():
 
 
 def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model():
-    share = Share(Owners((1, 2, 1)), 1)
+    share = RankShare(Owners((1, 2, 1)), 1)
     for layout, args in (varied()[::-1], varied(dict.fromkeys(range(LAYERS), UNIFORM))[::-1]):
         stated = json.loads(json.dumps(to_json(layout, share)))
         assert stated["format_version"] == 3 and held_by(stated, "layout.json") == share
@@ -148,4 +148,4 @@ def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model()
 def test_a_share_that_is_none(held):
     _, layout = varied()
     with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
-        held_by({**to_json(layout, Share(Owners((1, 1)), 0)), "held": held}, "x/layout.json")
+        held_by({**to_json(layout, RankShare(Owners((1, 1)), 0)), "held": held}, "x/layout.json")

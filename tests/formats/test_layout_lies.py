@@ -86,12 +86,12 @@ LIES = [*((varied, *lie) for lie in IN_VERSION_2), *((everything, *lie) for lie 
 
 def changed(stated, path, value):
     """`stated` with one value replaced."""
-    found = copy.deepcopy(stated)
-    part = found
+    reread = copy.deepcopy(stated)
+    part = reread
     for key in path[:-1]:
         part = part[key]
     part[path[-1]] = value
-    return found
+    return reread
 
 
 @pytest.mark.parametrize(("geometry", "path", "value", "words"), LIES)
@@ -131,10 +131,10 @@ def test_any_change_is_refused_or_harmless(geometry, data):
             break
     lie = changed(stated, path, data.draw(values))
     try:
-        found = from_json(lie, args, "layout.json")
+        reread = from_json(lie, args, "layout.json")
     except ModelFileError as error:
         assert "\n" not in str(error)
         return
     for layer, record in layout.records.items():
-        assert found.records[layer].fields == record.fields
-        assert found.records[layer].stride >= record.size and found.records[layer].stride % BLOCK_BYTES == 0
+        assert reread.records[layer].fields == record.fields
+        assert reread.records[layer].stride >= record.size and reread.records[layer].stride % BLOCK_BYTES == 0

@@ -12,7 +12,7 @@ from test_record import FORMS, GLOBAL, MXFP4, WIDTHS
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
-from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.formats.record import (
     PROJECTIONS,
     SCALE_DTYPES,
@@ -22,7 +22,7 @@ from moeflux_mlx.formats.record import (
 )
 from moeflux_mlx.quant import DEFAULT, Quant, Quantization
 
-SHARE = Share(Owners((1, 2, 1)), 1)
+SHARE = RankShare(Owners((1, 2, 1)), 1)
 
 
 def having(by_layer, biases=False, **sizes):
