@@ -22,8 +22,4 @@ def _gpt_oss(read: Fields) -> dict[str, Any]:
     return {**common(read), "layers": layers(read, [parts[kind] for kind in kinds], moe, range(len(kinds)))}
 
 
-FAMILIES = {
-    "gpt_oss": Family(
-        _gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True
-    )
-}
+FAMILIES = {"gpt_oss": Family(_gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True)}

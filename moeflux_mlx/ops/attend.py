@@ -174,7 +174,7 @@ def attend(
     """
     B, L, _, D = k.shape
     terms = Terms(q_norm, k_norm, rope, scale, window, sinks)
-    if B * L == 1 and isinstance(q, np.ndarray):
+    if isinstance(q, np.ndarray) and not native_refusal(B * L == 1):
         return _step_native(q, k, v, cache, terms)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D, v.shape[-1]):
         return _step_kernel(q, k, v, cache, terms, whole)
@@ -212,6 +212,12 @@ def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> 
     if isinstance(x, mx.array):
         x = x.transpose(0, 2, 1, 3)
     return x if rope is None else rope(x, position)
+
+
+@planned()
+def native_refusal(is_alone: bool) -> Reason | None:
+    """Why norms, rotation and attention are native calls of their own, not the one of a single token."""
+    return None if is_alone else Reason("attend_step takes a single token")
 
 
 def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, terms: Terms) -> np.ndarray:
@@ -276,7 +282,7 @@ def _step_kernel(
     turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
     limits = terms.window, terms.sinks is not None
     shapes = q.shape, k.shape, v.shape
-    step, combine = _plan(backend.name(), shapes, (q.dtype, norm_dtype), held.keys.shape[2], turn, limits)
+    step, combine = plan(backend.name(), shapes, (q.dtype, norm_dtype), held.keys.shape[2], turn, limits)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
     # A kernel wants an array in every place; what it does not read is k.
     norm_weights = [k if norm is None else norm.weight for norm in norms]
@@ -288,7 +294,7 @@ def _step_kernel(
 
 
 @lru_cache(512)
-def _plan(
+def plan(
     target: str,
     shapes: tuple[Shape, Shape, Shape],
     types: tuple[mx.Dtype, mx.Dtype | None],

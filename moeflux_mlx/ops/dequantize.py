@@ -36,14 +36,14 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
         RequestError: a shape or dtype the kernel does not take.
     """
     record = records.record
-    plans = tuple(_plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1))
+    plans = tuple(plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1))
     if isinstance(plans[0], Reason) or isinstance(plans[1], Reason):
         return _dequantized_ops(records, slots, dtype)
     return plans[0](records.blob, slots)[0], plans[1](records.blob, slots)[0]
 
 
 @planned()
-def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
+def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
     """For gate and up (0), or down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")

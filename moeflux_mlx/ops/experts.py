@@ -114,7 +114,7 @@ def chosen_ffn(
         shared = shared.rows(x)
     shapes = x.shape, records.blob.shape, choice.logits.shape
     rule = choice.rule, choice.bias is not None
-    launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
+    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
     if isinstance(launch, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
@@ -166,12 +166,12 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
     assert isinstance(x, mx.array)
     (tokens, hidden), own = x.shape, _first_of(shared, None)
     target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
-    first = _plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
+    first = plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
     assert not isinstance(first, Reason)
     act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
     dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
     columns = 0 if shared.gates is None else shared.gates.shape[1]
-    last = _plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
+    last = plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
     assert not isinstance(last, Reason)
     zeros = mx.zeros((tokens, hidden), mx.float32)
     return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
@@ -206,14 +206,14 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(x, np.ndarray):
-        if is_read(records.record):
+        if not native_refusal(records.record):
             return native.expert_gate_up(x, records.blob, slots, records.record, alone=alone)
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
     memory, blob, apart = records.inputs(len(x))
     joined = shared is not None
-    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
+    launch = plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if isinstance(launch, Reason):
         return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
@@ -246,7 +246,7 @@ def expert_down_combine(
     """
     if isinstance(act, np.ndarray):
         assert not isinstance(shared, Shared)
-        if is_read(records.record):
+        if not native_refusal(records.record):
             rows = residual.reshape(-1, residual.shape[-1])
             given = act, records.blob, slots, records.record, weights, rows, shared
             sums = native.expert_down_combine(*given, alone=alone)
@@ -286,7 +286,7 @@ def _down_combine_kernel(
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
     memory, blob, apart = records.inputs(len(act))
     shapes = act.shape, residual.shape, blob, used.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
+    launch = plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
     if isinstance(launch, Reason):
         return None
     inputs = act, *memory, used.slots, used.weights, residual, rows
@@ -298,6 +298,12 @@ def is_read(record: Record) -> bool:
     """Whether kernels and native forms read such records; the twins read all. One kernel reads gate and up."""
     alike = form_of(record.gate) == form_of(record.up)
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
+
+
+@planned()
+def native_refusal(record: Record) -> Reason | None:
+    """Why the native kernels do not read such records."""
+    return None if is_read(record) else unread_reason(record)
 
 
 def unread_reason(record: Record) -> Reason:
@@ -352,7 +358,7 @@ def _blob(apart: int) -> str:
 
 
 @planned()
-def _plan_gate_up(
+def plan_gate_up(
     target: str,
     x: Shape,
     dtype: mx.Dtype,
@@ -368,7 +374,7 @@ def _plan_gate_up(
 
 
 @planned()
-def _plan_choice(
+def plan_choice(
     target: str,
     x: Shape,
     blob: Shape,
@@ -430,7 +436,7 @@ def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
 
 
 @planned()
-def _plan_down(
+def plan_down(
     target: str,
     act: Shape,
     residual: Shape,

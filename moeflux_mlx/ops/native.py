@@ -31,6 +31,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,7 @@ from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..kinds import FORMS, SILU, Activation
 from ..quant import E8M0, FLOAT, Quant
+from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 
 Buffer = Any  # numpy array, mx.array or memoryview
@@ -55,7 +57,6 @@ MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
     "install a C compiler (gcc or clang), then "
 )
-_warned = False
 
 
 class _Chosen(threading.local):
@@ -85,17 +86,6 @@ def _load() -> ModuleType | None:
 _native = _load()
 
 
-@contextmanager
-def using_kernels(kernels: Any) -> Iterator[None]:
-    """Calls inside, of any thread, go to `kernels` in place of the extension."""
-    global _native
-    before, _native = _native, kernels
-    try:
-        yield
-    finally:
-        _native = before
-
-
 def available() -> bool:
     """True if the extension was built."""
     return _native is not None
@@ -103,10 +93,14 @@ def available() -> bool:
 
 def warn_if_missing() -> None:
     """Warn (MoefluxWarning) once per process, with the remedy, if the extension was not built."""
-    global _warned
-    if _native is None and not _warned:
-        _warned = True
-        warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=2)
+    if not available():
+        warn_once()
+
+
+@cache
+def warn_once() -> None:
+    """The warning of `warn_if_missing`, until the cache is cleared."""
+    warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=3)
 
 
 def reinstall_command() -> str:
@@ -126,10 +120,15 @@ def reinstall_command() -> str:
     return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])
 
 
-def _kernels() -> ModuleType:
-    if _native is None:
+def extension() -> Any:
+    """What has the kernels: the extension, or what stands in for it.
+
+    Raises:
+        MoefluxError: it was not built.
+    """
+    if not available():
         raise MoefluxError(MISSING + reinstall_command())
-    return _native
+    return stand_ins().extension or _native
 
 
 def _first_sibling(cpu: int) -> int:
@@ -161,17 +160,26 @@ def cores() -> int:
 
 def set_threads(count: int) -> None:
     """Size of the thread team, at least 1 (no helpers) and at most 64; results do not depend on it."""
-    _kernels().set_threads(count)
+    extension().set_threads(count)
 
 
 def threads() -> int:
     """Size of the thread team."""
-    return _kernels().threads()
+    return extension().threads()
 
 
 def instruction_paths() -> list[str]:
     """Instruction sets usable here, fastest first: "avx512vnni", "avx512", "avx2", "portable". The first is in use."""
-    return _kernels().paths()
+    return extension().paths()
+
+
+def use_path(path: str) -> None:
+    """Computes with one of the `instruction_paths` from now on: the first is in use unless somebody asks.
+
+    Raises:
+        ValueError: there is no such path here.
+    """
+    extension()._force(path)
 
 
 def _result(out: np.ndarray | None, *shape: int) -> np.ndarray:
@@ -198,7 +206,7 @@ def linear(
     bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
     weight, eps = norm or (None, 0.0)
     alone = x.shape[0] <= MAX_TOKENS
-    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, alone, out)
+    extension().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, alone, out)
     return out
 
 
@@ -207,7 +215,7 @@ def dequantize(
 ) -> np.ndarray:
     """w, scales and biases as for `linear` -> float32 [O, I]."""
     out = _result(out, w.shape[0], quant.group_size * scales.shape[1])
-    _kernels().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
+    extension().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
     return out
 
 
@@ -238,7 +246,7 @@ def expert_gate_up(
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
     places, activation = _places(record.gate, record.up), _number(record.activation)
-    _kernels().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, record.interleaved, out)
+    extension().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, record.interleaved, out)
     return out
 
 
@@ -259,7 +267,7 @@ def expert_down_combine(
     """
     out = _result(out, *mid.shape)
     places = _places(record.down)
-    _kernels().expert_down_combine(act, blob, slots, places, _chosen.bits, alone, weights, mid, shared, out)
+    extension().expert_down_combine(act, blob, slots, places, _chosen.bits, alone, weights, mid, shared, out)
     return out
 
 
@@ -271,21 +279,21 @@ def combine(
     y [N, H]; where int32 [T, K]; weights [T, K]; mid and shared [T, H].
     """
     out = _result(out, *mid.shape)
-    _kernels().combine(y, where, weights, mid, shared, out)
+    extension().combine(y, where, weights, mid, shared, out)
     return out
 
 
 def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | None = None) -> np.ndarray:
     """x[N, D] / sqrt(mean(x^2) + eps) * weight[D] -> [N, D]; D is a multiple of 16."""
     out = _result(out, *x.shape)
-    _kernels().rms_norm(x, weight, eps, out)
+    extension().rms_norm(x, weight, eps, out)
     return out
 
 
 def activate(gate: Buffer, up: Buffer, activation: Activation = SILU, out: np.ndarray | None = None) -> np.ndarray:
     """What `activation` makes of gate and up, all [N, D]."""
     out = _result(out, *gate.shape)
-    _kernels().activate(gate, up, *_number(activation), out)
+    extension().activate(gate, up, *_number(activation), out)
     return out
 
 
@@ -297,7 +305,7 @@ def rope(
     cosine and sine [T, R/2]. Value i turns with value i + R/2, or with `neighbours` 2i with 2i + 1.
     """
     out = _result(out, *x.shape)
-    _kernels().rope(x, cosine, sine, neighbours, out)
+    extension().rope(x, cosine, sine, neighbours, out)
     return out
 
 
@@ -308,7 +316,7 @@ def conv_silu(state: Buffer, x: Buffer, weight: Buffer, out: np.ndarray | None =
     the newest input.
     """
     out, following = _result(out, *x.shape), _result(None, *state.shape)
-    _kernels().conv_silu(state, x, weight, following, out)
+    extension().conv_silu(state, x, weight, following, out)
     return out, following
 
 
@@ -330,7 +338,7 @@ def attend(
     newest `window` rows up to its own, None: all; `sinks` [Hq]: logits whose exponentials count in the softmax's sum.
     """
     out = _result(out, q.shape[0], q.shape[1], v.shape[2])
-    _kernels().attend(q, k, v, length, scale, window or length or 1, NOTHING if sinks is None else sinks, out)
+    extension().attend(q, k, v, length, scale, window or length or 1, NOTHING if sinks is None else sinks, out)
     return out
 
 
@@ -358,7 +366,7 @@ def attend_step(
     """
     out = np.empty((q.shape[0], v.shape[1]), np.float32)
     limits = window or length or 1, NOTHING if sinks is None else sinks
-    _kernels().attend_step(
+    extension().attend_step(
         q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, out
     )
     return out
@@ -373,7 +381,7 @@ def choose(
     """
     shape = logits.shape[0], top_k
     ids, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
-    _kernels().choose(logits, experts, normalise, scale, ids, weights)
+    extension().choose(logits, experts, normalise, scale, ids, weights)
     return ids, weights
 
 
@@ -393,7 +401,7 @@ def gated_delta(
     [T, Hv]; Dk is a multiple of 16.
     """
     out, following = _result(out, *v.shape), _result(None, *state.shape)
-    _kernels().gated_delta(state, q, k, v, decay, beta, following, out)
+    extension().gated_delta(state, q, k, v, decay, beta, following, out)
     return out, following
 
 
@@ -402,12 +410,12 @@ def huge_pages(array: Buffer) -> int:
 
     The content does not change. Products with large matrices get about a tenth faster.
     """
-    return _kernels().huge_pages(array)
+    return extension().huge_pages(array)
 
 
 def checksum(words: Buffer) -> int:
     """XOR of uint32 words [N], at the team's read bandwidth: the yardstick of the benchmarks."""
-    return _kernels().fold(words)
+    return extension().fold(words)
 
 
 if _native is not None:

@@ -59,7 +59,7 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     """
     if isinstance(logits, mx.array) and not refusal(backend.name(), rule):
         return route_kernel(logits, rule, bias)
-    if isinstance(logits, np.ndarray) and rule.score == "softmax" and is_known(rule):
+    if isinstance(logits, np.ndarray) and not native_refusal(rule):
         return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
     logits = logits[:, : rule.experts]
     scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
@@ -97,7 +97,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 
 def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
-    ids, weights = _plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
+    ids, weights = plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
     return ids, weights
 
 
@@ -112,7 +112,7 @@ def route_with_host_copy(
     if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
         chosen = route(logits, rule, bias)
         return chosen[0], chosen[1], []
-    launch = _plan(target, logits.shape, rule, bias is not None, copies=True)
+    launch = plan(target, logits.shape, rule, bias is not None, copies=True)
     ids, weights, *host_copy = launch(logits, *beside(logits, rule, bias))
     return ids, weights, host_copy
 
@@ -143,13 +143,21 @@ def refusal(target: str, rule: Router) -> Reason | None:
     return None if is_known(rule) else UNKNOWN_RULE
 
 
+@planned()
+def native_refusal(rule: Router) -> Reason | None:
+    """Why the native kernel does not choose."""
+    if rule.score != "softmax":
+        return Reason(f"the native choice knows softmax, not {rule.score}")
+    return None if is_known(rule) else Reason("the native choice knows neither groups nor a correction bias")
+
+
 def is_known(rule: Router) -> bool:
     """Whether the kernels know the rule: they choose by logit where scores are the softmax."""
     return rule.score != "softmax" or (rule.groups == 1 and not rule.correction_bias)
 
 
 @lru_cache(512)
-def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool = False) -> Launch:
+def plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool = False) -> Launch:
     tokens, columns = shape
     chosen: Shape = (tokens, rule.top_k)
     outputs = [(chosen, mx.uint32), (chosen, mx.float32)]
@@ -184,7 +192,7 @@ def router_logits(
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
         rows = min(shape[0], MAX_TOKENS + 1), shape[1]
         dtypes = h.dtype, norm.dtype, w.weight.dtype
-        launch = _plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None)
+        launch = plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None)
         if not isinstance(launch, Reason):
             x, logits = launch(h, norm, eps, norm if bias is None else bias, *inputs_of(w))
             return x, logits
@@ -194,7 +202,7 @@ def router_logits(
 
 
 @planned()
-def _plan_logits(
+def plan_logits(
     target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None, has_bias: bool = False
 ) -> Launch | Reason:
     tokens, hidden = h

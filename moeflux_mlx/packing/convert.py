@@ -105,27 +105,34 @@ def convert(
     wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
     share = _share(ranks, rank, is_here=user_path(hf_path).exists() and not delete_source)
     path = user_path(mlx_path)
-    report = progress or (lambda done, total, name: None)
     with reserved(path):  # before anything is read that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share)
-        origin = {"hf_path": str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)}
-        stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
-        output = Output(
-            path,
-            {"source": checkpoint_digest(checkpoint, stamps), "options": {**wanted.options, **_of_rank(share)}},
-            {**origin, "revision": revision, "delete_source": delete_source},
-        )
+        origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
+        options = {**wanted.options, **_of_rank(share)}
+        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
             check_space(path, output.missing_bytes(plan.units) - _left_out(output, plan))
         output.write_state()
-        if supply is None:
-            kept, repaired = _at_once(output, plan, checkpoint, report, verify)
-        else:
-            kept, repaired = _by_shards(output, plan, checkpoint, report, verify, supply)
+        given = output, plan, checkpoint, progress or _ignore_progress, verify
+        kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
         path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
     )
+
+
+def _ignore_progress(done: int, total: int, name: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def _whole(hf_path: str | Path) -> str:
+    """A directory as an absolute path, or a repository's name."""
+    return str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)
+
+
+def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
+    stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
+    return checkpoint_digest(checkpoint, stamps)
 
 
 def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | None:

@@ -394,7 +394,7 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
 
 def set_tile(kernel: str, tile: Tile) -> None:
     TILES[backend.name()][kernel] = tile
-    for plan in (dequantize._plan, delta._plan_tokens, experts._plan_gate_up):
+    for plan in (dequantize.plan, delta.plan_tokens, experts.plan_gate_up):
         plan.cache_clear()
 
 
@@ -729,9 +729,9 @@ def main() -> None:
     sections = set(args.sections)
     if sections & {"experts", "products"}:
         if not args.skip_check:
-            build, launch._built = launch._built, poisoned(launch._built)
+            build, launch.built = launch.built, poisoned(launch.built)
             result["check"] = check()
-            launch._built = build
+            launch.built = build
         result["copy_GB/s"] = copy_bandwidth()
         print(f"copy {result['copy_GB/s']:.0f} GB/s")
     if "experts" in sections:

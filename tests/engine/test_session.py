@@ -176,7 +176,7 @@ def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, m
     list(session.respond(longer, max_tokens=1))
     layers = len(session.cache)
     assert calls == [30] * (layers - done) + [33] * layers, "the layers before were computed again"
-    assert session._half is None and session.points.set_aside == 0
+    assert session.points.set_aside == 0 and session.points.set_aside == 0
     check(session, [*longer, 5])
 
 
@@ -205,14 +205,14 @@ def test_any_other_use_drops_a_span_that_is_half_done(family, use, tmp_path):
     known = list(session.tokens)
     with pytest.raises(Stopped):
         list(session.respond(known + text(), prompt_progress_callback=stop_at(len(known) + 15)))
-    assert session.tokens == known and session._half is not None
+    assert session.tokens == known and session.points.set_aside > 0
     if use == "rewind":
         assert session.rewind(len(known)) == len(known)
     elif use == "save":
         session.save(tmp_path / "saved", model_fingerprint(tiny_directory(family), mx.float32), {})
     else:
         check(session, known + text(30, 4))
-    assert session._half is None and {layer.offset for layer in session.cache} == {len(session.tokens)}
+    assert session.points.set_aside == 0 and {layer.offset for layer in session.cache} == {len(session.tokens)}
     check(session, known + text(9, 5))
 
 
@@ -224,7 +224,7 @@ def test_a_span_half_done_after_another_text_is_not_gone_on_with(family):
     known = list(session.tokens)
     with pytest.raises(Stopped):
         list(session.respond(known + text(30, 6), prompt_progress_callback=stop_at(len(known) + 15)))
-    assert session._half is not None
+    assert session.points.set_aside > 0
     check(session, text(len(known), 4) + text(30, 6))
 
 
@@ -296,7 +296,7 @@ def test_a_span_larger_than_the_session_s_bytes_is_not_kept():
     session = make(RECURRENT, checkpoint_bytes=1000, span=40)
     with pytest.raises(Stopped):
         list(session.respond(text(), prompt_progress_callback=stop_at(20)))
-    assert session._half is None and {layer.offset for layer in session.cache} == {0}
+    assert session.points.set_aside == 0 and {layer.offset for layer in session.cache} == {0}
     check(session, text())
 
 

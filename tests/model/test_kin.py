@@ -7,11 +7,11 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 import moeflux_mlx.model.latent as mla
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.ops import latent, native
+from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.experts import MAX_SLOTS
 
 TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
@@ -35,8 +35,7 @@ def error(model, family, chunk=None):
 @pytest.mark.parametrize("family", goldens.KIN)
 def test_logits_match_hugging_face(monkeypatch, family, computing):
     if computing == "plain operations":
-        monkeypatch.setattr(native, "available", lambda: False)
-        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+        use_plain_operations(monkeypatch)
         if goldens.text_config(family)["num_experts_per_tok"] > MAX_SLOTS:
             pytest.skip("plain operations take no more slots than the kernels")
     model = tiny_model(family, mx.float32, "hub")

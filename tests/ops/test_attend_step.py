@@ -242,7 +242,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     """Their angles have the same float32 rounding, so queries and keys of all positions fit together."""
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
-    step, _ = attend._plan(
+    step, _ = attend.plan(
         backend.name(), (q.shape, k.shape, v.shape), (q.dtype, q.dtype), 32, (64, False), (None, False)
     )
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)

@@ -226,7 +226,7 @@ def test_planes_of_32_simdgroups_fit_a_threadgroup():
     quant, columns = Quant(2, 64), 8192
     record = Record.make(64, columns, (quant,) * 3)
     blob, float32 = (40, record.stride // 4), (mx.float32,) * 2
-    plan = experts._plan_down("cuda", (1, 32, columns), (1, 64), blob, (1, 32), (*float32, None), record)
+    plan = experts.plan_down("cuda", (1, 32, columns), (1, 64), blob, (1, 32), (*float32, None), record)
     room = plan.template["SG"] * Form(quant, mx.bfloat16, 3).room(plan.template["SPAN"])
     assert plan.kernel.form == "planes" and room <= 48 * 1024
 

@@ -19,16 +19,16 @@ NORMS = mx.bfloat16, mx.bfloat16, mx.uint32
 
 
 def logits(target, tokens, hidden, rows=16):
-    return route._plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
+    return route.plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
 
 
 def gate_up(target, record, slots=2):
-    return experts._plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, slots), record)
+    return experts.plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, slots), record)
 
 
 def down(slots):
     shapes, blob = ((1, slots, 128), (1, 256)), (4, RECORD.stride // 4)
-    return experts._plan_down("metal", *shapes, blob, (1, slots), (mx.float32, mx.float32, None), RECORD)
+    return experts.plan_down("metal", *shapes, blob, (1, slots), (mx.float32, mx.float32, None), RECORD)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def down(slots):
         (linear.refusal("metal", 1, (512, 96), Quant(4, 32), 0), "in rows of 96 columns"),
         (linear.refusal("cuda", MAX_TOKENS + 1, (512, 512), EXPERTS, 0), f"more than {MAX_TOKENS} rows"),
         (linear.refusal("cuda", 8, (512, 512), EXPERTS, 10**6), "262,144 weights are fewer than 1,000,000"),
-        (linear._plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
+        (linear.plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
         (attend.refusal("ops", True, 64, 64), NO_KERNELS),
         (attend.refusal("metal", False, 64, 64), "several tokens"),
         (attend.refusal("metal", True, 320, 320), "head width 320 is above 256"),
@@ -49,6 +49,12 @@ def down(slots):
         (latent.refusal("cuda", False, 512, 64), "several tokens"),
         (latent.refusal("cuda", True, 4096, 64), "latents of 4096 and keys of 64 values do not fit"),
         (latent.refusal("cuda", True, 512, 60), "512 and 60 are no multiples of 8"),
+        (attend.native_refusal(False), "attend_step takes a single token"),
+        (latent.native_refusal(9), "for more than 8 tokens"),
+        (linear.native_refusal(Quant(4, 16, "nvfp4"), 256), "mode nvfp4 in rows of 256 columns"),
+        (experts.native_refusal(NARROW), "down_proj has rows of 96 columns in 4 bits"),
+        (route.native_refusal(Router(16, 4, score="sigmoid")), "knows softmax, not sigmoid"),
+        (route.native_refusal(GROUPED), "neither groups"),
         (delta.refusal("metal", 2, 128), "there are 2 sequences"),
         (delta.refusal("metal", 1, 48), "keys of 48 values"),
         (route.refusal("metal", GROUPED), "the router's rule"),
@@ -60,8 +66,8 @@ def down(slots):
         (gate_up("cuda", RECORD, 33), "a token has 33 experts, more than 32"),
         (down(33), "a token has 33 experts, more than 32"),
         (gate_up("metal", NARROW), "down_proj has rows of 96 columns in 4 bits"),
-        (combine._plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
-        (dequantize._plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
+        (combine.plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
+        (dequantize.plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
     ],
 )
 def test_a_refusal_names_what_is_in_the_way(reason, words):

@@ -247,10 +247,10 @@ SMALL = {
 def kernels(monkeypatch):
     monkeypatch.setitem(TILES, "metal", TILES["metal"] | SMALL)
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
-    linear._plan.cache_clear()
+    linear.plan.cache_clear()
     with msl.launching():
         yield
-    linear._plan.cache_clear()
+    linear.plan.cache_clear()
 
 
 @pytest.mark.parametrize("i", range(len(FORMS) - 1))
@@ -260,7 +260,7 @@ def test_products(kernels, monkeypatch, i):
     step = Step(rng, form, count, size_for(form, 4, 1), mlx_rows(DTYPES[i % 3]))
     holds(step.linear(i % 2, i // 2 % 2))
     monkeypatch.setattr(linear, "LARGE", 0)
-    linear._plan.cache_clear()
+    linear.plan.cache_clear()
     holds(step.linear(True, True))
 
 

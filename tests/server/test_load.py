@@ -173,7 +173,7 @@ def test_no_answer_waits_for_what_is_counted(monkeypatch):
     with Live(lambda: FakeEngine(lambda prompt: ANSWER)) as live, ThreadPoolExecutor(2) as clients:
         counted = [clients.submit(live.post, "/v1/messages/count_tokens", count) for _ in range(2)]
         assert begun.wait(20)
-        wait_for(lambda: live.listener.config.app.app._held > 600)
+        wait_for(lambda: live.listener.config.app.app.held > 600)
         with pytest.raises(HTTPError, match="503") as busy:
             live.post("/tokenize", {"content": "a" * 500})
         assert b"try again later" in busy.value.read()
