@@ -18,7 +18,7 @@ from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.ops import backend, launch, linear, native
 from moeflux_mlx.ops.experts import Shared
 
-FAMILIES = goldens.families()
+FAMILIES = (*goldens.families(), "gpt_oss")
 
 
 def make_resident(monkeypatch, family, dtype=mx.float32):
@@ -117,19 +117,23 @@ def pretended(inputs, output_shapes, output_dtypes, **_):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_is_at_most_eight_launches(monkeypatch, tmp_path, family):
-    """Counted as scripts/bench/bench_decode.py does: operations of the graph that are no views."""
+    """Counted as scripts/bench/bench_decode.py does: operations of the graph that are no views.
+
+    Biases of projections are sums of their own: three, of which a compiled step makes two.
+    """
+    has_biases = family == "gpt_oss"
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = make_resident(monkeypatch, family, mx.bfloat16)
     cache = model.make_cache()
     x = mx.zeros((1, 1, model.args.hidden_size), mx.bfloat16)
-    mx.eval(model(mx.array([[5, 6, 7]]), cache), x)
+    mx.eval(model(mx.array([[5, 6, 7]]), cache), x, [layer.state[:2] for layer in cache])
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(launch, "_built", lambda *kernel: pretended)
     for layer in model.args.moe_layers:
         mx.export_to_dot(str(tmp_path / "graph"), model.model.layers[layer](x, cache[layer]))
         names = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph").read_text())
-        launched = [name for name in names if name not in ("Reshape", "Slice", "Split")]
-        assert 5 < len(launched) <= 8, launched
+        launched = [name for name in names if name not in ("Reshape", "Slice", "Split", "Broadcast")]
+        assert 5 < len(launched) <= (11 if has_biases else 8), launched
 
 
 def test_an_empty_cache_is_not_taken():

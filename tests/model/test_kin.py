@@ -192,8 +192,8 @@ AGREED = ("kimi_k2", "moonlight", "minimax_m2", "glm4_moe", "glm4_moe_air", "sol
 
 @pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna"])
 def test_where_mlx_lm_differs_from_hugging_face(tmp_path, family):
-    """In GLM-4.7-Flash it norms latents with `rms_norm_eps`; transformers with 1e-6, and so do we. It sees a position fewer
-    in MiMo's windows, and leaves out Laguna's `attention_factor`."""
+    """In GLM-4.7-Flash it norms latents with `rms_norm_eps`; transformers with 1e-6, and so do we. It sees a position
+    fewer in MiMo's windows, and leaves out Laguna's `attention_factor`."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     weights = {name: ("F32", w.astype(np.float32)) for name, w in goldens.dequantised(family).items()}
     goldens.write_safetensors(tmp_path / "model.safetensors", weights)
