@@ -7,7 +7,8 @@
 //
 // q[H, STRIDE], of whose heads the first D values are taken, and k are with NORM divided by their root mean square
 // (+ eps[0]) and multiplied by q_weight or k_weight[D] W; their first DIMS values, perhaps none, are turned by angles
-// positions[3] / periods[DIMS / 2] and multiplied by magnitude[0]. NEXT: neighbours make a pair; else i and i + DIMS / 2.
+// positions[3] / periods[DIMS / 2] and multiplied by magnitude[0]. INTERLEAVED: neighbours make a pair; else
+// i and i + DIMS / 2.
 //
 // For each P positions that are seen and each head, parts[., H, V + 2] float: the values, weighted by exp(score - largest), where
 // score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
@@ -111,8 +112,8 @@
     const float factor = is_key ? 1.0f : scale[0];
     CODES_UNROLL(1)
     for (uint i = lane; is_mine && i < DIMS / 2; i += 32) {
-      const uint first = NEXT ? 2 * i : i;
-      const uint second = NEXT ? first + 1 : i + DIMS / 2;
+      const uint first = INTERLEAVED ? 2 * i : i;
+      const uint second = INTERLEAVED ? first + 1 : i + DIMS / 2;
       const float cosine = turns[i], sine = turns[DIMS / 2 + i];
       const float a = float(x[first]) * norm * norms[norm_at + first];
       const float b = float(x[second]) * norm * norms[norm_at + second];

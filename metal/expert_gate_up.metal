@@ -31,6 +31,6 @@
 #else
   const device X* row = x + token * H;
 #endif
-  const swiglu_ending<ACTIVATION, BIASED, B> ending = {
+  const swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending = {
       (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), LIMIT};
   swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, ending, first, lane, act + pair * I);

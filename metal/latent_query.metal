@@ -1,12 +1,13 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal stored.h.metal
 // What one token's latent attention (MLA) compares. With q[H, NOPE + R] = w_q times x[COLS], which is divided by its root
-// mean square (+ eps[0]) and multiplied by q_norm[COLS] W, or MADE: q = x. query[H, N + R] float, of each head of q the
-// first NOPE values times its matrix of keys and the rest turned, both times scale[0]. token[N + R], of kv[N + R] the
-// first N divided and multiplied alike, by kv_norm[N] W, the rest turned. Turned: by angles positions[3] / periods[R / 2],
-// times magnitude[0]. NEXT: neighbours make a pair; else i and i + R / 2. x, kv, token X.
+// mean square (+ eps[0]) and multiplied by q_norm[COLS] W, or PRECOMPUTED: q = x. query[H, N + R] float, of each head
+// of q the first NOPE values times its matrix of keys and the rest turned, both times scale[0]. token[N + R], of
+// kv[N + R] the first N divided and multiplied alike, by kv_norm[N] W, the rest turned. Turned: by angles
+// positions[3] / periods[R / 2], times magnitude[0]. INTERLEAVED: neighbours make a pair; else i and i + R / 2. x, kv,
+// token X.
 //
-// w_q[H, NOPE + R, COLS]: codes.h.metal. A head's matrix of keys [NOPE, N], or TURNED [N, NOPE]: codes, scales and biases
-// (stored.h.metal).
+// w_q[H, NOPE + R, COLS]: codes.h.metal. A head's matrix of keys [NOPE, N], or TRANSPOSED [N, NOPE]: codes, scales and
+// biases (stored.h.metal).
 //
 // grid: (T * (H + 1), 1, 1), threadgroup (T, 1, 1); one for each head, and the last for kv. L lanes share rows of q, EACH
 // in turn; then a thread has eight columns of its team's rows of the keys, or whole columns.
@@ -28,7 +29,7 @@
     for (uint i = mine; i < N; i += T) {
       token[i] = X(float(kv[i]) * factor * float(kv_norm[i]));
     }
-  } else if (MADE) {
+  } else if (PRECOMPUTED) {
     for (uint i = mine; i < HEIGHT; i += T) {
       whole[i] = float(x[head * HEIGHT + i]);
     }
@@ -60,8 +61,8 @@
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (uint i = mine; i < R / 2; i += T) {
-    const uint first = NEXT ? 2 * i : i;
-    const uint second = NEXT ? first + 1 : i + R / 2;
+    const uint first = INTERLEAVED ? 2 * i : i;
+    const uint second = INTERLEAVED ? first + 1 : i + R / 2;
     const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
     const float cosine = magnitude[0] * metal::cos(angle), sine = magnitude[0] * metal::sin(angle);
     if (is_key) {
@@ -78,7 +79,7 @@
     return;
   }
   constexpr uint PIECES = H * NOPE * N / 8;
-  if (TURNED) {
+  if (TRANSPOSED) {
     for (uint left = 0; left < N; left += T) {
       const uint column = metal::min(left + mine, uint(N - 1));
       float sum = 0;

@@ -200,7 +200,8 @@ class Router:
 
     `score` is "softmax" or "sigmoid" of the logits. A `correction_bias` takes part in the choice only. Of `groups`
     groups of experts the best `kept_groups` are looked at. Weights are made to sum to one if `normalise`, then
-    multiplied by `scale`. `logit_bias`: the router adds a bias to its logits.
+    multiplied by `scale`. `logit_bias`: the router adds a bias to its logits. `softcap`: no logit is further from zero,
+    since each becomes softcap * tanh(logit / softcap).
     """
 
     experts: int
@@ -212,6 +213,7 @@ class Router:
     normalise: bool = True
     scale: float = 1.0
     logit_bias: bool = False
+    softcap: float | None = None
 
 
 ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish"]

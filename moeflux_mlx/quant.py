@@ -153,13 +153,13 @@ def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | 
         ModelFileError: they tell different stories.
     """
     bits, group_size = 32 * words // max(columns, 1), columns // max(groups, 1)
-    found = replace(stated or DEFAULT, bits=bits, group_size=group_size)
-    if found != stated or found.words(columns) != words or found.groups(columns) != groups:
+    quant = replace(stated or DEFAULT, bits=bits, group_size=group_size)
+    if quant != stated or quant.words(columns) != words or quant.groups(columns) != groups:
         raise ModelFileError(
-            f"tensor {path}.weight has {found} by its shapes, {words} words and {groups} scales for {columns} columns; "
+            f"tensor {path}.weight has {quant} by its shapes, {words} words and {groups} scales for {columns} columns; "
             f"config.json says {stated or 'not quantised'}"
         )
-    return found
+    return quant
 
 
 def parse(path: str, entry: Mapping[str, Any]) -> Quant:
@@ -197,13 +197,13 @@ def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, 
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected an object")
-    found: dict[str, Quant | None] = {"": parse("the model", value)}
+    quants: dict[str, Quant | None] = {"": parse("the model", value)}
     for path, entry in value.items():
         if isinstance(entry, Mapping):
-            found[path] = parse(path, entry)
+            quants[path] = parse(path, entry)
         elif entry is False:
-            found[path] = None
-    return found
+            quants[path] = None
+    return quants
 
 
 def of_packed(config: Mapping[str, Any]) -> Quantization | None:
@@ -212,19 +212,19 @@ def of_packed(config: Mapping[str, Any]) -> Quantization | None:
     Raises:
         ConfigError: as `entries`, a form that is not computed, or two spellings of one path that differ.
     """
-    found = entries(config)
-    for path, one in found.items():
+    quants = entries(config)
+    for path, one in quants.items():
         if one is not None and not is_computed(one):
             raise ConfigError(
                 f"{one.mode} is not computed: config field 'mode' of {path or 'the model'} says {one}; "
                 f"supported: {SUPPORTED}; convert --requantize makes one of these"
             )
-    default = found.pop("", None)
+    default = quants.pop("", None)
     seen: dict[str, Quant | None] = {}
-    for path, one in found.items():
+    for path, one in quants.items():
         if seen.setdefault(plain(path), one) != one:
             raise ConfigError(f"quantization of {path} is {one}, and {seen[plain(path)]} under another spelling")
-    return None if default is None else Quantization(default, found)
+    return None if default is None else Quantization(default, quants)
 
 
 def unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,9 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--variant", choices=variants(), help="a named model's shapes; no files are needed")
     made.add_argument("--file", help="keep them here, for --tiles; default: in the user's directory for caches")
     made.add_argument("--minutes", type=float, default=3.0, help="begin nothing new after so many (%(default)s)")
-    what = made.add_mutually_exclusive_group()
-    what.add_argument("--show", action="store_true", help="show what the file holds, and find nothing")
-    what.add_argument("--reset", action="store_true", help="remove the file, so that the code's tiles are used")
+    action = made.add_mutually_exclusive_group()
+    action.add_argument("--show", action="store_true", help="show what the file holds, and find nothing")
+    action.add_argument("--reset", action="store_true", help="remove the file, so that the code's tiles are used")
     return made
 
 

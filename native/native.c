@@ -491,6 +491,7 @@ typedef struct {
     Kind bias_kind;
     Activation activation;        /* what joins gate and up */
     float limit;
+    int interleaved;              /* rows of gate and up alternate, the first half of them in gate's place */
     Matrix form;                  /* theirs, without what a record holds */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
@@ -608,6 +609,25 @@ static void add_bias(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t r0, 
     for (ptrdiff_t i = 0; i < n; i++) c->path->add(bias, r0, r1 - r0, c->bias_kind, y[i]);
 }
 
+/* Rows r0..r1 of act for the pairs from p on, where rows of gate and up alternate. */
+static void gate_up_in_turns(const Experts *c, Way way, ptrdiff_t slot, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t p,
+                             ptrdiff_t n, void *room) {
+    float both[TOGETHER][MAX_CHUNK_ROWS], gate[MAX_CHUNK_ROWS / 2], up[MAX_CHUNK_ROWS / 2], *y[TOGETHER];
+    for (int half = 0; half < 2; half++) {
+        const ptrdiff_t begin = half ? c->inner : 0, from = 2 * r0 > begin ? 2 * r0 : begin;
+        const ptrdiff_t to = least(2 * r1, begin + c->inner);
+        if (from >= to) continue;
+        Matrix m = projection(c, slot, half);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = both[i] + from - 2 * r0;
+        multiply(c->path, way, c->planes, &m, from - begin, to - begin, n, c->x + p, room, y);
+        add_bias(c, slot, half, from - begin, to - begin, n, y);
+    }
+    for (ptrdiff_t i = 0; i < n; i++) {
+        for (ptrdiff_t r = 0; r < r1 - r0; r++) gate[r] = both[i][2 * r], up[r] = both[i][2 * r + 1];
+        c->path->activate(c->activation, c->limit, gate, up, c->y[p + i] + r0, r1 - r0);
+    }
+}
+
 static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->inner);
@@ -625,6 +645,10 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
         float *y[TOGETHER], *u[TOGETHER];
         n = share(way, c->group[g + 1] - p);
+        if (c->interleaved) {
+            gate_up_in_turns(c, way, slot, r0, r1, p, n, room);
+            continue;
+        }
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = other[i];
         multiply(c->path, way, c->planes, &gate, r0, r1, n, c->x + p, room, y);
         multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
@@ -655,6 +679,7 @@ static int run_gate_up(Experts *c, const float *x) {
         c->y[p] = c->out + c->pair[p].index * c->inner;
     }
     c->chunk = chunk_rows(c->inner * c->groups, c->form.words * 4, c->tokens);
+    if (c->interleaved) c->chunk = least(c->chunk, MAX_CHUNK_ROWS / 2);
     c->per_group = chunks_of(c->inner, c->chunk);
     int ok = run_experts(c, x, packed, c->tokens, gate_up_job, c->groups * c->per_group);
     free(packed);
@@ -672,15 +697,16 @@ static int take_activation(PyObject *form, PyObject *limit, Activation *activati
 }
 
 /* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, bits of activations, alone, what joins
- * gate and up, its limit, out[T, K, I]) */
+ * gate and up, its limit, whether their rows alternate, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 9) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
     if (!take_activation(a[6], a[7], &c.activation, &c.limit)) return NULL;
+    if ((c.interleaved = PyObject_IsTrue(a[8])) < 0) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
-    Py_buffer *out = x ? take(&args, a[8], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[9], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&

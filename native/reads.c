@@ -32,7 +32,7 @@ typedef struct {
 
 typedef struct {
     int64_t from, to, bytes; /* from the run's begin, from the target's begin */
-} Piece;
+} FilePiece;
 
 typedef struct {
     char *target, *scratch;
@@ -72,7 +72,7 @@ static Py_ssize_t checked(const int64_t *numbers, int64_t count, const Memory *m
         if (run->pieces < 0 || run->pieces > (count - at) / PIECE_NUMBERS) return -1;
         if (run->place >= 0 && !inside(run->place, run->bytes, memory->target_bytes)) return -1;
         if (run->place < 0 && !inside(0, run->bytes, memory->scratch_bytes)) return -1;
-        const Piece *piece = (const Piece *)(numbers + at);
+        const FilePiece *piece = (const FilePiece *)(numbers + at);
         for (int64_t i = 0; i < run->pieces; i++, piece++)
             if (!inside(piece->from, piece->bytes, run->needed) || !inside(piece->to, piece->bytes, memory->target_bytes))
                 return -1;
@@ -102,7 +102,7 @@ static void copy(char *to, const char *from, size_t bytes) {
 
 /* What came for a run goes to its place, if it is whole. */
 static void move(const Run *run, const char *source, const Memory *memory, int64_t came) {
-    const Piece *piece = (const Piece *)(run + 1);
+    const FilePiece *piece = (const FilePiece *)(run + 1);
     if (run->place >= 0 || came < run->needed) return;
     for (int64_t i = 0; i < run->pieces; i++)
         copy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);

@@ -69,8 +69,8 @@ def write(path, family, form, prefix=""):
 
 def by_expert(name, array):
     """A stack under the names of its experts."""
-    stem, found, rest = name.partition(".switch_mlp.")
-    return {f"{stem}.experts.{i}.{rest}": one for i, one in enumerate(array)} if found else {name: array}
+    stem, separator, rest = name.partition(".switch_mlp.")
+    return {f"{stem}.experts.{i}.{rest}": one for i, one in enumerate(array)} if separator else {name: array}
 
 
 def as_mlx(tensor):

@@ -460,8 +460,8 @@ def _fuse(tree, c):
     D, inter, E = c["hidden_size"], c["moe_intermediate_size"], _count(c)
     result = {}
     for name, spec in tree.items():
-        stem, found, rest = name.partition(".experts.")
-        if not found:
+        stem, separator, rest = name.partition(".experts.")
+        if not separator:
             result[name] = spec
         elif rest == "0.gate_proj.weight":
             result[f"{stem}.experts.gate_up_proj"] = ((E, 2 * inter, D), "linear")
@@ -580,8 +580,8 @@ def _stack_experts(tensors, called="switch_mlp"):
     """Per-expert tensors replaced by stacks [E, out, in]."""
     stacks, result = {}, {}
     for name, tensor in tensors.items():
-        stem, found, rest = name.partition(".experts.")
-        if not found or not rest[0].isdigit():
+        stem, separator, rest = name.partition(".experts.")
+        if not separator or not rest[0].isdigit():
             result[name] = tensor
             continue
         stacked = f"{stem}.{called}.{rest.partition('.')[2]}"

@@ -13,8 +13,8 @@ LARGE = ".safetensors"
 
 def found_commit(path):
     """The commit that a path names, if it names one."""
-    found = re.search(r"/resolve/([0-9a-f]{40})/", path)
-    return found and found[1]
+    match = re.search(r"/resolve/([0-9a-f]{40})/", path)
+    return match and match[1]
 
 
 class SmallHub:
@@ -84,11 +84,11 @@ class SmallHub:
                     pinned = re.fullmatch(r"/revision/([0-9a-f]{40})", rest)
                     sha = pinned[1] if pinned else hub.commit
                     return self._json({"id": hub.repo, "sha": sha, "siblings": siblings}, with_body)
-                found = re.fullmatch(rf"/{hub.repo}/resolve/[^/]+/(.+)", path)
-                if not found or not (hub.folder / found[1]).is_file():
+                match = re.fullmatch(rf"/{hub.repo}/resolve/[^/]+/(.+)", path)
+                if not match or not (hub.folder / match[1]).is_file():
                     return self._missing(with_body)
-                hub.requests.append((self.command, found[1], self.headers.get("Range")))
-                return self._file(found[1], with_body)
+                hub.requests.append((self.command, match[1], self.headers.get("Range")))
+                return self._file(match[1], with_body)
 
             def _json(self, value, with_body):
                 data = json.dumps(value).encode()

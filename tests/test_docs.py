@@ -25,18 +25,18 @@ def prose(text):
 
 
 def blocks(text, language):
-    return [body for _, found, body in BLOCK.findall(text) if found == language]
+    return [body for _, name, body in BLOCK.findall(text) if name == language]
 
 
 def anchors(text):
     """What GitHub calls the headings: lower case, hyphens for spaces, no other signs, numbers for repeated ones."""
-    found, seen = set(), {}
+    slugs, seen = set(), {}
     for heading in re.findall(r"^#+ +(.*?) *$", BLOCK.sub("", text), re.MULTILINE):
         heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
         count = seen[slug] = seen.get(slug, -1) + 1
-        found.add(f"{slug}-{count}" if count else slug)
-    return found
+        slugs.add(f"{slug}-{count}" if count else slug)
+    return slugs
 
 
 def broken_links(text, folder, own):
@@ -134,8 +134,8 @@ def test_a_wrong_call_is_found():
     script = (
         "X=1 moeflux generate -p 'a | b' --temp 0.5 | tee out # said\npython -m moeflux_mlx.chat --no-such \\\n  1\n"
     )
-    found = list(calls(script + "ls && moeflux nothing"))
-    assert found[0] == ("generate", ["-p", "a | b", "--temp", "0.5"])
-    assert refusal(*found[0]) == ""
-    assert "--no-such" in refusal(*found[1])
-    assert refusal(*found[2]) == "no command nothing"
+    commands = list(calls(script + "ls && moeflux nothing"))
+    assert commands[0] == ("generate", ["-p", "a | b", "--temp", "0.5"])
+    assert refusal(*commands[0]) == ""
+    assert "--no-such" in refusal(*commands[1])
+    assert refusal(*commands[2]) == "no command nothing"

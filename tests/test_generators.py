@@ -19,13 +19,13 @@ SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 @functools.cache
 def inside(node):
     """What `node` consists of, but for the functions and classes in it."""
-    found, children = [], deque(ast.iter_child_nodes(node))
+    nodes, children = [], deque(ast.iter_child_nodes(node))
     while children:
         child = children.popleft()
         if not isinstance(child, SCOPES):
-            found.append(child)
+            nodes.append(child)
             children += ast.iter_child_nodes(child)
-    return found
+    return nodes
 
 
 def name_of(node):

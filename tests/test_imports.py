@@ -51,10 +51,10 @@ MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for f
 
 def imports_of(source, module):
     """This package's modules that `source`, the text of `module`, imports, at once or later, for types alone too."""
-    package, found = module.split(".")[:-1], set()
+    package, imports = module.split(".")[:-1], set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("moeflux_mlx.") for alias in node.names if "moeflux_mlx." in alias.name}
+            imports |= {alias.name.removeprefix("moeflux_mlx.") for alias in node.names if "moeflux_mlx." in alias.name}
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:
@@ -65,8 +65,8 @@ def imports_of(source, module):
             continue
         inner = {".".join([*stem, alias.name]) for alias in node.names}
         modules = {name for name in inner if name in MODULES or f"{name}.__init__" in MODULES}
-        found |= modules or {".".join(stem) or "__init__"}
-    return {f"{name}.__init__" if f"{name}.__init__" in MODULES else name for name in found}
+        imports |= modules or {".".join(stem) or "__init__"}
+    return {f"{name}.__init__" if f"{name}.__init__" in MODULES else name for name in imports}
 
 
 GRAPH = {name: imports_of((PACKAGE / (name.replace(".", "/") + ".py")).read_text(), name) - {name} for name in MODULES}

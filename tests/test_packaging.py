@@ -155,11 +155,11 @@ def test_the_package_is_installed_anew_from_where_it_came(origin, command, monke
     monkeypatch.setattr(native.metadata, "distributions", lambda name: [Installed()])
     assert native.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
     monkeypatch.setattr(native, "__file__", "/usr/lib/site-packages/moeflux_mlx/ops/native.py")
-    found = native.reinstall_command()
+    reinstall = native.reinstall_command()
     if command is None:
-        assert "from where it came" in found
+        assert "from where it came" in reinstall
     else:
-        assert found == f"pip install --force-reinstall --no-deps --no-cache-dir {command}"
+        assert reinstall == f"pip install --force-reinstall --no-deps --no-cache-dir {command}"
 
 
 def test_a_command_without_native_kernels_says_so_in_one_line(monkeypatch, capsys):

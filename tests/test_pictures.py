@@ -26,7 +26,7 @@ def test_an_axis_ends_at_a_round_number(value, top):
 
 def test_bars_are_as_high_as_their_values():
     parts = plots.bars({"groups": ["a"], "bars": {"x": [1.0], "y": [2.0]}})
-    low, high = (float(found) for found in re.findall(r'height="([\d.]+)"', "".join(parts)))
+    low, high = (float(height) for height in re.findall(r'height="([\d.]+)"', "".join(parts)))
     assert high == pytest.approx(2 * low, abs=0.2)
 
 

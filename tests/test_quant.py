@@ -30,9 +30,9 @@ SPELLINGS = (
 @pytest.mark.parametrize("written", SPELLINGS)
 def test_every_spelling_of_a_path_is_the_same(written, asked):
     config = {"quantization": {"bits": 3, "group_size": 64, written: {"bits": 6, "group_size": 32}}}
-    found = of_packed(config)
-    assert found.of(asked) == Quant(6, 32)
-    assert found.of(asked.replace("3", "13")) == Quant(3, 64)
+    quantization = of_packed(config)
+    assert quantization.of(asked) == Quant(6, 32)
+    assert quantization.of(asked.replace("3", "13")) == Quant(3, 64)
     config["quantization"][written] = False
     assert of_packed(config).of(asked) is None
 
@@ -58,8 +58,8 @@ def test_two_spellings_that_differ_are_refused():
 )
 def test_what_an_entry_leaves_out_is_the_modes_default(entry, wanted):
     """Never what the rest of the file has."""
-    found = entries({"quantization": {"bits": 8, "group_size": 32, "m": entry, "on": True}})
-    assert found == {"": Quant(8, 32), "m": wanted}
+    quants = entries({"quantization": {"bits": 8, "group_size": 32, "m": entry, "on": True}})
+    assert quants == {"": Quant(8, 32), "m": wanted}
 
 
 @pytest.mark.parametrize("quant", [Quant(3, 64), Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4", has_global_scale=True)])
@@ -123,7 +123,7 @@ def test_shapes_and_configuration_must_agree(form, stated, groups, off, more):
 @given(columns=st.integers(0, 300), words=st.integers(0, 300), groups=st.integers(0, 40), stated=forms)
 def test_no_shapes_are_too_strange(columns, words, groups, stated):
     try:
-        found = of_shapes("m", columns, words, groups, stated)
+        quant = of_shapes("m", columns, words, groups, stated)
     except ModelFileError:
         return
-    assert found == stated and found.words(columns) == words and found.groups(columns) == groups
+    assert quant == stated and quant.words(columns) == words and quant.groups(columns) == groups

@@ -71,12 +71,12 @@ def run(options: argparse.Namespace) -> int:
     runners: dict[str, Steps] = {OURS: own_steps(engine)}
     if peer is not None:
         runners[options.against] = peer
-    found = measured(options, engine, runners)
-    print("\n".join(table(found[OURS], found.get("mlx-lm"))))
+    runs = measured(options, engine, runners)
+    print("\n".join(table(runs[OURS], runs.get("mlx-lm"))))
     memory = {"planned_gb": engine.plan.total / 1e9, "peak_gb": peak_memory_gb(), "mlx_gb": mx.get_peak_memory() / 1e9}
     print(f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak")
     if options.json:
-        print(json.dumps(report(options, engine, lines, memory, found)))
+        print(json.dumps(report(options, engine, lines, memory, runs)))
     return 0
 
 
@@ -124,7 +124,7 @@ def mlx_lm_steps(engine: Engine) -> Steps:
 def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, Steps]) -> dict[str, Rounds]:
     """Every round of each length, all runners in turn, after one short round of each that warms up."""
     random, vocabulary = np.random.default_rng(0), engine.model.args.vocab_size
-    found: dict[str, Rounds] = {name: {length: [] for length in options.prompt_tokens} for name in runners}
+    runs: dict[str, Rounds] = {name: {length: [] for length in options.prompt_tokens} for name in runners}
     for name, steps in runners.items():
         one(engine, steps, random.integers(0, vocabulary, 16).tolist(), 4, name == OURS)
     for _ in range(options.rounds):
@@ -132,9 +132,9 @@ def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, Ste
             prompt = random.integers(0, vocabulary, length).tolist()
             for name, steps in runners.items():
                 made = one(engine, steps, prompt, options.max_tokens, name == OURS)
-                found[name][length].append(made)
+                runs[name][length].append(made)
                 note(f"{name}, {length} tokens: first after {made.first_token:.2f} s, then {made.decode:.1f} a second")
-    return found
+    return runs
 
 
 def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bool) -> Measured:
@@ -142,12 +142,12 @@ def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bo
     with closing(steps(prompt, count)) as running:
         next(running)
         first, before = time.perf_counter(), replace(engine.experts.stats)
-        made = sum(1 for _ in running)
-    decode = made / (time.perf_counter() - first)
+        generated = sum(1 for _ in running)
+    decode = generated / (time.perf_counter() - first)
     if not counted or engine.experts.slots == 0:
         return Measured(first - start, decode)
     since = engine.experts.stats.since(before)
-    return Measured(first - start, decode, since.hit_rate, since.bytes_read / made / 1e6, since.gb_per_second)
+    return Measured(first - start, decode, since.hit_rate, since.bytes_read / generated / 1e6, since.gb_per_second)
 
 
 def medians(rounds: Sequence[Measured]) -> Measured:
@@ -164,12 +164,12 @@ def table(ours: Rounds, theirs: Rounds | None) -> list[str]:
     head = f"{'prompt':>7}{'tokens/s':>10}{'first token':>13}{'decode/s':>10}{'hits':>7}{'MB/token':>10}{'GB/s':>7}"
     lines = [head + (f"{'mlx-lm: tokens/s':>18}{'decode/s':>10}" if theirs else "")]
     for length, rounds in ours.items():
-        found = medians(rounds)
-        line = f"{length:7}{length / found.first_token:10.1f}{found.first_token:11.2f} s{found.decode:10.1f}"
-        if found.hits is None:
+        own = medians(rounds)
+        line = f"{length:7}{length / own.first_token:10.1f}{own.first_token:11.2f} s{own.decode:10.1f}"
+        if own.hits is None:
             line += f"{'-':>7}{'-':>10}{'-':>7}"
         else:
-            line += f"{found.hits:7.0%}{found.megabytes:10.1f}{found.gb_per_second:7.2f}"
+            line += f"{own.hits:7.0%}{own.megabytes:10.1f}{own.gb_per_second:7.2f}"
         if theirs:
             peer = medians(theirs[length])
             line += f"{length / peer.first_token:18.1f}{peer.decode:10.1f}"
@@ -182,12 +182,12 @@ def report(
     engine: Engine,
     machine: list[str],
     memory: dict[str, float],
-    found: dict[str, Rounds],
+    runs: dict[str, Rounds],
 ) -> dict[str, Any]:
     """What the line of JSON holds: every round, not medians alone."""
     args = engine.model.args
     rows = [
-        {"prompt_tokens": length, **{name: [asdict(one) for one in rounds[length]] for name, rounds in found.items()}}
+        {"prompt_tokens": length, **{name: [asdict(one) for one in rounds[length]] for name, rounds in runs.items()}}
         for length in options.prompt_tokens
     ]
     return {

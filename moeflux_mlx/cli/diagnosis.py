@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
 
 def machine_lines(figures: Figures) -> list[str]:
     """What it is, and which versions run."""
-    found = {name: _version(name) for name in PACKAGES}
-    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    installed = {name: _version(name) for name in PACKAGES}
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     limits = [f"{_gb(figures.memory)} of {figures.name} may be used"]
     if figures.working_set is not None:
         limits.append(f"Metal recommends {_gb(figures.working_set)}, a buffer at most {_gb(figures.buffer or 0)}")
@@ -72,8 +72,8 @@ def thread_lines() -> list[str]:
     if backend.name() != "metal":
         return []
     alone, named = thread_limits()
-    found = f"Metal gives a kernel of many registers {alone} of {ASKED}, {named} if its text names them"
-    return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {found}"]
+    granted = f"Metal gives a kernel of many registers {alone} of {ASKED}, {named} if its text names them"
+    return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {granted}"]
 
 
 def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:

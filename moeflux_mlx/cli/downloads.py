@@ -19,9 +19,9 @@ def list_models(options: argparse.Namespace) -> int:
     """Prints a line for each: its name, its size, and whether something is missing."""
     models = downloaded()
     width = max(map(len, models), default=0)
-    for name, found in sorted(models.items()):
-        rest = "" if any(_is_whole(one.snapshot_path) for one in found.revisions) else "  not all of it is here"
-        print(f"{name:{width}}  {found.size_on_disk / 1e9:9.3f} GB{rest}")
+    for name, repository in sorted(models.items()):
+        rest = "" if any(_is_whole(one.snapshot_path) for one in repository.revisions) else "  not all of it is here"
+        print(f"{name:{width}}  {repository.size_on_disk / 1e9:9.3f} GB{rest}")
     note(f"downloaded models: {len(models)}, in {cache_folder()}")
     return 0
 

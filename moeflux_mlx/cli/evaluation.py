@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         return engine
 
     with Progress("reading", lines=True) as progress:
-        found = evaluate(
+        measured = evaluate(
             lambda: opens(options.model),
             text,
             against=None if options.against is None else lambda: opens(options.against),
@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> int:
             progress=progress.update,
         )
     if chart is not None:
-        chart.write_text(drawn(found, options), encoding="utf-8")
-    result = summary(found)
+        chart.write_text(drawn(measured, options), encoding="utf-8")
+    result = summary(measured)
     names = {"model": options.model or "demo", **({"against": options.against} if options.against else {})}
-    print("\n".join([*table(found, result), json.dumps({**names, **result}, ensure_ascii=False)]))
+    print("\n".join([*table(measured, result), json.dumps({**names, **result}, ensure_ascii=False)]))
     return 0
 
 
@@ -66,27 +66,27 @@ def read_text(name: str) -> str:
         raise RequestError(f"{path} is not UTF-8: byte {error.start} is invalid; give a text file") from None
 
 
-def summary(found: Measured) -> dict[str, Any]:
+def summary(measured: Measured) -> dict[str, Any]:
     """The figures by name, rounded to what they are good for."""
-    result: dict[str, Any] = {"tokens": found.tokens, "window": found.window, "foretold": int(found.nll.size)}
-    result["perplexity"] = float(f"{found.perplexity:.6g}")
-    result["perplexity_error"] = float(f"{found.error:.3g}")
-    if found.kl is None or found.reference_nll is None or found.same is None:
+    result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "foretold": int(measured.nll.size)}
+    result["perplexity"] = float(f"{measured.perplexity:.6g}")
+    result["perplexity_error"] = float(f"{measured.error:.3g}")
+    if measured.kl is None or measured.reference_nll is None or measured.same is None:
         return result
     return result | {
-        "perplexity_against": float(f"{perplexity(found.reference_nll):.6g}"),
-        "kl_mean": float(f"{found.kl.mean():.4g}"),
-        "kl_p99": float(f"{np.percentile(found.kl, 99):.4g}"),
-        "same_first_choice": float(f"{found.same.mean():.4g}"),
+        "perplexity_against": float(f"{perplexity(measured.reference_nll):.6g}"),
+        "kl_mean": float(f"{measured.kl.mean():.4g}"),
+        "kl_p99": float(f"{np.percentile(measured.kl, 99):.4g}"),
+        "same_first_choice": float(f"{measured.same.mean():.4g}"),
     }
 
 
-def table(found: Measured, result: dict[str, Any]) -> list[str]:
+def table(measured: Measured, result: dict[str, Any]) -> list[str]:
     rows = [
-        ("tokens", f"{found.tokens} in windows of {found.window}, {found.nll.size} foretold"),
+        ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} foretold"),
         ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
     ]
-    if found.kl is not None:
+    if measured.kl is not None:
         rows += [
             ("perplexity, against", f"{result['perplexity_against']:.4f}"),
             ("KL divergence, mean", f"{result['kl_mean']:.4g} nats"),
@@ -96,11 +96,11 @@ def table(found: Measured, result: dict[str, Any]) -> list[str]:
     return [f"{name:22}{value}" for name, value in rows]
 
 
-def drawn(found: Measured, options: argparse.Namespace) -> str:
+def drawn(measured: Measured, options: argparse.Namespace) -> str:
     """KL divergence by position in the window: mean and 99th percentile of neighbouring positions."""
-    assert found.kl is not None
-    edges = np.unique(np.linspace(1, found.place.max() + 1, BINS + 1).astype(int))
-    parts = [found.kl[(found.place >= a) & (found.place < b)] for a, b in zip(edges, edges[1:], strict=False)]
+    assert measured.kl is not None
+    edges = np.unique(np.linspace(1, measured.place.max() + 1, BINS + 1).astype(int))
+    parts = [measured.kl[(measured.place >= a) & (measured.place < b)] for a, b in zip(edges, edges[1:], strict=False)]
     lines = {"mean": [part.mean() for part in parts], "99th percentile": [np.percentile(part, 99) for part in parts]}
     names = f"{Path(options.model or 'demo').name} against {Path(options.against).name}"
     middles = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:], strict=False)]

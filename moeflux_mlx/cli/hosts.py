@@ -15,19 +15,19 @@ from .terminal import note
 
 PROBE = """
 import importlib.metadata as metadata, json, os, platform, sys
-found = {"machine": platform.machine(), "system": platform.system(), "python": platform.python_version()}
+facts = {"machine": platform.machine(), "system": platform.system(), "python": platform.python_version()}
 for name in ("moeflux-mlx", "mlx"):
     try:
-        found[name] = metadata.version(name)
+        facts[name] = metadata.version(name)
     except metadata.PackageNotFoundError:
-        found[name] = None
+        facts[name] = None
 path = os.path.expanduser(sys.argv[1]) if len(sys.argv) > 1 else ""
 files = {}
 for folder, _, names in os.walk(path):
     for name in names:
         files[os.path.relpath(os.path.join(folder, name), path)] = os.path.getsize(os.path.join(folder, name))
-found["files"] = files
-print(json.dumps(found))
+facts["files"] = files
+print(json.dumps(facts))
 """
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 SECONDS = 60.0
@@ -36,7 +36,7 @@ SHOULD_AGREE = ("mlx", "machine", "system")
 
 
 @dataclass(frozen=True)
-class Found:
+class HostReport:
     """What a host told of itself."""
 
     host: str
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     hosts = [host for host in options.hosts.split(",") if host]
     if len(hosts) < 2 or len(set(hosts)) != len(hosts):
         raise RequestError(f"--hosts {options.hosts} must name at least two machines, each once")
-    found = [look(host, options) for host in hosts]
-    check(found, options.model)
+    reports = [look(host, options) for host in hosts]
+    check(reports, options.model)
     addresses = options.ips.split(",") if options.ips else [host.rpartition("@")[2] for host in hosts]
     if len(addresses) != len(hosts):
         raise RequestError(f"--ips names {len(addresses)} addresses for {len(hosts)} hosts")
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def look(host: str, options: argparse.Namespace) -> Found:
+def look(host: str, options: argparse.Namespace) -> HostReport:
     """Asks one host. Raises RequestError: it does not answer, or not as it should."""
     remote = shlex.join([options.python, "-c", PROBE, *([options.model] if options.model else [])])
     try:
@@ -81,13 +81,13 @@ def look(host: str, options: argparse.Namespace) -> Found:
         files = {str(name): int(size) for name, size in facts.pop("files").items()}
     except (ValueError, IndexError, KeyError, AttributeError, TypeError):
         raise RequestError(f"{host} answered something else than was asked: {done.stdout[-80:]!r}") from None
-    return Found(host, facts, files)
+    return HostReport(host, facts, files)
 
 
-def check(found: Sequence[Found], model: str | None) -> None:
+def check(reports: Sequence[HostReport], model: str | None) -> None:
     """Raises RequestError: the hosts cannot run one model."""
-    first = found[0]
-    for one in found:
+    first = reports[0]
+    for one in reports:
         for name in MUST_AGREE:
             if one.facts.get(name) is None or one.facts.get(name) != first.facts.get(name):
                 theirs = one.facts.get(name) or "none"

@@ -24,18 +24,18 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, with the others; returns its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given and given[0] in COMMANDS:
-        return importlib.import_module(COMMANDS[given[0]][0]).main(given[1:])
-    if given == ["--version"]:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
+    if words == ["--version"]:
         print(f"moeflux-mlx {importlib.import_module('moeflux_mlx').__version__}")
         return 0
-    if given and given[0] not in ("-h", "--help"):
-        meant = did_you_mean(given[0], COMMANDS)
-        print(f"error: no command {given[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
+    if words and words[0] not in ("-h", "--help"):
+        meant = did_you_mean(words[0], COMMANDS)
+        print(f"error: no command {words[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
         return 2
     print(usage())
-    return 0 if given else 2
+    return 0 if words else 2
 
 
 def usage() -> str:

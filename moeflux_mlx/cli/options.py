@@ -239,10 +239,10 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
         "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
-    found = {reason: [name for name in names if name in given] for reason, names in idle.items()}
+    without_effect = {reason: [name for name in names if name in given] for reason, names in idle.items()}
     return [
         f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}"
-        for reason, names in found.items()
+        for reason, names in without_effect.items()
         if names
     ]
 

@@ -51,11 +51,11 @@ def run(options: argparse.Namespace) -> int:
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
-    elif is_remote(options.model) and isinstance(found := Remote.look_up_or_cached(options.model), Remote):
+    elif is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
-        args, layout, shapes = found.figures()
-        resident, lines, in_place = resident_bytes(shapes, dtype), [found.disk], found.in_place
+        args, layout, shapes = remote.figures()
+        resident, lines, in_place = resident_bytes(shapes, dtype), [remote.disk], remote.in_place
     else:
         weights = open_weights(resolve(options.model))
         weights.check_mode(expert_io)
@@ -118,7 +118,7 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
         rows.append(("experts", held, "" if plan.copied else "  mapped: in the system's cache of files"))
     total = plan.total - plan.copied + held
     rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
-    lines = [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{more}" for name, nbytes, more in rows)]
+    lines = [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{remark}" for name, nbytes, remark in rows)]
     if total > memory:
         lines.append(
             f"warning: {_gb(total - memory)} more than there is, so that mapped experts are read again and again; "

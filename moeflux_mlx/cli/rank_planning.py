@@ -120,8 +120,8 @@ def _busiest(experts: int, ranks: int, missing: float) -> float:
 
 def _where(disks: Sequence[int], single: Sequence[float], several: Sequence[float]) -> str:
     """The disks with which one machine takes no longer than several."""
-    found = [f"{disk / 1e9:g} GB/s" for disk, a, b in zip(disks, single, several, strict=True) if a <= b]
-    return f"with {', '.join(found)}" if found else "nowhere"
+    fast_enough = [f"{disk / 1e9:g} GB/s" for disk, a, b in zip(disks, single, several, strict=True) if a <= b]
+    return f"with {', '.join(fast_enough)}" if fast_enough else "nowhere"
 
 
 def _rate(seconds: float) -> str:

@@ -124,9 +124,9 @@ class Progress:
         """So much is done; how long the rest will take is told once there is something to judge by."""
         now = time.perf_counter()
         self._began = self._began or (now, done)
-        seconds, made = now - self._began[0], done - self._began[1]
-        left = seconds / made * (total - done) if made else 0.0
-        rest = f", {duration(left)} left" if seconds >= JUDGED_FROM and made else ""
+        seconds, advanced = now - self._began[0], done - self._began[1]
+        left = seconds / advanced * (total - done) if advanced else 0.0
+        rest = f", {duration(left)} left" if seconds >= JUDGED_FROM and advanced else ""
         amount = f"{done / 1e9:.1f}/{total / 1e9:.1f} GB" if self.of_bytes else f"{done}/{total} tokens"
         self._show(f"{self.label} {amount}{rest}")
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype
 from ..engine.remote import Remote, is_remote
-from ..engine.tiles import default_file, gpu_name, keep, read_found
+from ..engine.tiles import default_file, gpu_name, keep, read_entries
 from ..engine.tuning import Result, Shapes, crew, kept, samples
 from ..engine.weights import open_weights
 from ..errors import RequestError
@@ -49,9 +49,9 @@ def find(options: argparse.Namespace, file: Path) -> None:
     spots, results = list(samples(shapes)), list[Result]()
     with (
         tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar,
-        closing(crew(shapes, spots, 60 * options.minutes)) as found,
+        closing(crew(shapes, spots, 60 * options.minutes)) as search,
     ):
-        for result in found:
+        for result in search:
             results.append(result)
             keep(file, kept([result]), [result.spot])
             tqdm.write(line_of(result), file=sys.stdout)
@@ -69,8 +69,8 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
         quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
         return Shapes(args, ExpertLayout.from_args(args), quants, dtype)
     tensors: Mapping[str, mx.array]
-    if is_remote(options.model) and isinstance(found := Remote.look_up_or_cached(options.model), Remote):
-        args, layout, tensors = found.figures()
+    if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
+        args, layout, tensors = remote.figures()
     else:
         weights = open_weights(resolve(options.model))
         args, layout, tensors = weights.args, weights.experts.layout, weights.shapes
@@ -81,10 +81,10 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
 
 def line_of(result: Result) -> str:
     if result.best == result.code:
-        found = f"{spelled(result.code)} of the code stays"
+        verdict = f"{spelled(result.code)} of the code stays"
     else:
-        found = f"{spelled(result.best)}, {result.gain:.2f} times as fast as {spelled(result.code)}"
-    return f"{result.spot}: {1e6 * result.seconds:.1f} us a launch; {found}"
+        verdict = f"{spelled(result.best)}, {result.gain:.2f} times as fast as {spelled(result.code)}"
+    return f"{result.spot}: {1e6 * result.seconds:.1f} us a launch; {verdict}"
 
 
 def spelled(tile: Tile) -> str:
@@ -102,8 +102,8 @@ def shown(file: Path) -> list[str]:
     if not file.exists():
         return [f"there is no {file}; moeflux tune writes it"]
     lines = [f"{file}:"]
-    for found in read_found(file):
-        state = ", found with another MLX or other kernels: not used" if found.is_stale else ""
-        lines.append(f"{found.gpu}, MLX {found.mlx}{state}")
-        lines += [f"  {spot}: {spelled(tile)}" for spot, tile in sorted(found.tiles.items())]
+    for entry in read_entries(file):
+        state = ", found with another MLX or other kernels: not used" if entry.is_stale else ""
+        lines.append(f"{entry.gpu}, MLX {entry.mlx}{state}")
+        lines += [f"  {spot}: {spelled(tile)}" for spot, tile in sorted(entry.tiles.items())]
     return lines

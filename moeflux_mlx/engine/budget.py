@@ -26,7 +26,7 @@ from ..ops.gpu_time import block_size
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import KVCache, make_cache, uncut_bytes
+from ..state.cache import KVCache, make_cache, untrimmable_bytes
 from ..state.layer_cache import FLOAT_BYTES
 from .machine import WORKING_SET_SHARE, Figures
 
@@ -498,7 +498,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     grows, or all experts' outputs and the waves under way.
     """
     span = min(sizes.span, context)
-    streams = 5 * span * args.hidden_size * demand.itemsize + uncut_bytes(args.mixers, demand.itemsize)
+    streams = 5 * span * args.hidden_size * demand.itemsize + untrimmable_bytes(args.mixers, demand.itemsize)
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
     block += max(make_cache(mixer).bytes_for(context, demand.itemsize) for mixer in args.mixers)
     return streams + max(block, _experts_bytes(args, layout, demand, span))

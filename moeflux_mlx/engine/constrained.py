@@ -35,8 +35,8 @@ def make_constraint(mask: TokenMask) -> LogitsProcessor:
             mask.consume(token)
         known = len(tokens)
         allowed = np.zeros(logits.shape[-1], bool)
-        given = mask.allowed()[: len(allowed)]
-        allowed[: len(given)] = given
+        by_mask = mask.allowed()[: len(allowed)]
+        allowed[: len(by_mask)] = by_mask
         logits = logits.astype(mx.float32)
         redirected = mask.redirected()
         if redirected is not None:

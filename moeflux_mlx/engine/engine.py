@@ -86,10 +86,10 @@ class Engine:
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
-        given = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
+        settings = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
         if self.lead is not None:
-            return LeadSession(self.lead, self.model, self.tokenizer, **given)
-        return Session(self.model, self.tokenizer, **given)
+            return LeadSession(self.lead, self.model, self.tokenizer, **settings)
+        return Session(self.model, self.tokenizer, **settings)
 
 
 @within_limits()

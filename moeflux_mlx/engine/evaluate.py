@@ -183,7 +183,7 @@ def _hidden(engine: Engine, ids: Sequence[int], window: int) -> Iterator[tuple[i
 
 
 def _measured(engine: Engine, ids: list[int], window: int, reference: Reference | None, progress: Progress) -> Measured:
-    head, before, found = Head.of(engine.model), 0, []
+    head, before, columns = Head.of(engine.model), 0, []
     passed = 0 if reference is None else len(ids)
     step = max(1, LOGITS_BYTES // (4 * engine.model.args.vocab_size))
     for done, hidden in _hidden(engine, ids, window):
@@ -192,19 +192,19 @@ def _measured(engine: Engine, ids: list[int], window: int, reference: Reference 
         for rows in (slice(start, start + step) for start in range(0, len(wanted), step)):
             chances = head.log_probabilities(hidden[rows])
             others = chances if reference is None or right is None else reference.head.log_probabilities(right[rows])
-            found.append(_columns(chances, others, mx.array(wanted[rows])))
+            columns.append(_columns(chances, others, mx.array(wanted[rows])))
         before = done
         progress(passed + done, passed + len(ids))
-    nll, other, kl, same = (np.concatenate(column) for column in zip(*found, strict=True))
+    nll, reference_nll, kl, same = (np.concatenate(column) for column in zip(*columns, strict=True))
     place = np.arange(len(ids)) % window
-    more = {} if reference is None else {"reference_nll": other, "kl": kl, "same": same}
-    return Measured(len(ids), window, nll, place[place > 0], **more)
+    against = {} if reference is None else {"reference_nll": reference_nll, "kl": kl, "same": same}
+    return Measured(len(ids), window, nll, place[place > 0], **against)
 
 
 def _columns(q: mx.array, p: mx.array, wanted: mx.array) -> list[np.ndarray]:
     """Of log-probabilities [N, vocab_size]: -log q and -log p of the `wanted` tokens, KL(p || q), same first choice."""
     places = wanted[:, None]
-    nll, other = (-mx.take_along_axis(chances, places, axis=1)[:, 0] for chances in (q, p))
+    nll, reference_nll = (-mx.take_along_axis(chances, places, axis=1)[:, 0] for chances in (q, p))
     kl = mx.sum(mx.exp(p) * (p - q), axis=-1)
     same = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
-    return [*(np.array(one, np.float64) for one in (nll, other, kl)), np.array(same)]
+    return [*(np.array(one, np.float64) for one in (nll, reference_nll, kl)), np.array(same)]

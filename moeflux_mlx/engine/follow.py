@@ -20,7 +20,7 @@ from ..state.prompt_store import Candidate
 from ..state.snapshot import Stateful, load_state
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .orders import Order, Told, hear
+from .orders import Order, ReceivedOrder, receive_order
 from .session import Reuse, Session
 
 
@@ -63,20 +63,20 @@ class FollowSession(Session):
         return FollowSession(self.exchange, self.model, self.tokenizer, **options)
 
     def _chosen(self, logprobs: mx.array) -> mx.array:
-        told = self._expected(Order.GO, Order.END)
-        check_vocabulary(told.values[0], self.model.args.vocab_size)
-        self.is_last = told.order is Order.END
-        return mx.array([told.values[0]], mx.uint32)
+        received = self._expected(Order.GO, Order.END)
+        check_vocabulary(received.values[0], self.model.args.vocab_size)
+        self.is_last = received.order is Order.END
+        return mx.array([received.values[0]], mx.uint32)
 
-    def _expected(self, *orders: Order) -> Told:
+    def _expected(self, *orders: Order) -> ReceivedOrder:
         """Raises RankStopped: rank 0 could not go on. RankError: it said something else."""
-        told = hear(self.exchange)
-        if told.order is Order.SETTLE:
-            self._settled = bool(told.values[0])
+        received = receive_order(self.exchange)
+        if received.order is Order.SETTLE:
+            self._settled = bool(received.values[0])
             raise RankStopped("rank 0 stopped")
-        if told.order not in orders:
-            raise RankError(f"rank 0 ordered {told.order.name} in the midst of an answer; start all ranks again")
-        return told
+        if received.order not in orders:
+            raise RankError(f"rank 0 ordered {received.order.name} in the midst of an answer; start all ranks again")
+        return received
 
     @property
     def can_go_on(self) -> bool:
@@ -94,12 +94,12 @@ class FollowSession(Session):
         if self.store is None:
             super()._reuse(prompt)
             return
-        told = self._expected(Order.KNOWN, Order.STATE)
-        if told.order is Order.KNOWN:
+        received = self._expected(Order.KNOWN, Order.STATE)
+        if received.order is Order.KNOWN:
             super()._reuse(prompt)
             return
         shared = shared_length(self.tokens, prompt[:-1])
-        self.restore(prompt[: told.values[0]], told.payload, shared)
+        self.restore(prompt[: received.values[0]], received.payload, shared)
         self.reuse = Reuse(len(prompt), 0, len(self.tokens))
 
     def restore(self, tokens: list[int], state: bytes, shared: int) -> None:
@@ -130,38 +130,38 @@ class Follower:
         Raises:
             RankError: a rank is gone or out of step.
         """
-        while (told := hear(self.exchange)).order is not Order.QUIT:
-            self._do(told)
-        return told.values[0]
+        while (received := receive_order(self.exchange)).order is not Order.QUIT:
+            self._do(received)
+        return received.values[0]
 
-    def _do(self, told: Told) -> None:
-        number = told.values[0]
-        match told.order:
+    def _do(self, received: ReceivedOrder) -> None:
+        number = received.values[0]
+        match received.order:
             case Order.NEW:
-                self.sessions[number] = self._new(told)
+                self.sessions[number] = self._new(received)
             case Order.DROP:
                 self.sessions.pop(number, None)
             case Order.REWIND:
-                self._session(number).rewind(told.values[1])
+                self._session(number).rewind(received.values[1])
             case Order.KEEP:
                 self._session(number).keep()
             case Order.FORK:
-                self.sessions[told.values[1]] = cast(FollowSession, self._session(number).fork(told.values[2]))
+                self.sessions[received.values[1]] = cast(FollowSession, self._session(number).fork(received.values[2]))
             case Order.LOAD:
-                tokens, state = told.tokens(told.values[1])
+                tokens, state = received.tokens(received.values[1])
                 self._session(number).restore(tokens, state, 0)
             case Order.RESPOND:
-                self._respond(told)
+                self._respond(received)
             case _:
-                raise RankError(f"rank 0 ordered {told.order.name} between two answers; start all ranks again")
+                raise RankError(f"rank 0 ordered {received.order.name} between two answers; start all ranks again")
 
     def _session(self, number: int) -> FollowSession:
         if number not in self.sessions:
             raise RankError(f"rank 0 goes on with session {number}, which this rank does not have; start all again")
         return self.sessions[number]
 
-    def _new(self, told: Told) -> FollowSession:
-        _, nbytes, every, span, block, stored, *_ = told.values
+    def _new(self, received: ReceivedOrder) -> FollowSession:
+        _, nbytes, every, span, block, stored, *_ = received.values
         return FollowSession(
             self.exchange,
             self.model,
@@ -173,9 +173,9 @@ class Follower:
             prefill_step_size=block or None,
         )
 
-    def _respond(self, told: Told) -> None:
-        session = self._session(told.values[0])
-        prompt, rest = told.tokens(told.values[1])
+    def _respond(self, received: ReceivedOrder) -> None:
+        session = self._session(received.values[0])
+        prompt, rest = received.tokens(received.values[1])
         try:
             session.follow(prompt, np.frombuffer(rest, np.uint32).tolist())
         except RankStopped:

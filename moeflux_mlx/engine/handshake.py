@@ -128,27 +128,27 @@ def agree(exchange: Exchange, own: Settings | None) -> Agreement:
         RankError: something differs that must not; every rank gets the same message.
     """
     words = np.array([0 if own is None else getattr(own, name) for name in NAMES], np.uint32)
-    told = exchange(SETTINGS, words, flag=FINE if own else FAILED)
-    if (failed := told.first(FAILED)) is not None:
+    gathered = exchange(SETTINGS, words, flag=FINE if own else FAILED)
+    if (failed := gathered.first(FAILED)) is not None:
         raise RankError(f"rank {failed} cannot take part; its own message says why")
-    found = [Settings(*row) for row in told.words.tolist()]
-    _check(found)
-    unlike = [name for name in MAY_DIFFER if len({getattr(one, name) for one in found}) > 1]
-    what = " and ".join(MAY_DIFFER[name] for name in unlike)
-    note = f"note: the ranks have different {what}; all use rank 0's choice of experts" if unlike else ""
+    settings = [Settings(*row) for row in gathered.words.tolist()]
+    _check(settings)
+    unlike = [name for name in MAY_DIFFER if len({getattr(one, name) for one in settings}) > 1]
+    differing = " and ".join(MAY_DIFFER[name] for name in unlike)
+    note = f"note: the ranks have different {differing}; all use rank 0's choice of experts" if unlike else ""
     return Agreement(
-        min(one.span for one in found),
-        min(one.block for one in found),
-        bool(unlike) or any(one.shares_routing for one in found),
+        min(one.span for one in settings),
+        min(one.block for one in settings),
+        bool(unlike) or any(one.shares_routing for one in settings),
         note,
-        tuple(one.slots for one in found) if all(one.slots for one in found) else (),
+        tuple(one.slots for one in settings) if all(one.slots for one in settings) else (),
     )
 
 
-def _check(found: Sequence[Settings]) -> None:
-    for rank, one in enumerate(found):
+def _check(settings: Sequence[Settings]) -> None:
+    for rank, one in enumerate(settings):
         for name, remedy in REMEDIES.items():
-            theirs, first = getattr(one, name), getattr(found[0], name)
+            theirs, first = getattr(one, name), getattr(settings[0], name)
             if theirs != first:
                 figures = f" ({theirs}, and rank 0 {first})" if name == "context" else ""
                 raise RankError(f"rank {rank} has another {name} than rank 0{figures}; {remedy}")
@@ -166,10 +166,10 @@ def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
     if length > MOST_TILES:
         raise RankError(f"rank 0 tells {4 * length} bytes of tiles; {REMEDIES['package']}")
     words = np.frombuffer(text, np.uint32)
-    told = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
-    if told == text:
+    gathered = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
+    if gathered == text:
         return own
     try:
-        return Tiles(parse_tiles(json.loads(told)))
+        return Tiles(parse_tiles(json.loads(gathered)))
     except (TypeError, ValueError, AttributeError) as error:
         raise RankError(f"rank 0's tiles cannot be used here: {error}; {REMEDIES['package']}") from None

@@ -43,16 +43,16 @@ def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | No
         if asked is not None and asked != "mpi":
             raise RequestError(f"--backend {asked} needs MLX_RANK; start all ranks with mlx.launch, or set it by hand")
         return "mpi" if by_mpi else None
-    found = [backend for backend, name in VARIABLES.items() if name in environ] + (["mpi"] if by_mpi else [])
-    if asked is not None and asked in found:
+    backends = [backend for backend, name in VARIABLES.items() if name in environ] + (["mpi"] if by_mpi else [])
+    if asked is not None and asked in backends:
         return asked
-    if asked is None and len(found) == 1:
-        return found[0]
+    if asked is None and len(backends) == 1:
+        return backends[0]
     needs = ", ".join(f"{name} ({backend})" for backend, name in VARIABLES.items())
-    if not found or asked is not None:
+    if not backends or asked is not None:
         wanted = f"--backend {asked} needs {VARIABLES.get(asked, 'an MPI launcher')}" if asked else f"one of {needs}"
         raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but what it is the rank of is not set: {wanted}")
-    raise RequestError(f"the environment arranges {' and '.join(found)}; choose one with --backend")
+    raise RequestError(f"the environment arranges {' and '.join(backends)}; choose one with --backend")
 
 
 def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Watched | None":

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..experts.routing import Report, Routing, unheard
+from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Delta, Dense, GroupedQuery
 from ..model.decoder import feed_forward_of, mixer_of
@@ -73,10 +73,10 @@ class Noted(Tiles):
         """Inside, kernels and native forms compute nothing."""
         stack = ExitStack()
         stack.enter_context(using(self))
-        stack.enter_context(launch.standing_in(self._kernel))
+        stack.enter_context(launch.using_build(self._kernel))
         stack.enter_context(np.errstate(all="ignore"))  # what is not computed is any number
         if native.available():
-            stack.enter_context(native.standing_in(Extension(self.runs)))
+            stack.enter_context(native.using_kernels(Extension(self.runs)))
         return stack
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
@@ -122,7 +122,7 @@ class SomeExperts:
         shape = experts if is_resident else top_k, record.stride // 4
         self.array, self.memory = Records(mx.zeros(shape, mx.uint32), record), np.zeros(shape, np.uint32)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         here = isinstance(x, np.ndarray)
         records = Records(self.memory, self.array.record) if here else self.array
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
@@ -168,7 +168,7 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
         for title, experts in _experts(part, record, args.num_experts_per_tok):
             module = feed_forward_of(part, args.hidden_size, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, lambda x, module=module: module.add_to(x, norm)  # type: ignore[misc]
+            yield title, layers, lambda x, module=module: module.forward(x, norm)  # type: ignore[misc]
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get("lm_head"), shapes.dtype)
     yield "lm_head", (), lambda x: head(norm(x[:, -1:] if x.shape[1] > MAX_TOKENS else x))  # a prompt's last token's

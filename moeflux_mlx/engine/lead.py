@@ -20,7 +20,7 @@ from ..state.prompt_file import PromptHeader
 from ..state.snapshot import save_state
 from ..text.tokenizer import TokenizerWrapper
 from .generation import GenerationResponse, Responses, check_max_tokens, checked_prompt
-from .orders import Order, tell
+from .orders import Order, send_order
 from .sampling import Sampler, make_sampler
 from .session import Session
 
@@ -44,19 +44,19 @@ class Lead:
         self.lock = threading.RLock()
         self.numbers = itertools.count()
         self._end, self._dropped = end, list[int]()
-        self._told, self._over = time.monotonic(), threading.Event()
+        self._last_sent, self._over = time.monotonic(), threading.Event()
         self._idle = threading.Thread(target=self._keep_asleep, name="ranks-idle", daemon=True)
         self._idle.start()
 
-    def tell(self, order: Order, *values: int, payload: bytes = b"", shares: bool = False) -> None:
+    def send(self, order: Order, *values: int, payload: bytes = b"", shares: bool = False) -> None:
         """Gives an order; one that `shares` the work takes the others into the model."""
         with self.lock:
             if order in (Order.NEW, Order.RESPOND):  # between two answers
                 while self._dropped:
-                    tell(self.exchange, Order.DROP, self._dropped.pop())
+                    send_order(self.exchange, Order.DROP, self._dropped.pop())
             self.is_shared = self.is_shared or shares
-            tell(self.exchange, order, *values, payload=payload)
-            self._told = time.monotonic()
+            send_order(self.exchange, order, *values, payload=payload)
+            self._last_sent = time.monotonic()
 
     def forget(self, number: int) -> None:
         """The session will be dropped at the next order; may be called anywhere."""
@@ -67,7 +67,7 @@ class Lead:
         self._over.set()
         with self.lock:
             if not self.exchange.is_broken and not self.is_shared:
-                tell(self.exchange, Order.QUIT, code)
+                send_order(self.exchange, Order.QUIT, code)
                 self.exchange.is_broken = True
         self._idle.join(PARTING_SECONDS)  # while a thread holds on to MPI's group, MLX does not take leave of it
 
@@ -81,12 +81,12 @@ class Lead:
             with self.lock:
                 if self._over.is_set() or self.exchange.is_broken or self.is_shared:
                     continue
-                if time.monotonic() - self._told < nap:
+                if time.monotonic() - self._last_sent < nap:
                     nap = SHORTEST_NAP
                     continue
                 nap = min(2 * nap, LONGEST_NAP)
                 try:
-                    tell(self.exchange, Order.IDLE, int(nap * 1000))
+                    send_order(self.exchange, Order.IDLE, int(nap * 1000))
                 except RankError as error:
                     self._end(str(error))
 
@@ -99,7 +99,7 @@ class LeadSession(Session):
         self.lead, self.number = lead, next(lead.numbers)
         self._waits = False  # whether the others wait for a token of this session
         sizes = self.points.max_bytes, self.checkpoint_every, self.span or 0, self.prefill_step_size or 0
-        lead.tell(Order.NEW, self.number, *sizes, self.store is not None)
+        lead.send(Order.NEW, self.number, *sizes, self.store is not None)
         weakref.finalize(self, lead.forget, self.number).atexit = False
 
     def sync(self, *_: Any, **__: Any) -> NoReturn:
@@ -139,13 +139,13 @@ class LeadSession(Session):
                 steps.close()
                 if self._waits and not self.lead.exchange.is_broken:
                     self._waits = False
-                    self.lead.tell(Order.END, values[0])
+                    self.lead.send(Order.END, values[0])
 
     def _step(self, steps: Responses, order: Order, *values: int, payload: bytes = b"") -> GenerationResponse:
         """The next response, together with the others."""
         with self.lead.lock:
             self.lead.exchange.has_ended = False
-            self.lead.tell(order, *values, payload=payload, shares=True)
+            self.lead.send(order, *values, payload=payload, shares=True)
             self._waits = False
             return next(steps)
 
@@ -180,7 +180,7 @@ class LeadSession(Session):
             return
         self.lead.is_shared = False
         if not self.lead.exchange.is_broken:
-            self.lead.tell(Order.SETTLE, keep_half)
+            self.lead.send(Order.SETTLE, keep_half)
             super()._agree_again(keep_half)
 
     def _reuse(self, prompt: list[int]) -> None:
@@ -191,25 +191,25 @@ class LeadSession(Session):
         super()._reuse(prompt)
         self.lead.is_shared = True
         if self.reuse.disk:
-            self.lead.tell(Order.STATE, len(self.tokens), payload=save_state(self.model, self.cache))
+            self.lead.send(Order.STATE, len(self.tokens), payload=save_state(self.model, self.cache))
         else:
-            self.lead.tell(Order.KNOWN)
+            self.lead.send(Order.KNOWN)
 
     def keep(self) -> None:
-        self.lead.tell(Order.KEEP, self.number)
+        self.lead.send(Order.KEEP, self.number)
         super().keep()
 
     def fork(self, length: int) -> Session:
         with self.lead.lock:
             other = cast(LeadSession, super().fork(length))
-            self.lead.tell(Order.FORK, self.number, other.number, length)
+            self.lead.send(Order.FORK, self.number, other.number, length)
         return other
 
     def _blank(self, **options: Any) -> Session:
         return LeadSession(self.lead, self.model, self.tokenizer, **options)
 
     def rewind(self, length: int) -> int:
-        self.lead.tell(Order.REWIND, self.number, length)
+        self.lead.send(Order.REWIND, self.number, length)
         return super().rewind(length)
 
     def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
@@ -222,5 +222,5 @@ class LeadSession(Session):
             header = super().load(path, fingerprint)
             tokens = b"".join(n.to_bytes(4, "little") for n in self.tokens)
             state = save_state(self.model, self.cache)
-            self.lead.tell(Order.LOAD, self.number, len(self.tokens), payload=tokens + state)
+            self.lead.send(Order.LOAD, self.number, len(self.tokens), payload=tokens + state)
         return header

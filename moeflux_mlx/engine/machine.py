@@ -137,22 +137,22 @@ def group_limits(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    limits = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            found += _limits(groups, path, "memory.max")
+            limits += _limits(groups, path, "memory.max")
         elif "memory" in controllers.split(","):
-            found += _limits(groups / "memory", path, "memory.limit_in_bytes")
-    return found
+            limits += _limits(groups / "memory", path, "memory.limit_in_bytes")
+    return limits
 
 
 def _limits(root: Path, path: str, name: str) -> list[int]:
-    found, folder = [], root / path.lstrip("/")
+    limits, folder = [], root / path.lstrip("/")
     for place in [folder, *folder.parents]:
         if place == root or root in place.parents:
-            found += _read_limit(place / name)
-    return found
+            limits += _read_limit(place / name)
+    return limits
 
 
 def _read_limit(file: Path) -> list[int]:

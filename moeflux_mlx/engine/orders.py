@@ -47,7 +47,7 @@ class Order(IntEnum):
 
 
 @dataclass(frozen=True)
-class Told:
+class ReceivedOrder:
     """An order as it arrived."""
 
     order: Order
@@ -65,7 +65,7 @@ class Told:
         return np.frombuffer(self.payload, np.uint32, count).tolist(), self.payload[count * 4 :]
 
 
-def tell(exchange: Exchange, order: Order, *values: int, payload: bytes = b"") -> None:
+def send_order(exchange: Exchange, order: Order, *values: int, payload: bytes = b"") -> None:
     """Rank 0 gives an order. Raises RankError: a process is gone, or out of step."""
     sent = np.zeros(2 + VALUES, np.uint64)
     sent[0], sent[1], sent[2 : 2 + len(values)] = order, len(payload), values
@@ -75,7 +75,7 @@ def tell(exchange: Exchange, order: Order, *values: int, payload: bytes = b"") -
         exchange(PAYLOAD, words[start : start + PIECE_WORDS])
 
 
-def hear(exchange: Exchange) -> Told:
+def receive_order(exchange: Exchange) -> ReceivedOrder:
     """Any other rank waits for an order, asleep while there is none.
 
     Raises:
@@ -83,12 +83,12 @@ def hear(exchange: Exchange) -> Told:
     """
     empty = np.zeros(2 * (2 + VALUES), np.uint32)
     while True:
-        found = np.ascontiguousarray(exchange(ORDER, empty).words[0]).view(np.uint64)
-        number, nbytes, values = int(found[0]), int(found[1]), tuple(found[2:].tolist())
+        fields = np.ascontiguousarray(exchange(ORDER, empty).words[0]).view(np.uint64)
+        number, nbytes, values = int(fields[0]), int(fields[1]), tuple(fields[2:].tolist())
         if number not in set(Order) or nbytes > MOST_BYTES:
             raise RankError(f"rank 0 ordered {number} with {nbytes} bytes, which nobody knows; start all ranks again")
         if number != Order.IDLE:
-            return Told(Order(number), values, _payload(exchange, nbytes))
+            return ReceivedOrder(Order(number), values, _payload(exchange, nbytes))
         time.sleep(min(values[0], 1000) / 1000 * NAP_SHARE)
 
 

@@ -12,7 +12,7 @@ from ..experts.dealing import Dealing
 from ..experts.group import FAILED, FINE, Exchange
 from ..experts.ranks import RankedExperts
 from ..experts.source import ExpertLoader
-from ..formats.owners import Owners, Share
+from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.tiles import Tiles
@@ -84,9 +84,9 @@ class Party:
             flag = FAILED
             raise
         finally:
-            told = exchange(READY, np.zeros(1, np.uint32), flag=flag)
+            gathered = exchange(READY, np.zeros(1, np.uint32), flag=flag)
             allow(exchange.group, before)
-        if (failed := told.first(FAILED)) is not None:
+        if (failed := gathered.first(FAILED)) is not None:
             raise RankError(f"rank {failed} could not load the model; its own message says why")
 
 
@@ -128,7 +128,7 @@ def meet(
     most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
     own = replace(layout, num_experts=most)
     try:
-        weights.check_held(Share(owners, rank))
+        weights.check_held(RankShare(owners, rank))
         planned = plan(own, demand)
         settings = Settings(
             **digests(weights.fingerprint(mx.float32), dtype),
@@ -143,10 +143,10 @@ def meet(
         with suppress(RankError):  # which tells the others; what is said here is why
             agree(exchange, None)
         raise
-    found = agree(exchange, settings)
-    if found.note:
-        ranks.say(found.note)
-    planned = plan(own, replace(demand, context=planned.context, span=found.span, prefill_step_size=found.block))
-    slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + found.span / SLOW_TOKENS
+    agreed = agree(exchange, settings)
+    if agreed.note:
+        ranks.say(agreed.note)
+    planned = plan(own, replace(demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block))
+    slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + agreed.span / SLOW_TOKENS
     allow(exchange.group, LEAST_SECONDS + slow if ranks.seconds is None else ranks.seconds)
-    return Party(ranks, owners, found.shares_routing, share_tiles(exchange, tiles), found.slots), planned
+    return Party(ranks, owners, agreed.shares_routing, share_tiles(exchange, tiles), agreed.slots), planned

@@ -147,8 +147,8 @@ def fetch(name: str, revision: str | None = None) -> Path:
     Raises:
         NotPackedError, ModelFileError: as `Remote.look_up` and `Remote.download`.
     """
-    found = Remote.look_up_or_cached(name, revision)
-    return found if isinstance(found, Path) else found.download()
+    model = Remote.look_up_or_cached(name, revision)
+    return model if isinstance(model, Path) else model.download()
 
 
 def _is_model(folder: Path) -> bool:

@@ -201,9 +201,9 @@ def _repetition_penalty(penalty: float, context_size: int) -> LogitsProcessor:
             return logits
         recent = mx.array(tokens[-context_size:])
         recent = mx.broadcast_to(recent, (*logits.shape[:-1], recent.size))
-        found = mx.take_along_axis(logits, recent, axis=-1)
-        found = mx.where(found < 0, found * penalty, found / penalty)
-        return mx.put_along_axis(logits, recent, found, axis=-1)
+        recent_logits = mx.take_along_axis(logits, recent, axis=-1)
+        recent_logits = mx.where(recent_logits < 0, recent_logits * penalty, recent_logits / penalty)
+        return mx.put_along_axis(logits, recent, recent_logits, axis=-1)
 
     return penalise
 

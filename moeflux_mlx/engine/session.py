@@ -18,7 +18,7 @@ from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows
-from ..state.cache import Cache, uncut_bytes
+from ..state.cache import Cache, untrimmable_bytes
 from ..state.fingerprint import Fingerprint
 from ..state.layer_cache import Pair
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
@@ -118,7 +118,7 @@ class Session:
         """
         prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
         try:
-            return self._sync(prompt, boundaries, prompt_progress_callback or _unheard)
+            return self._sync(prompt, boundaries, prompt_progress_callback or _ignore_progress)
         except BaseException as error:
             self._recover(error)
             raise
@@ -151,7 +151,7 @@ class Session:
         """
         prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
         check_max_tokens(generation.get("max_tokens", 256))
-        report = prompt_progress_callback or _unheard
+        report = prompt_progress_callback or _ignore_progress
         start, read = time.perf_counter(), self._bytes_read()
         try:
             logits = self._sync(prompt, boundaries, report)
@@ -343,7 +343,7 @@ class Session:
 
     def _state_bytes(self) -> int:
         """Of the layers that cannot be cut."""
-        return uncut_bytes(self.model.args.mixers, self.model.activation_dtype.size)
+        return untrimmable_bytes(self.model.args.mixers, self.model.activation_dtype.size)
 
     def _drop_half(self) -> None:
         if self._half is not None:
@@ -441,5 +441,5 @@ def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
     return cut
 
 
-def _unheard(done: int, total: int) -> None:
+def _ignore_progress(done: int, total: int) -> None:
     """Told of progress that nobody wants to hear of."""

@@ -31,7 +31,7 @@ NAMES = {field.name for field in fields(Tile)}
 
 
 @dataclass(frozen=True)
-class Found:
+class Entry:
     """What was found on one GPU: with which MLX and which kernels, and the tiles by spot."""
 
     gpu: str
@@ -93,20 +93,20 @@ def choose(option: str | Path) -> Tiles:
 def _usable(file: Path) -> Tiles:
     """Those of this GPU, with a warning where there is something that cannot be used."""
     try:
-        found = next((one for one in read_found(file) if one.gpu == gpu_name()), None)
+        entry = next((one for one in read_entries(file) if one.gpu == gpu_name()), None)
     except ModelFileError as error:
         warnings.warn(f"{error}; the code's tiles are used, {REMEDY}", MoefluxWarning, stacklevel=3)
         return CODE
-    if found is None:
+    if entry is None:
         return CODE
-    if found.is_stale:
+    if entry.is_stale:
         message = f"the tiles in {file} were found with another MLX or other kernels and are not used; {REMEDY}"
         warnings.warn(message, MoefluxWarning, stacklevel=3)
         return CODE
-    return Tiles(found.tiles)
+    return Tiles(entry.tiles)
 
 
-def read_found(file: Path) -> list[Found]:
+def read_entries(file: Path) -> list[Entry]:
     """Everything in a file of tiles.
 
     Raises:
@@ -117,16 +117,16 @@ def read_found(file: Path) -> list[Found]:
     if held.get("version") != VERSION or not isinstance(rows, list):
         raise ModelFileError(f"{file} is not a file of tiles that this version wrote")
     try:
-        return [_found(row) for row in rows]
+        return [_entry(row) for row in rows]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ModelFileError(f"{file} is damaged: {error}") from None
 
 
-def _found(row: Any) -> Found:
+def _entry(row: Any) -> Entry:
     names = {name: row[name] for name in ("gpu", "mlx", "kernels")}
     if not all(isinstance(name, str) for name in names.values()):
         raise ValueError("a name is no text")
-    return Found(**names, tiles=parse_tiles(row["tiles"]))
+    return Entry(**names, tiles=parse_tiles(row["tiles"]))
 
 
 def parse_tiles(tiles: Any) -> dict[str, Tile]:
@@ -135,11 +135,11 @@ def parse_tiles(tiles: Any) -> dict[str, Tile]:
     Raises:
         ValueError, TypeError, AttributeError: they are none that a kernel can have.
     """
-    made = {spot: Tile(**values) for spot, values in tiles.items()}
-    for spot, tile in made.items():
+    parsed = {spot: Tile(**values) for spot, values in tiles.items()}
+    for spot, tile in parsed.items():
         if not is_usable(spot.partition(" ")[0], tile):
             raise ValueError(f"{spot} cannot have the tile {tile}")
-    return made
+    return parsed
 
 
 def tiles_json(tiles: Mapping[str, Tile]) -> dict[str, dict[str, int]]:
@@ -153,15 +153,15 @@ def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
     What the file has for other spots and other GPUs stays, if it can be used. The file appears whole or not at all.
     """
     try:
-        before = read_found(file) if file.exists() else []
+        before = read_entries(file) if file.exists() else []
     except ModelFileError:
         before = []
     own = next((one for one in before if one.gpu == gpu_name() and not one.is_stale), None)
     old = {} if own is None else dict(own.tiles)
     for spot in spots:
         old.pop(spot, None)
-    made = Found(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
-    rows = [*(one for one in before if one.gpu != made.gpu), made]
-    found = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
+    entry = Entry(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
+    rows = [*(one for one in before if one.gpu != entry.gpu), entry]
+    entries = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, [json.dumps({"version": VERSION, "found": found}, indent=1).encode()])
+    replace_file(file, [json.dumps({"version": VERSION, "found": entries}, indent=1).encode()])

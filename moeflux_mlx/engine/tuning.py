@@ -26,7 +26,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import RequestError
-from ..experts.routing import Report, Routing, unheard
+from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..model.decoder import DecoderLayer
 from ..model.layers import Linear, Weight
@@ -36,7 +36,7 @@ from ..ops import backend
 from ..ops.dequantize import dequantized_records
 from ..ops.experts import Records, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.launch import Input, Launch, Piece, Reason
+from ..ops.launch import ArrayPiece, Input, Launch, Reason
 from ..ops.tiles import CODE, MAX_TOKENS, TILES, Tile, Tiles, neighbours, spot_of, using
 from ..quant import E8M0, Quant
 from ..spec import ModelArgs
@@ -178,7 +178,7 @@ class TrialExperts:
         self.count = count
         self.records = random_records(record, count)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = unheard) -> Any:
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
             return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
@@ -252,10 +252,10 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    found: Any = module
+    part: Any = module
     for name in filter(None, path.split(".")):
-        found = found[int(name)] if isinstance(found, list) else getattr(found, name)
-    return found
+        part = part[int(name)] if isinstance(part, list) else getattr(part, name)
+    return part
 
 
 def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
@@ -290,10 +290,10 @@ def random_records(record: Record, count: int) -> Records:
     parts: list[mx.array] = []
     for projection in record.projections:
         kind = DTYPES[projection.fields[1].dtype]
-        made = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
+        arrays = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
         if projection.bias is not None:
-            made.append(mx.zeros((count, projection.rows), DTYPES[projection.bias.dtype]))
-        parts += [part.reshape(count, -1).view(mx.uint32) for part in made]
+            arrays.append(mx.zeros((count, projection.rows), DTYPES[projection.bias.dtype]))
+        parts += [part.reshape(count, -1).view(mx.uint32) for part in arrays]
     parts.append(mx.zeros((count, (record.stride - record.size) // 4), mx.uint32))
     return Records(mx.concatenate(parts, axis=1), record)
 
@@ -324,11 +324,11 @@ class Trial:
         mx.eval(poison)
         del poison  # its memory is used again: what a launch does not write is no value of an earlier one
         try:
-            made = self._launch(tile)(*self._sample.inputs)
-            mx.eval(made)
+            outputs = self._launch(tile)(*self._sample.inputs)
+            mx.eval(outputs)
         except (RuntimeError, ValueError):  # it does not build, or takes more registers or threads than there are
             return False
-        return all(difference(got, want) <= BOUND for got, want in zip(made, self.wanted, strict=True))
+        return all(difference(got, want) <= BOUND for got, want in zip(outputs, self.wanted, strict=True))
 
     def _launch(self, tile: Tile | None) -> Launch:
         with using(CODE if tile is None else Tiles({self._spot: tile})):
@@ -362,11 +362,11 @@ class Bench(Trial):
         launch, at, last = self._launch(tile), self._next, None
         ends: list[mx.array] = []
         for inputs in itertools.islice(itertools.cycle(self._copies), count):
-            given = list(inputs)
+            arrays = list(inputs)
             if at is not None:
-                like = cast(mx.array, given[at])
-                given[at] = like + start.astype(like.dtype) if last is None else _shaped(last, like)
-            last = launch(*given)[0]
+                like = cast(mx.array, arrays[at])
+                arrays[at] = like + start.astype(like.dtype) if last is None else _shaped(last, like)
+            last = launch(*arrays)[0]
             if at is None:
                 ends.append(last.reshape(-1)[:1] * 1)
         return [start, *ends] if last is None or at is None else [last]
@@ -383,7 +383,7 @@ class Bench(Trial):
 
 def _large(inputs: Sequence[Input]) -> dict[int, mx.array]:
     """The large arrays that inputs are or lie in, each once."""
-    arrays = [given.whole if isinstance(given, Piece) else given for given in inputs]
+    arrays = [given.whole if isinstance(given, ArrayPiece) else given for given in inputs]
     return {id(array): array for array in arrays if isinstance(array, mx.array) and array.nbytes >= LARGE}
 
 
@@ -391,13 +391,13 @@ def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
     """The same inputs, in copies of what is large."""
     copies = {key: array * 1 for key, array in _large(inputs).items()}
     mx.eval(copies)
-    made: list[Input] = []
+    copied: list[Input] = []
     for given in inputs:
-        if isinstance(given, Piece):
-            made.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
+        if isinstance(given, ArrayPiece):
+            copied.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
         else:
-            made.append(copies.get(id(given), given))
-    return tuple(made)
+            copied.append(copies.get(id(given), given))
+    return tuple(copied)
 
 
 def _follows(outputs: Sequence[mx.array], inputs: Sequence[Input]) -> int | None:
@@ -419,8 +419,8 @@ def _shaped(out: mx.array, like: mx.array) -> mx.array:
 
 def difference(got: mx.array, want: mx.array) -> float:
     """The largest difference over the largest value; infinite where a value is none."""
-    found, meant = got.astype(mx.float32), want.astype(mx.float32)
-    error = cast(float, (mx.abs(found - meant).max() / mx.maximum(mx.abs(meant).max(), 1e-30)).item())
+    actual, expected = got.astype(mx.float32), want.astype(mx.float32)
+    error = cast(float, (mx.abs(actual - expected).max() / mx.maximum(mx.abs(expected).max(), 1e-30)).item())
     return error if error == error else float("inf")
 
 
@@ -461,11 +461,11 @@ class Result:
 
 
 def tune(
-    spots: Iterable[str], found: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
+    spots: Iterable[str], launches: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
 ) -> Generator[Result, None, None]:
-    """Searches `spots` in turn, whose launches are `found`."""
+    """Searches `spots` in turn, each with its sample of `launches`."""
     for spot in spots:
-        sample = found[spot]
+        sample = launches[spot]
         code, trial = TILES[backend.name()][sample.kernel], bench(spot, sample)
         best, gain = search(code, trial.around, trial.is_right, trial.seconds)
         yield Result(spot, code, best, gain, trial.seconds(best))
@@ -483,9 +483,9 @@ def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Resu
     context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork
     most = 1 if backend.name() == "metal" else min(PROCESSES, (os.cpu_count() or 2) // 2)
     count = max(1, min(most, machine_figures().memory // PROCESS_BYTES))
-    given = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
+    shared = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
     waiting, running = deque(spots), set[Future[Result]]()
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=given) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=shared) as pool:
         while True:
             while waiting and len(running) < count and time.monotonic() < end:
                 running.add(pool.submit(_search, waiting.popleft()))
@@ -500,8 +500,8 @@ _work: dict[str, Any] = {}  # of a process of the crew
 
 def _begin(args: ModelArgs, layout: ExpertLayout, quants: Mapping[str, Quant | None], dtype: str, turn: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
-    _work.update(found=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
+    _work.update(launches=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
 
 
 def _search(spot: str) -> Result:
-    return next(tune([spot], _work["found"], functools.partial(Bench, turn=_work["turn"])))
+    return next(tune([spot], _work["launches"], functools.partial(Bench, turn=_work["turn"])))

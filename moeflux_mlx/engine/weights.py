@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..files import user_path
-from ..formats.owners import Share
+from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..model.weights import read_resident
@@ -68,7 +68,7 @@ class Weights:
         """Whether only some of the experts are there."""
         return isinstance(self.experts, PackedExperts) and self.experts.share is not None
 
-    def check_held(self, wanted: Share | None) -> None:
+    def check_held(self, wanted: RankShare | None) -> None:
         """Raises ModelFileError: the directory does not hold the experts of `wanted`, or of a process that is alone."""
         if isinstance(self.experts, PackedExperts) and self.experts.share is not None:
             layout = self.experts.layout
@@ -95,8 +95,8 @@ def open_weights(path: Path) -> Weights:
     if _is_packed(path):
         args = ModelArgs.from_file(path)
         return Weights(path, args, PackedExperts.open(path, args), read_resident(path))
-    found = open_in_place(path)
-    return Weights(path, found.args, found.experts, found.shapes(), found)
+    in_place = open_in_place(path)
+    return Weights(path, in_place.args, in_place.experts, in_place.shapes(), in_place)
 
 
 def model_fingerprint(path: str | Path, dtype: mx.Dtype, cpu_activations: int = native.EXACT) -> Fingerprint:

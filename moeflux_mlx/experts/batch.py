@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from ..formats.pieces import Piece, Run
+from ..formats.pieces import FilePiece, Run
 
 RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # what the native code takes for each
 
@@ -51,8 +51,8 @@ class Queue:
         Returns:
             The bytes that came for runs whose pieces are in place, and the indices of the others.
         """
-        found: tuple[int, list[int]] = self._native.read(self._queue, files, target, scratch, numbers)
-        return found
+        nbytes, others = self._native.read(self._queue, files, target, scratch, numbers)
+        return nbytes, others
 
 
 def encode(runs: Sequence[Run], files: Mapping[Path, int]) -> bytes:
@@ -69,13 +69,13 @@ def encode(runs: Sequence[Run], files: Mapping[Path, int]) -> bytes:
 
 def decode(numbers: bytes, paths: Sequence[Path]) -> list[Run]:
     """The runs that `encode` wrote."""
-    found, runs, at = array("q", numbers), [], 0
-    while at < len(found):
-        file, first, _, needed, place, count = found[at : at + RUN_NUMBERS]
+    values, runs, at = array("q", numbers), [], 0
+    while at < len(values):
+        file, first, _, needed, place, count = values[at : at + RUN_NUMBERS]
         at += RUN_NUMBERS
         stop = at + PIECE_NUMBERS * count
-        some = [found[i : i + PIECE_NUMBERS] for i in range(at, stop, PIECE_NUMBERS)]
-        pieces = tuple([Piece(paths[file], first + start, length, goal) for start, goal, length in some])
+        some = [values[i : i + PIECE_NUMBERS] for i in range(at, stop, PIECE_NUMBERS)]
+        pieces = tuple([FilePiece(paths[file], first + start, length, goal) for start, goal, length in some])
         runs.append(Run(paths[file], pieces[0].offset, first + needed, pieces, is_aligned=place >= 0))
         at = stop
     return runs

@@ -32,7 +32,7 @@ QUEUED_BYTES = 1 << 20  # of a run where a thread has several under way, so that
 assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
-Share = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
+ReadShare = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
 
 
 class _Opened(NamedTuple):
@@ -94,12 +94,12 @@ class OpenFiles:
         first, last = run.window if self.direct and IN_BLOCKS else (run.start, run.stop)
         return min(last, self._sizes[run.path]) - first
 
-    def share(self, runs: Sequence[Run]) -> Share:
+    def share(self, runs: Sequence[Run]) -> ReadShare:
         """`runs` in the form in which `read_all` reads them best."""
         is_simple = len(runs) == 1 and runs[0].is_aligned
         return batch.encode(runs, self._numbers) if self.reads_at_once and not is_simple else runs
 
-    def read_all(self, share: Share, target: memoryview) -> int:
+    def read_all(self, share: ReadShare, target: memoryview) -> int:
         """As `read`, for several runs, at once where that is possible. What fails then is read again with care."""
         if not isinstance(share, bytes):
             return sum([self.read(run, target) for run in share])
@@ -157,10 +157,10 @@ class OpenFiles:
 
     def _scratch(self) -> memoryview:
         """Memory of this thread's own, at the border of a page."""
-        found: memoryview | None = getattr(self._memory, "scratch", None)
-        if found is None:
-            found = self._memory.scratch = memoryview(private_pages(SCRATCH_BYTES))
-        return found
+        scratch: memoryview | None = getattr(self._memory, "scratch", None)
+        if scratch is None:
+            scratch = self._memory.scratch = memoryview(private_pages(SCRATCH_BYTES))
+        return scratch
 
     def _queue(self) -> batch.Queue | None:
         """This thread's own; None where the system refuses."""
@@ -168,8 +168,8 @@ class OpenFiles:
             self._memory.queue = None
             with contextlib.suppress(OSError):
                 self._memory.queue = batch.Queue()
-        found: batch.Queue | None = self._memory.queue
-        return found
+        queue: batch.Queue | None = self._memory.queue
+        return queue
 
     def _fill(self, file: int, places: list[memoryview], start: int, needed: int, step: int) -> int:
         """Reads at least `needed` bytes from `start` on into `places`; returns all that came.
@@ -205,12 +205,12 @@ class OpenFiles:
             return self._open_buffered(error)
         return _Opened(files, array("i", files.values()), direct)
 
-    def _check(self, path: Path, found: os.stat_result) -> None:
+    def _check(self, path: Path, stat: os.stat_result) -> None:
         """The file has its length, and is the one that was opened first: old and new bytes never mix."""
         wanted = self._sizes[path]
-        if found.st_size != wanted:
-            raise ExpertIOError(f"{path} has {found.st_size} bytes; the layout needs {wanted}")
-        identity = (found.st_dev, found.st_ino, found.st_mtime_ns)
+        if stat.st_size != wanted:
+            raise ExpertIOError(f"{path} has {stat.st_size} bytes; the layout needs {wanted}")
+        identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
         if self._identity.setdefault(path, identity) != identity:
             raise ExpertIOError(f"{path} was replaced while open; load the model again")
 

@@ -59,19 +59,19 @@ class MlxGroup:
         stream = mx.gpu if self.on_device else mx.cpu
         try:
             own: Any = words
-            found: Any = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
-            mx.eval(found)
+            gathered: Any = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
+            mx.eval(gathered)
         except RuntimeError as error:
             others = [str(i) for i in range(self.size) if i != self.rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
             raise RankError(f"{who} is gone ({error}); see what it said last, then start all ranks again") from None
         if isinstance(own, np.ndarray):
-            found = np.array(found)
-        return cast(Array, found)
+            gathered = np.array(gathered)
+        return cast(Array, gathered)
 
 
 @dataclass(frozen=True)
-class Told:
+class Gathered:
     """What came of an exchange: every process's words [size, n], as they were given, and flag."""
 
     words: Any
@@ -79,7 +79,7 @@ class Told:
 
     def first(self, flag: int) -> int | None:
         """The lowest rank that raised `flag`."""
-        return next((rank for rank, found in enumerate(self.flags) if found == flag), None)
+        return next((rank for rank, raised in enumerate(self.flags) if raised == flag), None)
 
 
 class Exchange:
@@ -103,7 +103,7 @@ class Exchange:
         error, self.pending = self.pending, None
         return error
 
-    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Told:
+    def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered:
         """Tells the others `words` [n] uint32 and hears theirs.
 
         Args:
@@ -121,19 +121,19 @@ class Exchange:
         checksum = 0 if agreed is None else zlib.crc32(np.ascontiguousarray(agreed).tobytes())
         header = np.array([MAGIC, self.count & 0xFFFFFFFF, kind, flag, checksum], np.uint32)
         try:
-            found, heads = self._gathered(header, words)
+            messages, heads = self._gathered(header, words)
             for rank, theirs in enumerate(heads):
                 self._check(rank, theirs, header)
         except BaseException:
             self.is_broken = True
             raise
-        return Told(found[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
+        return Gathered(messages[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
 
     def _gathered(self, header: np.ndarray, words: Any) -> tuple[Any, np.ndarray]:
         """All messages, and their headers, which alone come to the host where words stay on a device."""
         if isinstance(words, np.ndarray):
-            found = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
-            return found, found[:, :HEADER]
+            messages: Any = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
+            return messages, messages[:, :HEADER]
         messages = self.group.gather(mx.concatenate([mx.array(header), words]))
         return messages, np.array(mx.contiguous(messages[:, :HEADER]))  # a view would take all of it to the host
 

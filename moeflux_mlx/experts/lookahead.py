@@ -31,7 +31,7 @@ class LayerGuesses:
     previous: np.ndarray | None = None
     useful: float = 0.7  # what real models give, so that a layer where guesses fail is soon below LEAST_USEFUL
     judged: int = 0
-    sat_out: int = 0
+    skipped: int = 0
 
 
 @dataclass
@@ -54,22 +54,22 @@ class Predictor:
 
     def previous(self, layer: int) -> list[int]:
         """Experts of the previous token; none at first."""
-        found = self.record(layer).previous
-        return [] if found is None else found.tolist()
+        previous = self.record(layer).previous
+        return [] if previous is None else previous.tolist()
 
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
         """Of foreseen experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
-        found = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
-        least = self.confidence * found[0][0]
-        return [expert for weight, expert in found if weight >= least]
+        by_weight = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
+        least = self.confidence * by_weight[0][0]
+        return [expert for weight, expert in by_weight if weight >= least]
 
     def pays(self, layer: int) -> bool:
         """Whether to guess for this layer; a layer that was switched off is tried again after a while."""
         record = self.record(layer)
         if record.judged < WARMUP or record.useful >= LEAST_USEFUL:
             return True
-        record.sat_out += 1
-        if record.sat_out >= RETRY:
+        record.skipped += 1
+        if record.skipped >= RETRY:
             self.layers[layer] = LayerGuesses(previous=record.previous)
         return False
 

@@ -18,7 +18,7 @@ from .memory import adopt, on_device
 from .source import IoMode, Lease
 from .whole import WholeExperts
 
-LOOK_EVERY = 0.1  # seconds between looks at the files that a GPU has adopted: a look costs as much as 60 launches
+CHECK_EVERY = 0.1  # seconds between looks at the files that a GPU has adopted: a look costs as much as 60 launches
 
 
 class MappedExperts(WholeExperts):
@@ -35,7 +35,7 @@ class MappedExperts(WholeExperts):
     def __init__(self, packed: PackedExperts, decision: str = ""):
         super().__init__(packed.layout, decision)
         self._files: dict[int, mmap.mmap] = {}
-        self._looked = 0.0
+        self._checked_at = 0.0
         for layer, path in packed.paths.items():
             self._layers[layer], mapped = _map(path, self.layout.num_experts, self.layout.layer_bytes(layer))
             if mapped is not None:
@@ -44,14 +44,14 @@ class MappedExperts(WholeExperts):
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
         with super().turn(tokens) as shared:
-            self._look_at_files()
+            self._check_files()
             yield shared
 
-    def _look_at_files(self) -> None:
+    def _check_files(self) -> None:
         """Where layers are asked for one by one, each is looked at then; a GPU's compiled step asks for none."""
         now = time.monotonic()
-        if self._files and now - self._looked > LOOK_EVERY and self.is_resident:
-            self._looked = now
+        if self._files and now - self._checked_at > CHECK_EVERY and self.is_resident:
+            self._checked_at = now
             for layer in self._files:
                 self._check_length(layer)
 

@@ -52,7 +52,7 @@ def adopt(rows: np.ndarray, what: str) -> mx.array:
         ) from None
 
 
-def landing_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
+def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
     """The same zeroed memory [rows, words] uint32 for the host, which direct I/O can fill, and for CUDA.
 
     MLX turns an array that Python looks into into managed memory. Told to stay with the host and to be mapped

@@ -2,7 +2,7 @@
 
 The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every record in an array of
 its own in device memory, because updating an array that others refer to would copy all of it; there the
-host's memory is only a landing place that the GPU reads over the bus. It knows neither files nor threads, only reads.
+host's memory is only for staging: the GPU reads it over the bus. It knows neither files nor threads, only reads.
 
 A pool that breathes is resized while the model runs. On the CPU its rows are address space for the largest size. A
 system gives a large page back only as a whole, whatever it says of the parts, so the records that stay are moved
@@ -24,7 +24,7 @@ import numpy as np
 
 from ..formats.record import STRIDE_ALIGNMENT, Key, rounded
 from ..ops import backend
-from .memory import GIVES_BACK, adopt, as_result, give_back, landing_memory, on_device, private_pages
+from .memory import GIVES_BACK, adopt, as_result, give_back, on_device, private_pages, staging_memory
 from .reader import Read
 
 NOWHERE = -1
@@ -62,7 +62,7 @@ class SlotPool:
     Args:
         nbytes: of memory, for a record.
         slots: records that are kept, until `resize`.
-        landing: None keeps records where they were read to. A number copies each into an array of its own
+        staging: None keeps records where they were read to. A number copies each into an array of its own
             as it arrives, and that many records may be on their way at once.
         most: what `resize` may grow to; as many as `slots` if the pool does not breathe.
 
@@ -70,19 +70,19 @@ class SlotPool:
         breathes: whether `resize` is offered.
     """
 
-    def __init__(self, nbytes: int, slots: int, landing: int | None = None, most: int | None = None):
+    def __init__(self, nbytes: int, slots: int, staging: int | None = None, most: int | None = None):
         self.nbytes = nbytes
-        self.copied = landing is not None
+        self.copied = staging is not None
         self.breathes = can_breathe(self.copied)
         self.slots = slots
         self.most = slots if most is None or not self.breathes else most
         self._pages: mmap.mmap | None = None
         self._copying: list[Slot] = []  # whose rows the device may still read
-        self._landing: mx.array | None = None
-        if landing is not None and backend.name() == "cuda":
-            self.rows, self._landing = landing_memory(landing, nbytes // 4)
+        self._staging: mx.array | None = None
+        if staging is not None and backend.name() == "cuda":
+            self.rows, self._staging = staging_memory(staging, nbytes // 4)
         else:
-            rows = self.most if landing is None else landing
+            rows = self.most if staging is None else staging
             if backend.name() == "metal":  # it adopts whole pages only
                 rows = whole_pages(rows, nbytes)
             self._pages = private_pages(rows * nbytes)
@@ -93,8 +93,8 @@ class SlotPool:
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
-        self._guests: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
-        self._most_guests: int | None = None  # how many of them replace others; None: nobody interrupts
+        self._short_job_keys: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
+        self._short_job_limit: int | None = None  # how many of them replace others; None: nobody interrupts
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -117,37 +117,37 @@ class SlotPool:
         slot = self._used.get(key)
         if slot is not None:
             self._used.move_to_end(key)
-        if key in self._guests:
-            self._guests.move_to_end(key)
+        if key in self._short_job_keys:
+            self._short_job_keys.move_to_end(key)
         return slot
 
     def put(self, key: Key, slot: Slot) -> None:
         """Files a claimed slot, its read prepared: should nobody come to submit that, `reconcile` finds the slot."""
         self._used[key] = slot
         self._arriving.add(key)
-        if self._most_guests is not None:
-            self._guests[key] = None
+        if self._short_job_limit is not None:
+            self._short_job_keys[key] = None
 
-    def begin_guest(self, most: int) -> None:
+    def begin_short_job(self, most: int) -> None:
         """From now on records are read for somebody who interrupts: `most` of them may replace others', then one
         another.
         """
-        self._most_guests = most
+        self._short_job_limit = most
 
-    def end_guest(self) -> None:
+    def end_short_job(self) -> None:
         """What was read for him is the first to give way."""
-        for key in reversed(self._guests):
+        for key in reversed(self._short_job_keys):
             self._used.move_to_end(key, last=False)
-        self._guests.clear()
-        self._most_guests = None
+        self._short_job_keys.clear()
+        self._short_job_limit = None
 
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
         One that is intended or still arriving only if there is no other, and not for a guess.
         """
-        if self._most_guests is not None and len(self._guests) >= self._most_guests:
-            key = self._first_of(self._guests, for_guess)
+        if self._short_job_limit is not None and len(self._short_job_keys) >= self._short_job_limit:
+            key = self._first_of(self._short_job_keys, for_guess)
             if key is not None or for_guess:
                 return key
         return self._first_of(self._used, for_guess)
@@ -191,9 +191,9 @@ class SlotPool:
 
     def _copy(self, row: int) -> mx.array:
         """[words] in device memory, soon."""
-        if self._landing is None:
+        if self._staging is None:
             return on_device(self.rows[row])
-        copy = as_result(self._landing[row : row + 1]).reshape(-1)
+        copy = as_result(self._staging[row : row + 1]).reshape(-1)
         mx.async_eval(copy)
         return copy
 
@@ -234,9 +234,9 @@ class SlotPool:
 
     def demote(self, key: Key) -> None:
         """The record becomes the first to give way; while somebody interrupts, only one of his own does."""
-        if key in self._guests:
-            self._guests.move_to_end(key, last=False)
-        elif key in self._used and self._most_guests is None:
+        if key in self._short_job_keys:
+            self._short_job_keys.move_to_end(key, last=False)
+        elif key in self._used and self._short_job_limit is None:
             self._used.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
@@ -247,7 +247,7 @@ class SlotPool:
         if slot.device is not None and slot.row != NOWHERE:
             self._finish_copies()  # they hold on to the record
         del self._used[key]
-        self._guests.pop(key, None)
+        self._short_job_keys.pop(key, None)
         self._arriving.discard(key)
         if slot.row != NOWHERE:
             heappush(self._free, slot.row)
@@ -269,7 +269,7 @@ class SlotPool:
                 self.drop(key)
         self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
         self._copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
-        self._guests = OrderedDict((key, None) for key in self._guests if key in self._used)
+        self._short_job_keys = OrderedDict((key, None) for key in self._short_job_keys if key in self._used)
         self._find_free()
 
     def _find_free(self) -> None:
@@ -286,7 +286,7 @@ class SlotPool:
         """
         assert self.breathes and 0 < slots <= self.most
         if len(self._used) > slots:
-            self._finish_copies()  # else `victim` would look for one that leaves its landing place
+            self._finish_copies()  # else `victim` would look for one that leaves its staging row
         while len(self._used) > slots and (key := self.victim(for_guess=False)) is not None:
             evict(key)
         reached = max(slots, len(self._used))

@@ -19,9 +19,9 @@ from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, 
 from ..ops.grouped import combined, expert_rows
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
-from .group import FAILED, FINE, STOPPED, Exchange, Told
+from .group import FAILED, FINE, STOPPED, Exchange, Gathered
 from .lookahead import Lookahead
-from .routing import Report, Routing, in_parts, unheard
+from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader
 from .waves import expect, multiplied
 
@@ -63,15 +63,15 @@ class RankedExperts:
 
     def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that are this process's."""
-        found = np.array(ids, np.int64)
-        return found[self.owners.of(layer, found) == self.rank].tolist()
+        experts = np.array(ids, np.int64)
+        return experts[self.owners.of(layer, experts) == self.rank].tolist()
 
     def _expected(self, layer: int, ids: Sequence[int]) -> list[int]:
         """Those of `ids` that this process would be asked for."""
         if self.dealing is None:
             return self._owned(layer, ids)
-        found = np.array(ids, np.int64)
-        return found[self.dealing.expected(layer, found) == self.rank].tolist()
+        experts = np.array(ids, np.int64)
+        return experts[self.dealing.expected(layer, experts) == self.rank].tolist()
 
     def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The process that computes each pair, the same on all, in the ids' shape."""
@@ -89,7 +89,7 @@ class RankedExperts:
             expect(self.source, layer, tokens, self._owned)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         if LEASED_TOKENS < len(x) <= MAX_TOKENS:
             return in_parts(self, routing, x, residual, shared)
@@ -142,10 +142,10 @@ class RankedExperts:
         layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
-            found = multiplied(
+            grouped = multiplied(
                 self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned, ids
             )
-            rows = found.outputs()
+            rows = grouped.outputs()
             return view(rows) if isinstance(x, np.ndarray) else rows
         with self.source.request(layer, own) as lease:  # before what may be wanted next is read
             if len(x) <= MAX_TOKENS:
@@ -169,21 +169,21 @@ class RankedExperts:
         pieces = []
         for start in range(0, max(most, 1), step):
             piece = _filled(words[start : start + step], min(step, max(most, 1) - start))
-            told = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
-            self._raise(told, failure)
-            pieces.append(told.words.reshape(self.exchange.group.size, *piece.shape))
+            gathered = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
+            self._raise(gathered, failure)
+            pieces.append(gathered.words.reshape(self.exchange.group.size, *piece.shape))
         library: Any = mx if on_device else np
-        found = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
-        found = found.reshape(-1, words.shape[1])
-        return found.view(np.float32) if isinstance(rows, np.ndarray) else leave(found).view(rows.dtype)
+        gathered = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
+        gathered = gathered.reshape(-1, words.shape[1])
+        return gathered.view(np.float32) if isinstance(rows, np.ndarray) else leave(gathered).view(rows.dtype)
 
-    def _raise(self, told: Told, failure: BaseException | None) -> None:
+    def _raise(self, gathered: Gathered, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
-        self.exchange.has_ended = any(told.flags)
+        self.exchange.has_ended = any(gathered.flags)
         if failure is not None:
             self.exchange.pending = None
             raise failure
-        failed, stopped = told.first(FAILED), told.first(STOPPED)
+        failed, stopped = gathered.first(FAILED), gathered.first(STOPPED)
         if failed is not None:
             raise RankError(f"rank {failed} could not compute its experts; its own message says why")
         if stopped is not None:
@@ -195,9 +195,9 @@ class RankedExperts:
         """Rank 0's choice, residual and shared expert, in place of one's own."""
         streams: list[Any] = [residual] if shared is None else [residual, shared]
         parts = [ids.astype(np.uint32), weights.view(np.uint32), *(_float32(s).view(np.uint32) for s in streams)]
-        told = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
+        gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
         ends = np.cumsum([part.size for part in parts])[:-1]
-        got = [part.reshape(own.shape) for part, own in zip(np.split(told.words[0], ends), parts, strict=True)]
+        got = [part.reshape(own.shape) for part, own in zip(np.split(gathered.words[0], ends), parts, strict=True)]
         self.differing += int((got[0] != parts[0]).any(axis=1).sum())
         theirs: list[Any] = [
             part.view(np.float32) if isinstance(own, np.ndarray) else mx.array(part.view(np.float32)).astype(own.dtype)
@@ -210,8 +210,8 @@ def on_host(routing: Routing) -> Routing:
     """The same routing and guess as numpy's arrays. From a GPU all come at once: each wait costs the most of it."""
     if isinstance(routing.ids, np.ndarray):
         return routing
-    given = [routing, routing.guess] if routing.guess is not None else [routing]
-    arrays = [array for one in given for array in (one.ids, one.weights)]
+    routings = [routing, routing.guess] if routing.guess is not None else [routing]
+    arrays = [array for one in routings for array in (one.ids, one.weights)]
     flat = np.array(mx.concatenate([cast(mx.array, array).reshape(-1).view(mx.uint32) for array in arrays]))
     ends = np.cumsum([array.size for array in arrays])[:-1]
     parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
@@ -245,9 +245,9 @@ def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> Any:
 @cache
 def _constant(value: float, shape: tuple[int, ...]) -> mx.array:
     """An array of one value, float32, made once: on a GPU the host's numbers come late."""
-    made = mx.full(shape, value, mx.float32)
-    mx.eval(made)
-    return made
+    array = mx.full(shape, value, mx.float32)
+    mx.eval(array)
+    return array
 
 
 def _float32(rows: Any) -> np.ndarray:

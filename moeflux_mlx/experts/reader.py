@@ -18,7 +18,7 @@ from ..errors import ExpertIOError, ModelFileError
 from ..formats.pieces import ExpertFiles, Run, runs_of
 from ..formats.record import ExpertLayout, Key
 from ..process import check_process
-from .files import SCRATCH_BYTES, OpenFiles, Preadv, Share
+from .files import SCRATCH_BYTES, OpenFiles, Preadv, ReadShare
 from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
@@ -35,7 +35,7 @@ class Read:
         is_queued: whether threads will come to it; whoever submits it may be interrupted before.
     """
 
-    def __init__(self, layer: int, expert: int, target: memoryview, shares: Sequence[Share]):
+    def __init__(self, layer: int, expert: int, target: memoryview, shares: Sequence[ReadShare]):
         self.layer, self.expert, self.target = layer, expert, target
         self.is_queued = False
         self._error: ExpertIOError | None = None
@@ -43,7 +43,7 @@ class Read:
         self._left, self._got = len(shares), 0  # shares that are not over; bytes that have come
         self._fate: dict[str, bool] = {}  # "begun": whether a thread came first, or `cancel`
         self._over = False
-        self._told: list[SimpleQueue[Read]] = []  # those who wait
+        self._waiters: list[SimpleQueue[Read]] = []  # those who wait
 
     @property
     def waiting(self) -> int:
@@ -70,7 +70,7 @@ class Read:
         self.settle()
         return True
 
-    def take(self) -> Share | None:
+    def take(self) -> ReadShare | None:
         """A share for the thread that calls; None: it is cancelled, or others have them all."""
         if not self._fate.setdefault("begun", True):
             return None
@@ -91,21 +91,21 @@ class Read:
     def settle(self, error: ExpertIOError | None = None) -> None:
         """It is over, whoever waits is told, and `error`, if any, is what went wrong."""
         self._error, self._over = error or self._error, True
-        for told in self._told:
-            told.put(self)
+        for queue in self._waiters:
+            queue.put(self)
 
-    def tell(self, told: "SimpleQueue[Read]") -> None:
-        """`told` gets this read once it is over, perhaps twice."""
-        self._told.append(told)
+    def notify(self, queue: "SimpleQueue[Read]") -> None:
+        """`queue` gets this read once it is over, perhaps twice."""
+        self._waiters.append(queue)
         if self.is_over:
-            told.put(self)
+            queue.put(self)
 
     def wait(self) -> ExpertIOError | None:
         """What went wrong, once it is over."""
         if not self.is_over:
-            told: SimpleQueue[Read] = SimpleQueue()
-            self.tell(told)
-            told.get()
+            queue: SimpleQueue[Read] = SimpleQueue()
+            self.notify(queue)
+            queue.get()
         return self.error
 
     def result(self) -> int:
@@ -118,12 +118,12 @@ class Read:
 
 def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
     """The same, each once it is over."""
-    told: SimpleQueue[Read] = SimpleQueue()
+    queue: SimpleQueue[Read] = SimpleQueue()
     left = set(reads)
     for read in left:
-        read.tell(told)
+        read.notify(queue)
     while left:
-        read = told.get()
+        read = queue.get()
         if read in left:
             left.remove(read)
             yield read
@@ -155,7 +155,7 @@ class ExpertReader:
     ):
         self.layout = files.layout
         self._check, self._checked = check, set[Key]()
-        self._in_pieces: dict[Key, tuple[Share, ...]] = {}
+        self._in_pieces: dict[Key, tuple[ReadShare, ...]] = {}
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
         self._queue: tuple[deque[Read], ...] = (deque(), deque())  # wanted now, speculative; once for each share
         self._wake: SimpleQueue[None] = SimpleQueue()  # each item wakes a thread, which looks until nothing is queued
@@ -220,16 +220,16 @@ class ExpertReader:
         if self._closed:
             raise ExpertIOError(CLOSED)
 
-    def _shares(self, layer: int, expert: int, room: int) -> tuple[Share, ...]:
+    def _shares(self, layer: int, expert: int, room: int) -> tuple[ReadShare, ...]:
         """What each of some threads reads of the record; kept where it took longer to make than to find again."""
-        found = self._in_pieces.get((layer, expert))
-        if found is None:
+        shares = self._in_pieces.get((layer, expert))
+        if shares is None:
             worth = BATCH_BYTES if self._files.reads_at_once else SHARE_BYTES
             runs = runs_of(self._where.pieces(layer, expert), room, self._files.run_bytes)
-            found = tuple([self._files.share(some) for some in shares_of(runs, worth)])
+            shares = tuple([self._files.share(some) for some in shares_of(runs, worth)])
             if len(runs) > 1 and self._files.reads_at_once:
-                self._in_pieces[layer, expert] = found
-        return found
+                self._in_pieces[layer, expert] = shares
+        return shares
 
     def promote(self, read: Read) -> None:
         """A queued speculative read, or what is left of it, joins those that somebody waits for."""
@@ -301,7 +301,7 @@ class ExpertReader:
             seconds += now - since
         self._busy = active + change, seconds, since
 
-    def _attempt(self, read: Read, share: Share) -> int | ExpertIOError:
+    def _attempt(self, read: Read, share: ReadShare) -> int | ExpertIOError:
         """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
         try:
             return self._files.read_all(share, read.target)

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles, runs_of
 from ..ops import backend
-from .files import OpenFiles, Preadv, Share
+from .files import OpenFiles, Preadv, ReadShare
 from .memory import adopt, on_device, page_aligned
 from .reader import DEFAULT_WORKERS, shares_of
 from .source import IoMode
@@ -183,7 +183,7 @@ def _touched(every: Iterable[Portion]) -> Portions:
             yield portion
 
 
-def _shares(files: ExpertFiles, opened: OpenFiles, portion: Portion) -> list[Share]:
+def _shares(files: ExpertFiles, opened: OpenFiles, portion: Portion) -> list[ReadShare]:
     """The reads of a portion in the order of its files, for one thread each."""
     stride, experts = portion.rows.strides[0], range(portion.first, portion.stop)
     pieces = [piece.moved(expert * stride) for expert in experts for piece in files.pieces(portion.layer, expert)]

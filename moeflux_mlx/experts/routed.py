@@ -24,10 +24,10 @@ from ..ops.experts import (
     expert_gate_up,
     handed_over,
 )
-from ..ops.route import heard
+from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
-from .routing import Report, Routing, in_parts, unheard
+from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader, Lease
 from .waves import expect, in_waves
 
@@ -55,7 +55,7 @@ class RoutedExperts:
             expect(self.source, layer, tokens)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
@@ -66,16 +66,16 @@ class RoutedExperts:
             if routing.choice is not None and isinstance(x, mx.array):
                 return chosen_ffn(x, routing.choice, records, residual, shared)
             return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
-        found = _on_host(routing)
-        ids = cast(np.ndarray, found.ids)
+        on_host = _on_host(routing)
+        ids = cast(np.ndarray, on_host.ids)
         records = self.source.without_lease(routing.layer, ids) if backend.computes_at_once(x) else None
         if records is not None:
             slots, weights = ids.astype(np.int32, copy=False), cast(Array, routing.weights)
             return expert_ffn(x, slots, records, weights, residual, shared)
         if len(x) > LEASED_TOKENS:
-            return in_parts(self, found, x, residual, shared)
+            return in_parts(self, on_host, x, residual, shared)
         with self.source.request(routing.layer, ids) as lease:
-            self.lookahead.requested(found, ids)
+            self.lookahead.requested(on_host, ids)
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
@@ -115,9 +115,10 @@ class RoutedExperts:
 def _on_host(routing: Routing) -> Routing:
     """With ids and guess as numpy's arrays, for which a GPU is waited for once."""
     guess = routing.guess
-    if routing.told:
-        mx.eval(routing.told, guess and guess.told)
-        return Routing(routing.layer, *heard(routing.told), guess and Routing(guess.layer, *heard(guess.told)))
+    if routing.host_copy:
+        mx.eval(routing.host_copy, guess and guess.host_copy)
+        guess = guess and Routing(guess.layer, *read_host_copy(guess.host_copy))
+        return Routing(routing.layer, *read_host_copy(routing.host_copy), guess)
     if guess is not None:
         mx.eval(routing.ids, guess.ids, guess.weights)
         guess = Routing(guess.layer, np.array(guess.ids), np.array(guess.weights))

@@ -16,7 +16,7 @@ from .source import ExpertLoader
 Report = Callable[[float], Any]  # told the share of the work that is done; whatever it raises stops the work
 
 
-def unheard(share: float) -> None:
+def ignore_report(share: float) -> None:
     """A `Report` to nobody."""
 
 
@@ -25,8 +25,9 @@ class Routing:
     """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
 
     `guess` is the same for the next layer with experts, foreseen from this layer's hidden state; it is computed only
-    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes. `told`:
-    the choice once more, as `ops.route.heard` reads it; nothing where the host reads ids and weights as soon.
+    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes.
+    `host_copy`: the choice once more, as `ops.route.read_host_copy` reads it; nothing where the host reads ids and
+    weights as soon.
     """
 
     layer: int
@@ -34,10 +35,10 @@ class Routing:
     weights: mx.array | np.ndarray
     guess: "Routing | None" = None
     choice: Choice | None = None
-    told: Sequence[mx.array] = ()
+    host_copy: Sequence[mx.array] = ()
 
     def part(self, rows: slice) -> "Routing":
-        """Of some of the tokens, without `choice` and `told`."""
+        """Of some of the tokens, without `choice` and `host_copy`."""
         return Routing(self.layer, self.ids[rows], self.weights[rows], self.guess and self.guess.part(rows))
 
 
@@ -50,7 +51,7 @@ class RoutedExpertsCall(Protocol):
         ...
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = unheard
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Array:
         """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape.
 

@@ -164,14 +164,14 @@ class ExpertLoader(ABC):
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._forgetting: list[Callable[[], object]] = []
-        self._asked: dict[Key, int] = {}  # since the last `picture`, if anybody looks
+        self._asked: dict[Key, int] = {}  # since the last `expert_states`, if anybody looks
         self._is_watched = False
 
     def watch(self, wanted: bool) -> None:
-        """From now on `picture` says what was asked for, or does not."""
+        """From now on `expert_states` says what was asked for, or does not."""
         self._is_watched, self._asked = wanted, {}
 
-    def picture(self) -> np.ndarray:
+    def expert_states(self) -> np.ndarray:
         """uint8 [layers that have experts, experts]: ON_DISK, IN_MEMORY, ARRIVING, or if it was asked for since the
         last call and somebody watches, HIT or MISSED. Called by the thread that runs the model.
         """
@@ -241,7 +241,7 @@ class ExpertLoader(ABC):
         return True
 
     @contextlib.contextmanager
-    def guest(self, per_layer: int) -> Iterator[None]:
+    def short_job(self, per_layer: int) -> Iterator[None]:
         """Meanwhile the model computes for somebody who interrupts what it was at: what is read for him replaces no
         more records than a token uses, `per_layer` of each layer, or than what is asked for at once; then his own.
         """

@@ -257,14 +257,14 @@ class StreamedExperts(ExpertLoader):
         return len(self._pool_of[layer]) == self._records[layer]
 
     @contextlib.contextmanager
-    def guest(self, per_layer: int) -> Iterator[None]:
+    def short_job(self, per_layer: int) -> Iterator[None]:
         for pool, layers in zip(self._pools, self._groups, strict=False):
-            pool.begin_guest(max(per_layer * len(layers), self._least))
+            pool.begin_short_job(max(per_layer * len(layers), self._least))
         try:
             yield
         finally:
             for pool in self._pools:
-                pool.end_guest()
+                pool.end_short_job()
 
     def slots_of(self, layer: int) -> int:
         return self._pool_of[layer].slots
@@ -359,11 +359,11 @@ class StreamedExperts(ExpertLoader):
             elif for_guess:
                 return None
             else:
-                self._land(pool)
+                self._wait_for_staging(pool)
         return slot
 
-    def _land(self, pool: SlotPool) -> None:
-        """Waits until a record leaves its landing place: all of them are taken by records that are asked for.
+    def _wait_for_staging(self, pool: SlotPool) -> None:
+        """Waits until a record leaves its staging row: all of them are taken by records that are asked for.
 
         Raises the error of the reads if all failed; whoever asked for them learns it too.
         """
@@ -492,5 +492,5 @@ def _pools_of(
 ) -> list[SlotPool]:
     at_most = one.records if buffer_bytes is None else max(buffer_bytes // one.nbytes, 1)
     count = min(-(-most // at_most), max(slots // least, 1), len(one.layers))
-    landing = 2 * least if copied else None
-    return [SlotPool(one.nbytes, slots // count, landing, most // count) for _ in range(count)]
+    staging = 2 * least if copied else None
+    return [SlotPool(one.nbytes, slots // count, staging, most // count) for _ in range(count)]

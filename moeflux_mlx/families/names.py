@@ -8,7 +8,15 @@ from collections.abc import Iterable
 
 # Multi-token prediction heads and image encoders play no part in generating text; the rotary
 # frequencies that old checkpoints store follow from the configuration; activations are not rounded to 8 bits.
-OTHER_PARTS = ("mtp.", "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.")
+OTHER_PARTS = (
+    "mtp.",
+    "visual.",
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "vit_large_projector.",
+)
 UNUSED = (*OTHER_PARTS, *(f"model.{part}" for part in OTHER_PARTS))
 UNUSED_ENDING = (".rotary_emb.inv_freq", "activation_scale", ".input_scale")
 

@@ -134,7 +134,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def has_weights(path: Path) -> bool:
     """Whether the directory holds weights of a checkpoint, whatever they are."""
     moeflux = (_find(path, f"model_weights.{kind}", "artifacts") for kind in ("json", "bin"))
-    return any(path.glob("*.safetensors")) or any(found is not None for found in moeflux)
+    return any(path.glob("*.safetensors")) or any(file is not None for file in moeflux)
 
 
 # ---- safetensors ----
@@ -153,8 +153,8 @@ def shard_names(path: Path, present: Iterable[str]) -> list[str]:
     """The names of the files that hold a checkpoint: those that the index in `path` lists, else of those `present`."""
     index = path / INDEX
     if not index.exists():
-        found = sorted(name for name in present if name.endswith(".safetensors"))
-        return [name for name in found if name.startswith("model")] or found
+        shards = sorted(name for name in present if name.endswith(".safetensors"))
+        return [name for name in shards if name.startswith("model")] or shards
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelFileError(f"{index}: weight_map is not an object of file names")
@@ -224,10 +224,10 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return members
 
 
 def _tensor(file: Path, data: int, name: str, entry: Any) -> Tensor:
@@ -286,10 +286,10 @@ def _find(path: Path, name: str, below: str) -> Path | None:
 
 
 def _required(path: Path, name: str, below: str) -> Path:
-    found = _find(path, name, below)
-    if found is None:
+    file = _find(path, name, below)
+    if file is None:
         raise ModelFileError(f"{path / name} does not exist, nor does {path / below / name}")
-    return found
+    return file
 
 
 def read_manifest(manifest: Path, weights: Path) -> dict[str, Tensor]:

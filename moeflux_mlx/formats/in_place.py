@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from .finite import not_finite
-from .pieces import Piece
+from .pieces import FilePiece
 from .record import ExpertLayout
 
 
@@ -24,8 +24,8 @@ class Spread(NamedTuple):
     length: int
     place: int
 
-    def piece(self, expert: int) -> Piece:
-        return Piece(self.paths[expert], self.offsets[expert], self.length, self.place)
+    def piece(self, expert: int) -> FilePiece:
+        return FilePiece(self.paths[expert], self.offsets[expert], self.length, self.place)
 
 
 class InPlaceExperts:
@@ -39,7 +39,7 @@ class InPlaceExperts:
         self.layout, self.sizes = layout, sizes
         self._fields = fields
 
-    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """What the expert's record is made of, one piece for each of its fields."""
         return tuple([spread.piece(expert) for spread in self._fields[layer]])
 
@@ -56,9 +56,9 @@ class InPlaceExperts:
         self._check(layer, expert, np.frombuffer(memory, np.uint8)[None])
 
     def _check(self, layer: int, first: int, rows: np.ndarray) -> None:
-        found = not_finite(self.layout.records[layer], rows)
-        if found is not None:
-            expert, field = first + found[0], found[1]
+        fault = not_finite(self.layout.records[layer], rows)
+        if fault is not None:
+            expert, field = first + fault[0], fault[1]
             path = next(piece.path for piece in self.pieces(layer, expert) if piece.place == field.offset)
             raise ModelFileError(
                 f"{path}: {field.name} of expert {expert} of layer {layer} holds NaN or infinite values; "

@@ -34,7 +34,7 @@ from typing import Any
 from ..errors import ModelFileError
 from ..quant import GLOBAL_SCALE, PARTS
 from ..spec import ModelArgs
-from .owners import MOST_RANKS, MOST_SHARE, Owners, Share
+from .owners import MOST_RANKS, MOST_SHARE, Owners, RankShare
 from .record import (
     BLOCK_BYTES,
     LOAD_BYTES,
@@ -55,7 +55,7 @@ GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields")
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
-def to_json(layout: ExpertLayout, share: Share | None = None) -> dict[str, Any]:
+def to_json(layout: ExpertLayout, share: RankShare | None = None) -> dict[str, Any]:
     """The contents of `layout.json`; with `share`, of a directory that holds no more than that."""
     version = _least_version(layout)
     if share is not None:
@@ -76,35 +76,35 @@ def _has_usual_fields(record: Record) -> bool:
     return named == [*PROJECTIONS] and all(field.part in PARTS for field in record.fields)
 
 
-def held_by(found: Mapping[str, Any], where: object) -> Share | None:
+def held_by(content: Mapping[str, Any], where: object) -> RankShare | None:
     """The share that the file `where` says the directory holds; None: everything.
 
     Raises:
         ModelFileError: it says nothing that makes sense.
     """
-    version = found.get("format_version")
-    if version != SHARE_VERSION and (version != OPEN_VERSION or "held" not in found):
+    version = content.get("format_version")
+    if version != SHARE_VERSION and (version != OPEN_VERSION or "held" not in content):
         return None
-    held: Any = found.get("held")
+    held: Any = content.get("held")
     shares, rank = (held.get("shares"), held.get("rank")) if isinstance(held, Mapping) else (None, None)
     if not isinstance(shares, list) or not all(type(one) is int and 1 <= one <= MOST_SHARE for one in shares):
         raise ModelFileError(f"{where}: held {reprlib.repr(held)} has no shares, integers from 1 to {MOST_SHARE}")
     if type(rank) is not int or not 0 <= rank < len(shares) <= MOST_RANKS:
         raise ModelFileError(f"{where}: held {reprlib.repr(held)} names no rank of its {len(shares)}")
-    return Share(Owners(tuple(shares)), rank)
+    return RankShare(Owners(tuple(shares)), rank)
 
 
-def from_json(found: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
-    """The layout that `found`, the file `where`, states.
+def from_json(content: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
+    """The layout that `content`, what the file `where` holds, states.
 
     Raises:
         ModelFileError: it is of another version, or contradicts the model's configuration.
         ConfigError: a width in that is no multiple of a group.
     """
-    version = found.get("format_version", UNIFORM_VERSION)
+    version = content.get("format_version", UNIFORM_VERSION)
     if type(version) is not int or version not in VERSIONS:
         raise ModelFileError(f"{where}: format_version {reprlib.repr(version)} is not 1, 2, 3 or 4")
-    layout = _read_uniform(found, args, where) if version == UNIFORM_VERSION else _read_varied(found, args, where)
+    layout = _read_uniform(content, args, where) if version == UNIFORM_VERSION else _read_varied(content, args, where)
     least = _least_version(layout)
     if version < least:
         raise ModelFileError(f"{where}: format_version is {version}; what the model's config.json gives takes {least}")
@@ -139,10 +139,10 @@ def _component(field: Field) -> dict[str, Any]:
     }
 
 
-def _read_uniform(found: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
+def _read_uniform(content: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
     layout = ExpertLayout.from_args(args)
     record = layout.record
-    stride = found.get("expert_stride", record.size)
+    stride = content.get("expert_stride", record.size)
     if type(stride) is not int or stride < record.size or stride % LOAD_BYTES:
         raise ModelFileError(
             f"{where}: expert_stride {reprlib.repr(stride)} does not hold {record.size}-byte experts "
@@ -150,7 +150,7 @@ def _read_uniform(found: Mapping[str, Any], args: ModelArgs, where: object) -> E
         )
     checked = replace(layout, records={layer: one.spaced(stride) for layer, one in layout.records.items()})
     for key, wanted in _uniform(checked).items():
-        value = found.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
+        value = content.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
         if key == "components":
             value = _compared(value, wanted)
         _agree(where, key, value, wanted)
@@ -185,13 +185,13 @@ def _fields(record: Record) -> Iterator[tuple[Projection, Field]]:
     return ((projection, field) for projection in record.projections for field in projection.fields)
 
 
-def _read_varied(found: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
+def _read_varied(content: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:
     geometries: dict[int, Mapping[str, Any]] = {}  # by layer, as `dtypes`
     dtypes: dict[int, str] = {}
-    for geometry in _objects(found, "geometries", where):
+    for geometry in _objects(content, "geometries", where):
         fields = _objects(geometry, "fields", where)
         _check_experts(geometry, args, where)
-        if found["format_version"] == OPEN_VERSION:
+        if content["format_version"] == OPEN_VERSION:
             _check_keys(geometry, where)
         dtype = floating_dtype((one.get("name"), one.get("dtype")) for one in fields)
         for layer in _layers(geometry, args, where):
@@ -202,15 +202,15 @@ def _read_varied(found: Mapping[str, Any], args: ModelArgs, where: object) -> Ex
         missing = min(set(args.moe_layers) - set(geometries))
         raise ModelFileError(f"{where}: layer {missing} has no geometry; the model's config.json gives it experts")
     for key, wanted in (("num_layers", args.num_hidden_layers), ("num_experts", args.num_experts)):
-        _agree(where, key, found.get(key), wanted)
+        _agree(where, key, content.get(key), wanted)
     quants = {layer: _stated(layer, args, where) for layer in args.moe_layers}
     layout = ExpertLayout.from_args(args, quants, dtypes)
     checked = {layer: _spaced(record, layer, geometries[layer], where) for layer, record in layout.records.items()}
     return replace(layout, records=checked)
 
 
-def _objects(found: Mapping[str, Any], key: str, where: object) -> list[Mapping[str, Any]]:
-    objects = found.get(key)
+def _objects(parent: Mapping[str, Any], key: str, where: object) -> list[Mapping[str, Any]]:
+    objects = parent.get(key)
     if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
         raise ModelFileError(f"{where}: {key} is no list of objects")
     return objects

@@ -36,7 +36,7 @@ class Owners:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank owns.
 
     Args:
@@ -55,7 +55,7 @@ class Share:
         parts = self.owners.shares
         return f"rank {self.rank} of {len(parts)}" + ("" if len(set(parts)) == 1 else f" with shares {parts}")
 
-    def check(self, wanted: "Share | None", layers: tuple[int, ...], count: int, where: object) -> None:
+    def check(self, wanted: "RankShare | None", layers: tuple[int, ...], count: int, where: object) -> None:
         """Raises ModelFileError: `wanted`, or one process that needs all, needs what is not held at `where`.
 
         Args:

@@ -9,8 +9,8 @@ from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
 from .layout_file import from_json, held_by
-from .owners import Share
-from .pieces import Piece
+from .owners import RankShare
+from .pieces import FilePiece
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
@@ -21,7 +21,7 @@ STATE = "convert_state.json"  # of a conversion that is not finished
 class PackedExperts:
     """The layer files of one model: `layout`, the checked path of each MoE layer, and the share that they hold."""
 
-    def __init__(self, layout: ExpertLayout, paths: dict[int, Path], share: Share | None = None):
+    def __init__(self, layout: ExpertLayout, paths: dict[int, Path], share: RankShare | None = None):
         self.layout = layout
         self.paths = paths
         self.share = share
@@ -31,17 +31,17 @@ class PackedExperts:
         """Bytes of every file."""
         return {path: self.layout.layer_bytes(layer) for layer, path in self.paths.items()}
 
-    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """The expert's record, which lies in one piece."""
-        return (Piece(self.paths[layer], self.layout.start(layer, expert), self.layout.records[layer].size, 0),)
+        return (FilePiece(self.paths[layer], self.layout.start(layer, expert), self.layout.records[layer].size, 0),)
 
     @classmethod
     def open(cls, model_path: str | Path, args: ModelArgs) -> "PackedExperts":
         """Raises ModelFileError: a file is missing, has the wrong length, or layout.json disagrees."""
         folder = Path(model_path) / FOLDER
         layout_file = folder / LAYOUT
-        found = read_json(layout_file)
-        layout, share = from_json(found, args, layout_file), held_by(found, layout_file)
+        content = read_json(layout_file)
+        layout, share = from_json(content, args, layout_file), held_by(content, layout_file)
         paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))

@@ -17,7 +17,7 @@ RUN_BYTES = 2 << 20  # of a run that goes through memory of the reader's own, wh
 RUN_PIECES = 256  # a system call takes 1024 places to read to; with a gap before each piece these are half of it
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """`length` bytes from `offset` on in the file `path`, which belong `place` bytes from a record's start."""
 
     path: Path
@@ -25,12 +25,12 @@ class Piece(NamedTuple):
     length: int
     place: int
 
-    def cut(self, start: int, stop: int) -> "Piece":
+    def cut(self, start: int, stop: int) -> "FilePiece":
         """What of it lies in bytes [start, stop) of the file."""
         first, last = max(start, self.offset), min(stop, self.offset + self.length)
-        return Piece(self.path, first, last - first, self.place + first - self.offset)
+        return FilePiece(self.path, first, last - first, self.place + first - self.offset)
 
-    def moved(self, distance: int) -> "Piece":
+    def moved(self, distance: int) -> "FilePiece":
         """The same bytes, `distance` later in memory."""
         return self._replace(place=self.place + distance)
 
@@ -46,7 +46,7 @@ class ExpertFiles(Protocol):
         """Bytes of every file, as they were when it was opened."""
         ...
 
-    def pieces(self, layer: int, expert: int) -> tuple[Piece, ...]:
+    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
         """What a record is made of; together they cover its fields."""
         ...
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
     path: Path
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     is_aligned: bool = False
 
     @property
@@ -69,7 +69,7 @@ class Run(NamedTuple):
         """The whole blocks around it."""
         return self.start - self.start % BLOCK_BYTES, -(-self.stop // BLOCK_BYTES) * BLOCK_BYTES
 
-    def with_gaps(self) -> Iterator[tuple[int, Piece]]:
+    def with_gaps(self) -> Iterator[tuple[int, FilePiece]]:
         """Each piece, after the number of bytes between it and the one before."""
         end = self.start
         for piece in self.pieces:
@@ -77,7 +77,7 @@ class Run(NamedTuple):
             end = piece.offset + piece.length
 
 
-def runs_of(pieces: Sequence[Piece], room: int, most: int = RUN_BYTES) -> list[Run]:
+def runs_of(pieces: Sequence[FilePiece], room: int, most: int = RUN_BYTES) -> list[Run]:
     """The reads that bring `pieces`, which do not overlap, into memory of `room` bytes.
 
     Neighbours in a file are read together. What cannot be read to its place directly is cut into runs of about equal
@@ -95,7 +95,7 @@ def runs_of(pieces: Sequence[Piece], room: int, most: int = RUN_BYTES) -> list[R
     return runs
 
 
-def _fits_directly(piece: Piece, end: int, room: int) -> bool:
+def _fits_directly(piece: FilePiece, end: int, room: int) -> bool:
     """Whether the blocks that hold the piece can be read to its place, and spoil nothing behind it."""
     blocks = -(-piece.length // BLOCK_BYTES) * BLOCK_BYTES
     if piece.offset % BLOCK_BYTES or piece.place % BLOCK_BYTES:
@@ -103,7 +103,7 @@ def _fits_directly(piece: Piece, end: int, room: int) -> bool:
     return blocks == piece.length or piece.place + piece.length == end and piece.place + blocks <= room
 
 
-def _parts(piece: Piece, most: int) -> list[Piece]:
+def _parts(piece: FilePiece, most: int) -> list[FilePiece]:
     """The piece, or about equal parts of it that end where blocks do."""
     if piece.length <= most:
         return [piece]
@@ -113,7 +113,7 @@ def _parts(piece: Piece, most: int) -> list[Piece]:
     return [piece.cut(a, b) for a, b in pairwise(cuts)]
 
 
-def _add(runs: list[Run], piece: Piece, most: int) -> None:
+def _add(runs: list[Run], piece: FilePiece, most: int) -> None:
     """To the last run, if that is near, else as a run of its own."""
     stop = piece.offset + piece.length
     last = runs[-1] if runs else None

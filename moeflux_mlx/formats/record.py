@@ -95,12 +95,15 @@ class Projection:
 class Record:
     """One expert: its projections, `stride` bytes from one record to the next, and what joins gate and up.
 
-    Everything but the activation is geometry, which files state.
+    `interleaved`: rows of gate and up alternate, gate's first, as a checkpoint has them in one matrix; the first half
+    of them lies in gate's place and the second in up's. Packed records never are. Everything but this and the
+    activation is geometry, which files state.
     """
 
     projections: tuple[Projection, ...]
     stride: int
     activation: Activation = SILU
+    interleaved: bool = False
 
     @classmethod
     @cache  # equal ones are the same object, which is cheap to look up at every launch
@@ -113,6 +116,7 @@ class Record:
         dtype: str = "BF16",
         has_bias: bool = False,
         activation: Activation = SILU,
+        interleaved: bool = False,
     ) -> "Record":
         """Args:
         hidden_size, moe_intermediate_size: of the experts: gate and up are [I, H], down is [H, I].
@@ -121,6 +125,7 @@ class Record:
         dtype: of floating scales and biases.
         has_bias: whether each matrix has a bias [rows].
         activation: what joins gate and up.
+        interleaved: whether their rows alternate.
         """
         H, I = hidden_size, moe_intermediate_size
         made, end = list[Projection](), 0
@@ -128,7 +133,8 @@ class Record:
             rows, columns = (H, I) if name == PROJECTIONS[-1] else (I, H)
             made.append(_projection(name, rows, columns, quant, end, dtype, has_bias))
             end = made[-1].fields[-1].end
-        return cls(tuple(made), rounded(end, STRIDE_ALIGNMENT) if stride is None else stride, activation)
+        spacing = rounded(end, STRIDE_ALIGNMENT) if stride is None else stride
+        return cls(tuple(made), spacing, activation, interleaved)
 
     def __hash__(self) -> int:
         return self._hash
@@ -136,7 +142,7 @@ class Record:
     @cached_property
     def _hash(self) -> int:
         """Looked up at every launch of a kernel."""
-        return hash((self.geometry, self.activation))
+        return hash((self.geometry, self.activation, self.interleaved))
 
     @property
     def geometry(self) -> tuple[Any, ...]:
@@ -193,8 +199,15 @@ class Record:
 
     def spaced(self, stride: int) -> "Record":
         """The same record, `stride` bytes from the next."""
+        return self._made(stride, self.interleaved)
+
+    def in_turns(self) -> "Record":
+        """The same record with rows of gate and up that alternate."""
+        return self._made(self.stride, True)
+
+    def _made(self, stride: int, interleaved: bool) -> "Record":
         sizes, has_bias = (self.hidden_size, self.moe_intermediate_size), self.down.bias is not None
-        return Record.make(*sizes, self.quants, stride, self.dtype, has_bias, self.activation)
+        return Record.make(*sizes, self.quants, stride, self.dtype, has_bias, self.activation, interleaved)
 
 
 def rounded(nbytes: int, alignment: int) -> int:

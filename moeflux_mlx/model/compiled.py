@@ -55,12 +55,12 @@ class DecodeStep:
         thread = threading.get_ident()
         if thread not in self._compiled:
             self._compiled[thread] = mx.compile(self._trace([layer.traced for layer in cache]))
-        found = self._compiled[thread](tokens, *places, *state)
-        count = len(found) - sum(layer.traced.gives for layer in cache)
-        left = islice(found, count, None)
+        outputs = self._compiled[thread](tokens, *places, *state)
+        count = len(outputs) - sum(layer.traced.num_outputs for layer in cache)
+        left = islice(outputs, count, None)
         for layer in cache:
-            layer.take_step(list(islice(left, layer.traced.gives)))
-        return found[:count]
+            layer.take_step(list(islice(left, layer.traced.num_outputs)))
+        return outputs[:count]
 
     def _trace(self, kinds: Sequence[Any]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, offset: mx.array, position: mx.array, *arrays: mx.array) -> list[mx.array]:
@@ -69,7 +69,7 @@ class DecodeStep:
                 return up_to(offset, capacity)
 
             left = iter(arrays)
-            caches = [kind(*islice(left, kind.takes), offset, position, seen) for kind in kinds]
+            caches = [kind(*islice(left, kind.num_inputs), offset, position, seen) for kind in kinds]
             out = list(self._run(tokens, caches))
             for cache in caches:
                 out += cache.arrays

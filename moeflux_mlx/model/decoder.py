@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import Report, RoutedExpertsCall, unheard
+from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..experts.source import ExpertLoader
 from ..kinds import Delta, Dense, Experts, FeedForward, GroupedQuery, Latent, Mixer
 from ..ops import backend, gpu_time, native
@@ -72,20 +72,20 @@ class DecoderLayer(nn.Module):
     def compile(self, experts: ExpertLoader) -> None:
         """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
         if isinstance(self.mlp, MoE):
-            steps = [DecodeStep(partial(self._choose, foresees)) for foresees in (False, True)]
+            steps = [DecodeStep(partial(self._choose, predict)) for predict in (False, True)]
             for step in steps:
                 experts.at_close(step.forget)
-            self._step = lambda foresees: steps[foresees]
+            self._step = lambda predict: steps[predict]
 
     def __call__(self, x: Array, cache: Any) -> Array:
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [cache]):
-            step = self._step(self.mlp.foresees(1))
-            return self.mlp.add_chosen(step(x, [cache]))
-        return self.mlp.add_to(self._mixed(x, cache), self.post_attention_layernorm)
+            step = self._step(self.mlp.should_predict(1))
+            return self.mlp.run_experts(step(x, [cache]))
+        return self.mlp.forward(self._mixed(x, cache), self.post_attention_layernorm)
 
-    def _choose(self, foresees: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
+    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
         """What is compiled."""
-        return self.mlp.choose(self._mixed(x, caches[0]), self.post_attention_layernorm, foresees)
+        return self.mlp.choose(self._mixed(x, caches[0]), self.post_attention_layernorm, predict)
 
     def _mixed(self, x: Array, cache: Any) -> Array:
         return self[self._mixer_name](x, self.input_layernorm, cache)
@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         cache.expect(span.length)
         for start, end in span.blocks(cache):
             h = self._mixed(backend.contiguous(x[:, start:end]), cache)
-            part = self.mlp.begin(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
+            part = self.mlp.prepare(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
             backend.start(*part, *cache.state[:2])
             span.passed(span.layer, end, cache)
             if parts:
@@ -107,22 +107,22 @@ class DecoderLayer(nn.Module):
             parts.append(part)
             report(MIXER_SHARE * start / span.length)
         joined = backend.join(parts, axis=1)
-        return self.mlp.end(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+        return self.mlp.finish(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
 
 
 class DenseMLP(MLP):
     """The first layers of DeepSeek-V3: every token, one wide MLP."""
 
-    def add_to(self, residual: Array, norm: RMSNorm) -> Array:
+    def forward(self, residual: Array, norm: RMSNorm) -> Array:
         """`residual` [B, L, D] and what the MLP makes of it, normed."""
         return self(residual, norm=norm, residual=residual)
 
-    def begin(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
         """All of it."""
-        return (self.add_to(residual, norm),)
+        return (self.forward(residual, norm),)
 
-    def end(self, parts: Sequence[Array], report: Report = unheard) -> Array:
-        """What `begin` gave."""
+    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
+        """What `prepare` gave."""
         return parts[0]
 
 
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         self.layers: list[Any] = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
-            layer.mlp.foresee(following.mlp, following.post_attention_layernorm)
+            layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
 
 class Model(nn.Module):
@@ -287,7 +287,7 @@ class Model(nn.Module):
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
             try:
-                self._through_layers(span, cache, unheard)
+                self._through_layers(span, cache, ignore_report)
             except BaseException:
                 span.drop(cache)  # else layers would have seen tokens that others have not
                 raise
@@ -297,7 +297,7 @@ class Model(nn.Module):
             h = layer(h, layer_cache)
         return self.model.norm(h)
 
-    def advance(self, span: Span, cache: list[Cache], report: Report = unheard) -> mx.array:
+    def advance(self, span: Span, cache: list[Cache], report: Report = ignore_report) -> mx.array:
         """Takes a span through the layers that it has not passed; the logits [B, vocab_size] of its last token.
 
         Args:

@@ -67,7 +67,7 @@ class MLA(nn.Module):
 
     def _key(self) -> HeadMatrices:
         """Each head's [nope, latent]."""
-        return HeadMatrices(self.embed_q, self.heads, turned=True) if self.split_latent else self.kv_b_proj.key
+        return HeadMatrices(self.embed_q, self.heads, transposed=True) if self.split_latent else self.kv_b_proj.key
 
     def _value(self) -> HeadMatrices:
         """Each head's [v, latent]."""

@@ -12,13 +12,13 @@ from ..kinds import SILU, Activation
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.elementwise import activate, plus, split
-from ..ops.launch import Piece, pack
+from ..ops.launch import ArrayPiece, pack
 from ..ops.linear import embed, linear
 from ..ops.norm import Norm, rms_norm
 from ..quant import Quant
 
 
-def packed(*arrays: mx.array) -> list[Piece] | None:
+def packed(*arrays: mx.array) -> list[ArrayPiece] | None:
     """Where arrays lie in one, made of them for a GPU's kernels; None where there are none."""
     return pack(arrays) if backend.has_kernels() else None
 
@@ -32,11 +32,11 @@ class Weight(nn.Module):
         self.quant: Quant | None = None  # None: dense
         self.filled = False  # True once it has a tensor; until then the weight is zeros that nobody has evaluated
         self.weight = mx.zeros(shape)
-        self._pieces: list[Piece] | None = None
+        self._pieces: list[ArrayPiece] | None = None
         self._packed: mx.array | None = None  # the weight that `_pieces` are of
 
     @property
-    def pieces(self) -> list[Piece] | None:
+    def pieces(self) -> list[ArrayPiece] | None:
         """Where its arrays lie in a single one, if they do; not once somebody has replaced the weight."""
         return self._pieces if self.weight is self._packed else None
 

@@ -70,10 +70,10 @@ def arrange(model: Model) -> None:
 
 
 def _module(model: Model, path: str) -> Any:
-    found: Any = model
+    module: Any = model
     for part in path.split("."):
-        found = found[int(part)] if isinstance(found, list) else getattr(found, part)
-    return found
+        module = module[int(part)] if isinstance(module, list) else getattr(module, part)
+    return module
 
 
 def _fill_weight(
@@ -115,9 +115,9 @@ def _geometry(
         raise ModelFileError(f"tensor {path}.weight is {weight.dtype}; a quantised weight is uint32")
     stated = (quantization or Quantization()).of(path)
     words, groups = (tensor.shape[-1] if tensor.ndim else 0 for tensor in (weight, scales))
-    found = of_shapes(path, shape[-1], words, groups, stated)
-    _check_shape(f"{path}.weight", weight, (*shape[:-1], found.words(shape[-1])))
-    return found
+    quant = of_shapes(path, shape[-1], words, groups, stated)
+    _check_shape(f"{path}.weight", weight, (*shape[:-1], quant.words(shape[-1])))
+    return quant
 
 
 def _take(left: dict[str, mx.array], name: str) -> mx.array:

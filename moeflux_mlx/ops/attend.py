@@ -19,7 +19,7 @@ import numpy as np
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, in_turn
+from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, in_turn
 from .norm import Norm
 from .rope import Rope, angles
 from .tiles import planned
@@ -97,7 +97,7 @@ class Whole(NamedTuple):
     """
 
     joined: mx.array
-    weights: list[Piece]
+    weights: list[ArrayPiece]
 
 
 class Positions(Protocol):
@@ -303,7 +303,7 @@ def _plan(
     positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
     template = sizes | {"W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
-    template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "NEXT": int(turn[1]), "RECENT": RECENT}
+    template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
     # A window of n positions lies in one piece more than it fills, or in all of a short text's.
     pieces = ceildiv(capacity + RECENT, positions) if window is None else ceildiv(window - 1, positions) + 1
     most = MOST_THREADS[target]

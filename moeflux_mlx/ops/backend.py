@@ -109,9 +109,9 @@ def after(x: Any) -> mx.array | None:
     """A small array that is computed once `x` is, and does not hold on to it; None if it is computed already."""
     if not isinstance(x, mx.array):
         return None
-    made = x.reshape(-1)[:1] * 1  # an operation: a view would hold on to all of it
-    mx.async_eval(made)
-    return made
+    marker = x.reshape(-1)[:1] * 1  # an operation: a view would hold on to all of it
+    mx.async_eval(marker)
+    return marker
 
 
 def give_back(x: Array) -> None:

@@ -21,10 +21,10 @@ from .launch import (
     MOST_THREADS,
     NO_KERNELS,
     SHARED_BYTES,
+    ArrayPiece,
     Input,
     Kernel,
     Launch,
-    Piece,
     Reason,
     Shape,
     ceildiv,
@@ -68,7 +68,7 @@ class DeltaWeights:
     dt_bias: mx.array
     norm: mx.array
     eps: float
-    pieces: list[Piece] | None = None
+    pieces: list[ArrayPiece] | None = None
 
 
 def delta(

@@ -8,7 +8,7 @@ import numpy as np
 from ..formats.record import SCALE_DTYPES, Field, Record
 from . import backend
 from .backend import FLOATS
-from .experts import Records, check_blob, is_read, places_of, unread
+from .experts import Records, check_blob, is_read, places_of, unread_reason
 from .forms import DTYPES, code_number, form_of, unpacked_float32
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, require
 from .tiles import planned, tile_of
@@ -49,7 +49,7 @@ def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Recor
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
     require(dtype in FLOATS, f"dtype is {dtype}; the kernel writes float32, bfloat16 or float16")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     first, last = (record.down, record.down) if which else (record.gate, record.up)
     count, rows, columns = 2 - which, first.rows, first.columns
     form = form_of(first)

@@ -1,6 +1,7 @@
 """Small operations on values side by side: norms apart, everything that needs no kernel of its own."""
 
 import math
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,6 +49,14 @@ def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
 def plus(x: Array, bias: mx.array) -> Array:
     """x [..., D] + bias [D]."""
     return x + (bias if isinstance(x, mx.array) else view(bias))
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap); x itself, where there is no cap."""
+    if cap is None:
+        return x
+    library: Any = mx if isinstance(x, mx.array) else np
+    return cap * library.tanh(x / cap)
 
 
 def sigmoid(x: Array) -> Array:

@@ -21,7 +21,7 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import activate, sigmoid
 from .forms import DTYPES, Form, form_of, matmul_float32
-from .launch import MOST_THREADS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
+from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
@@ -88,14 +88,14 @@ class Shared:
 
     def rows(self, x: Array) -> Array:
         """The output [T, H] in x's dtype."""
-        found: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
-        return found
+        output: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
+        return output
 
     def joins(self, record: Record, top_k: int) -> bool:
         """Whether the kernels compute it beside `top_k` such records."""
         if self.gate_up is None or not backend.has_kernels() or top_k >= MAX_SLOTS or not is_read(record):
             return False
-        if self.activation != record.activation or record.down.bias is not None:
+        if self.activation != record.activation or record.down.bias is not None or record.interleaved:
             return False
         pairs = (self.gate_up, record.gate, 2), (self.down, record.down, 1)
         return all(
@@ -121,7 +121,7 @@ def chosen_ffn(
     own = _first_of(shared, records.blob)
     act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
     top_k = choice.rule.top_k
-    used = Used(Piece(chosen, 0, mx.uint32), Piece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
+    used = Used(ArrayPiece(chosen, 0, mx.uint32), ArrayPiece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
     out = _down_combine_kernel(act, used, records, residual, shared)
     assert out is not None
     return out
@@ -300,7 +300,7 @@ def is_read(record: Record) -> bool:
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
 
 
-def unread(record: Record) -> Reason:
+def unread_reason(record: Record) -> Reason:
     """Why kernels do not take records that not `is_read`."""
     matrices = zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True)
     stored = (f"{name} has rows of {part.columns} columns in {part.quant}" for name, part in matrices)
@@ -391,7 +391,7 @@ def _first_launch(
     inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
@@ -401,7 +401,7 @@ def _first_launch(
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     template |= {"ACTIVATION": FORMS.index(record.activation.form), "LIMIT": float(record.activation.limit or 0)}
-    template |= biases_of(GATE=record.gate, UP=record.up)
+    template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
     return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
@@ -412,7 +412,7 @@ def _spot(kernel: str, form: Form) -> str:
     return f"{kernel}_planes" if form.planes else kernel
 
 
-def _span(form: Form, each: int, columns: int, lanes: int) -> int:
+def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     """Columns that `each` simdgroups lay out at once, as many as memory holds: which lane takes a chunk stays the same,
     and with it the bits."""
     step, room = lanes * form.chunk, PLANES_BYTES // each
@@ -444,7 +444,7 @@ def _plan_down(
     _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
     if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread(record)
+        return NO_KERNELS if target == "ops" else unread_reason(record)
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
@@ -456,7 +456,7 @@ def _plan_down(
     if form.planes:
         simdgroups = min(simdgroups, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
     template["SG"] = simdgroups
-    template["SPAN"] = _span(form, simdgroups, inner, lanes)
+    template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header)
@@ -477,11 +477,19 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
     return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)
 
 
+def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
+    """What the products [..., I] with the matrices in gate's and in up's place become."""
+    if record.interleaved:
+        both = mx.concatenate([first, second], axis=-1)
+        first, second = both[..., ::2], both[..., 1::2]
+    return activate(first, second, record.activation)
+
+
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
         gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-        return activate(gate, up, records.record.activation).astype(x.dtype).reshape(*slots.shape, -1)
+        return joined(gate, up, records.record).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

@@ -14,13 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
-from ..kinds import Activation
 from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
-from .elementwise import activate
-from .experts import Records, expert_down_combine, expert_gate_up, is_read
+from .experts import Records, expert_down_combine, expert_gate_up, is_read, joined
 from .forms import settings
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
@@ -281,7 +279,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
             if width > count:
                 places = mx.concatenate([places, mx.broadcast_to(places[:1], ((width - count) * length,))])
             taken = mx.take(x, places, axis=0).reshape(width, length, H)
-            made = dense_ffn(taken, gate_up, down, records.record.activation, biases)
+            made = dense_ffn(taken, gate_up, down, records.record, biases)
             yield made[:count].reshape(-1, H)
 
 
@@ -298,7 +296,7 @@ def _parts(n: int, size: int) -> Iterator[slice]:
 
 
 def dense_ffn(
-    x: mx.array, gate_up: mx.array, down: mx.array, activation: Activation, biases: tuple[mx.array, ...] | None = None
+    x: mx.array, gate_up: mx.array, down: mx.array, record: Record, biases: tuple[mx.array, ...] | None = None
 ) -> mx.array:
     """down(activation(gate x, up x)) of each expert on its own rows: [n, rows, H].
 
@@ -306,14 +304,14 @@ def dense_ffn(
         x: [n, rows, H].
         gate_up: [n, 2 I, H], the rows of gate, then those of up.
         down: [n, H, I].
-        activation: joins gate and up.
+        record: says how gate and up are joined.
         biases: added to the products with gate and up [n, I] and down [n, H].
     """
     gate, up = mx.split(x @ gate_up.swapaxes(-1, -2), 2, axis=-1)
     if biases is None:
-        return activate(gate, up, activation) @ down.swapaxes(-1, -2)
+        return joined(gate, up, record) @ down.swapaxes(-1, -2)
     of_gate, of_up, of_down = (bias[:, None] for bias in biases)
-    return activate(gate + of_gate, up + of_up, activation) @ down.swapaxes(-1, -2) + of_down
+    return joined(gate + of_gate, up + of_up, record) @ down.swapaxes(-1, -2) + of_down
 
 
 def grouped_ffn(
@@ -337,7 +335,7 @@ def grouped_ffn(
         made = _multiply(x, parts[which], record.projections[which], owners)
         return made if biases is None else made + biases[which][owners][:, None]
 
-    return product(activate(product(x, 0), product(x, 1), record.activation), 2)
+    return product(joined(product(x, 0), product(x, 1), record), 2)
 
 
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:

@@ -36,20 +36,20 @@ PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # that a threadgroup attends for, where its memory holds so many
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
-Eights = tuple[int, int, int, mx.Dtype]  # of metal/stored.h.metal: BITS, GROUP, MX and the scales' dtype
+StoredForm = tuple[int, int, int, mx.Dtype]  # of metal/stored.h.metal: BITS, GROUP, MX and the scales' dtype
 
 
 @dataclass(frozen=True)
 class HeadMatrices:
     """A matrix for each head, in `weights` [heads, rows, columns], or in the `rows` of each head of a flat matrix.
 
-    `turned`: the matrix of a head is the transpose of what is stored.
+    `transposed`: the matrix of a head is the transpose of what is stored.
     """
 
     weights: Weights
     heads: int
     rows: slice | None = None
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def height(self) -> int:
@@ -60,37 +60,37 @@ class HeadMatrices:
     def multiply(self, x: mx.array, transpose: bool) -> mx.array:
         """x [B, heads, L, ...] @ M.T (`transpose`) or x @ M."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
-        return multiply(x, part, transpose != self.turned)
+        return multiply(x, part, transpose != self.transposed)
 
     def of(self, some: slice) -> "HeadMatrices":
         """Those of some heads."""
         part = part_of_heads(self.weights, self.heads, self.rows or slice(None), some)
-        return HeadMatrices(part, part.weight.shape[0], turned=self.turned)
+        return HeadMatrices(part, part.weight.shape[0], transposed=self.transposed)
 
-    def stored(self) -> "Stored":
+    def stored(self) -> "StoredMatrices":
         """What kernels take of them."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
         arrays: list[Any] = inputs_of(part)
-        turned, (bits, group) = self.turned, (0, 1)
+        transposed, (bits, group) = self.transposed, (0, 1)
         if part.quant is not None:
             bits, group = part.quant.bits, part.quant.group_size
         else:
-            weight, turned = arrays[0], turned and arrays[0].shape[-1] % 8 == 0
-            arrays = [weight if turned == self.turned else weight.swapaxes(-1, -2)] * 3
-        return Stored(arrays, (bits, group, code_number(part.quant), arrays[1].dtype), turned)
+            weight, transposed = arrays[0], transposed and arrays[0].shape[-1] % 8 == 0
+            arrays = [weight if transposed == self.transposed else weight.swapaxes(-1, -2)] * 3
+        return StoredMatrices(arrays, (bits, group, code_number(part.quant), arrays[1].dtype), transposed)
 
     def each(self) -> Iterator[np.ndarray]:
         """In turn, in float32; the memory may be used again for the next."""
-        found = by_head(self.weights, self.heads, self.rows or slice(None))
-        return (matrix.T for matrix in found) if self.turned else found
+        matrices = by_head(self.weights, self.heads, self.rows or slice(None))
+        return (matrix.T for matrix in matrices) if self.transposed else matrices
 
 
-class Stored(NamedTuple):
+class StoredMatrices(NamedTuple):
     """Matrices for metal/stored.h.metal: codes, scales and biases, or values in place of all three."""
 
     arrays: list[mx.array]
-    form: Eights
-    turned: bool
+    form: StoredForm
+    transposed: bool
 
     @property
     def rows(self) -> int:
@@ -249,7 +249,7 @@ def _step_kernel(
         (q.dtype, norm.weight.dtype),
         form,
         (keys.form, values.form),
-        (values.rows, keys.turned),
+        (values.rows, keys.transposed),
         (rope.dims, rope.interleaved),
     )
     x = queries(q) if form is None else q
@@ -284,17 +284,17 @@ def _plan(
     sizes: tuple[int, int, int, int, int],
     types: tuple[mx.Dtype, mx.Dtype],
     form: Form | None,
-    eights: tuple[Eights, Eights],
+    stored: tuple[StoredForm, StoredForm],
     matrices: tuple[int, bool],
     rotation: tuple[int, bool],
 ) -> tuple[Launch, Launch, Launch]:
-    (heads, height, columns, row, capacity), (v, turned), (dims, interleaved) = sizes, matrices, rotation
+    (heads, height, columns, row, capacity), (v, transposed), (dims, interleaved) = sizes, matrices, rotation
     X, N, P = types[0], row - dims, ceildiv(capacity + RECENT, PIECE)
     read = form or Form(DEFAULT, X)
     common, (threads, lanes) = {"X": X, "H": heads, "N": N, "R": dims}, SHAPES[target]
     made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": threads, "L": lanes}
-    made |= {"MADE": int(form is None), "NEXT": int(interleaved), "TURNED": int(turned)}
-    made |= {f"Q_{name}": value for name, value in read.template.items()} | _template(eights[0])
+    made |= {"PRECOMPUTED": int(form is None), "INTERLEAVED": int(interleaved), "TRANSPOSED": int(transposed)}
+    made |= {f"Q_{name}": value for name, value in read.template.items()} | _template(stored[0])
     out = [((heads, row), mx.float32), ((row,), X)]
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
     query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
@@ -302,11 +302,11 @@ def _plan(
     made = common | {"GH": abreast, "P": PIECE, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | {"V": v, "P": PIECE, "T": threads} | _template(eights[1])
+    made = common | {"V": v, "P": PIECE, "T": threads} | _template(stored[1])
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 
-def _template(form: Eights) -> dict[str, Any]:
+def _template(form: StoredForm) -> dict[str, Any]:
     return dict(zip(("BITS", "GROUP", "MX", "S"), form, strict=True))
 
 

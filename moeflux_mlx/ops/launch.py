@@ -35,7 +35,7 @@ TYPES = {
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class ArrayPiece(NamedTuple):
     """Values of `dtype` that lie one after another in `whole`, from byte `start` on."""
 
     whole: mx.array
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
         return self.whole.reshape(-1)[first : first + size].view(self.dtype).reshape(shape)
 
 
-def pack(arrays: Sequence[mx.array]) -> list[Piece]:
+def pack(arrays: Sequence[mx.array]) -> list[ArrayPiece]:
     """Copies arrays into one, so that a kernel takes them as one input: where each lies in it."""
     starts, parts = [0], []
     for array in arrays:
@@ -57,17 +57,17 @@ def pack(arrays: Sequence[mx.array]) -> list[Piece]:
         starts.append(starts[-1] + codes.size + parts[-1].size)
     whole = mx.concatenate(parts)
     mx.eval(whole)
-    return [Piece(whole, start, array.dtype) for start, array in zip(starts, arrays, strict=False)]
+    return [ArrayPiece(whole, start, array.dtype) for start, array in zip(starts, arrays, strict=False)]
 
 
-def in_turn(joined: mx.array, *parts: mx.array) -> list[Piece]:
+def in_turn(joined: mx.array, *parts: mx.array) -> list[ArrayPiece]:
     """Where `parts` lie in `joined`, which holds them one after another."""
     starts = accumulate((part.nbytes for part in parts), initial=0)
-    return [Piece(joined, start, joined.dtype) for start, _ in zip(starts, parts, strict=False)]
+    return [ArrayPiece(joined, start, joined.dtype) for start, _ in zip(starts, parts, strict=False)]
 
 
 # What a kernel is given under a name: an array, a part of one, or a number, which becomes a constant of the text.
-Input = mx.array | Piece | float
+Input = mx.array | ArrayPiece | float
 # Of an input: its array among those that are handed over, and the byte and type that it begins with; or its value.
 Place = tuple[int, int, mx.Dtype | None] | float
 
@@ -83,7 +83,7 @@ def _placed(inputs: Sequence[Input]) -> tuple[list[mx.array], tuple[Place, ...]]
         if isinstance(given, float):
             places.append(given)
             continue
-        whole, start, dtype = given if isinstance(given, Piece) else (given, 0, None)
+        whole, start, dtype = given if isinstance(given, ArrayPiece) else (given, 0, None)
         index = next((i for i, array in enumerate(arrays) if array is whole), len(arrays))
         if index == len(arrays):
             arrays.append(whole)
@@ -166,13 +166,13 @@ class Kernel:
         """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
         names: dict[int, str] = {}
         inputs, joined = _several(self.inputs)
-        found = list(zip(inputs, places, strict=True))
-        for name, place in found:
+        named_places = list(zip(inputs, places, strict=True))
+        for name, place in named_places:
             if not isinstance(place, float):
                 index, _, dtype = place
                 names.setdefault(index, name if dtype is None else f"{name}_")
         lines = []
-        for name, place in found:
+        for name, place in named_places:
             if isinstance(place, float):
                 lines.append(f"const float {name}[1] = {{{np.float32(place).item()!r}f}};\n")
             elif place[2] is not None:
@@ -215,7 +215,7 @@ _build: Callable[..., Any] | None = None
 
 
 @contextmanager
-def standing_in(build: Callable[..., Any]) -> Iterator[None]:
+def using_build(build: Callable[..., Any]) -> Iterator[None]:
     """Launches inside, of any thread, call what `build` makes of a kernel, in place of what `Kernel.build` does."""
     global _build
     before, _build = _build, build

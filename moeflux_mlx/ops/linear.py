@@ -16,7 +16,7 @@ from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Piece, Reason, Shape, ceildiv, require
+from .launch import LEAST_ELEMENTS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
 from .norm import Norm
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
@@ -47,7 +47,7 @@ class Weights(Protocol):
     def biases(self) -> Any: ...
 
     @property
-    def pieces(self) -> list[Piece] | None:
+    def pieces(self) -> list[ArrayPiece] | None:
         """The same arrays where they lie in a single one, if they do."""
         ...
 

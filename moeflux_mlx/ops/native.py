@@ -86,7 +86,7 @@ _native = _load()
 
 
 @contextmanager
-def standing_in(kernels: Any) -> Iterator[None]:
+def using_kernels(kernels: Any) -> Iterator[None]:
     """Calls inside, of any thread, go to `kernels` in place of the extension."""
     global _native
     before, _native = _native, kernels
@@ -238,7 +238,7 @@ def expert_gate_up(
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
     places, activation = _places(record.gate, record.up), _number(record.activation)
-    _kernels().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, out)
+    _kernels().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, record.interleaved, out)
     return out
 
 

@@ -23,7 +23,7 @@ from .tiles import MAX_TOKENS, planned, tile_of
 
 # Where the host had better look into arrays of 8 bytes: on CUDA MLX keeps these with the host, and moves any other that
 # the host looks into to memory whose pages wander between the two from then on.
-TELLING = {"cuda"}
+HOST_COPY = {"cuda"}
 UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias")
 
 
@@ -101,20 +101,25 @@ def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -
     return ids, weights
 
 
-def route_told(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Array, Array, Sequence[mx.array]]:
-    """`route` for who waits for it, with the choice once more as `heard` reads it: nothing where that is no faster."""
+def route_with_host_copy(
+    logits: Array, rule: Router, bias: mx.array | None = None
+) -> tuple[Array, Array, Sequence[mx.array]]:
+    """`route` for who waits for it, with the choice once more as `read_host_copy` reads it.
+
+    Nothing where that is no faster.
+    """
     target = backend.name()
-    if target not in TELLING or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
-        found = route(logits, rule, bias)
-        return found[0], found[1], []
-    launch = _plan(target, logits.shape, rule, bias is not None, tells=True)
-    ids, weights, *told = launch(logits, *beside(logits, rule, bias))
-    return ids, weights, told
+    if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
+        chosen = route(logits, rule, bias)
+        return chosen[0], chosen[1], []
+    launch = _plan(target, logits.shape, rule, bias is not None, copies=True)
+    ids, weights, *host_copy = launch(logits, *beside(logits, rule, bias))
+    return ids, weights, host_copy
 
 
-def heard(told: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [1, K] uint32, weights [1, K] float32 to 8 bits), of what `route_told` tells, evaluated."""
-    words = np.frombuffer(b"".join(cast(Any, told)), np.uint32)[None]
+def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [1, K] uint32, weights [1, K] float32 to 8 bits), of the evaluated copy of `route_with_host_copy`."""
+    words = np.frombuffer(b"".join(cast(Any, host_copy)), np.uint32)[None]
     return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
 
 
@@ -144,15 +149,15 @@ def is_known(rule: Router) -> bool:
 
 
 @lru_cache(512)
-def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, tells: bool = False) -> Launch:
+def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool = False) -> Launch:
     tokens, columns = shape
     chosen: Shape = (tokens, rule.top_k)
     outputs = [(chosen, mx.uint32), (chosen, mx.float32)]
     kernel = Kernel("topk", "logits bias scale", "ids weights")
-    if tells:
-        told: list[Shape] = [(min(2, rule.top_k - first),) for first in range(0, rule.top_k, 2)]
-        outputs += [(shape, mx.uint32) for shape in told]
-        kernel = Kernel("topk_told", kernel.inputs, f"{kernel.outputs} told*{len(told)}")
+    if copies:
+        host_copy: list[Shape] = [(min(2, rule.top_k - first),) for first in range(0, rule.top_k, 2)]
+        outputs += [(shape, mx.uint32) for shape in host_copy]
+        kernel = Kernel("topk_host_copy", kernel.inputs, f"{kernel.outputs} host_copy*{len(host_copy)}")
     return Launch(target, kernel, choice_template(rule, columns, has_bias), (1, tokens), 32, outputs)
 
 

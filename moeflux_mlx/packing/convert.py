@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ConfigError, ModelFileError
 from ..files import user_path
 from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
-from ..formats.owners import MOST_RANKS, Owners, Share
+from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, PackedExperts
 from ..quant import unquantized
 from ..spec import ModelArgs
@@ -128,7 +128,7 @@ def convert(
     )
 
 
-def _share(ranks: int | None, rank: int | None, is_here: bool) -> Share | None:
+def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | None:
     """Raises ConfigError: there is no such rank, or the checkpoint comes, or goes, shard by shard."""
     if ranks is None and rank is None:
         return None
@@ -136,10 +136,10 @@ def _share(ranks: int | None, rank: int | None, is_here: bool) -> Share | None:
         raise ConfigError(f"--ranks {ranks} --rank {rank}: give 2 to {MOST_RANKS} ranks, and one of them, from 0 on")
     if not is_here:
         raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
-    return Share(Owners((1,) * ranks), rank)
+    return RankShare(Owners((1,) * ranks), rank)
 
 
-def _of_rank(share: Share | None) -> dict[str, int]:
+def _of_rank(share: RankShare | None) -> dict[str, int]:
     return {} if share is None else {"ranks": len(share.owners.shares), "rank": share.rank}
 
 
@@ -153,11 +153,11 @@ def _at_once(
     output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool
 ) -> tuple[list[str], list[str]]:
     """File after file, of a checkpoint that is all here; returns as `_write`."""
-    found = _write(output, plan, report, plan.total_bytes * (1 + verify))
+    kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
     _finish(output, plan, checkpoint)
     if verify:
         _verify(output, checkpoint, plan, report)
-    return found
+    return kept, repaired
 
 
 def _by_shards(
@@ -182,14 +182,14 @@ def _open(
     hf_path: str | Path, path: Path, revision: str | None, delete_source: bool
 ) -> tuple[Supply | None, Checkpoint]:
     """The checkpoint, and what brings its shards if they come one by one."""
-    found = find_supply(hf_path, path, revision, delete_source, _check_config)
-    if not isinstance(found, Path):
-        return found, found.checkpoint()
-    if (found / STATE).exists() and not (found / FOLDER / LAYOUT).exists():
-        raise ModelFileError(f"{found} is an unfinished conversion; give the checkpoint that it is made from")
-    if path.resolve() == found.resolve():
+    source = find_supply(hf_path, path, revision, delete_source, _check_config)
+    if not isinstance(source, Path):
+        return source, source.checkpoint()
+    if (source / STATE).exists() and not (source / FOLDER / LAYOUT).exists():
+        raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
+    if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    return None, open_checkpoint(found)
+    return None, open_checkpoint(source)
 
 
 def _check_config(config: dict[str, Any]) -> None:

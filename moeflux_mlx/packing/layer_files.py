@@ -19,7 +19,7 @@ from ..files import read_json
 from ..formats.checkpoint import FLOATS, Tensor, read_bytes
 from ..formats.finite import not_finite
 from ..formats.layout_file import from_json, held_by, to_json
-from ..formats.owners import Share
+from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, check_length
 from ..formats.record import PROJECTIONS, ExpertLayout, Quants
 from ..quant import FLOAT, Quant
@@ -45,6 +45,13 @@ class Part:
     stop: int
     step: int = 1
     bias: Tensor | None = None
+
+    @property
+    def in_place(self) -> "Part":
+        """The rows that lie in its place of a record whose rows of gate and up alternate: a half of all, one after
+        another; itself, where rows are apart."""
+        half = self.stop // self.step
+        return self if self.step == 1 else Part(self.matrix, self.start * half, (self.start + 1) * half, 1, self.bias)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -337,10 +344,10 @@ class PackedLayerFile:
         return record + bytes(self.geometry.stride - len(record))
 
     def _check_scales(self, record: bytearray, expert: int) -> None:
-        found = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
-        if found is not None:
+        fault = not_finite(self.geometry, np.frombuffer(record, np.uint8)[None])
+        if fault is not None:
             raise ModelFileError(
-                f"{self.file}: {found[1].name} of expert {expert} holds NaN or infinite values; download it again"
+                f"{self.file}: {fault[1].name} of expert {expert} holds NaN or infinite values; download it again"
             )
 
 
@@ -351,7 +358,7 @@ class HeldLayerFile:
 
     link: Path | None = None
 
-    def __init__(self, whole: LayerFile | PackedLayerFile, share: Share):
+    def __init__(self, whole: LayerFile | PackedLayerFile, share: RankShare):
         self.whole, self.share = whole, share
         self.name, self.size, self.stride = whole.name, whole.size, whole.geometry.stride
         self._samples = offsets_of(self.size, EXPERT_SAMPLES)
@@ -388,12 +395,12 @@ def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[P
     Raises:
         ModelFileError: a file is missing or has the wrong length, or its layout.json contradicts config.json.
     """
-    found = read_json(folder / LAYOUT)
-    source, share = from_json(found, args, folder / LAYOUT), held_by(found, folder / LAYOUT)
+    content = read_json(folder / LAYOUT)
+    source, share = from_json(content, args, folder / LAYOUT), held_by(content, folder / LAYOUT)
     if share is not None:
         raise ModelFileError(f"{folder} holds the experts of {share} only; convert what it was made from")
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
-def layout_json(layout: ExpertLayout, share: Share | None) -> bytes:
+def layout_json(layout: ExpertLayout, share: RankShare | None) -> bytes:
     return json.dumps(to_json(layout, share), indent=2).encode()

@@ -11,7 +11,7 @@ from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
-from ..formats.owners import Share
+from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
@@ -33,7 +33,7 @@ class ConversionPlan:
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
-    share: Share | None = None
+    share: RankShare | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -45,7 +45,9 @@ def read_args(checkpoint: Checkpoint) -> ModelArgs:
     return ModelArgs.from_dict(unquantized(checkpoint.config), read_json(generation) if generation.exists() else None)
 
 
-def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Share | None = None) -> ConversionPlan:
+def make_plan(
+    checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: RankShare | None = None
+) -> ConversionPlan:
     """Finds and checks every tensor before a byte is written.
 
     Raises:
@@ -60,11 +62,11 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Sh
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
     else:
-        found = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
-        stored = {layer: plan_experts(experts, wanted) for layer, experts in found.items()}
+        experts_by_layer = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted) for layer, experts in experts_by_layer.items()}
         quants = {layer: one.quants for layer, one in stored.items()}
         layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
-        layers += [LayerFile(layout, layer, experts) for layer, experts in found.items()]
+        layers += [LayerFile(layout, layer, experts) for layer, experts in experts_by_layer.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
@@ -76,7 +78,7 @@ def make_plan(checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: Sh
     return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share)
 
 
-def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Share | None) -> dict[str, Any]:
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: RankShare | None) -> dict[str, Any]:
     """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
     if layout.is_uniform and share is None:
         return quantization
@@ -91,5 +93,5 @@ def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: Sha
 def _check_all_used(tensors: Mapping[str, Tensor], used: set[str]) -> None:
     left = sorted(tensor.name for tensor in tensors.values() if tensor.name not in used)
     if left:
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise ModelFileError(f"tensor {left[0]}{more} does not belong to this model; is config.json the right one?")
+        others = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise ModelFileError(f"tensor {left[0]}{others} does not belong to this model; is config.json the right one?")

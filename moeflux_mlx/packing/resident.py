@@ -149,36 +149,36 @@ class ResidentPlan:
 
     def quantization(self) -> dict[str, Any]:
         """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
-        found = {
+        quants = {
             path: source.quant
             for source in self.sources
             if isinstance(source, MatrixSource)
             for path, _ in source.pieces
         }
-        default = Counter(one for one in found.values() if one).most_common(1)
+        default = Counter(one for one in quants.values() if one).most_common(1)
         usual = default[0][0] if default else DEFAULT
         entry: dict[str, Any] = usual.entry()
-        for path, quant in found.items():
+        for path, quant in quants.items():
             if quant != usual:
                 entry[path] = override(quant)
         return entry
 
     def quantized(self, quant: Quant) -> int:
         """How many matrices come as floats and become `quant`."""
-        made = (source for source in self.sources if isinstance(source, MatrixSource))
-        return sum(source.made == quant and source.matrix.quant is None for source in made)
+        matrices = (source for source in self.sources if isinstance(source, MatrixSource))
+        return sum(source.made == quant and source.matrix.quant is None for source in matrices)
 
     def files(self) -> list["ResidentFile"]:
         """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
         groups: list[list[Source]] = [[]]
         size = 0
         for source in self.sources:
-            more = sum(one.nbytes for one in source.written)
-            if groups[-1] and size + more > SHARD_BYTES:
+            nbytes = sum(one.nbytes for one in source.written)
+            if groups[-1] and size + nbytes > SHARD_BYTES:
                 groups.append([])
                 size = 0
             groups[-1].append(source)
-            size += more
+            size += nbytes
         if len(groups) == 1:
             return [ResidentFile("resident.safetensors", tuple(groups[0]))]
         return [
@@ -199,11 +199,11 @@ def plan_resident(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFo
     """
     matrices, plain = needed(args, split_latent(tensors))
     fused = _fused_matrices(args, tensors)
-    made = {path for pieces in fused.values() for path, _ in pieces}
-    pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in made}
+    fused_paths = {path for pieces in fused.values() for path, _ in pieces}
+    pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in fused_paths}
     sources: list[Source] = []
     lossy: list[str] = []
-    as_stored = any(name.endswith(".scales") for name in tensors)
+    as_stored = wanted.keeps_floats or any(name.endswith(".scales") for name in tensors)
     for path, pieces in (pieces_of | fused).items():
         shape = matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),

@@ -85,13 +85,13 @@ class ResidentSamples:
 
     def read(self, offset: int, length: int) -> bytes:
         """As many of the bytes from `offset` on as there are."""
-        found, stop = b"", min(offset + length, self.size)
+        data, stop = b"", min(offset + length, self.size)
         while offset < stop:
             index = bisect_right(self._starts, offset) - 1
             until = min(stop, self._starts[index + 1])
-            found += self._parts[index].read(offset - self._starts[index], until - offset)
+            data += self._parts[index].read(offset - self._starts[index], until - offset)
             offset = until
-        return found
+        return data
 
 
 def _parts(source: Source) -> Iterator[Part]:
@@ -130,11 +130,11 @@ class LayerSamples:
     def read(self, offset: int, length: int) -> bytes:
         """As many of the bytes from `offset` on as there are."""
         stop = min(offset + length, self.size)
-        found = bytearray(max(stop - offset, 0))
+        data = bytearray(max(stop - offset, 0))
         for expert in range(offset // self._stride, -(-stop // self._stride)):
             for piece in self._experts.pieces(self._layer, expert):
                 place = expert * self._stride + piece.place - offset
-                first, last = max(place, 0), min(place + piece.length, len(found))
+                first, last = max(place, 0), min(place + piece.length, len(data))
                 if first < last:
-                    found[first:last] = read_bytes(piece.path, piece.offset + first - place, last - first)
-        return bytes(found)
+                    data[first:last] = read_bytes(piece.path, piece.offset + first - place, last - first)
+        return bytes(data)

@@ -22,16 +22,16 @@ def canonical_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, T
     Raises:
         ModelFileError: two tensors are for the same place.
     """
-    found: dict[str, Tensor] = {}
+    canonical: dict[str, Tensor] = {}
     renames = FAMILIES[args.model_type].renames
     for tensor in tensors:
         name = canonical_name(tensor.name, args.num_hidden_layers, renames)
         if name is None:
             continue
-        if name in found:
-            raise ModelFileError(f"tensors {found[name].name} and {tensor.name} are both {name}")
-        found[name] = tensor
-    return found
+        if name in canonical:
+            raise ModelFileError(f"tensors {canonical[name].name} and {tensor.name} are both {name}")
+        canonical[name] = tensor
+    return canonical
 
 
 def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bool:

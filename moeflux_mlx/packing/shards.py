@@ -200,8 +200,8 @@ class Scattering:
                     _drop_cached(file.fileno())
             for job, one in zip(jobs, written, strict=True):
                 again = [_digest(data for _, data in job.writes())] if self.verify else []
-                found = _digest(_spans(files[job.unit.name], one.spans))
-                if {found, *again} != {one.digest}:
+                digest = _digest(_spans(files[job.unit.name], one.spans))
+                if {digest, *again} != {one.digest}:
                     raise ModelFileError(
                         f"{self.output.path / job.unit.name} does not hold what was made of {name}, read back from the "
                         f"disk; {name} was not deleted: check the disk, then "

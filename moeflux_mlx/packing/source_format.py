@@ -14,7 +14,7 @@ from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_c
 
 NONE: Mapping[str, Tensor] = {}
 METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4"
-TELLING = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
+SUFFIXES = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
 
 
 class SourceFormat:
@@ -35,17 +35,17 @@ class SourceFormat:
             ConfigError: a quantisation that is not known.
         """
         hub = _object(config, "quantization_config") or _object(_object(config, "text_config"), "quantization_config")
-        found = entries(config)
-        if not found and hub and "quant_method" not in hub:
-            found = entries({"quantization": hub})
+        quants = entries(config)
+        if not quants and hub and "quant_method" not in hub:
+            quants = entries({"quantization": hub})
         # A rename may end in the dot that follows a module's path in a tensor's name.
-        found = {renamed(f"{path}.", renames)[:-1]: quant for path, quant in found.items()}
-        self.mlx = bool(found)
+        quants = {renamed(f"{path}.", renames)[:-1]: quant for path, quant in quants.items()}
+        self.mlx = bool(quants)
         self.method, self.block = "", (128, 128)
         self.stated: Quantization | None = None
         if self.mlx:
-            default = found.pop("", None)
-            self.stated = None if default is None else Quantization(default, found)
+            default = quants.pop("", None)
+            self.stated = None if default is None else Quantization(default, quants)
         elif hub.get("quant_method") is not None:
             self._read_method(hub, tensors)
 
@@ -66,11 +66,11 @@ class SourceFormat:
         """How the matrix of a module is stored, as far as it is stated."""
         return None if self.stated is None else self.stated.of(path)
 
-    def check(self, path: str, found: Quant, tensor: Tensor) -> None:
+    def check(self, path: str, quant: Quant, tensor: Tensor) -> None:
         """Raises ModelFileError: shapes and config.json tell different stories about a matrix."""
-        if self.stated is not None and self.of(path) != found:
+        if self.stated is not None and self.of(path) != quant:
             raise ModelFileError(
-                f"{tensor.file}: tensor {tensor.name} is stored with {found}; config.json says {self.of(path)}"
+                f"{tensor.file}: tensor {tensor.name} is stored with {quant}; config.json says {self.of(path)}"
             )
 
     @property
@@ -90,7 +90,7 @@ class _OtherForm(Exception):
 
 def _refusal(method: object, special: str, tensors: Mapping[str, Tensor]) -> str:
     """One line that begins with the method, a tensor in it, and what was found."""
-    name = next((name for name in sorted(tensors) if name.endswith(TELLING)), "")
+    name = next((name for name in sorted(tensors) if name.endswith(SUFFIXES)), "")
     example = f"tensor {name} is {tensors[name].dtype} {list(tensors[name].shape)}, " if name else ""
     return (
         f"quant_method {reprlib.repr(method)} cannot be converted: {example}{special}; "
@@ -116,10 +116,10 @@ def _pack_quantized(hub: Mapping[str, Any]) -> Quant:
     """compressed-tensors: symmetric 4-bit integers in groups, eight to an int32."""
     if hub.get("format") != "pack-quantized":
         raise _OtherForm(f"format {reprlib.repr(hub.get('format'))}")
-    groups = hub.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [one.get("weights") for one in found if isinstance(one, Mapping)]
-    if len(found) != 1 or len(weights) != 1 or not isinstance(weights[0], Mapping):
+    stated = hub.get("config_groups")
+    groups = list(stated.values()) if isinstance(stated, Mapping) else []
+    weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
+    if len(groups) != 1 or len(weights) != 1 or not isinstance(weights[0], Mapping):
         raise _OtherForm("not exactly one group in config_groups")
     wanted = {"num_bits": 4, "symmetric": True, "type": "int", "strategy": "group", "actorder": None}
     return _one_form(weights[0], wanted)
@@ -128,24 +128,24 @@ def _pack_quantized(hub: Mapping[str, Any]) -> Quant:
 def _awq(hub: Mapping[str, Any]) -> Quant:
     """AutoAWQ's gemm form: 4-bit codes with a zero point in each group."""
     version = hub.get("version", "gemm")
-    found = {**hub, "version": version.lower() if isinstance(version, str) else version}
-    found["bits"] = hub.get("bits", hub.get("w_bit"))
-    found["group_size"] = hub.get("group_size", hub.get("q_group_size"))
-    return _one_form(found, {"bits": 4, "version": "gemm", "zero_point": True})
+    fields = {**hub, "version": version.lower() if isinstance(version, str) else version}
+    fields["bits"] = hub.get("bits", hub.get("w_bit"))
+    fields["group_size"] = hub.get("group_size", hub.get("q_group_size"))
+    return _one_form(fields, {"bits": 4, "version": "gemm", "zero_point": True})
 
 
 def _mxfp4(hub: Mapping[str, Any]) -> Quant:
     return Quant(4, 32, "mxfp4")
 
 
-def _one_form(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Quant:
+def _one_form(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> Quant:
     """Raises _OtherForm: a field has another value than the form that is read."""
     for key, value in wanted.items():
-        if found.get(key, value) != value:
-            raise _OtherForm(f"{key} {reprlib.repr(found.get(key))}")
-    if found.get("group_size") not in AFFINE_GROUPS:
-        raise _OtherForm(f"group_size {reprlib.repr(found.get('group_size'))}")
-    return Quant(4, found["group_size"])
+        if fields.get(key, value) != value:
+            raise _OtherForm(f"{key} {reprlib.repr(fields.get(key))}")
+    if fields.get("group_size") not in AFFINE_GROUPS:
+        raise _OtherForm(f"group_size {reprlib.repr(fields.get('group_size'))}")
+    return Quant(4, fields["group_size"])
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Quant]] = {

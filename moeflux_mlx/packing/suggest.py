@@ -12,9 +12,9 @@ from ..spec import ModelArgs
 from .source_format import SourceFormat
 
 
-def convert_command(hf_path: str, mlx_path: str, *more: str) -> str:
-    """The shell command that converts `hf_path`; `more` are further words of it."""
-    return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *more])
+def convert_command(hf_path: str, mlx_path: str, *options: str) -> str:
+    """The shell command that converts `hf_path`; `options` are further words of it."""
+    return shlex.join(["python", "-m", "moeflux_mlx.convert", "--hf-path", hf_path, "--mlx-path", mlx_path, *options])
 
 
 def packing_command(path: Path) -> str:
@@ -32,12 +32,13 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     args = ModelArgs.from_dict(unquantized(config))
     name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
     form = SourceFormat(config)
-    other = form.not_computed
-    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if other else []))
-    lossy = "; its codes are of another kind, so that --requantize loses some precision" if other else ""
+    not_computed = form.not_computed
+    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if not_computed else []))
+    lossy = "; its codes are of another kind, so that --requantize loses some precision" if not_computed else ""
     reason = f"{source} is not packed (no {FOLDER}/{LAYOUT})"
-    if other:
-        reason = f"{other[1].mode} is not computed: config.json says {other[1]} of {other[0] or 'the model'}"
+    if not_computed:
+        path, quant = not_computed
+        reason = f"{quant.mode} is not computed: config.json says {quant} of {path or 'the model'}"
         reason += f"; supported: {SUPPORTED}"
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     gigabytes = _layout(args, form).total_bytes / 1e9
@@ -48,12 +49,12 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
 
 def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     """Of the packed model, as far as it is stated how experts are stored."""
-    found: dict[int, Quants] = {}
+    quants: dict[int, Quants] = {}
     if form.stated is not None:
         for layer in args.moe_layers:
             stated = stated_quants(form.stated, layer, args.experts.matrices)
-            found[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
-    return ExpertLayout.from_args(args, found or None)
+            quants[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
+    return ExpertLayout.from_args(args, quants or None)
 
 
 def unfinished_error(path: Path) -> NotPackedError:
@@ -63,17 +64,17 @@ def unfinished_error(path: Path) -> NotPackedError:
         ModelFileError: its state file cannot be read.
     """
     state = read_json(path / STATE)
-    origin, options = (found if isinstance(found := state.get(key), dict) else {} for key in ("origin", "options"))
+    origin, options = (value if isinstance(value := state.get(key), dict) else {} for key in ("origin", "options"))
     hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
     if not hf_path:
         return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
-    more = ["--requantize"] if options.get("requantize") is True else []
+    words = ["--requantize"] if options.get("requantize") is True else []
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
-        more += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
-    more += ["--q-mode", options["q_mode"]] if options.get("q_mode") in COMPUTED_MODES else []
-    more += ["--delete-source"] if origin.get("delete_source") is True else []
-    more += ["--revision", revision] if revision else []
-    command = convert_command(hf_path, str(path.absolute()), *more)
+        words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
+    words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in COMPUTED_MODES else []
+    words += ["--delete-source"] if origin.get("delete_source") is True else []
+    words += ["--revision", revision] if revision else []
+    command = convert_command(hf_path, str(path.absolute()), *words)
     return NotPackedError(f"{path} holds an unfinished conversion; to finish it run: {command}")
 
 

@@ -56,7 +56,7 @@ def reserved(path: Path) -> Iterator[None]:
     """
     if path.exists() and not path.is_dir():
         raise ModelFileError(f"{path} exists and is not a directory")
-    made = [one for one in (path.absolute(), *path.absolute().parents) if not one.exists()]
+    missing = [one for one in (path.absolute(), *path.absolute().parents) if not one.exists()]
     with contextlib.ExitStack() as stack:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def reserved(path: Path) -> Iterator[None]:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             raise ModelFileError(f"{path} is being written by another conversion") from None
-        stack.callback(_remove_empty, made)
+        stack.callback(_remove_empty, missing)
         yield
 
 
@@ -185,10 +185,10 @@ class Output:
         file, offset = self.path / unit.name, 0
         with _reading(file), open(file, "rb", buffering=0) as opened:
             for chunk in _slices(unit.chunks()):
-                found = opened.read(len(chunk))
-                if found != chunk:
+                on_disk = opened.read(len(chunk))
+                if on_disk != chunk:
                     at = offset + next(
-                        (i for i, (a, b) in enumerate(zip(found, chunk, strict=False)) if a != b), len(found)
+                        (i for i, (a, b) in enumerate(zip(on_disk, chunk, strict=False)) if a != b), len(on_disk)
                     )
                     raise ModelFileError(
                         f"{file} differs from the checkpoint at byte {at}; delete it and convert again"

@@ -183,12 +183,12 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
 
     if asked.stream:
         return EventStream(events, wire.stream(asked, ids), over, served.keepalive)
-    found = await whole(events, http.receive)
-    if found is None:
+    collected = await whole(events, http.receive)
+    if collected is None:
         return await _left()
-    last = found[-1]
+    last = collected[-1]
     status = last.status if isinstance(last, Failed) else 200
-    body = wire.whole(asked, found, ids)  # names the calls
+    body = wire.whole(asked, collected, ids)  # names the calls
     if status == 200:
         over()
     return JSONResponse(body, status, error_headers(status))

@@ -140,8 +140,8 @@ class Guard:
         if key is None:
             return True
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-        return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in given])
+        keys = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in keys])
 
     def _cors(self, origin: str | None, asked: str) -> list[tuple[bytes, bytes]]:
         """Headers that let a page of `origin` read the answer; none where it may not.
@@ -212,10 +212,10 @@ def _same(origin: str, host: str) -> bool:
     return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
 
-def _with_headers(send: Send, more: list[tuple[bytes, bytes]]) -> Send:
+def _with_headers(send: Send, added: list[tuple[bytes, bytes]]) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", []), *more]}
+            message = {**message, "headers": [*message.get("headers", []), *added]}
         await send(message)
 
     return sending

@@ -133,20 +133,20 @@ def bind(host: str, port: int) -> socket.socket:
         raise RequestError(f"--port {port} is no port; give one from 1 to {LAST_PORT}, or 0 for any that is free")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise RequestError(f"--host {host} cannot be used: {getattr(error, 'strerror', None) or error}") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
-        made.close()
+        listener.close()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             raise RequestError(f"port {port} of {host} is taken; give another with --port") from error
         why = getattr(error, "strerror", None) or error
         raise RequestError(f"--host {host} --port {port} cannot be used: {why}") from error
-    return made
+    return listener
 
 
 class Listener(uvicorn.Server):

@@ -49,23 +49,23 @@ class Watch:
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] | None = None
-        self._lookers = 0
+        self._watchers = 0
         self._taken = 0.0
         self._is_on = False
         self._before = self._request = Counts()
 
     def begin(self) -> None:
         """Somebody looks."""
-        self._lookers += 1
+        self._watchers += 1
 
     def end(self) -> None:
         """Somebody looks no more."""
-        self._lookers -= 1
+        self._watchers -= 1
 
     @property
     def patience(self) -> float | None:
         """Seconds after which a picture is due even though nothing happens; None: none is."""
-        return EVERY if self._lookers else None
+        return EVERY if self._watchers else None
 
     def begin_request(self, engine: Engine, totals: Totals) -> None:
         """Rates of the request are counted from here on, until the next one begins."""
@@ -74,8 +74,8 @@ class Watch:
     def look(self, engine: Engine, progress: tuple[int, int] | None, queue: int, totals: Totals) -> None:
         """Takes a picture if one is due. `progress` of a prompt, or None while nothing runs."""
         now = time.perf_counter()
-        if bool(self._lookers) != self._is_on:
-            self._is_on = bool(self._lookers)
+        if bool(self._watchers) != self._is_on:
+            self._is_on = bool(self._watchers)
             engine.experts.watch(self._is_on)
             self._before = _counts(engine, totals)
             self._taken = now
@@ -86,7 +86,7 @@ class Watch:
 
     def _picture(self, engine: Engine, progress: tuple[int, int] | None, queue: int, counts: Counts) -> dict[str, Any]:
         before, self._before = self._before, counts
-        layout, states = engine.experts.layout, engine.experts.picture()
+        layout, states = engine.experts.layout, engine.experts.expert_states()
         done, total = progress or (0, 0)
         return {
             "model": engine.path.name,

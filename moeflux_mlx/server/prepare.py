@@ -280,17 +280,17 @@ def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens:
     """The end of system prompt and tools, of what was said before the last message, and of that message."""
     head = [message for message in messages[:1] if message["role"] == "system"]
     others = [*head, {"role": "user", "content": ""}], messages
-    found = []
+    places = []
     for place in (
         lambda: min(rendering.before_question(others[0], tokens), len(tokens)),
         lambda: rendering.before_question(messages, tokens),
         lambda: rendering.before_answer(messages, tokens),
     ):
         try:
-            found.append(place())
+            places.append(place())
         except MoefluxError:  # a template may refuse what was only made up
             continue
-    return sorted({place for place in found if 0 < place < len(tokens)})
+    return sorted({place for place in places if 0 < place < len(tokens)})
 
 
 @contextlib.contextmanager

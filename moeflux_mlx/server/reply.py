@@ -139,11 +139,11 @@ async def whole(events: Events, receive: Receive) -> list[ServerEvent] | None:
 
 
 async def _collect(events: Events) -> list[ServerEvent]:
-    found: list[ServerEvent] = []
-    while not found or not isinstance(found[-1], (Finish, Failed)):
+    collected: list[ServerEvent] = []
+    while not collected or not isinstance(collected[-1], (Finish, Failed)):
         event = await events.next(None)
-        found += [] if event is None else [event]
-    return found
+        collected += [] if event is None else [event]
+    return collected
 
 
 async def disconnected(receive: Receive) -> None:

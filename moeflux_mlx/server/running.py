@@ -19,7 +19,7 @@ from .job import Job
 from .prepare import sampler_settings
 from .request import Accepted, PromptProgress, Sampling
 
-TELL_EVERY = 0.25  # seconds between reports on a prompt
+REPORT_EVERY = 0.25  # seconds between reports on a prompt
 ALL = 1 << 31  # tokens that count for penalties on what was said: all of them
 
 
@@ -58,7 +58,7 @@ class Running:
         self._answering = Answering(job.prepared, session.tokenizer, dialect)
         self._accepted, self._cached = False, 0
         self._done = 0  # tokens of the prompt, cached or computed
-        self._told = 0.0  # when a report on the prompt was given last
+        self._reported_at = 0.0  # when a report on the prompt was given last
         self._since = 0.0  # up to when time has been counted
         self._prompt_seconds = self._answer_seconds = 0.0
 
@@ -122,8 +122,8 @@ class Running:
             self.job.emit(Accepted(total, self._cached))
         self._totals.computed_tokens += max(done - self._done, 0)
         self._done = max(done, self._done)
-        if self._since - self._told >= TELL_EVERY and done < total:
-            self._told = self._since
+        if self._since - self._reported_at >= REPORT_EVERY and done < total:
+            self._reported_at = self._since
             self.job.emit(PromptProgress(done, total))
         self._look(done, total)
 

@@ -218,7 +218,7 @@ class Worker:
         job.overtaken += 1
         engine = self.state.engine
         if other is not None and engine is not None:
-            with engine.experts.guest(engine.model.args.num_experts_per_tok):
+            with engine.experts.short_job(engine.model.args.num_experts_per_tok):
                 self._serve(other, may_give_way=False)
 
     def _look(self, progress: tuple[int, int] | None) -> None:

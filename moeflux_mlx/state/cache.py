@@ -26,7 +26,7 @@ def make_cache(mixer: Mixer) -> Cache:
             return RecurrentCache(mixer)
 
 
-def uncut_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
+def untrimmable_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
     """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
     caches = map(make_cache, mixers)
     return sum(layer.bytes_for(1, itemsize) for layer in caches if not layer.is_trimmable())

@@ -159,8 +159,8 @@ def offsets_of(size: int, count: int) -> list[int]:
 
 
 def _tokenizer_digest(path: Path) -> str:
-    found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-    return _digest(*(part for file in found for part in (file.name.encode(), file.read_bytes())))
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    return _digest(*(part for file in files for part in (file.name.encode(), file.read_bytes())))
 
 
 def _digest(*parts: bytes) -> str:

@@ -21,10 +21,10 @@ def of(args: ModelArgs) -> dict[str, Any]:
     """All of them, in values that JSON can say."""
     router, shared = args.experts.router, args.experts.shared
     dense = [layer.feed_forward.width for layer in args.layers if isinstance(layer.feed_forward, Dense)]
-    found: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
+    fields: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     for part in (GroupedQuery, Latent, Delta):
-        found |= _mixer_fields(part, next((mixer for mixer in args.mixers if isinstance(mixer, part)), None))
-    return found | {
+        fields |= _mixer_fields(part, next((mixer for mixer in args.mixers if isinstance(mixer, part)), None))
+    return fields | {
         "layer_types": ["linear_attention" if isinstance(mixer, Delta) else "full_attention" for mixer in args.mixers],
         "intermediate_size": dense[0] if dense else 0,
         "shared_expert_intermediate_size": shared.width if shared else 0,

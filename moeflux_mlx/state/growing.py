@@ -88,7 +88,7 @@ class Growing(LayerCache[Part]):
         """Brings all entries into the two arrays."""
 
     def step_arrays(self) -> list[mx.array | None]:
-        """What stands for the cache in a compiled step; there is room for its token."""
+        """The traced stand-in of the cache; there is room for its token."""
         return [self.keys, self.values]
 
     def take_step(self, arrays: list[mx.array]) -> None:
@@ -250,7 +250,7 @@ class Stepping(Growing[Part]):
         return list(self.held(self.keys.dtype))
 
     def take_step(self, arrays: list[mx.array]) -> None:
-        if len(arrays) == FixedKeys.gives:
+        if len(arrays) == FixedKeys.num_outputs:
             self.advance(arrays[0])
         else:
             super().take_step(arrays)

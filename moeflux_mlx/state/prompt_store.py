@@ -84,9 +84,9 @@ def restore_prefix(
 ) -> tuple[int, int]:
     """`reuse_prefix`, and the most tokens that a saved text shares with `tokens`, of use or not."""
     points = RewindPoints(cache, 0)
-    found = store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim)
-    shared = max((one.shared for one in found), default=0)
-    for length, _, path in found:
+    candidates = store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim)
+    shared = max((one.shared for one in candidates), default=0)
+    for length, _, path in candidates:
         if length <= longer_than:
             break
         try:
@@ -147,8 +147,8 @@ class PromptDirectory:
             raise PromptCacheError(f"{self.path} cannot be made a directory: {why}; choose another") from error
 
     def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
-        found = (_candidate(saved, path, tokens, can_trim) for path, saved in self._entries())
-        return sorted(found, key=lambda one: (-one.usable, one.path))
+        candidates = (_candidate(saved, path, tokens, can_trim) for path, saved in self._entries())
+        return sorted(candidates, key=lambda one: (-one.usable, one.path))
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         """A damaged entry is removed, so that it is looked at only once; one that could not be read is left."""

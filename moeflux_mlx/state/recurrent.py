@@ -68,7 +68,7 @@ class RecurrentCache(LayerCache[Delta]):
         return self.recurrent is None
 
     def step_arrays(self) -> list[mx.array | None]:
-        """What stands for the cache in a compiled step."""
+        """The traced stand-in of the cache."""
         return [self.conv, self.recurrent]
 
     def take_step(self, arrays: list[mx.array]) -> None:

@@ -27,13 +27,13 @@ class RewindPoints:
         self.cache = cache
         self.max_bytes = max_bytes
         self.set_aside = 0  # of `max_bytes`, what something else takes for the moment
-        self._uncut = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
+        self._untrimmable = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
         self._kept: dict[int, dict[int, Pair]] = {}
 
     @property
     def can_trim(self) -> bool:
         """Whether every position can be reached, kept or not."""
-        return not self._uncut
+        return not self._untrimmable
 
     @property
     def positions(self) -> list[int]:
@@ -68,7 +68,7 @@ class RewindPoints:
         """Keeps the present state, that of `position` tokens, if `max_bytes` allows."""
         if self.can_trim or position == 0:
             return
-        self.add(position, {i: self.cache[i].state[:2] for i in self._uncut})
+        self.add(position, {i: self.cache[i].state[:2] for i in self._untrimmable})
 
     def add(self, position: int, states: dict[int, Pair]) -> None:
         """Keeps these states of the layers that cannot be cut, if `max_bytes` allows."""
@@ -84,7 +84,7 @@ class RewindPoints:
 
     def nearest(self, position: int) -> int:
         """The last position that can be reached without passing `position`; 0 always can."""
-        if all(self.cache[i].reaches(position) for i in self._uncut):
+        if all(self.cache[i].reaches(position) for i in self._untrimmable):
             return position
         return max((kept for kept in self._kept if kept <= position), default=0)
 

@@ -277,8 +277,8 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
     words = versions[version]
     if len(view) < 4 * words:
         raise BufferTooSmallError(f"a snapshot of {len(view)} bytes is shorter than its header of {4 * words}")
-    found = struct.unpack_from(f"<{words}I", view)
-    for field, got, want in list(zip(FIELDS, found, wanted, strict=False))[2:]:
+    header = struct.unpack_from(f"<{words}I", view)
+    for field, got, want in list(zip(FIELDS, header, wanted, strict=False))[2:]:
         if got != want:
             raise ShapeMismatchError(f"the snapshot has {field} {got}; this model has {want}", field)
     return 4 * words

@@ -11,10 +11,10 @@ SPARE = 8  # positions of a ring beyond the window: as many rows as one step has
 
 
 class Traced(Protocol):
-    """What stands for a cache while a step is traced: arrays of fixed shape, and positions that are arrays."""
+    """The traced stand-in of a cache: arrays of fixed shape, and positions that are arrays."""
 
-    takes: ClassVar[int]  # arrays
-    gives: ClassVar[int]
+    num_inputs: ClassVar[int]  # arrays
+    num_outputs: ClassVar[int]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -28,8 +28,8 @@ class FixedCache:
     `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
     """
 
-    takes: ClassVar[int] = 2
-    gives: ClassVar[int] = 2
+    num_inputs: ClassVar[int] = 2
+    num_outputs: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class FixedRing(FixedCache):
 class FixedKeys:
     """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
-    takes: ClassVar[int] = 4
-    gives: ClassVar[int] = 1
+    num_inputs: ClassVar[int] = 4
+    num_outputs: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class FixedKeys:
 class FixedState:
     """A recurrent cache's two arrays; what it computes depends on no position."""
 
-    takes: ClassVar[int] = 2
-    gives: ClassVar[int] = 2
+    num_inputs: ClassVar[int] = 2
+    num_outputs: ClassVar[int] = 2
 
     def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
         self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads

@@ -77,9 +77,9 @@ class ChatTemplate:
 
     def _compile(self, name: str) -> "Template":
         if name not in self._templates:
-            found = ", ".join(sorted(self._templates)) or "none"
+            names = ", ".join(sorted(self._templates)) or "none"
             raise TokenizerError(
-                f"the model has no default chat template (found: {found}); "
+                f"the model has no default chat template (found: {names}); "
                 "add chat_template.jinja to its directory, or use --ignore-chat-template"
             )
         if name not in self._compiled:

@@ -138,13 +138,15 @@ def _parameter_value(name: str, own: Any, schema: Schema, schemas: list[str]) ->
         whole = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | dict(own)
         schemas.append(json_schema(whole))
         return f"%json {schemas[-1]} {end}"
-    found = variants(own, schema)
+    alternatives = variants(own, schema)
     for key in SPOKEN_LIMITS:
-        if any(key in one for one in found):
+        if any(key in one for one in alternatives):
             raise RequestError(
                 f"parameter {name!r} has {key!r}, which cannot be enforced in this model's calls; leave it out"
             )
-    listed = [one.get("enum", [one["const"]] if "const" in one else None) for one in found if one.get("type") != "null"]
+    listed = [
+        one.get("enum", [one["const"]] if "const" in one else None) for one in alternatives if one.get("type") != "null"
+    ]
     if None in listed:
         return "value"
     values = [value if isinstance(value, str) else json.dumps(value) for values in listed for value in values]

@@ -78,10 +78,12 @@ class History:
         """The prompt with every marker broken that neither the template nor the model wrote."""
         normal = self.normalised(messages)
         known = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
-        found = {n: replace(answer, raw=self._guard.protect(answer.raw, own=True)) for n, answer in known.items()}
+        answers = {n: replace(answer, raw=self._guard.protect(answer.raw, own=True)) for n, answer in known.items()}
         normal = [self._protected(one) for one in normal]
         tools, variables = self._guard.protect(tools) if tools else None, self._guard.protect(variables)
-        return self._replayed(normal, found, lambda shown: self._render(shown, tools, add_generation_prompt, variables))
+        return self._replayed(
+            normal, answers, lambda shown: self._render(shown, tools, add_generation_prompt, variables)
+        )
 
     def begun(self, marked: str, message: Mapping[str, Any]) -> tuple[str, bool]:
         """The prompt `marked` with what `message` has of the answer, and whether that ends inside the reasoning.
@@ -97,12 +99,12 @@ class History:
             return marked + text, False
         return marked + thought + (f"\n{END}\n\n{text}" if text else ""), not text
 
-    def _replayed(self, messages: Messages, found: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
-        """The prompt with the answers `found` as they were written, but for those that the template hides."""
+    def _replayed(self, messages: Messages, answers: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
+        """The prompt with the `answers` as they were written, but for those that the template hides."""
         if self.dialect is None:
             return render(messages)
         arguments: Any = {} if self._takes_objects else "{}"
-        stand_ins = {n: StandIn(answer, self.dialect, arguments) for n, answer in found.items()}
+        stand_ins = {n: StandIn(answer, self.dialect, arguments) for n, answer in answers.items()}
         prompt = render([stand_ins[n].message(one) if n in stand_ins else one for n, one in enumerate(messages)])
         hidden = set()
         for n, stand_in in stand_ins.items():
@@ -112,7 +114,7 @@ class History:
             prompt = prompt if replaced is None else replaced
         if not hidden:
             return prompt
-        return self._replayed(messages, {n: answer for n, answer in found.items() if n not in hidden}, render)
+        return self._replayed(messages, {n: answer for n, answer in answers.items() if n not in hidden}, render)
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message that holds no marker but what the model may have written: of a call, its arguments alone."""

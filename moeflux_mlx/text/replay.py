@@ -58,8 +58,8 @@ class Answer:
 
 def opened_by(prompt: str) -> str:
     """The tags of reasoning at the end of a prompt, with the spaces round them."""
-    found = OPENED.search(prompt)
-    return found.group() if found else ""
+    match = OPENED.search(prompt)
+    return match.group() if match else ""
 
 
 class AnswerStore:

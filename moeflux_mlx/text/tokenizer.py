@@ -459,13 +459,13 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """{"bos_token": "<s>", ...} from entries that are strings, null, or {"content": string}."""
-    found = {}
+    tokens = {}
     for name in NAMED_TOKENS:
         entry = config.get(name)
         token = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(token, str):
-            found[name] = token
-    return found
+            tokens[name] = token
+    return tokens
 
 
 def _listed_tokens(config: Mapping[str, Any]) -> list["AddedToken"]:

@@ -78,9 +78,9 @@ class Child:
     def __init__(self, python: str, name: str):
         command = [python, __file__, *sys.argv[1:], "--child", name]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.heard() == "ready"
+        assert self.read_line() == "ready"
 
-    def heard(self) -> str:
+    def read_line(self) -> str:
         line = self.process.stdout.readline().strip()
         if not line:
             raise SystemExit("error: a child ended; what it said is above")
@@ -89,7 +89,7 @@ class Child:
     def rate(self, what: str, count: int) -> float:
         self.process.stdin.write(f"{what} {count}\n")
         self.process.stdin.flush()
-        return float(self.heard())
+        return float(self.read_line())
 
 
 def main() -> None:

@@ -105,12 +105,12 @@ def main() -> None:
         for case in cases:
             launch(*case, args.launches)
         return
-    found = watched([sys.executable, __file__, *sys.argv[1:], "--watched"])
+    timings = watched([sys.executable, __file__, *sys.argv[1:], "--watched"])
     order = [(shape, kernel, form) for shape, form in cases for _ in range(args.launches) for kernel in KERNELS]
-    if len(found) != len(order) or not all(key[1] in name for (name, _), key in zip(found, order, strict=True)):
-        raise SystemExit(f"ncu saw other kernels than the {len(order)} that were launched: {found[:4]} ...")
+    if len(timings) != len(order) or not all(key[1] in name for (name, _), key in zip(timings, order, strict=True)):
+        raise SystemExit(f"ncu saw other kernels than the {len(order)} that were launched: {timings[:4]} ...")
     times: dict[tuple[str, str, str], list[float]] = {key: [] for key in dict.fromkeys(order)}
-    for key, (_, us) in zip(order, found, strict=True):
+    for key, (_, us) in zip(order, timings, strict=True):
         times[key].append(us)
     print(json.dumps(table({key: us[WARM:] for key, us in times.items()})))
 

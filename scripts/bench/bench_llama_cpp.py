@@ -197,22 +197,22 @@ def check_same(runners: dict[str, Runner]) -> None:
 
 def one_round(runners: dict[str, Runner], options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
     """Tokens per second of both phases, and MB that decoding a token read from disk."""
-    found: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {}
     for way, runner in runners.items():
         tokens = np.random.default_rng(seed).integers(0, runner.vocab, options.prompt + options.tokens)
         prompt, following = np.split(tokens, [options.prompt])
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(runner.context), True)
-        found[way] = {}
+        rates[way] = {}
         if not options.decode_only:
             start = clock()
             runner.feed(prompt)
-            found[way]["prefill"] = options.prompt / (clock() - start)
+            rates[way]["prefill"] = options.prompt / (clock() - start)
         start, read = clock(), disk_bytes()
         for token in following:
             runner.feed(token[None]).argmax()
-        found[way]["decode"] = options.tokens / (clock() - start)
-        found[way]["MB_read_per_token"] = (disk_bytes() - read) / 1e6 / options.tokens
-    return found
+        rates[way]["decode"] = options.tokens / (clock() - start)
+        rates[way]["MB_read_per_token"] = (disk_bytes() - read) / 1e6 / options.tokens
+    return rates
 
 
 def disk_bytes() -> int:
@@ -244,8 +244,8 @@ def report(options: argparse.Namespace, config: dict, rounds: list[dict[str, dic
     }
     head = "{threads} threads, load average {load_average:.1f}, {file_bytes} bytes, {token_bytes} per token"
     print(head.format(**result))
-    for way, found in middle.items():
-        print(f"{way:9}" + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in found.items()))
+    for way, figures in middle.items():
+        print(f"{way:9}" + ", ".join(f"{key.replace('_', ' ')} {value:.2f}" for key, value in figures.items()))
     print(json.dumps(result))
 
 

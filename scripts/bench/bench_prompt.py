@@ -131,8 +131,8 @@ def turns(cases: list, i: int) -> list:
 
 def quartiles(values: Iterable[float]) -> list[float]:
     """[lower, median, upper]."""
-    found = list(values)
-    return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+    sample = list(values)
+    return statistics.quantiles(sample, n=4, method="inclusive") if len(sample) > 1 else sample * 3
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
@@ -370,13 +370,13 @@ def memory_limit(gigabytes: float) -> dict[str, str]:
     setting = "memory.limit_in_bytes"
     try:
         probe.mkdir()
-        found = (probe / setting).exists()
+        has_groups = (probe / setting).exists()
         probe.rmdir()
     except OSError:
-        found = False
-    if not found:
+        has_groups = False
+    if not has_groups:
         print(f"no limit: no version 1 memory control group can be made below {GROUPS}; peaks are the process's own")
-    return {f"memory/{setting}": str(int(gigabytes * 1e9))} if found else {}
+    return {f"memory/{setting}": str(int(gigabytes * 1e9))} if has_groups else {}
 
 
 def worker(options: argparse.Namespace, limit: dict[str, str], prompt: int, tokens: int, **more) -> dict:

@@ -95,10 +95,10 @@ def together(options: argparse.Namespace, count: int) -> dict:
             subprocess.Popen(command, env=environment(options, rank, count, file), stdout=subprocess.PIPE, text=True)
             for rank in range(count)
         ]
-        found = [process.communicate(timeout=3600)[0] for process in processes]
+        outputs = [process.communicate(timeout=3600)[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("error: a rank has failed")
-    results = [json.loads(text.splitlines()[-1]) for text in found]
+    results = [json.loads(text.splitlines()[-1]) for text in outputs]
     if len({one["tokens"] for one in results}) != 1:
         results[0]["tokens"] = "unlike"
     return results[0] | {"hits": statistics.mean(one["hits"] for one in results)}
@@ -150,10 +150,10 @@ class Link:
 
     def gather(self, words):
         start = time.monotonic()
-        found = self.group.gather(words)
+        gathered = self.group.gather(words)
         wanted = words.nbytes * (self.size - 1) / self.rate
         time.sleep(max(wanted - (time.monotonic() - start), 0))
-        return found
+        return gathered
 
 
 def work(options: argparse.Namespace) -> dict:
@@ -175,8 +175,8 @@ def work(options: argparse.Namespace) -> dict:
     if options.drive_gb_per_s is not None:
         drive.rate = options.drive_gb_per_s * 1e9
     runs = [generated(options, model) for _ in range(options.repeats)]
-    found = {name: statistics.median(run[name] for run in runs) for name in runs[0] if name != "tokens"}
-    return found | prompts(options, model, link) | exchange_cost(link, model) | {"tokens": digest_of(runs)}
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0] if name != "tokens"}
+    return medians | prompts(options, model, link) | exchange_cost(link, model) | {"tokens": digest_of(runs)}
 
 
 def opened(options: argparse.Namespace, link: Link | None):
@@ -229,8 +229,8 @@ def generated(options: argparse.Namespace, model) -> dict:
 
 def digest_of(runs: list[dict]) -> str:
     """Of the tokens, which were the same in all runs, or it says that they were not."""
-    found = {run["tokens"] for run in runs}
-    return found.pop() if len(found) == 1 else "unlike"
+    digests = {run["tokens"] for run in runs}
+    return digests.pop() if len(digests) == 1 else "unlike"
 
 
 def first_token(options: argparse.Namespace, model, tokens: int) -> float:
@@ -246,12 +246,12 @@ def prompts(options: argparse.Namespace, model, link: Link | None) -> dict:
     if options.first_tokens is None:
         return {}
     name = f"{options.first_tokens} tokens"
-    found = {name: first_token(options, model, options.first_tokens)}
+    seconds = {name: first_token(options, model, options.first_tokens)}
     for rate in [] if link is None else options.link_gb_per_s:
         link.rate = rate * 1e9
-        found[f"{name} at {rate:g} GB/s"] = first_token(options, model, options.first_tokens)
+        seconds[f"{name} at {rate:g} GB/s"] = first_token(options, model, options.first_tokens)
         link.rate = math.inf
-    return found
+    return seconds
 
 
 def exchange_cost(link: Link | None, model) -> dict:

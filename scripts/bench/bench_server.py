@@ -170,10 +170,10 @@ def bench_tokens(
         for name, process in (("library", os.getpid()), ("server", pid))[:: -1 if n % 2 else 1]:
             before = processor_seconds(process)
             if name == "library":
-                found, text = in_library(engine, prompt, bias, options.answer)
+                seconds, text = in_library(engine, prompt, bias, options.answer)
             else:
-                found, text = over_http(urls[name], prompt, bias, options.answer)
-            times[name] += found if n else []
+                seconds, text = over_http(urls[name], prompt, bias, options.answer)
+            times[name] += seconds if n else []
             busy[name] += [(processor_seconds(process) - before) / options.answer * 1e3] if n else []
             texts.add(text)
         if len(texts) > 1:
@@ -188,14 +188,14 @@ def added(times: dict[str, list[float]], busy: dict[str, list[float]], hits: flo
     """What the server adds to a token, from seconds of tokens and milliseconds of processors."""
     pairs = list(zip(times["library"], times["server"], strict=True))
     more, share = interval([(b - a) * 1e3 for a, b in pairs]), interval([b / a - 1 for a, b in pairs])
-    wall = {name: statistics.median(found) * 1e3 for name, found in times.items()}
-    processor = {name: statistics.median(found) for name, found in busy.items()}
+    wall = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
+    processor = {name: statistics.median(milliseconds) for name, milliseconds in busy.items()}
     print(f"experts in the pool when asked for, in the library: {100 * hits:.0f} %")
     print("ms/token: " + ", ".join(f"{name} {median:.2f}" for name, median in wall.items()))
     print(f"the server adds {shown(more)} ms to a token, {shown([100 * one for one in share])} %")
     print("processor ms/token, the prompt's share included: " + ", ".join(f"{k} {v:.2f}" for k, v in processor.items()))
-    found = {"milliseconds": wall, "processor_ms": processor, "added_ms": more, "added_share": share}
-    return {**found, "pairs": len(pairs), "hits": hits}
+    figures = {"milliseconds": wall, "processor_ms": processor, "added_ms": more, "added_share": share}
+    return {**figures, "pairs": len(pairs), "hits": hits}
 
 
 def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[int, float]) -> dict:
@@ -235,8 +235,8 @@ def over_http(url: str, prompt: str, bias: dict[int, float], count: int) -> tupl
 
 def processor_seconds(pid: int) -> float:
     """That all threads of a process have run; 0 where the system does not say."""
-    found = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(one.read_text().split()[0]) for one in found) / 1e9
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[0]) for one in files) / 1e9
 
 
 def by_lengths(url: str, prompt: str, bias: dict[int, float], count: int) -> float:

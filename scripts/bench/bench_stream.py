@@ -508,7 +508,7 @@ def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
         delattr(source, name)
     del ahead.requested
     calls = tokens * len(engine.model.args.moe_layers)
-    each = {name: 1e6 * statistics.median(found or [0.0]) * len(found) / calls for name, found in spent.items()}
+    each = {name: 1e6 * statistics.median(seconds or [0.0]) * len(seconds) / calls for name, seconds in spent.items()}
     return {**each, "lookahead": each["lookahead"] - each["hint"]}
 
 
@@ -540,12 +540,12 @@ def run_once(
 
 def limits(options: argparse.Namespace, memory: bool = True) -> dict[str, str]:
     """Files of version 1 control groups and what is written there."""
-    found = {"memory/memory.limit_in_bytes": str(int(options.limit_gb * 1e9))} if memory else {}
+    files = {"memory/memory.limit_in_bytes": str(int(options.limit_gb * 1e9))} if memory else {}
     if options.drive_mbps:
         device = options.model.stat().st_dev
         speed = f"{os.major(device)}:{os.minor(device)} {int(options.drive_mbps * 1e6)}"
-        found["blkio/blkio.throttle.read_bps_device"] = speed
-    return found
+        files["blkio/blkio.throttle.read_bps_device"] = speed
+    return files
 
 
 def inside(arguments: list, limits: dict[str, str]) -> dict:

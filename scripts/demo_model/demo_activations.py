@@ -27,8 +27,8 @@ TINY_TOKENS = (4, 128)  # rows, and tokens of each
 def log_probabilities(path: Path, tokens: np.ndarray, **options: object) -> np.ndarray:
     """[N, vocab_size] of rows of tokens that stand alone."""
     model = load_model(path, **options)
-    found = [model(mx.array(row)[None])[0].astype(mx.float32) for row in tokens]
-    rows = np.concatenate([np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)) for logits in found])
+    tables = [model(mx.array(row)[None])[0].astype(mx.float32) for row in tokens]
+    rows = np.concatenate([np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)) for logits in tables])
     model.experts.close()
     return rows
 

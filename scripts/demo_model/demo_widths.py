@@ -46,23 +46,23 @@ def floats(codes: mx.array, scales: mx.array, biases: mx.array, quant: Quant, dr
 
 def resident_floats(drawn: bool) -> dict[str, mx.array]:
     """Every tensor that is not of a routed expert, in float32."""
-    tensors, args, found = mx.load(str(DEMO / "resident.safetensors")), ModelArgs.from_file(DEMO), {}
+    tensors, args, floats_by_name = mx.load(str(DEMO / "resident.safetensors")), ModelArgs.from_file(DEMO), {}
     assert isinstance(tensors, dict) and args.quantization is not None
     for name, tensor in tensors.items():
         path, _, part = name.rpartition(".")
         if f"{path}.scales" not in tensors:
-            found[name] = tensor.astype(mx.float32)
+            floats_by_name[name] = tensor.astype(mx.float32)
         elif part == "weight":
             quant = args.quantization.of(path)
             assert quant is not None
             scales, biases = (tensors[f"{path}.{of_groups}"].astype(mx.float32) for of_groups in ("scales", "biases"))
-            found[name] = floats(tensor, scales, biases, quant, drawn)
-    return found
+            floats_by_name[name] = floats(tensor, scales, biases, quant, drawn)
+    return floats_by_name
 
 
 def expert_floats(drawn: bool) -> dict[str, mx.array]:
     """The routed experts as MLX names them, [E, rows, columns] in float32."""
-    experts, found = PackedExperts.open(DEMO, ModelArgs.from_file(DEMO)), {}
+    experts, floats_by_name = PackedExperts.open(DEMO, ModelArgs.from_file(DEMO)), {}
     for layer, path in experts.paths.items():
         record = experts.layout.records[layer]
         rows = np.fromfile(path, np.uint8).reshape(-1, record.stride)
@@ -70,8 +70,8 @@ def expert_floats(drawn: bool) -> dict[str, mx.array]:
             codes, *groups = (_field(rows, field) for field in projection.fields)
             scales, biases = (part.view(mx.bfloat16).astype(mx.float32) for part in groups)
             values = floats(codes, scales, biases, projection.quant, drawn)
-            found[f"model.layers.{layer}.mlp.switch_mlp.{name}.weight"] = values
-    return found
+            floats_by_name[f"model.layers.{layer}.mlp.switch_mlp.{name}.weight"] = values
+    return floats_by_name
 
 
 def _field(rows: np.ndarray, field: Field) -> mx.array:
@@ -112,11 +112,11 @@ def main() -> None:
             moeflux("convert", "--hf-path", folder / "floats", "--mlx-path", model, *options)
             chart = ["--svg", args.svg] if args.svg and width == "3 bits" else []
             command = ["evaluate", "--model", model, "--against", DEMO, "--text", folder / "stories.txt"]
-            found = json.loads(moeflux(*command, *chart).splitlines()[-1])
+            figures = json.loads(moeflux(*command, *chart).splitlines()[-1])
             size = PackedExperts.open(model, ModelArgs.from_file(model)).layout.record.size
-            print(f"| {width} | {' | '.join(str(found[column]) for column in COLUMNS)} | {size} |", flush=True)
-        print(f"\n{found['tokens']} tokens in windows of {found['window']}; the shipped model: ", end="")
-        print(f"{found['perplexity_against']}")
+            print(f"| {width} | {' | '.join(str(figures[column]) for column in COLUMNS)} | {size} |", flush=True)
+        print(f"\n{figures['tokens']} tokens in windows of {figures['window']}; the shipped model: ", end="")
+        print(f"{figures['perplexity_against']}")
 
 
 if __name__ == "__main__":

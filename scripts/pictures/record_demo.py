@@ -25,7 +25,7 @@ STYLE = """text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;f
 tspan{animation:s .01s both}@keyframes s{from{fill-opacity:0}to{fill-opacity:1}}
 @media(prefers-reduced-motion:reduce){tspan{animation:none}}"""
 
-Piece = tuple[float, str]
+Timed = tuple[float, str]
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     print(f"{out}: {out.stat().st_size} bytes, the run took {letters[-1][0]:.1f} s")
 
 
-def record(command: list[str]) -> list[Piece]:
+def record(command: list[str]) -> list[Timed]:
     """What the command writes to a terminal, and when."""
     start, pieces = time.monotonic(), []
     child, terminal = pty.fork()
@@ -58,7 +58,7 @@ def read(terminal: int) -> bytes:
         return b""
 
 
-def lasting(pieces: list[Piece]) -> list[Piece]:
+def lasting(pieces: list[Timed]) -> list[Timed]:
     """The text as a terminal keeps it, a letter at a time: a line of progress goes when it is wiped."""
     letters = [(at, letter) for at, text in pieces for letter in text]
     wiped = re.finditer(r"[^\n]*\r\x1b\[K|\r(?=\n)", "".join(letter for _, letter in letters))
@@ -67,12 +67,12 @@ def lasting(pieces: list[Piece]) -> list[Piece]:
     return letters
 
 
-def sooner(letters: list[Piece]) -> list[Piece]:
+def sooner(letters: list[Timed]) -> list[Timed]:
     early = max(letters[0][0] - LONGEST_WAIT, 0)
     return [(at - early, letter) for at, letter in letters]
 
 
-def wrapped(letters: list[Piece]) -> list[list[Piece]]:
+def wrapped(letters: list[Timed]) -> list[list[Timed]]:
     """Lines of at most `COLUMNS` letters, cut at spaces."""
     times = [at for at, _ in letters]
     whole = "".join(letter for _, letter in letters)
@@ -84,9 +84,9 @@ def wrapped(letters: list[Piece]) -> list[list[Piece]]:
     return lines
 
 
-def runs(line: str, times: list[float]) -> list[Piece]:
+def runs(line: str, times: list[float]) -> list[Timed]:
     """The line in pieces that came at one time."""
-    made: list[Piece] = []
+    made: list[Timed] = []
     for letter, at in zip(line, times, strict=False):
         if made and made[-1][0] == at:
             made[-1] = (at, made[-1][1] + letter)
@@ -95,7 +95,7 @@ def runs(line: str, times: list[float]) -> list[Piece]:
     return made
 
 
-def drawing(command: str, letters: list[Piece]) -> str:
+def drawing(command: str, letters: list[Timed]) -> str:
     lines = wrapped(letters)
     width, height = LEFT * 2 + COLUMNS * ADVANCE, TOP + LINE * (len(lines) + 1)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}">'

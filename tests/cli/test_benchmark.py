@@ -19,10 +19,10 @@ def tiny():
 def test_table_and_json(capsys, tiny):
     assert benchmark.main([*SHORT, *tiny, "--expert-io", "pread", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
-    assert [row["prompt_tokens"] for row in found["rows"]] == [5, 20]
-    assert all(len(row["ours"]) == 2 and row["ours"][0]["decode"] > 0 for row in found["rows"])
-    assert all(0 <= one["hits"] <= 1 for row in found["rows"] for one in row["ours"])
+    report = json.loads(lines[-1])
+    assert [row["prompt_tokens"] for row in report["rows"]] == [5, 20]
+    assert all(len(row["ours"]) == 2 and row["ours"][0]["decode"] > 0 for row in report["rows"])
+    assert all(0 <= one["hits"] <= 1 for row in report["rows"] for one in row["ours"])
     table = next(i for i, line in enumerate(lines) if line.lstrip().startswith("prompt"))
     assert [line.split()[0] for line in lines[table + 1 : table + 3]] == ["5", "20"]
     assert lines[0].startswith("machine ") and "GB planned" in lines[-2]

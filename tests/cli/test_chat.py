@@ -54,8 +54,8 @@ def run(monkeypatch, capsys, lines, *options, family=RECURRENT):
 
 def counts(err):
     """(prompt, known, from disk, computed) of each `/stats`."""
-    found = re.findall(r"last prompt: (\d+) tokens, (\d+) known, (\d+) from disk, (\d+) computed", err)
-    return [tuple(map(int, one)) for one in found]
+    matches = re.findall(r"last prompt: (\d+) tokens, (\d+) known, (\d+) from disk, (\d+) computed", err)
+    return [tuple(map(int, one)) for one in matches]
 
 
 # ---- turns ----
@@ -419,14 +419,14 @@ class Terminal:
     def wait_for(self, pattern, seconds=60):
         """Reads until `pattern` occurs in what came since the last match."""
         until = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.seen, re.S)):
+        while not (match := re.search(pattern, self.seen, re.S)):
             ready, _, _ = select.select([self.master], [], [], max(0, until - time.monotonic()))
             assert ready, f"{pattern!r} did not come; there was {self.seen[-500:]!r}"
             try:
                 self.seen += os.read(self.master, 65536).decode(errors="replace")
             except OSError:  # the child has gone
                 pytest.fail(f"{pattern!r} did not come before the end; there was {self.seen[-2000:]!r}")
-        self.seen = self.seen[found.end() :]
+        self.seen = self.seen[match.end() :]
 
     def close(self):
         code = self.child.wait(timeout=30)

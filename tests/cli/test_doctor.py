@@ -87,7 +87,7 @@ def test_reasons_stand_below_what_runs(capsys, cpu_device):
     assert "no kernel for attend: there are several tokens" in reasons
     assert f"no kernel for linear: there are more than {MAX_TOKENS} rows" in reasons
     assert "expert_choice[affine4], expert_down_combine[affine4]" in below(lines, "experts, resident", 1)[0]
-    assert "topk_told, expert_gate_up[affine4]" in below(lines, "experts, streamed", 1)[0]
+    assert "topk_host_copy, expert_gate_up[affine4]" in below(lines, "experts, streamed", 1)[0]
 
 
 def test_a_small_matrix_is_left_to_mlx(capsys, cpu_device):

@@ -653,8 +653,8 @@ def test_a_saved_state_that_is_out_of_reach_is_said(capfd, family, said, tmp_pat
     common = "x" * 60
     assert "more tokens are those" not in command(capfd, *base, common + "a" * 20)[2]
     err = command(capfd, *base, common + "b" * 20)[2]
-    found = re.search(r"prompt cache: (\d+) more tokens are those of a saved prompt.*--system-prompt", err)
-    assert (found is not None) == said and (not said or 60 <= int(found[1]) < 90)
+    match = re.search(r"prompt cache: (\d+) more tokens are those of a saved prompt.*--system-prompt", err)
+    assert (match is not None) == said and (not said or 60 <= int(match[1]) < 90)
 
 
 def test_help_is_in_groups():

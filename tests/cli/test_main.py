@@ -31,8 +31,8 @@ def said(module, *arguments):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return code, *(file.seek(0) or file.read() for file in (out, err))
 
-found = [said(*one) for one in json.loads(sys.argv[1])]
-print(json.dumps(found))
+outputs = [said(*one) for one in json.loads(sys.argv[1])]
+print(json.dumps(outputs))
 """
 
 
@@ -44,8 +44,8 @@ def run(*command):
 def test_every_command_has_two_names():
     ways = [way for name in COMMANDS for way in ((f"moeflux_mlx.{name}", "--help"), ("moeflux_mlx", name, "--help"))]
     done = run(*PYTHON, "-c", MODULES, json.dumps(ways))
-    found = json.loads(done.stdout)
-    for name, module, package in zip(COMMANDS, found[::2], found[1::2], strict=True):
+    outputs = json.loads(done.stdout)
+    for name, module, package in zip(COMMANDS, outputs[::2], outputs[1::2], strict=True):
         code, out, err = module
         assert code == 0 and not err and module == package, name
         assert out.startswith(f"usage: python -m moeflux_mlx.{name} ")

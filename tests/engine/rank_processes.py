@@ -44,17 +44,17 @@ def command(*arguments):
 def ended(processes, inputs=()):
     """(exit code, stdout, stderr) of each; none outlives the limit."""
     given = [*inputs, *([""] * (len(processes) - len(inputs)))]
-    found = []
+    results = []
     try:
         for process, text in zip(processes, given, strict=True):
             out, err = process.communicate(text if process.stdin else None, timeout=LIMIT)
-            found.append((process.returncode, out, err))
+            results.append((process.returncode, out, err))
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    return found
+    return results
 
 
 def alone(*arguments, text=""):

@@ -20,9 +20,9 @@ def logits(cut=40, **options):
     model = load_model(tiny_directory("qwen3_moe"), **options)
     cache = model.make_cache()
     parts = [TOKENS[:, :cut], TOKENS[:, cut:], *(TOKENS[:, i : i + 1] for i in range(4))]
-    found = np.concatenate([np.array(model(part, cache))[0] for part in parts if part.size])
+    outputs = np.concatenate([np.array(model(part, cache))[0] for part in parts if part.size])
     model.experts.close()
-    return found
+    return outputs
 
 
 @needs_native

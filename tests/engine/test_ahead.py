@@ -25,8 +25,8 @@ def model(monkeypatch, request):
 
 
 def steps(model, count, cache=None, prompt=PROMPT, **options):
-    found = generate_step(prompt, model, max_tokens=count, prompt_cache=cache, **options)
-    return [(token, np.array(logprobs)) for token, logprobs in found]
+    responses = generate_step(prompt, model, max_tokens=count, prompt_cache=cache, **options)
+    return [(token, np.array(logprobs)) for token, logprobs in responses]
 
 
 def unchanged(tokens, logits):
@@ -126,11 +126,11 @@ def test_a_session_keeps_no_state_beyond_its_tokens(model):
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 def test_broken_logits_are_said_at_once(model):
-    found = generate_step(PROMPT, model, max_tokens=5)
-    next(found)
+    responses = generate_step(PROMPT, model, max_tokens=5)
+    next(responses)
     model.lm_head.weight = mx.full(model.lm_head.shape, float("nan"))
     model.lm_head.quant = None
     model.decode_step.forget()
-    next(found)  # was under way already
+    next(responses)  # was under way already
     with pytest.raises(ModelFileError, match="NaN"):
-        next(found)
+        next(responses)

@@ -198,8 +198,8 @@ METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)
     ],
 )
 def test_the_figure_that_decides(total, layer_bytes, fixed, figures, reason):
-    found = reason_to_read(total, layer_bytes, fixed, figures)
-    assert re.search(reason, found) if reason else found == ""
+    got = reason_to_read(total, layer_bytes, fixed, figures)
+    assert re.search(reason, got) if reason else got == ""
 
 
 def test_mapped_experts_count_where_they_are_copied():
@@ -236,12 +236,12 @@ def test_prompts_are_cut_as_memory_allows(name):
     assert roomy.sizes == PromptSizes(8192, 4096) and roomy.context == 8192 and roomy.shortened == ""
     longer = plan_memory(args, layout, Figures(512 * GB), Demand(10 * GB, context=65536, itemsize=2))
     assert longer.sizes.span == 32768
-    found = []
+    plans = []
     for tenths in range(60, 600, 3):
         with contextlib.suppress(RequestError):
             made = plan_memory(args, layout, Figures(tenths * GB // 10), Demand(2 * GB, itemsize=2))
-            found.append((made.context, made.sizes.span, made.sizes.block))
-    assert len(set(found)) > 2 and len({span for _, span, _ in found}) > 1
+            plans.append((made.context, made.sizes.span, made.sizes.block))
+    assert len(set(plans)) > 2 and len({span for _, span, _ in plans}) > 1
     asked = plan_memory(args, layout, Figures(256 * GB), Demand(10 * GB, itemsize=2, span=3000, prefill_step_size=100))
     assert asked.sizes == PromptSizes(3000, 100)
 
@@ -603,9 +603,9 @@ def test_the_longest_context_leaves_the_pool_its_share(gb):
     args, layout = named("qwen3.6-35b-a3b")
     figures, demand = Figures(gb * GB), Demand(3 * GB, itemsize=2)
     base = plan_memory(args, layout, figures, demand)
-    found = {share: longest_context(args, layout, figures, demand, share) for share in (0.5, 0.9)}
-    assert base.context <= found[0.9] <= found[0.5] <= args.max_position_embeddings
-    for share, context in found.items():
+    contexts = {share: longest_context(args, layout, figures, demand, share) for share in (0.5, 0.9)}
+    assert base.context <= contexts[0.9] <= contexts[0.5] <= args.max_position_embeddings
+    for share, context in contexts.items():
         plan = plan_memory(args, layout, figures, replace(demand, context=context))
         assert plan.mode is base.mode and plan.pool >= share * base.pool
         longer = replace(demand, context=2 * context)
@@ -613,4 +613,4 @@ def test_the_longest_context_leaves_the_pool_its_share(gb):
             with contextlib.suppress(RequestError):
                 other = plan_memory(args, layout, figures, longer)
                 assert other.mode is not base.mode or other.pool < share * base.pool
-    assert gb < 64 or found[0.5] == args.max_position_embeddings
+    assert gb < 64 or contexts[0.5] == args.max_position_embeddings

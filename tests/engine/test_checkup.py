@@ -21,15 +21,15 @@ def test_nan_is_not_right():
 def test_an_expert_in_the_wrong_slot_is_seen(monkeypatch):
     right = checkup.expert_ffn
     monkeypatch.setattr(checkup, "expert_ffn", lambda x, slots, *rest: right(x, slots[:, ::-1].copy(), *rest))
-    found = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
-    assert found == {"product": True, "experts": False, "routing": True}
+    verdicts = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
+    assert verdicts == {"product": True, "experts": False, "routing": True}
 
 
 def test_a_wrong_order_of_codes_is_seen(monkeypatch):
     right = checkup.dense
     monkeypatch.setattr(checkup, "dense", lambda *given: right(*given)[:, ::-1])
-    found = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
-    assert found == {"product": False, "experts": False, "routing": True}
+    verdicts = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
+    assert verdicts == {"product": False, "experts": False, "routing": True}
 
 
 def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):

@@ -36,12 +36,12 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("function, gives", [("load", "tuple"), ("load_model", "Model")])
 def test_public_signatures(function, gives):
-    found = inspect.signature(getattr(moeflux_mlx, function))
-    assert {name: one.default for name, one in found.parameters.items()} == DEFAULTS
-    assert [one.kind.name for one in found.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * (
+    signature = inspect.signature(getattr(moeflux_mlx, function))
+    assert {name: one.default for name, one in signature.parameters.items()} == DEFAULTS
+    assert [one.kind.name for one in signature.parameters.values()] == ["POSITIONAL_OR_KEYWORD"] + ["KEYWORD_ONLY"] * (
         len(DEFAULTS) - 1
     )
-    assert found.return_annotation.__name__ == gives
+    assert signature.return_annotation.__name__ == gives
     assert getattr(moeflux_mlx, function).__doc__
 
 

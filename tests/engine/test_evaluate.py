@@ -55,35 +55,35 @@ def test_perplexity_is_that_of_whole_tables(monkeypatch):
     ids, tables = log_probabilities(opens())
     monkeypatch.setattr(meter, "LOGITS_BYTES", 7 * 4 * 256)  # seven rows at a time
     steps = []
-    found = evaluate(opens(), TEXT, window=WINDOW, progress=lambda *step: steps.append(step))
-    assert np.allclose(found.nll, nll_of(ids, tables), atol=1e-4)
-    assert found.perplexity == pytest.approx(np.exp(nll_of(ids, tables).mean()), rel=1e-5)
-    assert found.kl is None and steps[-1] == (len(ids), len(ids)) and len(steps) == -(-len(ids) // WINDOW)
+    measured = evaluate(opens(), TEXT, window=WINDOW, progress=lambda *step: steps.append(step))
+    assert np.allclose(measured.nll, nll_of(ids, tables), atol=1e-4)
+    assert measured.perplexity == pytest.approx(np.exp(nll_of(ids, tables).mean()), rel=1e-5)
+    assert measured.kl is None and steps[-1] == (len(ids), len(ids)) and len(steps) == -(-len(ids) // WINDOW)
 
 
 def test_divergence_is_that_of_whole_tables():
     ids, right = log_probabilities(opens(change=spoil))
     _, own = log_probabilities(opens())
-    found = evaluate(opens(), TEXT, against=opens(change=spoil), window=WINDOW)
+    measured = evaluate(opens(), TEXT, against=opens(change=spoil), window=WINDOW)
     kl = [(np.exp(p[:-1]) * (p - q)[:-1]).sum(-1) for p, q in zip(right, own, strict=True)]
     same = [p[:-1].argmax(-1) == q[:-1].argmax(-1) for p, q in zip(right, own, strict=True)]
-    assert np.allclose(found.kl, np.concatenate(kl), atol=1e-5) and found.kl.mean() > 1e-4
-    assert found.same.mean() == pytest.approx(np.concatenate(same).mean(), abs=0.02)
-    assert np.allclose(found.reference_nll, nll_of(ids, right), atol=1e-4)
-    assert found.place.tolist() == [i % WINDOW for i in range(len(ids)) if i % WINDOW]
+    assert np.allclose(measured.kl, np.concatenate(kl), atol=1e-5) and measured.kl.mean() > 1e-4
+    assert measured.same.mean() == pytest.approx(np.concatenate(same).mean(), abs=0.02)
+    assert np.allclose(measured.reference_nll, nll_of(ids, right), atol=1e-4)
+    assert measured.place.tolist() == [i % WINDOW for i in range(len(ids)) if i % WINDOW]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
 def test_a_model_does_not_diverge_from_itself(family):
     """Streamed with the least pool it is the same model as mapped."""
     streamed = opens(family, expert_io="pread", expert_cache_bytes=1)
-    found = evaluate(streamed, TEXT, against=opens(family, expert_io="mmap"), window=WINDOW)
-    assert found.kl.max() == 0 and found.same.all() and np.array_equal(found.nll, found.reference_nll)
+    measured = evaluate(streamed, TEXT, against=opens(family, expert_io="mmap"), window=WINDOW)
+    assert measured.kl.max() == 0 and measured.same.all() and np.array_equal(measured.nll, measured.reference_nll)
 
 
 def test_a_planted_fault_shows():
-    found = evaluate(opens(change=spoil), TEXT, against=opens(), window=WINDOW)
-    assert found.kl.mean() > 0 and not np.array_equal(found.nll, found.reference_nll)
+    measured = evaluate(opens(change=spoil), TEXT, against=opens(), window=WINDOW)
+    assert measured.kl.mean() > 0 and not np.array_equal(measured.nll, measured.reference_nll)
 
 
 def test_a_window_longer_than_the_plan_s_span_goes_through_in_several():

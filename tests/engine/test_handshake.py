@@ -31,21 +31,21 @@ def agreed(*settings):
 
 @pytest.mark.parametrize("name", REMEDIES)
 def test_what_must_not_differ_is_an_error_that_names_the_rank_and_the_remedy(name):
-    found = agreed(OWN, OWN, replace(OWN, **{name: 99}))
-    assert all(isinstance(error, RankError) for error in found) and len({str(error) for error in found}) == 1
-    assert str(found[0]).startswith(f"rank 2 has another {name} than rank 0") and REMEDIES[name] in str(found[0])
+    errors = agreed(OWN, OWN, replace(OWN, **{name: 99}))
+    assert all(isinstance(error, RankError) for error in errors) and len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith(f"rank 2 has another {name} than rank 0") and REMEDIES[name] in str(errors[0])
 
 
 @pytest.mark.parametrize("name, said", [("mlx", "different MLX versions"), ("chip", "different chips")])
 def test_unlike_machines_use_the_choice_of_the_first(name, said):
-    found = agreed(OWN, replace(OWN, **{name: 99}))
-    assert all(one.shares_routing and said in one.note for one in found)
+    agreements = agreed(OWN, replace(OWN, **{name: 99}))
+    assert all(one.shares_routing and said in one.note for one in agreements)
 
 
 def test_all_take_the_smallest_span_and_block():
     one, other = agreed(replace(OWN, span=4096), replace(OWN, block=64))
     assert one == other and (one.span, one.block, one.shares_routing, one.note) == (512, 64, False, "")
-    assert all(found.shares_routing for found in agreed(OWN, replace(OWN, shares_routing=1)))
+    assert all(agreement.shares_routing for agreement in agreed(OWN, replace(OWN, shares_routing=1)))
 
 
 def test_experts_are_dealt_out_where_every_rank_has_room_for_any():

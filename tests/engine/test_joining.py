@@ -73,8 +73,8 @@ group = join(os.environ, limit=float(sys.argv[1]))
 group.limit = 3.0
 print("joined", flush=True)
 for i in range(int(sys.argv[2])):
-    found = group.gather(np.full(3, group.rank + i, np.uint32))
-    assert (found == np.arange(group.size)[:, None] + i).all()
+    gathered = group.gather(np.full(3, group.rank + i, np.uint32))
+    assert (gathered == np.arange(group.size)[:, None] + i).all()
     time.sleep(float(sys.argv[3]))
 """
 

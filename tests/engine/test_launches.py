@@ -53,7 +53,7 @@ def said(family, target, tokens):
 def test_native_forms_are_those_that_a_model_calls(family, tokens):
     model, calls = load_model(tiny_directory(family), dtype=mx.float32, expert_io="mmap"), Counter()
     model(mx.ones((1, tokens), mx.int32), model.make_cache())
-    with native.standing_in(Counting(native._kernels(), calls)):
+    with native.using_kernels(Counting(native._kernels(), calls)):
         model(mx.ones((1, tokens), mx.int32), model.make_cache())
     assert {name: said(family, "ops", tokens)[0][name] for name in TOTALS} == {name: calls[name] for name in TOTALS}
     assert calls["native linear"]
@@ -74,7 +74,7 @@ def test_kernels_are_those_that_a_model_launches(family, tokens, monkeypatch):
 
     total, _ = said(family, "metal", tokens)
     model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="pread", prefetch="off")
-    with backend.viewing("metal"), launch.standing_in(build):
+    with backend.viewing("metal"), launch.using_build(build):
         arrange(model)
         mx.eval(model(mx.ones((1, tokens), mx.int32), model.make_cache()))
     assert total == calls and len(calls) > 3

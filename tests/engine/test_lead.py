@@ -13,7 +13,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.follow import Follower
 from moeflux_mlx.engine.lead import Lead, LeadSession
-from moeflux_mlx.engine.orders import Order, hear, tell
+from moeflux_mlx.engine.orders import Order, receive_order, send_order
 from moeflux_mlx.engine.session import Session, Stopped
 from moeflux_mlx.errors import ExpertIOError, RankError
 from moeflux_mlx.experts.group import Exchange
@@ -68,7 +68,7 @@ def state(session):
 
 def twins(pair, session):
     """What the two ranks hold of a session, once the other one has done all that it was told and hears again."""
-    pair.lead.tell(Order.IDLE, 0)
+    pair.lead.send(Order.IDLE, 0)
     return state(session), state(pair.follower.sessions[session.number])
 
 
@@ -79,17 +79,17 @@ def answer(session, prompt, tokens=4, stop_at=None, close_at=None):
         if stop_at is not None and done >= stop_at:
             raise Stopped
 
-    found = []
+    produced = []
     steps = session.respond(prompt, max_tokens=tokens, prompt_progress_callback=progress)
     try:
         for response in steps:
-            found.append(response.token)
-            if len(found) == close_at:
+            produced.append(response.token)
+            if len(produced) == close_at:
                 break
     except Stopped:
         pass
     steps.close()
-    return found
+    return produced
 
 
 def prompt_of(length, salt=0):
@@ -188,12 +188,12 @@ def test_an_order_that_is_none_is_refused(words, said):
         rank, size, on_device = 0, 1, False
 
         def gather(self, sent):
-            found = sent.copy()[None]
-            found[0, 5:9] = np.array(words, np.uint64).view(np.uint32)
-            return found
+            gathered = sent.copy()[None]
+            gathered[0, 5:9] = np.array(words, np.uint64).view(np.uint32)
+            return gathered
 
     with pytest.raises(RankError, match=said):
-        hear(Exchange(Echo()))
+        receive_order(Exchange(Echo()))
 
 
 def test_payloads_of_any_length_arrive():
@@ -201,10 +201,10 @@ def test_payloads_of_any_length_arrive():
     lead, other = (Exchange(meeting.member(rank)) for rank in range(2))
     for length in (1, 3, 4, 4097, (4 << 20) + 5):
         sent = np.random.default_rng(length).bytes(length)
-        thread = threading.Thread(target=tell, args=(lead, Order.STATE, 5), kwargs={"payload": sent})
+        thread = threading.Thread(target=send_order, args=(lead, Order.STATE, 5), kwargs={"payload": sent})
         thread.start()
-        told = hear(other)
+        received = receive_order(other)
         thread.join()
-        assert told.payload == sent and told.values[0] == 5
+        assert received.payload == sent and received.values[0] == 5
     with pytest.raises(RankError, match="announced 9"):
-        type(told)(Order.RESPOND, (1, 9), b"1234").tokens(9)
+        type(received)(Order.RESPOND, (1, 9), b"1234").tokens(9)

@@ -333,14 +333,14 @@ def test_repetition_penalty(tokens, penalty, context_size, batch, seed):
     options = {"repetition_penalty": penalty, "repetition_context_size": context_size}
     (ours,) = make_logits_processors(**options)
     for seen in (tokens, mx.array(tokens, dtype=mx.int32)):
-        found = np.array(ours(seen, given_logits))
-        assert np.allclose(found, expected, rtol=1e-6, atol=0)
+        penalised = np.array(ours(seen, given_logits))
+        assert np.allclose(penalised, expected, rtol=1e-6, atol=0)
     assert np.array_equal(np.array(given_logits), logits)
     # Planted fault: a context one token longer or shorter is noticed where it matters.
     for other in (context_size + 1, context_size - 1):
         if set(tokens[-other:] if other else []) != set(tokens[-context_size:]) and abs(penalty - 1) > 1e-3:
             wrong = penalty_reference(tokens, logits, penalty, other) if other else logits
-            assert not np.allclose(found, wrong, rtol=1e-6, atol=0)
+            assert not np.allclose(penalised, wrong, rtol=1e-6, atol=0)
 
 
 def test_logits_processors_are_mlx_lm_s(theirs):
@@ -382,9 +382,9 @@ def test_likeliest_tokens():
 def test_logit_bias():
     (bias,) = make_logits_processors({1: 2.5, 4: -math.inf})
     logits = mx.zeros((2, 5), dtype=mx.bfloat16)
-    found = bias([], logits)
-    assert found.tolist() == [[0, 2.5, 0, 0, -math.inf]] * 2
-    assert found.dtype == mx.float32
+    biased = bias([], logits)
+    assert biased.tolist() == [[0, 2.5, 0, 0, -math.inf]] * 2
+    assert biased.dtype == mx.float32
     with pytest.raises(RequestError, match="logit_bias names token 4; the largest is 3"):
         bias([], mx.zeros((1, 4)))
 

@@ -350,14 +350,14 @@ def test_states_of_a_text_that_another_one_replaced_are_gone(family, tmp_path):
     """A prompt found on disk takes the place of a text of which states are kept in memory."""
     path = tiny_directory(family)
     store = PromptDirectory(tmp_path, model_fingerprint(path, mx.float32))
-    common, other, found = text(10, 5), text(50, 6), text(45, 7)
-    check(make(family, store=store), common + found)
+    common, other, stored = text(10, 5), text(50, 6), text(45, 7)
+    check(make(family, store=store), common + stored)
     session = make(family, checkpoint_every=8, span=16, prefill_step_size=4)
     check(session, common + other)
     session.store = store
-    assert check(session, common + found + [1, 2]).disk > 40
+    assert check(session, common + stored + [1, 2]).disk > 40
     session.store = None
-    assert check(session, common + found[:20] + [3]).memory <= 30
+    assert check(session, common + stored[:20] + [3]).memory <= 30
 
 
 def test_an_empty_prompt_is_refused():

@@ -37,13 +37,13 @@ native.set_threads(1)
 options = eval(sys.argv[2])
 ranks = Ranks(Exchange(join(os.environ)), share=options.pop("share", 1))
 model = load_model(sys.argv[1], dtype=mx.float32, ranks=ranks, **options)
-found = hashlib.sha256()
+digest = hashlib.sha256()
 for length, decoded in eval(sys.argv[3]):
     cache = model.make_cache()
     tokens = (np.arange(length) * 7 % 200).tolist()
     for chunk in [tokens, *([i] for i in range(decoded))]:
-        found.update(np.array(model(mx.array([chunk]), cache)).tobytes())
-print(found.hexdigest())
+        digest.update(np.array(model(mx.array([chunk]), cache)).tobytes())
+print(digest.hexdigest())
 """
 LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
 LENGTHS = [(1, 3), (8, 3), (31, 20), (100, 1)]
@@ -52,13 +52,13 @@ LENGTHS = [(1, 3), (8, 3), (31, 20), (100, 1)]
 def digest_alone(path, lengths, **options):
     """What WORK prints, of one process."""
     model = load_model(path, dtype=mx.float32, **options)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for length, decoded in lengths:
         cache = model.make_cache()
         tokens = (np.arange(length) * 7 % 200).tolist()
         for chunk in [tokens, *([i] for i in range(decoded))]:
-            found.update(np.array(model(mx.array([chunk]), cache)).tobytes())
-    return found.hexdigest() + "\n"
+            digest.update(np.array(model(mx.array([chunk]), cache)).tobytes())
+    return digest.hexdigest() + "\n"
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def test_a_port_that_is_taken(tmp_path, model):
         host, port = json.loads(file.read_text())[0][0].split(":")
         taken.bind((host, int(port)))
         taken.listen()
-        (found,) = ended([started(file, 0, *command(*GENERATE, PROMPT, "--model", model))])
-    assert found[0] == 1 and "cannot join the other ranks over ring" in found[2]
+        (result,) = ended([started(file, 0, *command(*GENERATE, PROMPT, "--model", model))])
+    assert result[0] == 1 and "cannot join the other ranks over ring" in result[2]
 
 
 def test_ctrl_c_stops_an_answer_of_a_chat_and_not_the_chat(tmp_path, model, interruptible):

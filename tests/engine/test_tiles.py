@@ -13,7 +13,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx import load_model
 from moeflux_mlx.engine import handshake, tiles
 from moeflux_mlx.errors import ModelFileError, RankError, RequestError
-from moeflux_mlx.experts.group import FINE, Told
+from moeflux_mlx.experts.group import FINE, Gathered
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
 
@@ -58,10 +58,10 @@ def chosen(option="auto"):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(st.dictionaries(SPOTS, USABLE, max_size=4))
-def test_what_is_kept_is_found(file, found):
+def test_what_is_kept_is_found(file, kept):
     file.unlink(missing_ok=True)
-    tiles.keep(file, found, found)
-    assert chosen() == (found, [])
+    tiles.keep(file, kept, kept)
+    assert chosen() == (kept, [])
     assert [one.name for one in file.parent.iterdir()] == [file.name]
 
 
@@ -89,19 +89,19 @@ def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
             case _:
                 held[place] = value
         file.write_text(json.dumps(held))
-    found, said = chosen()
-    assert all(is_usable(spot.split(" ")[0], tile) for spot, tile in found.items())
-    assert len(said) <= 1 and not (said and found)
+    chosen_tiles, said = chosen()
+    assert all(is_usable(spot.split(" ")[0], tile) for spot, tile in chosen_tiles.items())
+    assert len(said) <= 1 and not (said and chosen_tiles)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "found": [1]}', "\0", '{"version": 2, "found": []}'])
 def test_files_that_are_none(file, text):
     file.parent.mkdir()
     file.write_text(text)
-    found, said = chosen()
-    assert found == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
+    chosen_tiles, said = chosen()
+    assert chosen_tiles == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
     with pytest.raises(ModelFileError):
-        tiles.read_found(file)
+        tiles.read_entries(file)
     tiles.keep(file, FOUND, FOUND)
     assert chosen() == (FOUND, [])
 
@@ -110,10 +110,10 @@ def test_files_that_are_none(file, text):
 def test_stale_tiles_are_one_line(file, monkeypatch, field):
     tiles.keep(file, FOUND, FOUND)
     monkeypatch.setattr(tiles, {"mlx": "mlx_version", "kernels": "kernels_digest"}[field], lambda: "another")
-    found, said = chosen()
-    assert found == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
+    chosen_tiles, said = chosen()
+    assert chosen_tiles == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
     tiles.keep(file, {}, {})
-    assert chosen() == ({}, []) and len(tiles.read_found(file)) == 1
+    assert chosen() == ({}, []) and len(tiles.read_entries(file)) == 1
 
 
 def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
@@ -195,7 +195,7 @@ def rank_0_says(text):
 
     def exchange(kind, words):
         theirs = [len(text) // 4] if kind == handshake.TILES_LENGTH else np.frombuffer(text, np.uint32)
-        return Told(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
+        return Gathered(np.stack([np.asarray(theirs, np.uint32), words]), (FINE, FINE))
 
     return exchange
 

@@ -107,10 +107,10 @@ def test_the_search_ends_at_the_best_of_a_made_up_machine(where, seed):
 def test_a_gain_below_two_percent_is_not_kept():
     code, other = Tile(1, 32), Tile(2, 32)
     for factor, best in ((1.015, code), (1.03, other)):
-        found, gain = tuning.search(
+        chosen, gain = tuning.search(
             code, lambda tile: [other], lambda tile: True, lambda tile, f=factor: 1.0 if tile is other else f
         )
-        assert (found, gain) == (best, pytest.approx(factor if best is other else 1.0))
+        assert (chosen, gain) == (best, pytest.approx(factor if best is other else 1.0))
 
 
 def test_wrong_values_are_never_measured():
@@ -335,14 +335,14 @@ def test_what_is_found_is_kept_shown_used_and_forgotten(host, cached, monkeypatc
     out = capsys.readouterr().out
     assert "2.00 times as fast as rows" in out and "a made-up GPU" in out
     monkeypatch.setenv("MOEFLUX_TILES", "auto")
-    found = file_of.choose("auto").found
+    tiles = file_of.choose("auto").found
     code = TILES[backend.name()]
-    assert found and all(tile.rows == 2 * code[spot.split()[0]].rows for spot, tile in found.items())
+    assert tiles and all(tile.rows == 2 * code[spot.split()[0]].rows for spot, tile in tiles.items())
     assert file_of.choose("code").found == {}
-    assert file_of.choose(str(cached)).found == found
+    assert file_of.choose(str(cached)).found == tiles
     assert command.main(["--show"]) == 0
     out = capsys.readouterr().out
-    assert all(spot in out for spot in found)
+    assert all(spot in out for spot in tiles)
     assert command.main(["--reset"]) == 0 and not cached.exists()
     assert file_of.choose("auto").found == {}
     with pytest.raises(RequestError, match="do not exist"):

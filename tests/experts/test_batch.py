@@ -18,7 +18,7 @@ from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.memory import private_pages
 from moeflux_mlx.experts.reader import READS_BYTES
 from moeflux_mlx.experts.streamed import StreamedExperts
-from moeflux_mlx.formats.pieces import Piece, Run, runs_of
+from moeflux_mlx.formats.pieces import FilePiece, Run, runs_of
 
 built = pytest.mark.skipif(not batch.available(), reason="the extension is not built")
 
@@ -126,11 +126,11 @@ def test_a_failed_read_is_told_and_moves_nothing(tmp_path):
     good = os.open(path, os.O_RDONLY)
     target, scratch = (memoryview(private_pages(1 << 16)) for _ in range(2))
     paths = [tmp_path / "a", tmp_path / "b"]
-    runs = [Run(one, 10, 20, (Piece(one, 10, 10, 50 * at),)) for at, one in enumerate(paths)]
+    runs = [Run(one, 10, 20, (FilePiece(one, 10, 10, 50 * at),)) for at, one in enumerate(paths)]
     numbers = batch.encode(runs, {one: i for i, one in enumerate(paths)})
-    found = batch.Queue().read(array("i", [good, -1]), numbers, target, scratch)
+    outcome = batch.Queue().read(array("i", [good, -1]), numbers, target, scratch)
     os.close(good)
-    assert found == (4096, [1])
+    assert outcome == (4096, [1])
     assert bytes(target[:10]) == bytes(range(11, 21)) and not any(target[10:])
 
 
@@ -168,7 +168,7 @@ def test_any_number_of_runs_and_pieces_of_any_length(tmp_path_factory, residue, 
     path, data = tmp_path_factory.mktemp("one") / "x", np.random.default_rng(0).bytes(500_000)
     path.write_bytes(data)
     offsets = [residue + sum(lengths[:i]) + i for i in range(len(lengths))]  # a byte between two pieces
-    pieces = [Piece(path, offset, length, offset) for offset, length in zip(offsets, lengths, strict=True)]
+    pieces = [FilePiece(path, offset, length, offset) for offset, length in zip(offsets, lengths, strict=True)]
     runs = [Run(path, one.offset, one.offset + one.length, (one,)) for one in pieces]
     numbers = batch.encode(runs, {path: 0})
     assert batch.decode(numbers, [path]) == runs

@@ -116,8 +116,8 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @invariant()
     def check_held(self):
-        for _, found, rows, truth in self.held:
-            assert np.array_equal(np.asarray(found.blob)[rows], truth)
+        for _, leased, rows, truth in self.held:
+            assert np.array_equal(np.asarray(leased.blob)[rows], truth)
 
     @invariant()
     def every_row_has_one_owner(self):
@@ -175,9 +175,9 @@ def test_a_leased_record_is_not_moved_and_its_memory_goes_later(packed):
     pool = loader._pools[0]
     read(loader, 0, range(4)).release()
     lease = read(loader, 0, [5])
-    found, rows = lease.records()
+    leased, rows = lease.records()
     assert loader.resize(2 * stride) == 2 <= rows[0]
-    assert np.array_equal(found.blob[rows], records(packed, 0)[[5]])
+    assert np.array_equal(leased.blob[rows], records(packed, 0)[[5]])
     lease.release()
     read(loader, 1, range(2)).release()
     assert (0, 5) not in pool and not pool.rows[2:].any()
@@ -255,7 +255,7 @@ def test_what_was_read_in_vain_is_counted(packed):
 
 @pytest.mark.parametrize("copied", [None, True])
 def test_several_pools_get_equal_shares(packed, copied):
-    """A request may ask for more records than there are landing places."""
+    """A request may ask for more records than there are staging rows."""
     stride = packed.layout.expert_stride
     loader, _ = breathing(packed, 4, buffer_bytes=6 * stride, copied=copied)
     assert [pool.slots for pool in loader._pools] == [2, 2] and [pool.most for pool in loader._pools] == [6, 6]
@@ -268,7 +268,7 @@ def test_several_pools_get_equal_shares(packed, copied):
     loader.close()
 
 
-def test_reads_that_fail_in_every_landing_place_end_the_request(packed):
+def test_reads_that_fail_in_every_staging_row_end_the_request(packed):
     loader, stride = breathing(packed, ALL, reader=ExpertReader(packed, preadv=(faults := Faults())), copied=True)
     faults.plan = ["eio"] * EXPERTS
     with pytest.raises(ExpertIOError):

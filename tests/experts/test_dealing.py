@@ -25,12 +25,12 @@ def test_what_is_known_stays_and_the_rest_is_even(asked, ranks, slots):
     for layer, experts in asked:
         ids = np.array([experts])
         before = dict(dealing._home)
-        found = dealing.deal(layer, ids)
-        assert np.array_equal(found, twin.deal(layer, ids))
-        for expert, rank in zip(experts, found[0].tolist(), strict=True):
+        dealt = dealing.deal(layer, ids)
+        assert np.array_equal(dealt, twin.deal(layer, ids))
+        for expert, rank in zip(experts, dealt[0].tolist(), strict=True):
             assert before.get((layer, expert), rank) == rank
             home[layer, expert] = rank
-        new = [rank for expert, rank in zip(experts, found[0].tolist(), strict=True) if (layer, expert) not in before]
+        new = [rank for expert, rank in zip(experts, dealt[0].tolist(), strict=True) if (layer, expert) not in before]
         loads = np.bincount(new, minlength=ranks)
         assert loads.max() - loads.min() <= 1
         assert max(map(len, dealing._held)) <= max(int(slots * 7 / 8), 1)
@@ -40,8 +40,8 @@ def test_what_is_known_stays_and_the_rest_is_even(asked, ranks, slots):
 
 def test_who_has_a_larger_share_reads_more():
     dealing = Dealing(Owners((3, 1)), [100, 100])
-    found = np.concatenate([dealing.deal(layer, np.arange(8)[None])[0] for layer in range(4)])
-    assert np.bincount(found).tolist() == [24, 8]
+    ranks = np.concatenate([dealing.deal(layer, np.arange(8)[None])[0] for layer in range(4)])
+    assert np.bincount(ranks).tolist() == [24, 8]
 
 
 def test_a_prompt_leaves_its_experts_with_their_owners():
@@ -71,9 +71,9 @@ def test_the_bits_of_one_process(family):
             experts._dealt = lambda layer, ids, right=right: seen(layer, ids, right(layer, ids))
         return logits_of(model, lengths, 12)
 
-    def seen(layer, ids, found):
-        dealt.add(bool((found != Owners((1, 1, 1)).of(layer, ids)).any()))
-        return found
+    def seen(layer, ids, ranks):
+        dealt.add(bool((ranks != Owners((1, 1, 1)).of(layer, ids)).any()))
+        return ranks
 
     assert together(3, work) == [alone] * 3
     assert True in dealt

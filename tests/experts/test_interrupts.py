@@ -20,7 +20,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts import lookahead, mapped, pool, reader, routed, source, waves, whole
 from moeflux_mlx.experts import streamed as streaming
-from moeflux_mlx.experts.memory import landing_memory
+from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.pool import NOWHERE
 from moeflux_mlx.ops import native
 
@@ -200,7 +200,7 @@ def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypa
     monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
     for one in model.experts._pools:  # as on Metal, MLX reads the pool's own memory
-        one.rows, one._adopted = landing_memory(*one.rows.shape)
+        one.rows, one._adopted = staging_memory(*one.rows.shape)
     want = run(model, TOKENS[:, :3], 1)
 
     def broken_off(*arrays):

@@ -48,11 +48,11 @@ class Member:
             self.meeting.barrier.wait()
             if len({len(one) for one in self.meeting.words}) != 1:
                 raise RankError("messages differ in length")
-            found = np.stack(self.meeting.words)
+            gathered = np.stack(self.meeting.words)
             self.meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise RankError("a process is gone") from None
-        return found
+        return gathered
 
 
 def together(size, work, on_device=False):
@@ -99,13 +99,13 @@ def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device
 
 def logits_of(model, lengths=(1, 8, 31), decoded=4):
     """Bytes of all logits: prompts of these lengths, and tokens after each."""
-    found = []
+    logits = []
     for length in lengths:
         cache = model.make_cache()
         tokens = (np.arange(length) * 7 % 200).tolist()
         for chunk in [tokens, *([i] for i in range(decoded))]:
-            found.append(np.array(model(mx.array([chunk]), cache).astype(mx.float32)).tobytes())
-    return found
+            logits.append(np.array(model(mx.array([chunk]), cache).astype(mx.float32)).tobytes())
+    return logits
 
 
 @pytest.mark.parametrize("family, shares", drawn(FAMILIES, [(1, 1), (1, 1, 1), (3, 1)]))
@@ -136,8 +136,7 @@ def test_everybody_takes_the_choice_of_the_first():
             for layer in model.args.moe_layers:
                 mlp = model.layers[layer].mlp
                 mlp.route = lambda logits, right=mlp.route: right(-logits)
-        found = logits_of(model)
-        return found, sum(model.layers[layer].mlp.experts.differing for layer in model.args.moe_layers)
+        return logits_of(model), sum(model.layers[layer].mlp.experts.differing for layer in model.args.moe_layers)
 
     (first, none), (second, some) = together(2, work)
     assert first == second == logits_of(load_model(tiny_directory("qwen3_moe"), dtype=mx.float32))

@@ -65,8 +65,8 @@ def shared_files():
 
 def bytes_at(lease, packed):
     """What the lease's ids point at."""
-    found, rows = lease.records()
-    whole = np.ascontiguousarray(np.asarray(found.blob)[rows.reshape(-1)]).view(np.uint8)
+    held, rows = lease.records()
+    whole = np.ascontiguousarray(np.asarray(held.blob)[rows.reshape(-1)]).view(np.uint8)
     return whole[:, : packed.layout.records[lease.keys[0][0]].size]
 
 
@@ -128,8 +128,8 @@ def test_classes_by_what_a_record_takes():
 
 @given(rows=st.integers(1, 1000), blocks=st.integers(1, 50))
 def test_rows_that_metal_adopts_are_whole_pages(rows, blocks):
-    found = whole_pages(rows, blocks * BLOCK_BYTES)
-    assert rows <= found < rows + 4 and found * blocks * BLOCK_BYTES % STRIDE_ALIGNMENT == 0
+    whole = whole_pages(rows, blocks * BLOCK_BYTES)
+    assert rows <= whole < rows + 4 and whole * blocks * BLOCK_BYTES % STRIDE_ALIGNMENT == 0
 
 
 # ---- streaming

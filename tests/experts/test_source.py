@@ -21,7 +21,7 @@ from test_packed import tiny_args
 from moeflux_mlx.engine.budget import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
 from moeflux_mlx.experts.mapped import MappedExperts
-from moeflux_mlx.experts.memory import landing_memory
+from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.pool import SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
@@ -91,8 +91,8 @@ def records(packed, layer):
 def blocks(lease):
     """What the lease's ids point at, in their order."""
     lease.wait()
-    found, slots = lease.records()
-    return np.asarray(found.blob)[slots.reshape(-1)]
+    held, slots = lease.records()
+    return np.asarray(held.blob)[slots.reshape(-1)]
 
 
 @pytest.mark.parametrize("mode", IoMode)
@@ -324,7 +324,7 @@ def test_several_buffers_hold_whole_layers(packed):
 
 
 def test_blocks_copied_to_a_device(packed):
-    """As on CUDA: an array for each block, and a landing place that is free again once it is copied."""
+    """As on CUDA: an array for each block, and a staging row that is free again once it is copied."""
     loader = StreamedExperts(packed, cache_bytes=1 << 20, least_slots=2, copied=True)
     assert len(loader._pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
     for _ in range(2):
@@ -405,8 +405,8 @@ def slow(fd, buffers, offset):
     return os.preadv(fd, buffers, offset)
 
 
-def test_a_landing_place_is_one_memory_for_both_sides():
-    view, array = landing_memory(3, 1024)
+def test_a_staging_row_is_one_memory_for_both_sides():
+    view, array = staging_memory(3, 1024)
     view[1] = 7
     assert np.array_equal(np.array(array), np.repeat([[0], [7], [0]], 1024, axis=1))
 
@@ -582,15 +582,15 @@ TestLoaderMachine.settings = settings(max_examples=30, stateful_step_count=20, d
 def test_a_picture_of_where_experts_are(packed):
     with_pool = opened(packed, IoMode.PREAD, cache_bytes=4 * packed.layout.expert_stride, least_slots=2)
     layers = packed.layout.moe_layers
-    assert with_pool.picture().tolist() == [[ON_DISK] * EXPERTS] * len(layers)
+    assert with_pool.expert_states().tolist() == [[ON_DISK] * EXPERTS] * len(layers)
     with with_pool.request(layers[0], np.array([1, 2])) as lease:
         lease.wait()
-    assert with_pool.picture()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK, ON_DISK]
+    assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK, ON_DISK]
     with_pool.watch(True)
     with with_pool.request(layers[0], np.array([2, 3])) as lease:
         lease.wait()
-    assert with_pool.picture()[0].tolist() == [ON_DISK, IN_MEMORY, HIT, MISSED, ON_DISK, ON_DISK]
-    assert with_pool.picture()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK]
+    assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, HIT, MISSED, ON_DISK, ON_DISK]
+    assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK]
     with_pool.close()
 
 
@@ -598,5 +598,5 @@ def test_a_picture_of_mapped_experts(packed):
     mapped = opened(packed, IoMode.MMAP)
     mapped.watch(True)
     mapped.request(packed.layout.moe_layers[0], np.array([4])).release()
-    assert (mapped.picture() == HIT).sum() == 1 and (mapped.picture() == IN_MEMORY).all()
+    assert (mapped.expert_states() == HIT).sum() == 1 and (mapped.expert_states() == IN_MEMORY).all()
     mapped.close()

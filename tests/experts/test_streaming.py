@@ -22,7 +22,7 @@ from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
 from moeflux_mlx.experts import mapped, routed, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
-from moeflux_mlx.experts.memory import landing_memory
+from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.routed import RoutedExperts
@@ -148,7 +148,7 @@ def merciless(loader):
     """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
     unpin = loader.unpin
     for pool in loader._pools:
-        pool.rows, pool._adopted = landing_memory(*pool.rows.shape)
+        pool.rows, pool._adopted = staging_memory(*pool.rows.shape)
 
     def overwrite(keys, out):
         unpin(keys, out)
@@ -397,7 +397,7 @@ def test_who_interrupts_evicts_no_more_than_a_request_needs(copied, prefetch, sm
     for layer in layers:
         loader.request(layer, np.arange(8)).wait()
     before = loader.stats.misses
-    with loader.guest(1):  # 1 of each layer is less than a request's 4
+    with loader.short_job(1):  # 1 of each layer is less than a request's 4
         assert np.array_equal(run(model, tokens, 20), alone[0]) and np.array_equal(run(model, tokens, 1), alone[1])
         loader.drain()
         own = set(pool.records()) - others
@@ -471,7 +471,7 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only(monkeypatch):
             raise OSError(5, "Input/output error")
         return os.preadv(fd, buffers, offset)
 
-    fails_at, found = None, []
+    fails_at, outcomes = None, []
     for is_compiled in (False, True):
         model = streamed(tiny_directory("qwen3_moe"), "off", preadv=preadv, least_slots=TOP_K, cache_bytes=1)
         if is_compiled:
@@ -484,13 +484,13 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only(monkeypatch):
         with pytest.raises(ExpertIOError, match="Input/output error"):
             model(mx.array([[3]]), cache)
         fails_at = None
-        found.append([layer.offset for layer in cache])
+        outcomes.append([layer.offset for layer in cache])
         for layer in cache:
             layer.trim(layer.offset - 2)
-        found.append(np.array(model(mx.array([[3]]), cache)))
+        outcomes.append(np.array(model(mx.array([[3]]), cache)))
         model.experts.close()
-    assert found[0] == found[2]
-    np.testing.assert_allclose(found[1], found[3], atol=5e-5)
+    assert outcomes[0] == outcomes[2]
+    np.testing.assert_allclose(outcomes[1], outcomes[3], atol=5e-5)
 
 
 def compile_layers(model):
@@ -688,10 +688,10 @@ def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     for _ in range(2):
         mx.eval(model(mx.array([[1]]), cache))
     os.truncate(file, len(data) + 1)
-    model.experts._looked = 0.0
+    model.experts._checked_at = 0.0
     mx.eval(model(mx.array([[1]]), cache))
     os.truncate(file, len(data) // 2)
-    model.experts._looked = 0.0
+    model.experts._checked_at = 0.0
     with pytest.raises(ExpertIOError, match="layer 1 has .* cut short"):
         model(mx.array([[1]]), cache)
 

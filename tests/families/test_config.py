@@ -309,11 +309,11 @@ def with_value(config, path, value):
     """A copy with another value in one place, if the place is still there."""
     config = copy.deepcopy(config)
     *parents, last = path
-    found = config
+    target = config
     for parent in parents:
-        found = found.get(parent) if isinstance(found, dict) else None
-    if isinstance(found, dict):
-        found[last] = copy.deepcopy(value)
+        target = target.get(parent) if isinstance(target, dict) else None
+    if isinstance(target, dict):
+        target[last] = copy.deepcopy(value)
     return config
 
 

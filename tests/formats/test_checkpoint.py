@@ -37,10 +37,10 @@ def test_every_dtype_reads_as_written(tmp_path):
         "empty": ("F32", np.zeros((0, 4), np.float32)),
     }
     goldens.write_safetensors(tmp_path / "x.safetensors", tensors)
-    found = read_header(tmp_path / "x.safetensors")
+    header = read_header(tmp_path / "x.safetensors")
     for name, (dtype, array) in tensors.items():
-        got = found[name].read()
-        assert (found[name].dtype, tuple(got.shape)) == (dtype, array.shape)
+        got = header[name].read()
+        assert (header[name].dtype, tuple(got.shape)) == (dtype, array.shape)
         assert np.array_equal(np.array(got.view(mx.uint16) if dtype == "BF16" else got), array)
 
 
@@ -113,10 +113,10 @@ def test_a_damaged_header_is_refused_or_describes_the_file(tmp_path_factory, dat
         content[data.draw(st.integers(0, len(content) - 23))] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
     try:
-        found = read_header(path)
+        header = read_header(path)
     except ModelFileError:
         return
-    assert all(t.offset >= 8 and t.offset + t.nbytes <= len(content) for t in found.values())
+    assert all(t.offset >= 8 and t.offset + t.nbytes <= len(content) for t in header.values())
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):

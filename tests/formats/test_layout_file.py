@@ -11,7 +11,7 @@ from test_packed import tiny_args
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
-from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.formats.record import (
     BLOCK_BYTES,
     PROJECTIONS,
@@ -96,9 +96,9 @@ def test_a_stride_of_more_blocks_is_taken_as_it_is():
     args, layout = varied()
     stated = to_json(layout)
     stated["geometries"][2]["record_stride"] += BLOCK_BYTES
-    found = from_json(stated, args, "layout.json")
-    assert found.records[2].stride == layout.records[2].stride + BLOCK_BYTES
-    assert found.records[2].fields == layout.records[2].fields and found.records[0] == layout.records[0]
+    reread = from_json(stated, args, "layout.json")
+    assert reread.records[2].stride == layout.records[2].stride + BLOCK_BYTES
+    assert reread.records[2].fields == layout.records[2].fields and reread.records[0] == layout.records[0]
 
 
 def test_a_group_that_does_not_divide():
@@ -111,12 +111,12 @@ def test_a_group_that_does_not_divide():
 
 def changed(stated, path, value):
     """`stated` with one value replaced."""
-    found = copy.deepcopy(stated)
-    part = found
+    copied = copy.deepcopy(stated)
+    part = copied
     for key in path[:-1]:
         part = part[key]
     part[path[-1]] = value
-    return found
+    return copied
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_any_change_is_refused_or_harmless(data):
             break
     lie = changed(stated, path, data.draw(values))
     try:
-        found = from_json(lie, args, "layout.json")
+        reread = from_json(lie, args, "layout.json")
     except ModelFileError as error:
         assert "\n" not in str(error)
         return
     for layer, record in layout.records.items():
-        assert found.records[layer].fields == record.fields
-        assert found.records[layer].stride >= record.size and found.records[layer].stride % BLOCK_BYTES == 0
+        assert reread.records[layer].fields == record.fields
+        assert reread.records[layer].stride >= record.size and reread.records[layer].stride % BLOCK_BYTES == 0
 
 
 def test_records_that_are_alike_are_one_object():
@@ -214,7 +214,7 @@ def test_records_that_are_alike_are_one_object():
 
 
 def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model():
-    share = Share(Owners((1, 2, 1)), 1)
+    share = RankShare(Owners((1, 2, 1)), 1)
     for layout, args in (varied()[::-1], varied(dict.fromkeys(range(LAYERS), UNIFORM))[::-1]):
         stated = json.loads(json.dumps(to_json(layout, share)))
         assert stated["format_version"] == 3 and held_by(stated, "layout.json") == share
@@ -241,4 +241,4 @@ def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model()
 def test_a_share_that_is_none(held):
     _, layout = varied()
     with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
-        held_by({**to_json(layout, Share(Owners((1, 1)), 0)), "held": held}, "x/layout.json")
+        held_by({**to_json(layout, RankShare(Owners((1, 1)), 0)), "held": held}, "x/layout.json")

@@ -12,7 +12,7 @@ from test_record import FORMS, GLOBAL, MXFP4, WIDTHS
 
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.layout_file import from_json, held_by, to_json
-from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.formats.record import (
     BLOCK_BYTES,
     PROJECTIONS,
@@ -23,7 +23,7 @@ from moeflux_mlx.formats.record import (
 )
 from moeflux_mlx.quant import DEFAULT, Quant, Quantization
 
-SHARE = Share(Owners((1, 2, 1)), 1)
+SHARE = RankShare(Owners((1, 2, 1)), 1)
 
 
 def having(by_layer, biases=False, **sizes):
@@ -200,10 +200,10 @@ def test_any_change_is_refused_or_harmless(data):
         path.append(data.draw(st.sampled_from(list(part) if isinstance(part, dict) else range(len(part)))))
         part = part[path[-1]]
     try:
-        found = from_json(changed(stated, path, data.draw(values)), args, "layout.json")
+        reread = from_json(changed(stated, path, data.draw(values)), args, "layout.json")
     except ModelFileError as error:
         assert "\n" not in str(error)
         return
     for layer, record in layout.records.items():
-        assert found.records[layer].fields == record.fields
-        assert found.records[layer].stride >= record.size and found.records[layer].stride % BLOCK_BYTES == 0
+        assert reread.records[layer].fields == record.fields
+        assert reread.records[layer].stride >= record.size and reread.records[layer].stride % BLOCK_BYTES == 0

@@ -73,11 +73,11 @@ def test_a_directory_without_our_keys_opens(model_dir):
     """As flash-moe writes it: blocks back to back, fewer keys, and a key of its own in a component."""
     args = tiny_args()
     layout = ExpertLayout.from_args(args)
-    found = to_json(layout)
+    content = to_json(layout)
     for key in ("expert_stride", "format_version", "group_size", "bits", "moe_layers"):
-        del found[key]
-    found["components"][0]["note"] = "theirs"
-    (model_dir / FOLDER / "layout.json").write_text(json.dumps(found))
+        del content[key]
+    content["components"][0]["note"] = "theirs"
+    (model_dir / FOLDER / "layout.json").write_text(json.dumps(content))
     for layer in layout.moe_layers:
         (model_dir / FOLDER / layout.file_name(layer)).write_bytes(bytes(4 * layout.record.size))
     assert PackedExperts.open(model_dir, args).layout.expert_stride == layout.record.size

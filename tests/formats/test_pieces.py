@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeflux_mlx.formats import pieces as module
-from moeflux_mlx.formats.pieces import ALONE_BYTES, GAP_BYTES, RUN_BYTES, RUN_PIECES, Piece, runs_of
+from moeflux_mlx.formats.pieces import ALONE_BYTES, GAP_BYTES, RUN_BYTES, RUN_PIECES, FilePiece, runs_of
 from moeflux_mlx.formats.record import BLOCK_BYTES
 
 A, B = Path("a"), Path("b")
@@ -17,7 +17,7 @@ A, B = Path("a"), Path("b")
 @st.composite
 def scattered(draw):
     """Pieces of two files that do not overlap, in any order, and the room that they fill."""
-    found, place = [], 0
+    pieces, place = [], 0
     ends = {A: draw(st.integers(0, 2 * BLOCK_BYTES)), B: draw(st.sampled_from([0, BLOCK_BYTES, 17]))}
     for _ in range(draw(st.integers(1, 9))):
         path = draw(st.sampled_from([A, B]))
@@ -25,10 +25,10 @@ def scattered(draw):
             st.sampled_from([1, 100, BLOCK_BYTES, ALONE_BYTES, ALONE_BYTES + 1, RUN_BYTES + 3, 3 * RUN_BYTES])
         )
         gap = draw(st.sampled_from([0, 1, GAP_BYTES, GAP_BYTES + 1]))
-        found.append(Piece(path, ends[path] + gap, length, place))
+        pieces.append(FilePiece(path, ends[path] + gap, length, place))
         ends[path] += gap + length
         place += length
-    return draw(st.permutations(found)), place + draw(st.sampled_from([0, BLOCK_BYTES]))
+    return draw(st.permutations(pieces)), place + draw(st.sampled_from([0, BLOCK_BYTES]))
 
 
 @given(scattered(), st.sampled_from([GAP_BYTES, ALONE_BYTES, RUN_BYTES]))
@@ -58,14 +58,14 @@ def test_runs_bring_every_byte_once_and_spoil_none(case, most):
 
 
 def test_neighbours_and_small_gaps_are_one_read():
-    near = [Piece(A, 5, 100, 0), Piece(A, 105, 100, 100), Piece(A, 205 + GAP_BYTES, 100, 200)]
+    near = [FilePiece(A, 5, 100, 0), FilePiece(A, 105, 100, 100), FilePiece(A, 205 + GAP_BYTES, 100, 200)]
     assert [len(run.pieces) for run in runs_of(near, 300)] == [3]
-    far = [*near, Piece(A, 306 + 2 * GAP_BYTES, 100, 300), Piece(B, 0, 100, 400)]
+    far = [*near, FilePiece(A, 306 + 2 * GAP_BYTES, 100, 300), FilePiece(B, 0, 100, 400)]
     assert [len(run.pieces) for run in runs_of(far, 500)] == [3, 1, 1]
 
 
 def test_long_pieces_are_cut_where_blocks_end():
-    (first, *middle, last) = runs_of([Piece(A, 7, 3 * RUN_BYTES, 0)], 3 * RUN_BYTES)
+    (first, *middle, last) = runs_of([FilePiece(A, 7, 3 * RUN_BYTES, 0)], 3 * RUN_BYTES)
     assert first.window[1] == first.stop and last.window[0] == last.start and middle
     assert all(run.window == (run.start, run.stop) for run in middle)
 
@@ -73,7 +73,7 @@ def test_long_pieces_are_cut_where_blocks_end():
 @given(st.integers(0, BLOCK_BYTES - 1), st.integers(1, 40 * BLOCK_BYTES), st.integers(1, 4))
 def test_parts_are_alike_and_few(offset, length, blocks):
     most = blocks * BLOCK_BYTES
-    runs = runs_of([Piece(A, offset, length, 1)], length + 1, most)
+    runs = runs_of([FilePiece(A, offset, length, 1)], length + 1, most)
     sizes = [run.stop - run.start for run in runs]
     assert len(runs) <= -(-length // most) + 1 and sum(sizes) == length
     assert len(runs) == 1 or min(sizes) >= BLOCK_BYTES - offset % BLOCK_BYTES
@@ -81,7 +81,7 @@ def test_parts_are_alike_and_few(offset, length, blocks):
 
 
 def test_a_run_has_no_more_pieces_than_a_system_call_takes_places():
-    many = [Piece(A, 20 * i, 10, 10 * i) for i in range(2 * RUN_PIECES + 1)]
+    many = [FilePiece(A, 20 * i, 10, 10 * i) for i in range(2 * RUN_PIECES + 1)]
     runs = runs_of(many, 10 * len(many))
     assert [len(run.pieces) for run in runs] == [RUN_PIECES, RUN_PIECES, 1]
     assert 2 * RUN_PIECES <= 1024
@@ -90,10 +90,10 @@ def test_a_run_has_no_more_pieces_than_a_system_call_takes_places():
 def test_an_aligned_piece_is_read_to_its_place():
     size = ALONE_BYTES + 1
     blocks = ALONE_BYTES + BLOCK_BYTES
-    assert runs_of([Piece(A, BLOCK_BYTES, size, 0)], blocks)[0].is_aligned
-    assert not runs_of([Piece(A, BLOCK_BYTES, size, 0)], size)[0].is_aligned  # there is no room for the last block
-    assert not runs_of([Piece(A, BLOCK_BYTES + 1, size, 0)], blocks)[0].is_aligned
-    both = runs_of([Piece(A, 0, size, 0), Piece(B, 0, size, size)], 2 * blocks)
+    assert runs_of([FilePiece(A, BLOCK_BYTES, size, 0)], blocks)[0].is_aligned
+    assert not runs_of([FilePiece(A, BLOCK_BYTES, size, 0)], size)[0].is_aligned  # there is no room for the last block
+    assert not runs_of([FilePiece(A, BLOCK_BYTES + 1, size, 0)], blocks)[0].is_aligned
+    both = runs_of([FilePiece(A, 0, size, 0), FilePiece(B, 0, size, size)], 2 * blocks)
     assert not any(run.is_aligned for run in both)  # the first would spoil the second, whose place is odd
 
 

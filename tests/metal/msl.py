@@ -121,9 +121,9 @@ def lint(text: str) -> None:
     """Metal wants an address space on every pointer and reference; clang's OpenCL mode does not."""
     code = re.sub(r"//.*|/\*.*?\*/", "", text)
     scalar = r"(?:half|float|bool|bfloat|u?(?:char|short|int|long))[234]?|\w+_t|[A-Z]\w*(?=[*&])"
-    found = re.search(rf"(?m)(?:^|[;{{}}(,])\s*(?:const\s+)?(?:{scalar})\s*[*&]+\s*\w+\s*[=;,)]", code)
-    if found:
-        words = re.sub(r"^\W+", "", found[0])
+    match = re.search(rf"(?m)(?:^|[;{{}}(,])\s*(?:const\s+)?(?:{scalar})\s*[*&]+\s*\w+\s*[=;,)]", code)
+    if match:
+        words = re.sub(r"^\W+", "", match[0])
         raise Failure(f"error: pointer without an address space: {words}")
 
 
@@ -241,12 +241,12 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 def _located(library: ctypes.CDLL, error: str) -> str:
     """Turn "[pc 0x...]" into the source line, through the line table that -g1 left."""
-    found = re.search(r"\[pc 0x(\w+)\]", error)
-    if not found:
+    match = re.search(r"\[pc 0x(\w+)\]", error)
+    if not match:
         return error
-    address = hex(int(found[1], 16) - 1)
+    address = hex(int(match[1], 16) - 1)
     done = subprocess.run(["addr2line", "-e", library._name, address], capture_output=True, text=True)
-    return error.replace(found[0], "at " + done.stdout.strip().rsplit("/", 1)[-1])
+    return error.replace(match[0], "at " + done.stdout.strip().rsplit("/", 1)[-1])
 
 
 def launch(

@@ -97,13 +97,13 @@ def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, f
     monkeypatch.setattr(Shared, "joins", lambda *args: joined.append(joins(*args)) or joined[-1])
     models = [make_resident(monkeypatch, family, mx.bfloat16), load_model(tiny_directory(family), dtype=mx.bfloat16)]
     models[0].decode_step = None  # which the harness of the kernels cannot trace
-    found = []
+    logits = []
     with msl.launching():
         for model in models:
             cache = model.make_cache()
             parts = [model(mx.array([chunk]), cache) for chunk in ([5, 6, 7], [9])]
-            found.append(mx.concatenate(parts, axis=1))
-        assert mx.array_equal(*found)
+            logits.append(mx.concatenate(parts, axis=1))
+        assert mx.array_equal(*logits)
     assert joined and all(joined), "the shared expert goes with the routed ones"
 
 

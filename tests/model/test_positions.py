@@ -20,13 +20,13 @@ def shift(cache, by):
 
 def logits(model, prompt, *parts):
     """After `prompt`, shifts of it (an int) and further tokens (a list)."""
-    cache, found = start(model, prompt), []
+    cache, outputs = start(model, prompt), []
     for part in parts:
         if isinstance(part, int):
             shift(cache, part)
         else:
-            found.append(np.array(model(mx.array([part]), cache)[0].astype(mx.float32)))
-    return np.concatenate(found)
+            outputs.append(np.array(model(mx.array([part]), cache)[0].astype(mx.float32)))
+    return np.concatenate(outputs)
 
 
 SPAN = list(range(40, 52))  # more than few tokens

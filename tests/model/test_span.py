@@ -98,13 +98,13 @@ BITS_OF = drawn(FAMILIES, [(64, 64), (64, 7), (20, 8)], WAYS, turns=2, seed=1)
 def test_same_bits_wherever_experts_are(family, sizes, computing):
     span, block = sizes
     tokens, _ = prompt(family)
-    found = []
+    results = []
     for options in MODES.values():
         model = model_of(family, span=span, prefill_step_size=block, **options)
         cache = model.make_cache()
-        found.append(bits(Prefill(model, cache, tokens).run(), cache))
+        results.append(bits(Prefill(model, cache, tokens).run(), cache))
         model.experts.close()
-    assert all(same(found[0], other) for other in found[1:])
+    assert all(same(results[0], other) for other in results[1:])
 
 
 class Stop(Exception):

@@ -11,9 +11,10 @@ from metal import msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, GroupedQuery, Rotation, SharedExpert
+from moeflux_mlx.kinds import Activation, Experts, GroupedQuery, Rotation, Router, SharedExpert
 from moeflux_mlx.model.attention import Attention
 from moeflux_mlx.model.layers import MLP, Linear, RMSNorm, Stack
+from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.rope import Rope
@@ -157,6 +158,31 @@ def test_activations_by_name(name, array):
     act = gate / (1 + np.exp(-gate)) if name == "silu" else 0.5 * gate * (1 + tanh)
     want = (act * up) @ wide(mlp.down_proj.weight).T
     assert np.abs(wide(mlp(array(x))) - want).max() < 1e-5 * np.abs(want).max()
+
+
+ROUTERS = [
+    Router(24, 4, logit_bias=True),
+    Router(24, 4, "sigmoid", True, logit_bias=True, scale=2.5),
+    Router(24, 4, "sigmoid", True, softcap=0.5, logit_bias=True),
+]
+
+
+@pytest.mark.parametrize("rule", ROUTERS, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_routers_with_biases_and_limits_of_their_logits(rule, gated, array):
+    """gpt-oss takes the softmax of the best logits: that of all, normalised over the best."""
+    shared, rng = SharedExpert(32, gated=True) if gated else None, np.random.default_rng(4)
+    moe, norm = filled(MoE(Experts(rule, 32, shared), 64, 0, None)), RMSNorm(64, EPS)
+    x = rng.normal(size=(1, 3, 64)).astype(np.float32)
+    ids, weights = (np.array(part)[0] for part in moe.begin(array(x), norm)[2:4])
+    logits = normed(wide(x[0]), norm) @ wide(moe.gate.weight).T + wide(moe.gate.bias)
+    if rule.softcap:
+        logits = rule.softcap * np.tanh(logits / rule.softcap)
+    scores = np.exp(logits) if rule.score == "softmax" else 1 / (1 + np.exp(-logits))
+    order = np.argsort(-scores - (wide(moe.e_score_correction_bias) if rule.correction_bias else 0))[:, :4]
+    picked = np.take_along_axis(scores, order, -1)
+    assert np.array_equal(ids, order)
+    np.testing.assert_allclose(weights, rule.scale * picked / picked.sum(-1, keepdims=True), rtol=1e-4)
 
 
 def test_layers_that_differ_in_their_biases_are_not_joined():

@@ -202,17 +202,17 @@ def test_arrays_that_were_shown_keep_what_they_covered(host):
 
 
 def check_stand_in(layer, draw, cache, other):
-    """What stands for `cache` in a compiled step gives, for tokens that `draw` draws, what `other` gives; 40 tokens are
+    """The traced stand-in of `cache` gives, for tokens that `draw` draws, what `other` gives; 40 tokens are
     in `cache`."""
     other.state = (*(array + 0 for array in cache.state[:2]), cache.offset)
     for _ in range(attend.RECENT + 2):
         parts = draw()
         cache.reserve(1)
         arrays = cache.step_arrays()
-        assert len(arrays) == cache.traced.takes
+        assert len(arrays) == cache.traced.num_inputs
         stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), mx.array(cache.position, mx.int32), None)
         assert mx.array_equal(layer.run(parts, stand_in), layer.run(parts, other))
-        assert len(stand_in.arrays) == cache.traced.gives
+        assert len(stand_in.arrays) == cache.traced.num_outputs
         cache.take_step(stand_in.arrays)
     assert cache.offset == other.offset == 74
     for a, b in zip(cache.state[:2], other.state[:2], strict=True):
@@ -256,7 +256,7 @@ def test_a_late_token_is_turned_as_many_are(host):
 FAULTS = {
     "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
-    "pairs of the other kind": ("attend_step", "NEXT ?", "!NEXT ?"),
+    "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
     "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
     "no magnitude": ("attend_step", "magnitude[0] * metal::sin", "metal::sin"),
     "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),

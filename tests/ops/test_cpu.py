@@ -151,8 +151,8 @@ def test_matrices_by_head(bits, group_size, dtype):
         layer.scales, layer.biases = layer.scales.astype(dtype), layer.biases.astype(dtype)
         wide = (layer.scales.astype(mx.float32), layer.biases.astype(mx.float32))
         dense = np.array(mx.dequantize(layer.weight, *wide, group_size, bits))
-    found = [matrix.copy() for matrix in by_head(layer, 4, slice(8, None))]
-    np.testing.assert_allclose(np.stack(found), dense.reshape(4, 24, 128)[:, 8:], rtol=1e-5, atol=1e-5)
+    matrices = [matrix.copy() for matrix in by_head(layer, 4, slice(8, None))]
+    np.testing.assert_allclose(np.stack(matrices), dense.reshape(4, 24, 128)[:, 8:], rtol=1e-5, atol=1e-5)
 
 
 def test_log_softmax():

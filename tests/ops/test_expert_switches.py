@@ -48,11 +48,15 @@ def activated(g, u, activation, limit=None):
 class Case:
     """Random records of experts with biases, the slots of some tokens, and what the experts make of them in float64."""
 
-    def __init__(self, seed, stored, activation, tokens=3, size=(128, 192), has_bias=True, top_k=3, count=5):
+    def __init__(
+        self, seed, stored, activation, tokens=3, size=(128, 192), has_bias=True, top_k=3, count=5, turns=False
+    ):
         rng, (quant, kind), (H, I) = np.random.default_rng(seed), stored, size
-        self.record = Record.make(H, I, (quant,) * 3, None, kind, has_bias, activation)
+        self.record = Record.make(H, I, (quant,) * 3, None, kind, has_bias, activation, turns)
         self.blob = rng.integers(0, 1 << 32, (count, self.record.stride // 4), np.uint32)
         self.experts = [[self._filled(rng, row, part, kind) for part in self.record.projections] for row in self.blob]
+        if turns:
+            self.experts = [[*self._apart(gate, up), down] for gate, up, down in self.experts]
         self.slots = rng.integers(0, count, (tokens, top_k)).astype(np.int32)
         self.x, self.mid = rng.standard_normal((2, tokens, H), dtype=np.float32)
         self.weights = rng.random((tokens, top_k), dtype=np.float32)
@@ -64,10 +68,16 @@ class Case:
         for field, values in zip(part.codes, matrix.parts, strict=True):
             row[field.words] = values.reshape(-1).view(np.uint32)
         if part.bias is None:
-            return matrix.values, 0
+            return matrix.values, np.zeros(part.rows)
         kept, bias = narrow(rng.standard_normal(part.rows), kind)
         row[part.bias.words] = kept.view(np.uint32)
         return matrix.values, bias
+
+    @staticmethod
+    def _apart(first, second):
+        """Gate and up of which the two hold rows in turns."""
+        values, bias = (np.concatenate(pair) for pair in zip(first, second, strict=True))
+        return [(values[turn::2], bias[turn::2]) for turn in (0, 1)]
 
     def want(self, activation=None, without="", swapped=False, limit=None):
         """What residual and experts sum to, or with a fault: without a matrix's bias, gate for up, another limit."""
@@ -134,7 +144,7 @@ sizes = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(lambda size: (64 * s
 def cases(most_tokens):
     seeds, tokens, slots = st.integers(0, 2**32), st.integers(1, most_tokens), st.integers(1, 5)
     forms = st.sampled_from(STORED), st.sampled_from(ACTIVATIONS)
-    return st.builds(Case, seeds, *forms, tokens, sizes, st.booleans(), slots)
+    return st.builds(Case, seeds, *forms, tokens, sizes, st.booleans(), slots, turns=st.booleans())
 
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -171,8 +181,9 @@ KERNELS = [  # of Metal's text each has a variant of its own
 
 @pytest.mark.parametrize("stored, activation, dtype, has_bias, size", KERNELS, ids=map(str, range(len(KERNELS))))
 def test_kernels_match_oracle(host, stored, activation, dtype, has_bias, size):
-    case = Case(4, stored, activation, 2, size, has_bias, 3)
-    assert error(case.stepped(mx.array, dtype), case.want()) < KERNEL_LIMITS[dtype]
+    for turns in (False, True):
+        case = Case(4, stored, activation, 2, size, has_bias, 3, turns=turns)
+        assert error(case.stepped(mx.array, dtype), case.want()) < KERNEL_LIMITS[dtype]
 
 
 @few
@@ -229,6 +240,8 @@ KERNEL_FAULTS = {
     "no limit of gate": ("swiglu.h.metal", "g = g > limit ? limit : g;", ""),
     "no lower limit of up": ("swiglu.h.metal", "u < -limit ? -limit : u;", "u;"),
     "no one": ("swiglu.h.metal", "(u + 1.0f)", "u"),
+    "gate's rows in turns": ("swiglu.h.metal", "2 * row[i % R] + i / R", "row[i % R] + I * (i / R)"),
+    "the second half's biases": ("swiglu.h.metal", "(2 * row[r] < I ? ending.gate : ending.up)", "ending.gate"),
     "half without its weight": ("expert_down_combine.metal", "weight * total", "0.5f * (weight + 1) * total"),
 }
 
@@ -237,5 +250,5 @@ KERNEL_FAULTS = {
 @pytest.mark.parametrize("name", KERNEL_FAULTS)
 def test_a_planted_fault_in_a_kernel_is_caught(host, monkeypatch, name):
     msl.plant(monkeypatch, *KERNEL_FAULTS[name])
-    case = Case(4, STORED[0], ACTIVATIONS[4], 1, (64, 64))
+    case = Case(4, STORED[0], ACTIVATIONS[4], 1, (64, 64), turns="second half" in name or "turns" in name)
     assert not error(case.stepped(mx.array), case.want()) < 1e-3

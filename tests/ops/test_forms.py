@@ -67,8 +67,8 @@ class Stored:
 
     def arrays(self, kind):
         """For MLX."""
-        found = [mx.array(part) for part in self.parts]
-        return [found[0], *(part.view(mx.bfloat16) if kind == "BF16" else part for part in found[1:])]
+        parts = [mx.array(part) for part in self.parts]
+        return [parts[0], *(part.view(mx.bfloat16) if kind == "BF16" else part for part in parts[1:])]
 
 
 def narrow(values, kind):
@@ -126,8 +126,8 @@ class Experts:
 
 def error(got, want):
     """The largest, of the largest value of its row; not a number counts as infinite."""
-    found = (np.abs(got - want).max(-1) / np.abs(want).max(-1)).max()
-    return np.inf if np.isnan(found) else found
+    largest = (np.abs(got - want).max(-1) / np.abs(want).max(-1)).max()
+    return np.inf if np.isnan(largest) else largest
 
 
 def product_error(quant, kind, tokens, multiply, rows=24):
@@ -149,8 +149,8 @@ def check_dequantized(made):
     got = dequantized_records(Records(mx.array(made.blob), made.record), mx.array(where, mx.uint32), mx.float32)
     for i, slot in enumerate(where):
         gate, up, down = made.matrices[slot]
-        for found, matrix in ((got[0][i, :I], gate), (got[0][i, I:], up), (got[1][i], down)):
-            assert (np.abs(np.array(found) - matrix.values) <= 1.2e-7 * matrix.largest).all()
+        for values, matrix in ((got[0][i, :I], gate), (got[0][i, I:], up), (got[1][i], down)):
+            assert (np.abs(np.array(values) - matrix.values) <= 1.2e-7 * matrix.largest).all()
 
 
 LIMIT = 4e-5  # float32, in which codes of two bits lie beside a constant of 128
@@ -307,8 +307,8 @@ def test_native_kernels_read_every_form(path, quant, kind):
     rng = np.random.default_rng(3)
     for rows, columns in ((7, 128), (21, 640)):
         matrix = Stored(rng, rows, columns, quant, kind)
-        found = native.dequantize(quant, *matrix.parts)
-        assert (np.abs(found - matrix.values) <= 2.4e-7 * matrix.largest).all()
+        values = native.dequantize(quant, *matrix.parts)
+        assert (np.abs(values - matrix.values) <= 2.4e-7 * matrix.largest).all()
         for tokens in (1, 2, 3, 4, 9):
             x = rng.standard_normal((tokens, columns), dtype=np.float32)
             got = native.linear(x, quant, *matrix.parts)

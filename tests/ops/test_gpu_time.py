@@ -99,7 +99,7 @@ def last_block(args, layer, positions, block):
     cache.offset = positions - block
     made.set_dtype(mx.bfloat16)
     x = mx.zeros((1, block, args.hidden_size), mx.bfloat16)
-    made.mlp.end = lambda parts, report: parts[0]
+    made.mlp.finish = lambda parts, report: parts[0]
     made.pass_span(x, cache, Span(mx.zeros((1, block), mx.int32), cache.offset, block), lambda share: None)
 
 

@@ -26,9 +26,9 @@ def test_every_row_has_a_place_with_its_expert(counts, size, target):
     owner = np.repeat(np.arange(len(counts)), counts)
     assert np.array_equal(source[places], np.arange(len(owner)))
     end = first = 0
-    for wave, found in zip(waves, batches, strict=True):
-        assert [i for batch in found for i in range(len(wave))[batch.experts]] == list(range(len(wave)))
-        for batch in found:
+    for wave, batches_of_wave in zip(waves, batches, strict=True):
+        assert [i for batch in batches_of_wave for i in range(len(wave))[batch.experts]] == list(range(len(wave)))
+        for batch in batches_of_wave:
             assert batch.start == end
             block = batch.rows or grouped.BLOCK_ROWS[target]
             members = range(len(wave))[batch.experts]

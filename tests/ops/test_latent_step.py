@@ -21,13 +21,13 @@ from moeflux_mlx.state.cache import LatentCache
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value
 YARN = Yarn(4.0, 32, attention_factor=1.7)
-NEXT = Rotation(8, 1e4, interleaved=True)
-CASES = {  # heads, nope, latent, v, columns, rotation, stored queries, keys and values, whether the keys are turned
-    "values": (3, 12, 72, 5, 44, NEXT, (None,) * 3, False),
-    "turned values": (2, 24, 40, 16, 16, NEXT, (None,) * 3, True),
-    "turned values that are no eights": (2, 12, 40, 16, 24, NEXT, (None,) * 3, True),
+PAIRS = Rotation(8, 1e4, interleaved=True)
+CASES = {  # heads, nope, latent, v, columns, rotation, stored queries, keys and values, whether the keys are transposed
+    "values": (3, 12, 72, 5, 44, PAIRS, (None,) * 3, False),
+    "transposed values": (2, 24, 40, 16, 16, PAIRS, (None,) * 3, True),
+    "transposed values that are no multiples of 8": (2, 12, 40, 16, 24, PAIRS, (None,) * 3, True),
     "codes": (4, 16, 192, 24, 320, Rotation(64, 1e6, YARN), (Quant(5, 64), Quant(4, 64), Quant(3, 32)), False),
-    "turned codes": (9, 64, 64, 8, 64, NEXT, (Quant(4, 32, "mxfp4"), Quant(8, 32), Quant(4, 32, "mxfp4")), True),
+    "transposed codes": (9, 64, 64, 8, 64, PAIRS, (Quant(4, 32, "mxfp4"), Quant(8, 32), Quant(4, 32, "mxfp4")), True),
 }
 
 
@@ -44,16 +44,16 @@ def wide(a):
 class Layer:
     """Random matrices and tokens of one layer."""
 
-    def __init__(self, heads, nope, width, v, columns, rotation, quants, turned, dtype=mx.float32):
+    def __init__(self, heads, nope, width, v, columns, rotation, quants, transposed, dtype=mx.float32):
         self.rng = np.random.default_rng([heads, width])
         self.dtype, self.heads, self.nope, self.width, self.columns = dtype, heads, nope, width, columns
-        keys = (heads, width, nope) if turned else (heads, nope, width)
+        keys = (heads, width, nope) if transposed else (heads, nope, width)
         shapes = (heads * (nope + rotation.dims), columns), keys, (heads, v, width)
         parts = [self.matrix(quant, *shape) for quant, shape in zip(quants, shapes, strict=True)]
         self.norm, norm = RMSNorm(width, 0.1), RMSNorm(columns, 0.1)
         self.norm.weight, norm.weight = self.normal(width), self.normal(columns)
         self.queries = latent.Queries(heads, latent.Up(parts[0], norm))
-        self.key = latent.HeadMatrices(parts[1], heads, turned=turned)
+        self.key = latent.HeadMatrices(parts[1], heads, transposed=transposed)
         self.value = latent.HeadMatrices(parts[2], heads)
         self.rope, self.interleaved = Rope(rotation), rotation.interleaved
         self.part = Latent(heads, columns, width, nope, v, rotation)
@@ -109,9 +109,9 @@ class Layer:
         q = q.reshape(self.heads, -1)
         if by is not None:
             q = q * (1 + by.beta * np.log(1 + last // by.original_max_position_embeddings))
-        found = [np.split(kv, [self.width]) for _, kv in self.tokens]
-        latents = np.array([normed(x, self.norm) for x, _ in found])
-        keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(found)])
+        split = [np.split(kv, [self.width]) for _, kv in self.tokens]
+        latents = np.array([normed(x, self.norm) for x, _ in split])
+        keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(split)])
         absorbed = np.einsum("hd,hdn->hn", q[:, : self.nope], key)
         scores = 0.3 * (absorbed @ latents.T + self.turned(q[:, self.nope :], last) @ keys.T)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -133,11 +133,11 @@ def normed(x, norm):
 
 
 def dense(matrices):
-    part, found = matrices.weights, matrices.weights.weight
+    part, weight = matrices.weights, matrices.weights.weight
     if part.quant is not None:
         with mx.stream(mx.cpu):
-            found = unpacked_float32(part.quant, found, part.scales, part.biases)
-    return wide(found.swapaxes(1, 2) if getattr(matrices, "turned", False) else found)
+            weight = unpacked_float32(part.quant, weight, part.scales, part.biases)
+    return wide(weight.swapaxes(1, 2) if getattr(matrices, "transposed", False) else weight)
 
 
 @pytest.mark.parametrize("case, dtype", drawn(CASES, LIMITS, seed=1))
@@ -145,11 +145,11 @@ def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error(130, 2) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_at_the_shape_of_a_named_model(host, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_at_the_shape_of_a_named_model(host, transposed):
     """What a threadgroup keeps must fit in Metal's 32 KB."""
     rotation = Rotation(64, 1e4, YARN, interleaved=True)
-    layer = Layer(8, 128, 512, 128, 1536, rotation, (Quant(4, 64),) * 3, turned, mx.bfloat16)
+    layer = Layer(8, 128, 512, 128, 1536, rotation, (Quant(4, 64),) * 3, transposed, mx.bfloat16)
     assert layer.error(3, 1) < LIMITS[mx.bfloat16]
 
 
@@ -216,8 +216,8 @@ def test_what_is_kept_of_a_cache_goes_on(host):
     kept = [np.array(array) for array in cache.stored()]
     restored.state = restored.restored(*kept, 23, layer.dtype)
     parts = layer.draw()
-    want, *found = (layer.run(parts, one) for one in (cache, restored, taken))
-    assert all(mx.array_equal(got, want) for got in found)
+    want, *others = (layer.run(parts, one) for one in (cache, restored, taken))
+    assert all(mx.array_equal(got, want) for got in others)
 
 
 def test_a_late_token_is_turned_as_many_are(host):
@@ -244,12 +244,12 @@ FAULTS = {
     "the squares of other lanes": ("latent_query", "lane_sum<L>(squares)", "squares"),
     "no epsilon": ("latent_query", "+ eps[0]", "+ 0 * eps[0]"),
     "unturned values too": ("latent_query", "whole[NOPE + first]", "whole[first]"),
-    "pairs of the other kind": ("latent_query", "NEXT ?", "!NEXT ?"),
+    "pairs of the other kind": ("latent_query", "INTERLEAVED ?", "!INTERLEAVED ?"),
     "turned backwards": ("latent_query", "a * cosine - b * sine", "a * cosine + b * sine"),
     "no magnitude": ("latent_query", "magnitude[0] * metal::sin", "metal::sin"),
     "a weight for all": ("latent_query", "kv_norm[i]", "kv_norm[0]"),
     "keys of the first head": ("latent_query", "(head * NOPE + row)", "row"),
-    "turned keys of the first head": ("latent_query", "(head * N + column)", "column"),
+    "transposed keys of the first head": ("latent_query", "(head * N + column)", "column"),
     "teams are left out": ("latent_query", "i < TEAMS", "i < 8"),
     "not scaled": ("latent_query", "sum * scale[0]", "sum"),
     "the newest are old": ("latent_attend", "at < begun ? latents", "at <= begun ? latents"),
@@ -276,5 +276,5 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, f"{file}.metal", old, new)
     with contextlib.suppress(msl.Failure):
-        cases = (Layer(*CASES[case]) for case in ("values", "codes", "turned codes"))
+        cases = (Layer(*CASES[case]) for case in ("values", "codes", "transposed codes"))
         assert any(not layer.error(127, 3) < LIMITS[mx.float32] for layer in cases)

@@ -149,16 +149,16 @@ def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatc
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
 
     model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="mmap")
-    found, counts = [], []
+    logits, counts = [], []
     with msl.launching():
         for prepare in (lambda model: None, arrange):
             prepare(model)
             cache = model.make_cache()
             mx.eval(model(mx.array([list(range(5, 25))]), cache))
             del handed[:]
-            found.append(np.array(model(mx.array([[7]]), cache).astype(mx.float32)))
+            logits.append(np.array(model(mx.array([[7]]), cache).astype(mx.float32)))
             counts.append(sum(count for _, count in handed) / len(model.layers))
-    assert np.array_equal(*found)
+    assert np.array_equal(*logits)
     print(counts)
     assert counts[1] < most < counts[0]
 

@@ -18,7 +18,7 @@ from moeflux_mlx.ops import backend, combine, experts, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
-from moeflux_mlx.ops.route import Choice, heard, route, route_told, router_logits
+from moeflux_mlx.ops.route import Choice, read_host_copy, route, route_with_host_copy, router_logits
 from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -66,14 +66,14 @@ def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_kernel_and_twin_of_the_router_agree(dtype):
-    def found():
+    def outputs():
         rng = np.random.default_rng(2)
         w, _ = router(rng, 17, 256, 8, 64)
         return [*router_logits(random(rng, 2, 256, dtype=dtype), random(rng, 256, dtype=dtype), 1e-6, w)]
 
-    twin = [wide(part) for part in found()]
+    twin = [wide(part) for part in outputs()]
     with msl.launching():
-        assert all(error(got, want) < 2 * LIMITS[dtype] for got, want in zip(found(), twin, strict=True))
+        assert all(error(got, want) < 2 * LIMITS[dtype] for got, want in zip(outputs(), twin, strict=True))
 
 
 # ---- the choice
@@ -134,19 +134,19 @@ def test_groups_of_sigmoids(seed, T, shape, shift):
 
 
 @pytest.mark.parametrize("rule", [Router(512, 10), Router(16, 5), SIGMOID])
-def test_what_is_heard_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
-    monkeypatch.setattr(routes, "TELLING", {backend.name()})
+def test_the_copy_for_the_host_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
+    monkeypatch.setattr(routes, "HOST_COPY", {backend.name()})
     logits, bias = random(np.random.default_rng(3), 2, rule.experts), mx.zeros((rule.experts,))
-    *want, told = route_told(logits, rule, bias)
-    assert not told, "of several tokens nothing is told apart"
-    ids, weights, told = route_told(logits[1:], rule, bias)
-    mx.eval(ids, weights, told)
-    assert max(part.nbytes for part in told) <= 8
-    for found, of_both in zip((ids, weights), want, strict=True):
-        assert np.array_equal(np.array(found), np.array(of_both)[1:])
-    found = heard(told)
-    assert np.array_equal(found[0], np.array(ids))
-    np.testing.assert_allclose(found[1], np.array(weights), rtol=2**-7)
+    *want, copy = route_with_host_copy(logits, rule, bias)
+    assert not copy, "of several tokens nothing is copied"
+    ids, weights, copy = route_with_host_copy(logits[1:], rule, bias)
+    mx.eval(ids, weights, copy)
+    assert max(part.nbytes for part in copy) <= 8
+    for of_last, of_both in zip((ids, weights), want, strict=True):
+        assert np.array_equal(np.array(of_last), np.array(of_both)[1:])
+    of_last = read_host_copy(copy)
+    assert np.array_equal(of_last[0], np.array(ids))
+    np.testing.assert_allclose(of_last[1], np.array(weights), rtol=2**-7)
 
 
 def test_ties_go_to_the_lowest_index(host):
@@ -173,14 +173,14 @@ def test_columns_beside_the_experts_are_not_chosen(rule):
     logits, bias = rng.normal(size=(3, 25)).astype(np.float32), rng.normal(size=24).astype(np.float32)
     logits[:, -1] = 100.0
 
-    def found(kind):
+    def routed(kind):
         ids, weights = route(kind(logits), rule, mx.array(bias) if rule.correction_bias else None)
         return np.array(ids), np.array(weights)
 
-    want = found(np.array)
-    twin = found(mx.array)
+    want = routed(np.array)
+    twin = routed(mx.array)
     with msl.launching():
-        kernel = found(mx.array)
+        kernel = routed(mx.array)
     for ids, weights in (twin, kernel):
         assert np.array_equal(ids, want[0])
         np.testing.assert_allclose(weights, want[1], rtol=2e-5)
@@ -356,8 +356,8 @@ def errors_of(rng):
     chosen, bias = np.array(random(rng, 2, 64)), np.array(random(rng, 64))
     ids, weights = route(mx.array(chosen), SIGMOID, mx.array(bias))
     want_ids, want = route(chosen, SIGMOID, mx.array(bias))
-    found = error(layer.routed_and_shared(), layer.want()), error(logits, x @ values.T), error(weights, want)
-    return max(found) if np.array_equal(np.array(ids), want_ids) else 1.0
+    errors = error(layer.routed_and_shared(), layer.want()), error(logits, x @ values.T), error(weights, want)
+    return max(errors) if np.array_equal(np.array(ids), want_ids) else 1.0
 
 
 def test_without_kernels_nothing_joins():

@@ -690,8 +690,8 @@ def expert_arguments():
 def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
     """A projection that lies where it says."""
     fields = [types.SimpleNamespace(dtype=dtype)] * 2
-    found = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))
-    return types.SimpleNamespace(words=words, quant=quant, fields=fields, codes=[*fields, None], bias=found)
+    field = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))
+    return types.SimpleNamespace(words=words, quant=quant, fields=fields, codes=[*fields, None], bias=field)
 
 
 def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120), bias=None, activation=SILU):

@@ -165,8 +165,8 @@ def test_other_bits_are_refused():
 
 def arm_compiler():
     """A command that compiles for AArch64, if there is one."""
-    if found := shutil.which("aarch64-linux-gnu-gcc"):
-        return [found]
+    if gcc := shutil.which("aarch64-linux-gnu-gcc"):
+        return [gcc]
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl"]
     return zig if importlib.util.find_spec("ziglang") else None
 

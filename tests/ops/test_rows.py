@@ -43,13 +43,13 @@ class Step:
     Args:
         make: what the backend computes with, from a numpy array of rows.
         size: hidden size and expert width.
-        experts: whether they have biases, and what joins their gate and up.
+        experts: whether they have biases, what joins gate and up, and whether rows of these alternate.
     """
 
-    def __init__(self, rng, form, rows, size, make=mx.array, experts=(False, SILU)):
+    def __init__(self, rng, form, rows, size, make=mx.array, experts=(False, SILU, False)):
         self.rng, self.form, self.rows, self.make = rng, form, rows, make
         self.hidden, self.inner = size
-        self.has_bias, self.activation = experts
+        self.switches, self.activation = experts, experts[1]
 
     def normal(self, *shape):
         return self.rng.standard_normal(shape, dtype=np.float32)
@@ -96,7 +96,7 @@ class Step:
         quant, kind = self.form
         form = quant or Quant(4, 64)
         kind = kind if quant is not None and kind != "U8" else "BF16"
-        record = Record.make(self.hidden, self.inner, (form,) * 3, None, kind, self.has_bias, self.activation)
+        record = Record.make(self.hidden, self.inner, (form,) * 3, None, kind, *self.switches)
         blob = np.stack([self._record(record) for _ in range(count)])
         return Records(self.make(blob, np.uint32), record)
 
@@ -194,7 +194,7 @@ def name(form):
 def draw_step(draw, form, make):
     size = size_for(form, draw(st.integers(1, 5)), draw(st.integers(1, 4)))
     rng, rows = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(2, MAX_TOKENS))
-    return Step(rng, form, rows, size, make, (draw(st.booleans()), draw(st.sampled_from(ACTIVATIONS))))
+    return Step(rng, form, rows, size, make, draw(SWITCHES))
 
 
 @pytest.fixture(params=PATHS)
@@ -204,6 +204,7 @@ def path(request):
     force(PATHS[0])
 
 
+SWITCHES = st.tuples(st.booleans(), st.sampled_from(ACTIVATIONS), st.booleans())
 few = settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 around = st.tuples(st.booleans(), st.booleans())
 
@@ -265,7 +266,7 @@ def test_products(kernels, monkeypatch, i):
 
 @pytest.mark.parametrize("i", range(4))
 def test_moe_layers(kernels, i):
-    form, size, switches = FORMS[2 * i], size_for(FORMS[2 * i], 2, 1), (i == 2, ACTIVATIONS[-i])
+    form, size, switches = FORMS[2 * i], size_for(FORMS[2 * i], 2, 1), (i == 2, ACTIVATIONS[-i], i == 3)
     step = Step(np.random.default_rng(i), form, 3 - i % 2, size, mlx_rows(DTYPES[i % 3]), switches)
     holds(step.router())
     holds(step.choice(RULES[i]))

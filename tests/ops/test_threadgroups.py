@@ -99,8 +99,8 @@ def test_every_launch_names_its_threads_and_any_gpu_gives_them(launches, monkeyp
 @pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "cogito-v2-671b"])
 def test_what_is_launched_does_not_depend_on_limits(launches, monkeypatch, name):
     """So the bits of every start, and of all ranks, are those of one text in one grid."""
-    found = [launches(lambda: layers(monkeypatch, shapes_of(name)), limits_of(seed)) for seed in range(4)]
-    assert all(one == found[0] for one in found)
+    launched = [launches(lambda: layers(monkeypatch, shapes_of(name)), limits_of(seed)) for seed in range(4)]
+    assert all(one == launched[0] for one in launched)
 
 
 def limits_of(seed):

@@ -23,19 +23,20 @@ from moeflux_mlx.kinds import Activation
 from moeflux_mlx.quant import Quant
 
 FAMILY = "qwen3_moe"
+IN_PLACE = ("pread", "resident")
 MXFP4, ROWS = Quant(4, 32, "mxfp4"), ("gate_proj", "up_proj", "down_proj")
 
 
 def with_biases(fields):
     """A family that has what gpt-oss has in its experts, with limits that differ by layer."""
-    found = PLAIN.read(fields)
+    plain = PLAIN.read(fields)
     layers = []
-    for i, layer in enumerate(found["layers"]):
+    for i, layer in enumerate(plain["layers"]):
         part = layer.feed_forward
         activation = Activation("clip then swish", 0.1 + 0.2 * i)
         part = replace(part, biases=True, activation=activation, router=replace(part.router, logit_bias=True))
         layers.append(replace(layer, feed_forward=part))
-    return found | {"layers": tuple(layers)}
+    return plain | {"layers": tuple(layers)}
 
 
 PLAIN = FAMILIES[FAMILY]
@@ -49,10 +50,9 @@ def family(monkeypatch):
         yield
 
 
-def words(tensor):
-    """A tensor's values, bfloat16 as uint16."""
-    values = tensor.read()
-    return np.array(values.view(mx.uint16) if tensor.dtype == "BF16" else values)
+def words(values):
+    """An array of MLX's, bfloat16 as uint16."""
+    return np.array(values.view(mx.uint16) if values.dtype == mx.bfloat16 else values)
 
 
 class Checkpoint:
@@ -65,7 +65,7 @@ class Checkpoint:
         self.count, self.layers = self.config.get("num_experts", 0), self.config["num_hidden_layers"]
         rng = np.random.default_rng(3)
         self.resident = {
-            name: (tensor.dtype, words(tensor))
+            name: (tensor.dtype, words(tensor.read()))
             for file in self.folder.glob("*.safetensors")
             for name, tensor in read_header(file).items()
             if ".switch_mlp." not in name
@@ -109,16 +109,15 @@ class Checkpoint:
         pairs = zip(self.experts[stem, ROWS[0]], self.experts[stem, ROWS[1]], strict=True)
         return [np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:]) for gate, up in pairs]
 
-    def published(self, path, fault=lambda parts: parts):
-        """OpenAI's."""
+    def published(self, path, fault=lambda parts: parts, mlx=True):
+        """OpenAI's; `mlx`: beside other tensors that MLX has quantised."""
         tensors = {}
         for stem in dict.fromkeys(stem for stem, _ in self.experts):
             for name, parts in (("gate_up_proj", fault(self.fused(stem))), (ROWS[2], self.experts[stem, ROWS[2]])):
                 tensors |= block_tensors(f"{stem}.{name}", *parts[:2])
                 tensors[f"{stem}.{name}_bias"] = "BF16", parts[2]
-        return self.saved(
-            path, tensors, {"quantization": self.config["quantization"], "quantization_config": PUBLISHED}
-        )
+        stated = {"quantization": self.config["quantization"]} if mlx else {}
+        return self.saved(path, tensors, stated | {"quantization_config": PUBLISHED})
 
     def floats(self, path, transposed):
         """transformers' own: a stack [experts, columns, rows]; or each expert's matrices by themselves."""
@@ -173,8 +172,23 @@ def test_logits_do_not_depend_on_where_experts_lie(checkpoint, tmp_path, dtype):
     path = checkpoint.of_mlx(tmp_path / "mlx")
     there = packed(path)
     want = logits_of(load_model(there, dtype=dtype, expert_io="resident"))
-    for folder, how in ((there, "pread"), (there, "mmap"), (path, "pread"), (path, "resident")):
+    turns = checkpoint.published(tmp_path / "published")
+    folders = [(there, "pread"), (there, "mmap"), *((folder, how) for folder in (path, turns) for how in IN_PLACE)]
+    for folder, how in folders:
         assert all(map(np.array_equal, logits_of(load_model(folder, dtype=dtype, expert_io=how)), want)), how
+
+
+def test_what_is_published_runs_as_it_lies(checkpoint, tmp_path):
+    """With the matrices of its other parts, which are no codes, as they are."""
+    there = goldens.write_variant(tmp_path / "floats", FAMILY, "transformers5")
+    tensors = read_header(there / "model.safetensors").items()
+    floats = {name: (one.dtype, words(one.read())) for name, one in tensors if ".experts." not in name}
+    biases = {name: one for name, one in checkpoint.resident.items() if name.endswith(".gate.bias")}
+    checkpoint.resident, checkpoint.config = floats | biases, json.loads((there / "config.json").read_text())
+    weights = open_weights(checkpoint.published(tmp_path / "published", mlx=False))
+    assert weights.in_place and weights.args.quantization.of("lm_head") is None
+    assert all(np.array_equal(words(one), checkpoint.resident[name][1]) for name, one in weights.read().items())
+    assert np.isfinite(logits_of(load_model(weights.path, dtype=mx.float32))[0]).all()
 
 
 def test_records_in_place_are_those_of_the_packed_model(checkpoint, tmp_path):
@@ -190,7 +204,7 @@ def test_a_bias_that_is_missing_is_named(checkpoint, tmp_path):
     (path / "model.safetensors").rename(tmp_path / "whole")
     name = "model.layers.0.mlp.experts.up_proj.bias"
     tensors = {one: tensor for one, tensor in read_header(tmp_path / "whole").items() if one != name}
-    kept = {one: (tensor.dtype, words(tensor)) for one, tensor in tensors.items()}
+    kept = {one: (tensor.dtype, words(tensor.read())) for one, tensor in tensors.items()}
     write(path / "model.safetensors", kept)
     with pytest.raises(ModelFileError, match=f"tensor {name} is missing"):
         packed(path)

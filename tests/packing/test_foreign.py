@@ -94,7 +94,7 @@ def write(path, tensors, config=None):
     return read_header(path)
 
 
-def found(tmp_path, tensors, shape, hub):
+def matrix_of(tmp_path, tensors, shape, hub):
     return find_matrix(
         write(tmp_path / "x.safetensors", tensors), "m", shape, SourceFormat({"quantization_config": hub})
     )
@@ -106,7 +106,7 @@ def wide(scales, columns):
 
 def test_centred_integers_are_affine_exactly(tmp_path):
     codes, scales, _ = drawn(16, 96)
-    matrix = found(tmp_path, packed_tensors("m", codes, scales), (16, 96), PACKED)
+    matrix = matrix_of(tmp_path, packed_tensors("m", codes, scales), (16, 96), PACKED)
     assert matrix.quant == Quant(4, GROUP) and matrix.is_kept and matrix.dtypes == ("U32", "BF16", "BF16")
     wanted = wide(oracle.bf16_to_f32(oracle.f32_to_bf16(scales)), 96) * (codes - 8)
     assert np.array_equal(np.array(matrix.values()), wanted)
@@ -117,7 +117,7 @@ def test_centred_integers_are_affine_exactly(tmp_path):
 def test_awq_is_affine_with_a_bias_from_its_zeros(tmp_path):
     codes, scales, rng = drawn(64, 128)
     zeros = rng.integers(0, 16, scales.shape)
-    matrix = found(tmp_path, awq_tensors("m", codes, zeros, scales), (64, 128), AWQ)
+    matrix = matrix_of(tmp_path, awq_tensors("m", codes, zeros, scales), (64, 128), AWQ)
     assert matrix.quant == Quant(4, GROUP) and matrix.dtypes == ("U32", "F16", "F16")
     half = scales.astype(np.float16).astype(np.float64)
     wanted = wide(half, 128) * (codes - np.repeat(zeros, GROUP, axis=-1))
@@ -132,16 +132,16 @@ def test_awq_is_affine_with_a_bias_from_its_zeros(tmp_path):
 def test_a_wrong_order_of_nibbles_shows(tmp_path, monkeypatch):
     codes, scales, rng = drawn(16, 64)
     tensors = awq_tensors("m", codes, rng.integers(0, 16, scales.shape), scales)
-    right = np.array(found(tmp_path, tensors, (16, 64), AWQ).values())
+    right = np.array(matrix_of(tmp_path, tensors, (16, 64), AWQ).values())
     monkeypatch.setattr("moeflux_mlx.packing.foreign.AWQ_NIBBLES", tuple(range(8)))
-    assert not np.array_equal(np.array(found(tmp_path, tensors, (16, 64), AWQ).values()), right)
+    assert not np.array_equal(np.array(matrix_of(tmp_path, tensors, (16, 64), AWQ).values()), right)
 
 
 @pytest.mark.parametrize("shape", [(6, 96), (3, 4, 64)])
 def test_blocks_are_a_matter_of_looking(tmp_path, shape):
     rng = np.random.default_rng(0)
     codes, exponents = rng.integers(0, 16, shape), rng.integers(100, 140, (*shape[:-1], shape[-1] // GROUP))
-    matrix = found(tmp_path, block_tensors("m", codes, exponents), shape, MXFP4)
+    matrix = matrix_of(tmp_path, block_tensors("m", codes, exponents), shape, MXFP4)
     assert matrix.quant == Quant(4, 32, "mxfp4") and matrix.is_kept
     values = np.array(E2M1)[codes & 7] * np.where(codes & 8, -1, 1)
     wanted = values * 2.0 ** (np.repeat(exponents, GROUP, axis=-1) - 127.0)
@@ -151,7 +151,7 @@ def test_blocks_are_a_matter_of_looking(tmp_path, shape):
 @pytest.mark.parametrize("scale", [0, 255])
 def test_the_ends_of_e8m0(tmp_path, scale):
     tensors = block_tensors("m", np.full((1, 32), 2), np.full((1, 1), scale))
-    matrix = found(tmp_path, tensors, (1, 32), MXFP4)
+    matrix = matrix_of(tmp_path, tensors, (1, 32), MXFP4)
     if scale:
         with pytest.raises(ModelFileError, match="m_scales holds NaN"):
             matrix.values()
@@ -270,4 +270,4 @@ def test_a_refusal_names_method_tensor_and_what_was_found(tmp_path, hub, words):
 def test_tensors_that_do_not_fit_their_form(tmp_path, change, hub, message):
     tensors = {**packed_tensors("m", *drawn(16, 96)[:2]), **change}
     with pytest.raises(ModelFileError, match=message):
-        found(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None}, (16, 96), hub)
+        matrix_of(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None}, (16, 96), hub)

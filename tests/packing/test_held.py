@@ -8,7 +8,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import model_fingerprint, open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError
-from moeflux_mlx.formats.owners import Owners, Share
+from moeflux_mlx.formats.owners import Owners, RankShare
 from moeflux_mlx.state import fingerprint
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
@@ -38,20 +38,20 @@ def test_a_rank_has_its_experts_and_only_samples_of_the_others(directories, monk
     whole, owners = records(directories / "whole"), Owners((1,) * RANKS)
     blank = 0
     for rank in range(RANKS):
-        for layer, found in records(directories / str(rank)).items():
-            own = owners.experts(layer, rank, len(found))
-            assert np.array_equal(found[own], whole[layer][own]) and found[own].any(axis=1).all()
-            others = [expert for expert in range(len(found)) if expert not in own]
+        for layer, stored in records(directories / str(rank)).items():
+            own = owners.experts(layer, rank, len(stored))
+            assert np.array_equal(stored[own], whole[layer][own]) and stored[own].any(axis=1).all()
+            others = [expert for expert in range(len(stored)) if expert not in own]
             at = np.concatenate(
                 [
                     np.arange(o, o + fingerprint.SAMPLE_BYTES)
-                    for o in fingerprint.offsets_of(found.size, fingerprint.EXPERT_SAMPLES)
+                    for o in fingerprint.offsets_of(stored.size, fingerprint.EXPERT_SAMPLES)
                 ]
             )
-            sampled = np.zeros(found.size, bool)
+            sampled = np.zeros(stored.size, bool)
             sampled[at] = True
-            sampled = sampled.reshape(found.shape)[others]
-            assert np.array_equal(found[others], np.where(sampled, whole[layer][others], 0))
+            sampled = sampled.reshape(stored.shape)[others]
+            assert np.array_equal(stored[others], np.where(sampled, whole[layer][others], 0))
             blank += int((~sampled).sum())
     assert blank > 0
 
@@ -71,8 +71,8 @@ def test_nobody_else_loads_it(directories):
         load_model(directories / "1")
     assert "\n" not in str(failure.value)
     weights = open_weights(directories / "1")
-    weights.check_held(Share(Owners((1, 1, 1)), 1))
-    for wanted in (Share(Owners((1, 1, 1)), 0), Share(Owners((1, 1)), 1), Share(Owners((1, 2, 1)), 1)):
+    weights.check_held(RankShare(Owners((1, 1, 1)), 1))
+    for wanted in (RankShare(Owners((1, 1, 1)), 0), RankShare(Owners((1, 1)), 1), RankShare(Owners((1, 2, 1)), 1)):
         with pytest.raises(ModelFileError, match=f"this is rank {wanted.rank} of {len(wanted.owners.shares)}"):
             weights.check_held(wanted)
     open_weights(directories / "whole").check_held(None)

@@ -158,12 +158,13 @@ def test_a_fingerprint_does_not_tell_a_checkpoint_from_what_is_converted_from_it
 def test_mlx_lm_runs_the_same_directory(tmp_path, family):
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     path = write_model(tmp_path, family, count=2, seed=5)
-    theirs, _ = utils.load_model(path)
-    theirs.set_dtype(mx.float32)
-    ours = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
     tokens = mx.array(goldens.golden(family)[0])[None]
-    wanted, found = np.array(theirs(tokens)), np.array(ours(tokens))
-    assert np.abs(wanted - found).max() < TOLERANCE and np.array_equal(wanted.argmax(-1), found.argmax(-1))
+    with on_cpu():  # mlx-lm 0.32.2's gated delta rule has other results on an NVIDIA GPU: logits 3 apart
+        theirs, _ = utils.load_model(path)
+        theirs.set_dtype(mx.float32)
+        wanted = np.array(theirs(tokens))
+    got = np.array(load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)(tokens))
+    assert np.abs(wanted - got).max() < TOLERANCE and np.array_equal(wanted.argmax(-1), got.argmax(-1))
 
 
 @pytest.mark.parametrize(("forms", "field", "value"), [(FORMS[0], 7, b"\xc0\x7f"), (FORMS[3], 5, b"\xff")])

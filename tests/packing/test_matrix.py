@@ -27,7 +27,7 @@ def stored(tmp_path, tensors):
     return read_header(path)
 
 
-def found(tmp_path, tensors, shape, config):
+def matrix_of(tmp_path, tensors, shape, config):
     return find_matrix(stored(tmp_path, tensors), "m", shape, SourceFormat(config))
 
 
@@ -54,7 +54,7 @@ def test_fp8_blocks_with_partial_ends(tmp_path_factory, rows, cols, data):
     kind = data.draw(st.sampled_from(["F32", "BF16"]))
     held = ("F32", scale) if kind == "F32" else ("BF16", oracle.f32_to_bf16(scale))
     tensors = {"m.weight": ("F8_E4M3", codes), "m.weight_scale_inv": held}
-    made = found(tmp_path_factory.mktemp("fp8"), tensors, (rows, cols), FP8)
+    made = matrix_of(tmp_path_factory.mktemp("fp8"), tensors, (rows, cols), FP8)
     wanted = oracle.dequantize_fp8(codes, scale if kind == "F32" else oracle.bf16_to_f32(held[1]))
     start = data.draw(st.integers(0, rows - 1))
     stop = data.draw(st.integers(start + 1, rows))
@@ -65,7 +65,7 @@ def test_fp8_is_dequantised_in_float32(tmp_path):
     codes = np.random.default_rng(0).integers(0, 127, (64, 128), dtype=np.uint8)
     scale = np.array([[0.3]], np.float32)
     tensors = {"m.weight": ("F8_E4M3", codes), "m.weight_scale_inv": ("F32", scale)}
-    got = np.array(found(tmp_path, tensors, (64, 128), FP8).values())
+    got = np.array(matrix_of(tmp_path, tensors, (64, 128), FP8).values())
     assert np.array_equal(got, oracle.dequantize_fp8(codes, scale))
     in_bf16 = np.array((mx.from_fp8(mx.array(codes)) * mx.array(scale).astype(mx.bfloat16)).astype(mx.float32))
     assert not np.array_equal(got, in_bf16)
@@ -78,7 +78,7 @@ def test_a_stack_of_fp8_matrices(tmp_path):
         rng.uniform(1, 2, (3, 2, 1)).astype(np.float32),
     )
     tensors = {"m.weight": ("F8_E4M3", codes), "m.weight_scale_inv": ("F32", scale)}
-    made = found(tmp_path, tensors, codes.shape, FP8)
+    made = matrix_of(tmp_path, tensors, codes.shape, FP8)
     assert np.array_equal(np.array(made[1].values(96, 192)), oracle.dequantize_fp8(codes[1], scale[1])[96:])
     assert np.array_equal(np.array(made.values())[2], oracle.dequantize_fp8(codes[2], scale[2]))
 
@@ -103,7 +103,7 @@ def test_quantised_bytes_are_those_of_mx_quantize_on_bfloat16(tmp_path, monkeypa
 
 def test_affine_codes_come_as_stored_and_dequantise_in_float32(tmp_path):
     tensors = triplet(normal(6, 128))
-    made = found(tmp_path, tensors, (6, 128), MLX)
+    made = matrix_of(tmp_path, tensors, (6, 128), MLX)
     assert made.is_kept and made.quant == Quant(4, 64)
     for got, (_, wanted) in zip(made.codes(), tensors.values(), strict=True):
         assert np.array_equal(as_numpy(got), wanted)
@@ -154,7 +154,7 @@ def test_a_scale_of_8_bits_that_is_no_number(tmp_path):
 def test_scales_that_are_no_numbers(tmp_path, part, value):
     tensors = triplet(normal(4, 64))
     tensors[f"m.{part}"][1][2, 0] = value
-    made = found(tmp_path, tensors, (4, 64), MLX)
+    made = matrix_of(tmp_path, tensors, (4, 64), MLX)
     for use in (made.codes, made.values):
         with pytest.raises(ModelFileError, match=rf"tensor m\.{part} holds NaN"):
             use()
@@ -166,14 +166,14 @@ def test_weights_that_are_no_numbers(tmp_path, kind):
     w[3, 3] = np.nan
     held = w if kind == "F32" else w.view(np.uint32).__rshift__(16).astype(np.uint16)
     with pytest.raises(ModelFileError, match=r"tensor m\.weight holds NaN"):
-        found(tmp_path, {"m.weight": (kind, held)}, (4, 64), {}).quantized(Quant(4, 64))
+        matrix_of(tmp_path, {"m.weight": (kind, held)}, (4, 64), {}).quantized(Quant(4, 64))
 
 
 def test_a_float32_too_large_for_bfloat16(tmp_path):
     w = normal(4, 64)
     w[0, 0] = np.finfo(np.float32).max
     with pytest.raises(ModelFileError, match=r"tensor m\.weight holds NaN or infinite"):
-        found(tmp_path, {"m.weight": ("F32", w)}, (4, 64), {}).quantized(Quant(4, 64))
+        matrix_of(tmp_path, {"m.weight": ("F32", w)}, (4, 64), {}).quantized(Quant(4, 64))
 
 
 @pytest.mark.parametrize("where", ["weight", "weight_scale_inv"])
@@ -185,7 +185,7 @@ def test_fp8_that_is_no_number(tmp_path, where):
         scale[0, 0] = np.inf
     tensors = {"m.weight": ("F8_E4M3", codes), "m.weight_scale_inv": ("F32", scale)}
     with pytest.raises(ModelFileError, match=rf"tensor m\.{where} holds NaN"):
-        found(tmp_path, tensors, (4, 64), FP8).quantized(Quant(4, 64))
+        matrix_of(tmp_path, tensors, (4, 64), FP8).quantized(Quant(4, 64))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_fp8_that_is_no_number(tmp_path, where):
 def test_storage_that_contradicts_itself(tmp_path, change, config, message):
     tensors = {name: t for name, t in {**triplet(normal(4, 64)), **change}.items() if t is not None}
     with pytest.raises(ModelFileError, match=message):
-        found(tmp_path, tensors, (4, 64), config)
+        matrix_of(tmp_path, tensors, (4, 64), config)
 
 
 def test_fp8_scales_of_another_shape(tmp_path):
@@ -215,7 +215,7 @@ def test_fp8_scales_of_another_shape(tmp_path):
         "m.weight_scale_inv": ("F32", np.ones((1, 1), np.float32)),
     }
     with pytest.raises(ModelFileError, match=r"m\.weight_scale_inv has shape \[1, 1\]; the model needs \[2, 1\]"):
-        found(tmp_path, tensors, (130, 64), FP8)
+        matrix_of(tmp_path, tensors, (130, 64), FP8)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,6 @@ def test_a_quantization_config_that_repeats_mlx_settings():
 
 
 def test_a_matrix_names_its_tensors(tmp_path):
-    made = found(tmp_path, triplet(normal(4, 64)), (4, 64), MLX)
+    made = matrix_of(tmp_path, triplet(normal(4, 64)), (4, 64), MLX)
     assert isinstance(made, Matrix)
     assert [t.name for t in made.tensors] == ["m.weight", "m.scales", "m.biases"]

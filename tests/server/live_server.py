@@ -72,22 +72,22 @@ class Live:
         """What comes back for some bytes, until the server closes the connection or has no more to say."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
             connection.sendall(data)
-            found = b""
+            received = b""
             with contextlib.suppress(TimeoutError, ConnectionError):
                 while piece := connection.recv(65536):
-                    found += piece
-                    if whole_reply(found):
+                    received += piece
+                    if whole_reply(received):
                         break
-            return found
+            return received
 
 
 def whole_reply(data):
     """Whether an answer with a Content-Length is all there."""
-    head, found, body = data.partition(b"\r\n\r\n")
-    if found and b" 204 " in head.split(b"\r\n")[0]:
+    head, separator, body = data.partition(b"\r\n\r\n")
+    if separator and b" 204 " in head.split(b"\r\n")[0]:
         return True
     lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
-    return bool(found and lengths and len(body) >= int(lengths[0]))
+    return bool(separator and lengths and len(body) >= int(lengths[0]))
 
 
 def wait_for(condition, seconds=30):
@@ -160,10 +160,10 @@ class FakeExperts:
     def watch(self, wanted):
         pass
 
-    def picture(self):
+    def expert_states(self):
         return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
 
-    def guest(self, per_layer):
+    def short_job(self, per_layer):
         return contextlib.nullcontext()
 
     def close(self):

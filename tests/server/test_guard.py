@@ -78,10 +78,10 @@ BODIES = [
 def test_bodies_that_make_no_sense(live, path):
     for body in BODIES:
         status, headers, reply = answer(live, request(path, body))
-        found = json.loads(reply)
+        parsed = json.loads(reply)
         assert 400 <= status < 500, body[:60]
-        assert found["error"]["message"] and headers["content-type"] == "application/json"
-        assert (found.get("type") == "error") == path.startswith("/v1/messages")
+        assert parsed["error"]["message"] and headers["content-type"] == "application/json"
+        assert (parsed.get("type") == "error") == path.startswith("/v1/messages")
         assert len(reply) < 2000
 
 
@@ -121,8 +121,8 @@ REFUSED = [
 def test_requests_that_may_not(live, path, status, change):
     changed = {name.replace("Content_", "Content-"): value for name, value in change.items()}
     length = changed.pop("length", None)
-    found, headers, body = answer(live, request(path, MESSAGES, length=length, **changed))
-    assert found == status and json.loads(body)["error"]["message"]
+    got, headers, body = answer(live, request(path, MESSAGES, length=length, **changed))
+    assert got == status and json.loads(body)["error"]["message"]
     assert KEY.encode() not in body and "access-control-allow-origin" not in headers
     assert ("www-authenticate" in headers) == (status == 401)
 
@@ -170,7 +170,7 @@ def chunked(live, piece, count):
     head = request("/v1/messages", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
         connection.sendall(head)
-        found = b""
+        received = b""
         try:
             for _ in range(count):
                 connection.sendall(b"%x\r\n" % len(piece) + piece + b"\r\n")
@@ -179,19 +179,19 @@ def chunked(live, piece, count):
             pass
         try:
             while data := connection.recv(65536):
-                found += data
-                if b"}}" in found:
+                received += data
+                if b"}}" in received:
                     break
         except OSError:
             pass
-        return found
+        return received
 
 
 def test_a_body_in_pieces_is_counted():
     with Live(lambda: FakeEngine(lambda prompt: "Yes."), rules=Rules(key=KEY)) as live:
         assert b" 200 " in chunked(live, MESSAGES, 1).split(b"\r\n")[0]
-        found = chunked(live, b" " * (4 << 20), 20)
-        assert not found or found.startswith(b"HTTP/1.1 413") and b'"request_too_large"' in found
+        received = chunked(live, b" " * (4 << 20), 20)
+        assert not received or received.startswith(b"HTTP/1.1 413") and b'"request_too_large"' in received
         assert answer(live, request(PATHS[0]))[0] == 200
 
 
@@ -205,8 +205,8 @@ def test_bodies_are_bounded_together():
             wait_for(lambda: guard._held > 500)
             status, headers, body = answer(live, request("/v1/messages", MESSAGES + b" " * 600))
             assert status == 503 and int(headers["retry-after"]) >= 1 and b"overloaded_error" in body
-            found = chunked(live, b" " * 600, 1)
-            assert found.startswith(b"HTTP/1.1 503") and b"retry-after: " in found.lower()
+            received = chunked(live, b" " * 600, 1)
+            assert received.startswith(b"HTTP/1.1 503") and b"retry-after: " in received.lower()
             assert answer(live, request(PATHS[0]))[0] == 200
         wait_for(lambda: not guard._held)
         assert answer(live, request(PATHS[0], padded))[0] == 200
@@ -227,9 +227,9 @@ def test_half_a_request_is_not_waited_for(live, monkeypatch):
         assert connection.recv(100) == b""
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        found = b""
-        while b'"ok"' not in found:
-            found += connection.recv(1000)
+        received = b""
+        while b'"ok"' not in received:
+            received += connection.recv(1000)
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         assert connection.recv(100) == b""
 
@@ -291,13 +291,13 @@ def test_each_request_is_told_in_a_line():
 def test_as_many_wait_as_may():
     slow = FakeEngine(lambda prompt: "</think>" + "Yes. " * 10, token_seconds=0.01)
     with Live(lambda: slow, queue=3) as live:
-        found = []
-        threads = [threading.Thread(target=lambda: found.append(answer(live, request(PATHS[0])))) for _ in range(12)]
+        answers = []
+        threads = [threading.Thread(target=lambda: answers.append(answer(live, request(PATHS[0])))) for _ in range(12)]
         for thread in threads:
             thread.start()
             time.sleep(0.02)
         for thread in threads:
             thread.join()
-        refused = [headers for status, headers, _ in found if status == 429]
-        assert {status for status, _, _ in found} == {200, 429} and len(refused) == 8
+        refused = [headers for status, headers, _ in answers if status == 429]
+        assert {status for status, _, _ in answers} == {200, 429} and len(refused) == 8
         assert all(int(headers["retry-after"]) >= 1 for headers in refused)

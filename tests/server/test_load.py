@@ -35,10 +35,10 @@ def send(live, data):
 
 
 def read_whole(connection):
-    found = b""
-    while b"[DONE]" not in found and (piece := connection.recv(65536)):
-        found += piece
-    return found
+    received = b""
+    while b"[DONE]" not in received and (piece := connection.recv(65536)):
+        received += piece
+    return received
 
 
 def test_sixty_four_clients_are_served_in_turn():
@@ -47,9 +47,9 @@ def test_sixty_four_clients_are_served_in_turn():
 
         def ask(n):
             with send(live, body(n)) as connection:
-                found = read_whole(connection)
+                received = read_whole(connection)
             with lock:
-                order.append((n, found.startswith(b"HTTP/1.1 200") and b"[DONE]" in found))
+                order.append((n, received.startswith(b"HTTP/1.1 200") and b"[DONE]" in received))
 
         threads = [threading.Thread(target=ask, args=(n,)) for n in range(64)]
         for thread in threads:

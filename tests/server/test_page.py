@@ -602,8 +602,8 @@ def test_icons_stand_in_the_middle_of_their_buttons(open_page):
     open_page.ended()
     for width in (1360, 390):
         resize(open_page.browser, width, 860)
-        found = open_page.browser.execute_script(away)
-        assert len(found) > 3 and max(map(max, found)) < 1, found
+        distances = open_page.browser.execute_script(away)
+        assert len(distances) > 3 and max(map(max, distances)) < 1, distances
 
 
 def test_colours_follow_the_choice(open_page):

@@ -107,16 +107,16 @@ def test_looking_without_reading_ends(live):
 def test_stop_texts(chat):
     whole = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40).choices[0].message.content
     word = whole.split()[5]
-    found = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40, stop=[word]).choices[0]
-    assert found.message.content == whole[: whole.index(word)] and found.finish_reason == "stop"
+    choice = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40, stop=[word]).choices[0]
+    assert choice.message.content == whole[: whole.index(word)] and choice.finish_reason == "stop"
 
 
 def test_logprobs(chat):
-    found = chat.chat.completions.create(
+    choice = chat.chat.completions.create(
         model="m", messages=QUESTION, max_tokens=6, logprobs=True, top_logprobs=3
     ).choices[0]
-    content = found.logprobs.content
-    assert "".join(token.token for token in content) == found.message.content
+    content = choice.logprobs.content
+    assert "".join(token.token for token in content) == choice.message.content
     for token in content:
         assert len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
         assert token.bytes == list(token.token.encode()) and token.logprob == token.top_logprobs[0].logprob
@@ -164,9 +164,9 @@ def test_structured_output(chat):
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    found = chat.chat.completions.create(model="m", messages=QUESTION, response_format=form).choices[0]
-    said = json.loads(found.message.content)
-    assert found.finish_reason == "stop" and type(said["owl"]) is bool and said["wings"] in (2, 4)
+    choice = chat.chat.completions.create(model="m", messages=QUESTION, response_format=form).choices[0]
+    said = json.loads(choice.message.content)
+    assert choice.finish_reason == "stop" and type(said["owl"]) is bool and said["wings"] in (2, 4)
     form["json_schema"]["schema"] = {"type": "object", "unevaluatedProperties": False, "not": {}}
     with pytest.raises(openai.BadRequestError, match="not|unevaluatedProperties"):
         chat.chat.completions.create(model="m", messages=QUESTION, response_format=form)
@@ -197,8 +197,8 @@ def test_structured_messages(claude):
         owl: bool
         wings: Literal[2, 4]
 
-    found = claude.messages.parse(model="m", messages=QUESTION, max_tokens=60, output_format=Owl)
-    assert found.parsed_output.wings in (2, 4) and found.stop_reason == "end_turn"
+    message = claude.messages.parse(model="m", messages=QUESTION, max_tokens=60, output_format=Owl)
+    assert message.parsed_output.wings in (2, 4) and message.stop_reason == "end_turn"
     with pytest.raises(anthropic.BadRequestError, match="cannot be enforced"):
         form = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
         claude.messages.create(model="m", messages=QUESTION, max_tokens=9, output_config={"format": form})
@@ -273,8 +273,8 @@ def test_text_far_beyond_the_context_is_not_tokenised_whole(live, chat, monkeypa
 
 def test_a_limit_beyond_the_context_is_cut(chat):
     words = [{"role": "user", "content": "owl " * 480}]
-    found = chat.chat.completions.create(model="m", messages=words, max_tokens=100000)
-    assert found.usage.total_tokens <= 1024
+    completion = chat.chat.completions.create(model="m", messages=words, max_tokens=100000)
+    assert completion.usage.total_tokens <= 1024
 
 
 def test_health_metrics_and_page(live):
@@ -285,8 +285,8 @@ def test_health_metrics_and_page(live):
 
 
 def test_tokenize(live):
-    found = live.post("/tokenize", {"content": "Once there was", "with_pieces": True})["tokens"]
-    assert "".join(token["piece"] for token in found) == "Once there was"
+    tokens = live.post("/tokenize", {"content": "Once there was", "with_pieces": True})["tokens"]
+    assert "".join(token["piece"] for token in tokens) == "Once there was"
 
 
 def next_picture(reply):
@@ -303,13 +303,13 @@ def test_live_pictures(live, chat):
     replies, settings = [], {"model": "m", "messages": QUESTION, "max_tokens": 100}
     thread = threading.Thread(target=lambda: replies.append(chat.chat.completions.create(**settings)))
     thread.start()
-    found = [next_picture(reply)]
+    pictures = [next_picture(reply)]
     while thread.is_alive():
-        found.append(next_picture(reply))
+        pictures.append(next_picture(reply))
     thread.join()
-    picture, timings = found[-1], replies[0].timings
+    picture, timings = pictures[-1], replies[0].timings
     assert picture["experts"] == 16 and picture["layers"] == list(range(8)) and picture["context"] == 1024
-    assert picture["memory"]["used"] > 0 and any(one["tokens_per_second"] > 0 for one in found)
+    assert picture["memory"]["used"] > 0 and any(one["tokens_per_second"] > 0 for one in pictures)
     rates = {
         "prompt_tokens_per_second": pytest.approx(1000 * timings["prompt_n"] / timings["prompt_ms"]),
         "tokens_per_second": pytest.approx(1000 * timings["predicted_n"] / timings["predicted_ms"]),

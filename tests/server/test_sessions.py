@@ -51,8 +51,8 @@ def test_agents_that_share_a_beginning_get_copies(sessions):
 
 
 def test_texts_of_their_own_get_sessions_of_their_own(sessions):
-    found = [answered(sessions, list(range(1000 * n, 1000 * n + 200)))[0] for n in range(3)]
-    assert len({id(session) for session in found}) == 3
+    used = [answered(sessions, list(range(1000 * n, 1000 * n + 200)))[0] for n in range(3)]
+    assert len({id(session) for session in used}) == 3
     answered(sessions, list(range(1000, 1200)))  # used again, so not the oldest any more
     answered(sessions, list(range(9000, 9200)))
     assert len(sessions) == 3

@@ -32,13 +32,13 @@ def test_a_short_prompt_in_the_middle_of_a_long_one(alone, monkeypatch):
     monkeypatch.setattr(worker, "SHORT", 60)
     monkeypatch.setattr(worker, "LONG", 100)
     with Live(lambda: demo_engine(span=512, prefill_step_size=64)) as live:
-        found = []
-        long = threading.Thread(target=lambda: found.append(("long", ask(live, LONG)[0])))
+        answers = []
+        long = threading.Thread(target=lambda: answers.append(("long", ask(live, LONG)[0])))
         long.start()
         wait_for(lambda: live.worker.state.running)
-        found.append(("short", ask(live, SHORT)[0]))
+        answers.append(("short", ask(live, SHORT)[0]))
         long.join()
-    assert found == [("short", alone[0]), ("long", alone[1])]
+    assert answers == [("short", alone[0]), ("long", alone[1])]
 
 
 def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
@@ -49,9 +49,9 @@ def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
     with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
         engine = live.worker.state.engine
         (pool,) = engine.experts._pools
-        evicted, tokens, serve, guest = [], [], live.worker._serve, engine.experts.guest
+        evicted, tokens, serve, short_job = [], [], live.worker._serve, engine.experts.short_job
         # One expert of each layer in place of a token's 4, so that a request's 16 are the limit.
-        engine.experts.guest = lambda per_layer: tokens.append(per_layer) or guest(1)
+        engine.experts.short_job = lambda per_layer: tokens.append(per_layer) or short_job(1)
 
         def counting(job, may_give_way=True):
             before, misses = set(pool.records()), engine.experts.stats.misses
@@ -60,13 +60,13 @@ def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
                 evicted.append((len(before - set(pool.records())), engine.experts.stats.misses - misses))
 
         live.worker._serve = counting
-        found = []
-        long = threading.Thread(target=lambda: found.append(ask(live, LONG)[0]))
+        answers = []
+        long = threading.Thread(target=lambda: answers.append(ask(live, LONG)[0]))
         long.start()
         wait_for(lambda: live.worker.state.running and pool.slots == len(pool))
-        found.append(ask(live, SHORT)[0])
+        answers.append(ask(live, SHORT)[0])
         long.join()
-    assert found == [alone[0], alone[1]]
+    assert answers == [alone[0], alone[1]]
     ((gone, read),) = evicted
     assert gone <= 16 < 64 < read and tokens == [engine.model.args.num_experts_per_tok]
 
@@ -78,11 +78,11 @@ def test_agents_share_what_they_have_in_common(alone):
     with Live(demo_engine, sessions=1) as live:
         wanted = [ask(live, task)[0] for task in tasks]
     with Live(demo_engine, sessions=4) as live:
-        found = [ask(live, task) for task in tasks]
-        assert [said for said, _ in found] == wanted
-        assert found[0][1] == 0 and all(cached > 100 for _, cached in found[1:])
+        answers = [ask(live, task) for task in tasks]
+        assert [said for said, _ in answers] == wanted
+        assert answers[0][1] == 0 and all(cached > 100 for _, cached in answers[1:])
         more = [*tasks[0], {"role": "assistant", "content": wanted[0]}, {"role": "user", "content": "And?"}]
-        assert ask(live, more)[1] > found[1][1]
+        assert ask(live, more)[1] > answers[1][1]
 
 
 def test_a_conversation_that_cannot_be_kept_ends_nobody_elses(alone, capfd):

@@ -182,8 +182,8 @@ def test_models():
     SERVER.refuses(200, listed)
     assert [Model.model_validate(item.to_dict()).id for item in OPENAI.models.list()] == ["demo"]
     page = ANTHROPIC.models.list()
-    found = ModelInfo.model_validate(page.data[0].to_dict())
-    assert (found.id, found.max_input_tokens, found.created_at.year, page.has_more) == ("demo", 4096, 2023, False)
+    model = ModelInfo.model_validate(page.data[0].to_dict())
+    assert (model.id, model.max_input_tokens, model.created_at.year, page.has_more) == ("demo", 4096, 2023, False)
     assert models.listing([])["first_id"] is None
 
 

@@ -10,6 +10,7 @@ from tiny_models import tiny_model
 from moeflux_mlx.engine.budget import state_bytes
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import GroupedQuery
+from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import traced
@@ -98,6 +99,10 @@ def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, ro
 def feed_rows(cache, count):
     """The last of so many positions that go in one by one."""
     return [feed(cache, 1) for _ in range(count)][-1]
+
+
+def test_it_has_room_for_the_rows_of_a_step():
+    assert SPARE >= MAX_OF_SEQUENCE
 
 
 def test_it_goes_back_as_far_as_it_holds_what_is_seen_there():

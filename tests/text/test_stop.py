@@ -37,9 +37,9 @@ def test_no_text_comes_after_it():
 @given(st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3), st.lists(LETTERS, max_size=6))
 def test_the_text_before_the_first_place_comes_out_in_any_cut(texts, pieces):
     whole = "".join(pieces)
-    out, found = fed(texts, pieces)
+    out, stop = fed(texts, pieces)
     assert whole.startswith(out)
-    if found is None:
+    if stop is None:
         assert out == whole and not any(text in whole for text in texts)
     else:
-        assert whole.startswith(found, len(out)) and not any(text in out for text in texts)
+        assert whole.startswith(stop, len(out)) and not any(text in out for text in texts)

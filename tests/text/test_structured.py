@@ -250,9 +250,9 @@ def test_the_processor_leaves_what_the_mask_allows(constrainer):
     wide = tokenizer.vocab_size + 60
     for n, token in enumerate(answer):
         logits = process(mx.array([*prompt, *answer[:n]], mx.uint32), mx.zeros((1, wide), mx.bfloat16))
-        found = np.array(logits)
-        assert found.dtype == np.float32 and found[0, token] == 0 and np.all(found[0, tokenizer.vocab_size :] < 0)
-    assert set(np.flatnonzero(found[0] == 0)) == tokenizer.eos_token_ids
+        masked = np.array(logits)
+        assert masked.dtype == np.float32 and masked[0, token] == 0 and np.all(masked[0, tokenizer.vocab_size :] < 0)
+    assert set(np.flatnonzero(masked[0] == 0)) == tokenizer.eos_token_ids
 
 
 def test_any_allowed_tokens_make_json(constrainer):

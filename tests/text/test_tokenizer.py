@@ -228,8 +228,8 @@ class TestSentencePiece:
             ids = [tokenizer.convert_tokens_to_ids(marker) for marker in MARKERS]
             assert None not in ids
             assert len(set(ids)) == 3
-            found = tokenizer.encode("<|im_start|>user\nRavi<|im_end|>")
-            assert found.count(ids[0]) == found.count(ids[1]) == 1
+            tokens = tokenizer.encode("<|im_start|>user\nRavi<|im_end|>")
+            assert tokens.count(ids[0]) == tokens.count(ids[1]) == 1
 
     def test_spaces_between_streamed_words(self, spms):
         for tokenizer in spms.values():

@@ -58,10 +58,10 @@ def _tool(item: Fields) -> tools.Tool:
 
 
 def _messages(fields: Fields, keep_agent_headers: bool) -> list[conversation.Message]:
-    found = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
-    if not found:
+    messages = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
+    if not messages:
         raise fields.wrong("messages", "at least one message")
-    return conversation.paired(found)
+    return conversation.paired(messages)
 
 
 def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:

@@ -68,11 +68,11 @@ def paired(messages: Iterable[Message]) -> list[Message]:
         if message.get("tool_calls"):
             waiting = list(message["tool_calls"])
         if message["role"] == "tool":
-            found = _called(message, waiting)
-            if found:
-                waiting.remove(found)
-                name = message["name"] or found["function"]["name"]
-                message = {**message, "tool_call_id": found["id"], "name": name}
+            tool_call = _called(message, waiting)
+            if tool_call:
+                waiting.remove(tool_call)
+                name = message["name"] or tool_call["function"]["name"]
+                message = {**message, "tool_call_id": tool_call["id"], "name": name}
         done.append(message)
     return done
 

@@ -67,15 +67,15 @@ def _tools(fields: Fields) -> list[tools.Tool]:
 
 def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     system = conversation.system_text(texts(fields, "system"), keep_agent_headers)
-    found = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": system}] if system else []
     items = list(fields.objects("messages"))
     if not items:
         raise fields.wrong("messages", "at least one message")
     for item in items:
-        found += _message(item, keep_agent_headers)
-    if not found:
+        messages += _message(item, keep_agent_headers)
+    if not messages:
         raise BadRequestError("messages hold nothing that a model can read; send a text", "messages")
-    return conversation.paired(found)
+    return conversation.paired(messages)
 
 
 def _message(item: Fields, keep_agent_headers: bool) -> list[Message]:

@@ -23,8 +23,8 @@ def texts(message: Fields, key: str, others: Mapping[str, Callable[[Fields], str
         return [value] if value else []
     if not isinstance(value, (list, tuple)):
         raise message.wrong(key, "a text or a list of parts")
-    found = (_text(part, f"{message.name(key)}[{place}]", others or {}) for place, part in enumerate(value))
-    return [text for text in found if text]
+    part_texts = (_text(part, f"{message.name(key)}[{place}]", others or {}) for place, part in enumerate(value))
+    return [text for text in part_texts if text]
 
 
 def joined(message: Fields, key: str) -> str:

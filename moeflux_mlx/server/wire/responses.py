@@ -206,8 +206,8 @@ class ResponseReply(Reply):
             yield self._inside(block, f"{name}.delta", content_index=0, delta=step.text, **logprobs)
         else:
             part = self._items.part(block)
-            told = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
-            yield self._inside(block, f"{name}.done", content_index=0, text=block.text, **told)
+            logprobs = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
+            yield self._inside(block, f"{name}.done", content_index=0, text=block.text, **logprobs)
             yield self._inside(block, "response.content_part.done", content_index=0, part=part)
 
     def _call_step(self, step: Step) -> Iterable[bytes]:

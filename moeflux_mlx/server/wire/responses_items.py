@@ -56,11 +56,11 @@ class StoredResponses:
         if id in named:  # a short body could ask for more text than memory holds
             raise BadRequestError(f"Duplicate item found with id {shown(id)}. Name each item once", "input")
         named.add(id)
-        found = self._items.find(id)
-        if found is None:
+        stored = self._items.find(id)
+        if stored is None:
             message = (
                 f"Item with id {shown(id)} not found. This server keeps the latest items in memory only; "
                 "send the item itself, as clients do with store set to false"
             )
             raise BadRequestError(message, "input", 404, "not_found")
-        return found
+        return stored

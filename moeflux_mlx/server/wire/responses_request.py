@@ -60,10 +60,10 @@ def _echo(fields: Fields) -> dict[str, Any]:
     text, metadata = fields.object("text"), fields.object("metadata")
     return {
         **usual,
-        **_said(given),
+        **_not_null(given),
         "instructions": fields.get("instructions"),
-        "tools": [_told(item) for item in fields.objects("tools")],
-        "text": {"format": {"type": "text"}, **_said(text.data if text else {})},
+        "tools": [_tool_fields(item) for item in fields.objects("tools")],
+        "text": {"format": {"type": "text"}, **_not_null(text.data if text else {})},
         "metadata": metadata.data if metadata else {},
         "reasoning": fields.get("reasoning"),
         "presence_penalty": fields.get("presence_penalty") or 0.0,
@@ -74,11 +74,11 @@ def _echo(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+def _not_null(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _told(item: Fields) -> Mapping[str, Any]:
+def _tool_fields(item: Fields) -> Mapping[str, Any]:
     """A function with all of its fields; other tools as they came."""
     whole = item.get("type") == "function"
     return {**dict.fromkeys(("description", "parameters", "strict")), **item.data} if whole else item.data
@@ -103,16 +103,16 @@ def _choice(fields: Fields) -> tools.Choice:
 
 def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     first = conversation.system_text(texts(fields, "instructions"), keep_agent_headers)
-    found = [{"role": "system", "content": first}] if first else []
+    messages = [{"role": "system", "content": first}] if first else []
     value = fields.get("input")
     if isinstance(value, str) and value:
-        return [*found, {"role": "user", "content": value}]
+        return [*messages, {"role": "user", "content": value}]
     turns = _Turns(keep_agent_headers)
     for item in fields.objects("input"):
         turns.add(item)
-    if not turns.done(found):
+    if not turns.done(messages):
         raise fields.wrong("input", "a text or a list of items that hold one")
-    return conversation.paired(found)
+    return conversation.paired(messages)
 
 
 class _Turns:

@@ -47,15 +47,15 @@ def _top_p(body: Fields) -> float | None:
 
 def _logit_bias(body: Fields) -> dict[int, float]:
     fields = body.object("logit_bias")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key in fields.data if fields else ():
         assert fields is not None
         token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 11 else -1
         if not 0 <= token <= LARGEST:
             raise wrong("logit_bias", key, "token ids as keys")
         if (bias := fields.number(key, -100, 100)) is not None:
-            found[token] = bias
-    return found
+            biases[token] = bias
+    return biases
 
 
 def logprobs(body: Fields) -> int | None:
@@ -70,20 +70,20 @@ def logprobs(body: Fields) -> int | None:
 
 def token_limit(body: Fields) -> int | None:
     """The first limit that is given; -1 is none."""
-    given = [(name, body.integer(name, -1)) for name in TOKEN_LIMITS]
-    for name, limit in given:
+    limits = [(name, body.integer(name, -1)) for name in TOKEN_LIMITS]
+    for name, limit in limits:
         if limit == 0:
             raise body.wrong(name, "at least 1")
-    found = next((limit for _, limit in given if limit is not None), -1)
-    return None if found == -1 else found
+    first = next((limit for _, limit in limits if limit is not None), -1)
+    return None if first == -1 else first
 
 
 def stops(body: Fields, key: str = "stop") -> Sequence[str]:
     value = body.get(key)
-    found = [value] if isinstance(value, str) else body.list(key)
-    if len(found) > MOST_STOPS or not all(isinstance(text, str) for text in found):
+    texts = [value] if isinstance(value, str) else body.list(key)
+    if len(texts) > MOST_STOPS or not all(isinstance(text, str) for text in texts):
         raise body.wrong(key, f"a text or a list of at most {MOST_STOPS} texts")
-    return tuple(text for text in found if text)
+    return tuple(text for text in texts if text)
 
 
 def one_answer(body: Fields) -> None:

@@ -205,5 +205,5 @@ def _kind(event: Event) -> tuple[type, int]:
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Name -> JSON schema of the parameters; {} where a tool has none that is one."""
     functions = [tool.get("function") or tool for tool in tools]
-    found = {function["name"]: function.get("parameters") for function in functions}
-    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in found.items()}
+    parameters = {function["name"]: function.get("parameters") for function in functions}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in parameters.items()}

@@ -48,7 +48,7 @@ def _variants(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> l
         return _variants(_referred(schema["$ref"], root), root, depth - 1, visits)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            return [found for one in schema[key] for found in _variants(one, root, depth - 1, visits)]
+            return [variant for one in schema[key] for variant in _variants(one, root, depth - 1, visits)]
     if isinstance(schema.get("allOf"), list):
         parts = [next(iter(_variants(one, root, depth - 1, visits)), {}) for one in schema["allOf"]]
         return [{key: value for part in [schema, *parts] for key, value in part.items() if key != "allOf"}]
@@ -68,7 +68,7 @@ def _types(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> froz
             return frozenset().union(*(_types(one, root, depth - 1, visits) for one in schema[key]))
     if isinstance(schema.get("allOf"), list):
         of_parts = (_types(one, root, depth - 1, visits) for one in schema["allOf"])
-        return next((found for found in of_parts if found), frozenset())
+        return next((types for types in of_parts if types), frozenset())
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return frozenset(_type_of(value) for value in values)
 
@@ -76,10 +76,10 @@ def _types(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> froz
 def _referred(reference: Any, root: Schema) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: Any = root
+    target: Any = root
     for part in reference[1:].split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target
 
 
 def _type_of(value: Any) -> str:

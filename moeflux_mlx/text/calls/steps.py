@@ -64,8 +64,8 @@ def optional(end: str, char: str) -> Steps[str]:
         return spaces
     try:
         yield from literal([end], char)
-    except Malformed as other:
-        return spaces + other.rest
+    except Malformed as error:
+        return spaces + error.rest
     return ""
 
 

@@ -1,6 +1,6 @@
 // needs: topk.h.metal
-// As topk for one token, whose choice the host waits for: told, arrays of two words each, hold an id and above it the
-// upper half of its weight's bits.
+// As topk for one token, whose choice the host waits for: host_copy, arrays of two words each, hold an id and above it
+// the upper half of its weight's bits.
 //
 // grid: (32, 1, 1), threadgroup (32, 1, 1).
   const uint lane = thread_index_in_simdgroup;
@@ -9,5 +9,5 @@
   if (lane < K) {
     ids[lane] = found;
     weights[lane] = weight;
-    told[lane / 2][lane % 2] = (as_type<uint>(weight) & 0xFFFF0000u) | found;
+    host_copy[lane / 2][lane % 2] = (as_type<uint>(weight) & 0xFFFF0000u) | found;
   }
