@@ -20,9 +20,8 @@
     largest = top > largest ? top : largest;
   }
   largest = lane_max(largest);
-  if (SINKS) {
-    largest = metal::max(largest, float(sinks[head]));
-  }
+  const float sink = SINKS ? float(sinks[head]) : 0.0f;
+  largest = SINKS && sink > largest ? sink : largest;
   float sum = 0, total = 0;
   for (uint i = mine; i < pieces; i += SHARES) {
     const float share = metal::exp(parts[(i * H + head) * (V + 2) + V] - largest);
@@ -40,7 +39,7 @@
       total += totals[s * C + at];
     }
     if (SINKS) {
-      total += metal::exp(float(sinks[head]) - largest);
+      total += metal::exp(sink - largest);
     }
     const float value = sum / total;
     if (GATE) {

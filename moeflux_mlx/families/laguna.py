@@ -26,7 +26,6 @@ def _laguna(read: Fields) -> dict[str, Any]:
         ("attention_bias", False),
         ("qkv_bias", False),
         ("moe_apply_router_weight_on_input", False),
-        ("moe_router_logit_softcapping", 0.0),
         ("moe_router_score_func", "sigmoid"),
     ):
         read.must_equal(name, wanted)
@@ -34,7 +33,8 @@ def _laguna(read: Fields) -> dict[str, Any]:
         raise ConfigError(f"config field 'gating' is {read.config['gating']!r}; only 'per-head' is implemented")
     shared = SharedExpert(read.count("shared_expert_intermediate_size"))
     factor = scale(read, "moe_routed_scaling_factor")
-    moe = experts(read, shared, score="sigmoid", correction_bias=True, scale=factor)
+    softcap = read.number("moe_router_logit_softcapping", 0.0, least=0.0, most=1e6) or None
+    moe = experts(read, shared, score="sigmoid", correction_bias=True, scale=factor, softcap=softcap)
     kinds = layer_kinds(read, "layer_types", (FULL, SLIDING)) or [FULL] * layer_count(read)
     mixers = [_attention(read, kind, heads) for kind, heads in zip(kinds, _heads(read), strict=True)]
     return {**common(read), "layers": layers(read, mixers, moe, after_dense_layers(read))}

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterable
 
 # What plays no part in generating text, by the beginnings of names: heads that draft tokens, and image encoders.
-ASIDE = ("mtp.", "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.")
+ASIDE = (
+    *("mtp.", "visual.", "vision_tower.", "vision_model."),
+    *("multi_modal_projector.", "mm_projector.", "vit_large_projector."),
+)
 # Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits.
 UNUSED_ENDING = (".rotary_emb.inv_freq", "activation_scale", ".input_scale")
 

@@ -1,9 +1,9 @@
 """Sessions: whatever is reused, rewound or interrupted, the answer is that of a fresh computation."""
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from goldens import FAMILIES
 from grids import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,13 +16,15 @@ from moeflux_mlx.engine.session import Session, Stopped
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
-from moeflux_mlx.state import growing, layer_cache, recurrent, rewind
+from moeflux_mlx.state import growing, layer_cache, recurrent, rewind, window
 from moeflux_mlx.state.cache import KVCache, RecurrentCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 RECURRENT = "qwen3_next"
 N = 60
+WINDOWED = "gpt_oss"  # some of its layers see 6 positions and hold 14
+FAMILIES = (*goldens.FAMILIES, WINDOWED)
 TOLERANCES = dict.fromkeys(FAMILIES, 2e-4)
 if backend.has_kernels():  # a GPU sums other chunks in another order: 2.2e-4 were seen here, 0.8e-4 in the others
     TOLERANCES["qwen3_5_moe"] = 5e-4
@@ -160,7 +162,7 @@ def stop_at(done_wanted):
     return stop
 
 
-@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe", WINDOWED])
 def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, monkeypatch):
     session = make(family, span=40, prefill_step_size=16)
     with pytest.raises(Stopped):
@@ -251,17 +253,17 @@ def test_an_answer_cut_off_inside_a_recurrent_layer_does_no_harm(monkeypatch):
 
 
 @pytest.mark.parametrize("at", range(0, 60, 13))
-@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe", WINDOWED])
 def test_going_back_may_be_interrupted_at_any_line(family, at):
     """The session then is where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
-    files = {module.__file__ for module in (engine_session, rewind, layer_cache, growing, recurrent)}
+    files = {module.__file__ for module in (engine_session, rewind, layer_cache, growing, recurrent, window)}
     interrupted(lambda: session.rewind(20), at=at, files=files)
     check(session, [*session.tokens, *text(5, 9)])
 
 
-@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe", WINDOWED])
 def test_an_interruption_while_a_saved_prompt_is_loaded_does_no_harm(family, tmp_path, monkeypatch):
     store = PromptDirectory(tmp_path, model_fingerprint(tiny_directory(family), mx.float32))
     check(make(family, store=store), text(50, 6))

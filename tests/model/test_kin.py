@@ -73,6 +73,7 @@ IGNORED = [
     ("mimo_v2_flash", {"partial_rotary_factor": 1.0}),
     ("laguna", {"sliding_window": 10}),
     ("laguna", {"moe_routed_scaling_factor": 1.0}),
+    ("laguna", {"moe_router_logit_softcapping": 0.0}),
     ("step3p5", {"sliding_window": 11}),
     ("step3p5", {"rope_scaling": None}),
     ("step3p5", {"yarn_only_types": []}),

@@ -85,7 +85,7 @@ def plain_model(family):
 
 
 @pytest.mark.parametrize("kind", ["native", "plain"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "mimo_v2_flash"])
 def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     model = tiny_model(family, mx.float32) if kind == "native" else plain_model(family)
     alone = Alone(model)
@@ -98,7 +98,7 @@ def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     rows_and_rewinds()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     model = make_resident(monkeypatch, family)
     plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), ([(1,), (2,)], [1, 1])]
@@ -108,7 +108,7 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss"])
 def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
     """Metal's text executed by the harness."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)

@@ -5,12 +5,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
+from moeflux_mlx.engine.budget import state_bytes
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import GroupedQuery
+from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import attend, backend
+from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import traced
-from moeflux_mlx.state.cache import make_cache
+from moeflux_mlx.state.cache import make_cache, uncut_bytes
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.state.traced import SPARE
 
@@ -97,6 +101,10 @@ def feed_rows(cache, count):
     return [feed(cache, 1) for _ in range(count)][-1]
 
 
+def test_it_has_room_for_the_rows_of_a_step():
+    assert SPARE >= MAX_OF_SEQUENCE
+
+
 def test_it_goes_back_as_far_as_it_holds_what_is_seen_there():
     cache = window_cache(5)
     feed(cache, 12)
@@ -165,6 +173,17 @@ def test_its_stand_in_in_a_compiled_step_gives_the_same(monkeypatch):
         assert mx.array_equal(got[0], feed(other, 1))
         cache.take_step(stand_in.arrays)
     assert cache.offset == other.offset == 32 and cache.traced is traced.FixedRing
+
+
+def test_what_is_planned_for_its_text_is_what_it_takes():
+    args = ModelArgs.from_variant("gpt-oss-20b")
+    ring, row = 136 * 8 * (64 + 64) * 2, 8 * (64 + 64) * 2
+    assert state_bytes(args, 4096, 2) == 12 * (ring + 4096 * row)
+    assert uncut_bytes(args.mixers, 2) == 12 * ring
+    model = tiny_model("gpt_oss", mx.float32)
+    cache = model.make_cache()
+    mx.eval(model(mx.array([list(range(100))]), cache))
+    assert sum(layer.nbytes for layer in cache) == state_bytes(model.args, 100, 4)
 
 
 FAULTS = {
