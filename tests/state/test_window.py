@@ -14,7 +14,7 @@ from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import traced
-from moeflux_mlx.state.cache import make_cache, uncut_bytes
+from moeflux_mlx.state.cache import make_cache, untrimmable_bytes
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.state.traced import SPARE
 
@@ -179,7 +179,7 @@ def test_what_is_planned_for_its_text_is_what_it_takes():
     args = ModelArgs.from_variant("gpt-oss-20b")
     ring, row = 136 * 8 * (64 + 64) * 2, 8 * (64 + 64) * 2
     assert state_bytes(args, 4096, 2) == 12 * (ring + 4096 * row)
-    assert uncut_bytes(args.mixers, 2) == 12 * ring
+    assert untrimmable_bytes(args.mixers, 2) == 12 * ring
     model = tiny_model("gpt_oss", mx.float32)
     cache = model.make_cache()
     mx.eval(model(mx.array([list(range(100))]), cache))
