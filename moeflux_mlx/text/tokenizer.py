@@ -14,13 +14,13 @@ from typing import Any, cast
 
 from ..errors import RequestError, TokenizerError
 from .byte_pairs import BytePairVocabulary, listed_tokens, open_tiktoken, open_tokenizer_json
+from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
 from .detokenizer import StreamingDetokenizer
 from .pieces import SentencePieceVocabulary
 from .vocabulary import Vocabulary
 
 VOCABULARY_FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")  # the first that is there is read
-THINK_TAGS = ("<think>", "</think>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -58,8 +58,9 @@ class TokenizerWrapper:
         bos_token, bos_token_id: None where the model has none.
         eos_token, eos_token_id: the tokenizer's own, None where there is none; without one, the id is that of
             the first stop token.
+        channels: how the model marks its reasoning.
         eos_token_ids: every token that ends a generation: generation_config.json's, or else config.json's
-            (text_config included) and the tokenizer's own.
+            (text_config included) and the tokenizer's own; those of `channels` in any case.
         think_start, think_end, think_start_id, think_end_id: the tags round a model's reasoning, None unless
             the vocabulary has both as single tokens.
 
@@ -80,16 +81,18 @@ class TokenizerWrapper:
         self.bos_token = self._special_tokens.get("bos_token")
         self.bos_token_id = self._id_of(self.bos_token)
 
+        self.channels = channels_of(vocabulary.markers)
         self.eos_token = self._special_tokens.get("eos_token")
         own_eos = self._id_of(self.eos_token)
         stops = _stop_ids(path, own_eos)
-        self.eos_token_ids = set(stops)
+        ends = map(vocabulary.token_to_id, self.channels.ends)
+        self.eos_token_ids = {*stops, *(token for token in ends if token is not None)}
         self.eos_token_id = own_eos if own_eos is not None or not stops else stops[0]
 
-        start, end = (vocabulary.token_to_id(tag) for tag in THINK_TAGS)
+        start, end = (vocabulary.token_to_id(tag) for tag in (self.channels.start, self.channels.end))
         self.has_thinking = start is not None and end is not None
-        self.think_start = THINK_TAGS[0] if self.has_thinking else None
-        self.think_end = THINK_TAGS[1] if self.has_thinking else None
+        self.think_start = self.channels.start if self.has_thinking else None
+        self.think_end = self.channels.end if self.has_thinking else None
         self.think_start_id = start if self.has_thinking else None
         self.think_end_id = end if self.has_thinking else None
 

@@ -27,7 +27,9 @@ from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError
 from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.text.boundaries import Rendering
-from moeflux_mlx.text.channels import ThinkingSplitter, opens_thinking
+from moeflux_mlx.text.calls.reader import AnswerReader
+from moeflux_mlx.text.channels import THINK
+from moeflux_mlx.text.events import Reasoning
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 PROMPT = r"\x1b\[\?2004h"  # bracketed paste goes on when a line can be typed
@@ -211,9 +213,9 @@ def test_places_where_prompts_part():
 @settings(max_examples=200)
 def test_reasoning_is_found_however_the_text_is_cut(parts, cuts, inside):
     def split(pieces):
-        splitter, said = ThinkingSplitter(inside), {True: "", False: ""}
-        for text, thinking in [p for piece in pieces for p in splitter.feed(piece)] + splitter.finish():
-            said[thinking] += text
+        reader, said = AnswerReader(None, inside_reasoning=inside), {True: "", False: ""}
+        for event in [e for piece in pieces for e in reader.feed(piece)] + reader.finish():
+            said[isinstance(event, Reasoning)] += event.text
         return said
 
     text, pieces, at = "".join(parts), [], 0
@@ -241,7 +243,7 @@ def test_reasoning_is_shown_dimmed_tagged_or_not_at_all():
     Display(terminal, False).piece("a\x1b[2J\x9b\tb\n", False)
     assert terminal.getvalue() == "a[2J\tb\n"
     assert shown(io.StringIO(), True) == shown(Terminal(), True) == "Yes\n"
-    assert opens_thinking("<|im_start|>assistant\n<think>\n") and not opens_thinking("<think>\n\n</think>\n\n")
+    assert THINK.opens("<|im_start|>assistant\n<think>\n") and not THINK.opens("<think>\n\n</think>\n\n")
 
 
 # ---- the command, through pipes ----

@@ -12,10 +12,9 @@ from tokenizers import AddedToken
 
 from moeflux_mlx.errors import TokenizerError
 from moeflux_mlx.text.calls.reader import AnswerReader
-from moeflux_mlx.text.channels import opens_thinking
 from moeflux_mlx.text.events import CallEnd, Reasoning, Text
 from moeflux_mlx.text.history import History
-from moeflux_mlx.text.replay import Answer, AnswerStore, opened_by
+from moeflux_mlx.text.replay import Answer, AnswerStore
 from moeflux_mlx.text.tokenizer import load_tokenizer
 from moeflux_mlx.text.untrusted import Guard
 
@@ -55,12 +54,13 @@ def tokenizers(tmp_path_factory):
 
 def answered(history, store, prompt, raw, ids):
     """The message that a client would send back for what the model wrote, which is kept."""
-    reader = AnswerReader(history.dialect, TOOLS, opens_thinking(prompt))
+    channels = history.channels
+    reader = AnswerReader(history.dialect, TOOLS, channels.opens(prompt), channels=channels)
     events = reader.feed(raw) + reader.finish()
     ends = [event for event in events if isinstance(event, CallEnd)]
     text = "".join(event.text for event in events if isinstance(event, Text))
     calls = tuple((end.name, end.arguments) for end in ends)
-    store.keep(Answer(ids, calls, text, raw, opened_by(prompt)))
+    store.keep(Answer(ids, calls, text, raw, channels.opened_by(prompt)))
     sent = [
         {"id": i, "type": "function", "function": {"name": end.name, "arguments": json.loads(end.arguments)}}
         for i, end in zip(ids, ends, strict=True)
@@ -85,7 +85,7 @@ def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, write, 
     for turn in range(3):
         prompt = history.text(messages, tools=TOOLS, variables=variables)
         thought = "" if name in ("cogito_style", "text_only") or variables else "I\nthink </tool_call>.\n</think>\n\n"
-        opening = "<think>\n" if thought and not opens_thinking(prompt) else ""
+        opening = "<think>\n" if thought and not history.channels.opens(prompt) else ""
         raw = f"{opening}{thought}{said}{odd_call(write, name)}"
         answer = answered(history, store, prompt, raw, (f"call_{turn}",))
         if not keeps_reasoning:
