@@ -358,6 +358,7 @@ def test_dialects_are_known_by_what_their_templates_write():
         assert dialect_of(write({"city": "Oslo"})) is dialect
     assert dialect_of("<tool_calls:v2>\n<tool_call:v2>f<tool_sep:v2>") is hunyuan(":v2")
     assert dialect_of("<tool_calls>\n<tool_call>f<tool_sep>") is hunyuan("")
+    assert dialect_of("<tool_calls>\n<tool_call>") is QWEN_JSON
     assert dialect_of("{{ messages }}") is None and dialect_of("") is None
     assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
 

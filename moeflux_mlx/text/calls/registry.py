@@ -14,7 +14,7 @@ from .tool_call import FUNCTION, GLM, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
 
 DIALECTS = (QWEN_JSON, QWEN_XML, GLM, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, MINIMAX, HUNYUAN, MISTRAL, GPT_OSS)
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
-_HUNYUAN = re.compile(r"<tool_(?:calls|sep)(:[\w-]+)?>")
+_HUNYUAN = re.compile(r"<(?:tool_sep|tool_calls(?=:))(:[\w-]+)?>")
 
 
 def dialect_of(text: str) -> Dialect | None:
