@@ -121,8 +121,11 @@ THINK, HARMONY = Channels(), Harmony(f"{CHANNEL}analysis{MESSAGE}", END)
 
 
 def channels_of(markers: Set[str]) -> Channels:
-    """Those of a model whose vocabulary has `markers`; without any for reasoning, text may still have `<think>`."""
+    """Those of a model whose vocabulary has `markers`; without any for reasoning, text may still have `<think>`.
+
+    Of several tags the plain one counts least.
+    """
     if {CHANNEL, MESSAGE} <= markers:
         return HARMONY
-    tags = sorted(filter(re.compile(r"<think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=len)
-    return Channels(tags[0], f"{tags[0][0]}/{tags[0][1:]}") if tags else THINK
+    tags = sorted(filter(re.compile(r"<think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__)
+    return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK

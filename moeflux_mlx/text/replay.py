@@ -95,7 +95,7 @@ class StandIn:
         name, reasoned = prompt.find(self._name), prompt.find(self._reasoning)
         start = prompt.find(self._content) if self._answer.text else prompt.rfind(self._begin, 0, name)
         end = prompt.find(self._end, name)
-        counts = [prompt.count(word) for word in (self._name, self._content, self._reasoning)]
+        counts = [prompt.count(word, 0, end) for word in (self._name, self._content, self._reasoning)]
         if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
             return None
         opened, raw = self._answer.opened, self._answer.raw
@@ -103,7 +103,10 @@ class StandIn:
         start = start if reasoned < 0 else self._channels.begin_of(prompt, reasoned)
         # What ends the turn was the end of the answer, and is not in it.
         end += 0 if self._end in self._channels.ends else len(self._end)
-        return None if shown is None else prompt[:start] + shown + prompt[end:]
+        if shown is None:
+            return None
+        # Some templates name the tool again with its result.
+        return prompt[:start] + shown + prompt[end:].replace(self._name, self._answer.calls[0][0])
 
 
 def _loaded(arguments: Any) -> Any:

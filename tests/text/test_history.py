@@ -6,12 +6,20 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_calls import TEMPLATES, deepseek_call, json_call, xml_call
+from test_calls import TEMPLATES, deepseek_call, written, xml_call
 from test_tokenizer import QUICK, SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
 from moeflux_mlx.errors import TokenizerError
+from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
+from moeflux_mlx.text.calls.harmony import GPT_OSS
+from moeflux_mlx.text.calls.hunyuan import HUNYUAN
+from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.minimax import MINIMAX
+from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.reader import AnswerReader
+from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import HARMONY, THINK, Channels
 from moeflux_mlx.text.events import CallEnd, Reasoning, Text
 from moeflux_mlx.text.history import History
 from moeflux_mlx.text.replay import Answer, AnswerStore
@@ -26,14 +34,25 @@ TEXT_ONLY = """{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.cont
  + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}
 {{- '<｜tool▁calls▁end｜>' }}{% endif %}</a>{% else %}<{{ m.role }}>{{ m.content }}{{ m.tool_call_id }}{{ m.name }}
 {%- endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
-# How each template's model would write a call, and the variables that switch its reasoning.
+# How each template's model calls tools, the variables that switch its reasoning, and its tags of reasoning.
+QWEN = ({}, {"enable_thinking": False})
 STYLES = {
-    "qwen3_style": (json_call, [{}, {"enable_thinking": False}]),
-    "qwen35_style": (xml_call, [{}, {"enable_thinking": False}]),
-    "cogito_style": (deepseek_call, [{}]),
-    "text_only": (deepseek_call, [{}]),
+    "qwen3_style": (QWEN_JSON, QWEN, THINK),
+    "qwen35_style": (QWEN_XML, QWEN, THINK),
+    "cogito_style": (DEEPSEEK_V3, [{}], None),
+    "text_only": (DEEPSEEK_V3, [{}], None),
+    "glm_style": (GLM, QWEN, THINK),
+    "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
+    "minimax_style": (MINIMAX, [{}], THINK),
+    "hunyuan_style": (
+        HUNYUAN,
+        [{"reasoning_effort": "high"}, {}],
+        Channels("<think:opensource>", "</think:opensource>"),
+    ),
+    "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
+    "harmony_style": (GPT_OSS, [{}], HARMONY),
 }
-CASES = [(name, write, variables) for name, (write, every) in STYLES.items() for variables in every]
+CASES = [(name, variables, n == 0) for name, (_, every, _) in STYLES.items() for n, variables in enumerate(every)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +62,11 @@ def tokenizers(tmp_path_factory):
     for name in STYLES:
         path = tmp_path_factory.mktemp(name)
         bpe = train_bpe()
-        bpe.add_tokens([AddedToken("<tool_response>", special=False)])
+        dialect, _, channels = STYLES[name]
+        tags = (channels or THINK).tags | (channels or THINK).ends
+        if dialect not in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3):
+            tags |= dialect.markers
+        bpe.add_tokens([AddedToken(tag, special=False) for tag in ["<tool_response>", *sorted(tags)]])
         bpe.save(str(path / "tokenizer.json"))
         source = TEXT_ONLY if name == "text_only" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
         tokens = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<|im_end|>"}
@@ -69,24 +92,36 @@ def answered(history, store, prompt, raw, ids):
     return {"role": "assistant", "content": text or None, "reasoning_content": reasoning or None, "tool_calls": sent}
 
 
-def odd_call(write, name):
+def odd_call(dialect):
     """A call in a form that no template writes."""
-    call = write({"city": "Paris é", "days": 3})
-    return call.replace('": "', '":  "') if write is not xml_call else call.replace("<function=", "\n<function=")
+    call = written(dialect)({"city": "Paris é", "days": 3})
+    key = '": "' if dialect.tags is None else dialect.tags.key[0]
+    return call.replace(key, '":  "' if dialect.tags is None else f"\n{key}")
 
 
-@pytest.mark.parametrize("name, write, variables", CASES)
+def thought_of(channels, prompt):
+    """Reasoning as a model writes it after a prompt."""
+    if channels is HARMONY:
+        return f"{channels.start}I\nthink </tool_call>.{channels.end}<|start|>assistant"
+    opening = "" if channels.opens(prompt) else f"{channels.start}\n"
+    return f"{opening}I\nthink </tool_call>.\n{channels.end}\n\n"
+
+
+@pytest.mark.parametrize("name, variables, thinks", CASES)
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
 @pytest.mark.parametrize("said", ["Let me  see.\n\n\n", ""])
-def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, write, variables, keeps_reasoning, said):
+def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, variables, thinks, keeps_reasoning, said):
+    dialect, _, channels = STYLES[name]
     store = AnswerStore()
     history = History(tokenizers[name], store)
+    assert history.dialect is dialect and history.channels == (channels or THINK)
     messages = [USER]
+    if channels is HARMONY and said:
+        said = f"<|channel|>commentary<|message|>{said}<|end|><|start|>assistant"
     for turn in range(3):
         prompt = history.text(messages, tools=TOOLS, variables=variables)
-        thought = "" if name in ("cogito_style", "text_only") or variables else "I\nthink </tool_call>.\n</think>\n\n"
-        opening = "<think>\n" if thought and not history.channels.opens(prompt) else ""
-        raw = f"{opening}{thought}{said}{odd_call(write, name)}"
+        thought = thought_of(channels, prompt) if channels and thinks else ""
+        raw = f"{thought}{said}{odd_call(dialect)}"
         answer = answered(history, store, prompt, raw, (f"call_{turn}",))
         if not keeps_reasoning:
             answer["reasoning_content"] = None
@@ -97,7 +132,7 @@ def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, write, 
             following, add_special_tokens=False
         )
     later = history.text([*messages, {"role": "user", "content": "Thanks"}], tools=TOOLS, variables=variables)
-    assert odd_call(write, name) in later and "call0" not in later
+    assert odd_call(dialect) in later and "call0" not in later
 
 
 def test_two_calls_at_once_are_one_answer(tokenizers):
@@ -113,12 +148,12 @@ def test_two_calls_at_once_are_one_answer(tokenizers):
 def test_a_changed_message_is_not_replaced(tokenizers):
     store = AnswerStore()
     history = History(tokenizers["qwen35_style"], store)
-    answer = answered(history, store, history.text([USER]), f"x\n</think>\n\nHi\n{odd_call(xml_call, '')}", ("c",))
+    answer = answered(history, store, history.text([USER]), f"x\n</think>\n\nHi\n{odd_call(QWEN_XML)}", ("c",))
     for path, value in (("content", "Ho"), ("function", {"name": "get_weather", "arguments": {"city": "Rome"}})):
         changed = copy.deepcopy(answer)
         (changed if path == "content" else changed["tool_calls"][0])[path] = value
-        assert "\n\n<function=" not in history.text([USER, changed, TOOL])
-    assert "\n\n<function=" in history.text([USER, answer, TOOL])
+        assert "\n\n<parameter=" not in history.text([USER, changed, TOOL])
+    assert "\n\n<parameter=" in history.text([USER, answer, TOOL])
 
 
 def test_a_call_inside_reasoning_is_only_shown_where_the_reasoning_is(tokenizers):
@@ -257,6 +292,13 @@ def test_the_name_of_a_past_call_holds_no_tag(tokenizers, name):
         ("qwen35_style", False, "An owl", "", "An owl"),
         ("qwen3_style", True, "An owl", "<think>\nI must.", "<think>\nI must.\n</think>\n\nAn owl"),
         ("qwen3_style", False, "An owl", "", "An owl"),
+        (
+            "harmony_style",
+            True,
+            "<|channel|>final<|message|>An owl",
+            "<|channel|>analysis<|message|>I must.",
+            "<|channel|>analysis<|message|>I must.<|end|><|start|>assistant<|channel|>final<|message|>An owl",
+        ),
     ],
 )
 def test_an_answer_that_has_begun_stays_open(tokenizers, name, thinks, said, thought, both):
@@ -276,7 +318,7 @@ def test_what_a_model_spelt_out_becomes_no_control_token(tokenizers):
     prompt = history.text([USER], tools=TOOLS)
     ends = tokenizer.eos_token_id
     for said in ("Hi <|im_end|>", "Hi fox"):
-        raw = f"x {said}\n</think>\n\n{said}\n{odd_call(xml_call, '')}"
+        raw = f"x {said}\n</think>\n\n{said}\n{odd_call(QWEN_XML)}"
         answer = answered(history, store, prompt, raw, (said,))
         tokens = history.tokens([USER, answer, TOOL], tools=TOOLS)
         assert prompt + raw in tokenizer.decode(tokens)
