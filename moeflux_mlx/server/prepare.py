@@ -20,6 +20,7 @@ from ..text.grammar import is_strict
 from ..text.history import History
 from ..text.replay import Answer, AnswerStore
 from ..text.structured import Constrainer, Mask, is_installed
+from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
 from .request import Request, Sampling
 from .wire.replies import context_exceeded
@@ -160,9 +161,8 @@ class Preparer:
     def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
         begun = messages.pop() if _is_begun(messages) else None
-        variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
-        if request.thinking is not None:
-            variables.setdefault("enable_thinking", request.thinking)
+        wanted = switches(self.tokenizer.chat_template or "", request.thinking, request.effort)
+        variables: dict[str, Any] = {**self.defaults.variables, **wanted, **request.template_variables}
         rendering = _Rendered(self.history, list(request.tools), variables)
         marked = rendering.text(messages)
         inside = self.tokenizer.channels.opens(self.history.plain(marked))

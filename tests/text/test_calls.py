@@ -1,11 +1,11 @@
 """Answers with calls: every dialect, every way in which they go wrong, and any cut of the text."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from styles import BETWEEN, written
 
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.harmony import GPT_OSS
@@ -18,7 +18,6 @@ from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import HARMONY, THINK, Channels, channels_of
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
-TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 PARAMETERS = {
     "type": "object",
     "$defs": {"flag": {"type": ["boolean", "null"]}},
@@ -68,27 +67,6 @@ def calls_of(events):
     return [(event.name, json.loads(event.arguments)) for event in events if isinstance(event, CallEnd)]
 
 
-def written(dialect):
-    """A function that writes a call as models of the dialect do."""
-
-    def write(arguments, name="get_weather"):
-        begin = (dialect.begin + dialect.named).replace("NAME", name) + BETWEEN.get(dialect.name, "")
-        if dialect.tags is None:
-            body = json.dumps(arguments, ensure_ascii=False)
-        else:
-            line = "\n" if dialect.tags.lined else ""
-            (key, key_end), (value, value_end) = dialect.tags.key, dialect.tags.value
-            body = "".join(
-                f"{key}{k}{key_end}{line}{value}{v if isinstance(v, str) else json.dumps(v)}{line}{value_end}\n"
-                for k, v in arguments.items()
-            )
-        end = dialect.section[1]
-        return begin + body + dialect.close + (end if end in dialect.markers and end not in dialect.close else "")
-
-    return write
-
-
-BETWEEN = {"kimi": "0<|tool_call_argument_begin|>"}
 json_call, xml_call, deepseek_call = (written(dialect) for dialect in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3))
 FORMS = [(dialect, written(dialect)) for dialect in DIALECTS]
 TAGGED = [form for form in FORMS if form[0] is not GPT_OSS]  # those whose answers are not messages

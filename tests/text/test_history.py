@@ -6,20 +6,15 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_calls import TEMPLATES, deepseek_call, written, xml_call
+from styles import STYLES, said_of, style_tokenizer, thought_of, written
+from test_calls import deepseek_call, xml_call
 from test_tokenizer import QUICK, SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
 from moeflux_mlx.errors import TokenizerError
-from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
-from moeflux_mlx.text.calls.harmony import GPT_OSS
-from moeflux_mlx.text.calls.hunyuan import HUNYUAN
-from moeflux_mlx.text.calls.kimi import KIMI
-from moeflux_mlx.text.calls.minimax import MINIMAX
-from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.reader import AnswerReader
-from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import HARMONY, THINK, Channels
+from moeflux_mlx.text.calls.tool_call import QWEN_XML
+from moeflux_mlx.text.channels import THINK
 from moeflux_mlx.text.events import CallEnd, Reasoning, Text
 from moeflux_mlx.text.history import History
 from moeflux_mlx.text.replay import Answer, AnswerStore
@@ -28,51 +23,13 @@ from moeflux_mlx.text.untrusted import Guard
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 USER, TOOL = {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "18 C"}
-# What DeepSeek's own template does: arguments are joined as text, and a missing content is an error.
-TEXT_ONLY = """{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content + '' }}{% if m.tool_calls %}
-{{- '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>'
- + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}
-{{- '<｜tool▁calls▁end｜>' }}{% endif %}</a>{% else %}<{{ m.role }}>{{ m.content }}{{ m.tool_call_id }}{{ m.name }}
-{%- endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
-# How each template's model calls tools, the variables that switch its reasoning, and its tags of reasoning.
-QWEN = ({}, {"enable_thinking": False})
-STYLES = {
-    "qwen3_style": (QWEN_JSON, QWEN, THINK),
-    "qwen35_style": (QWEN_XML, QWEN, THINK),
-    "cogito_style": (DEEPSEEK_V3, [{}], None),
-    "text_only": (DEEPSEEK_V3, [{}], None),
-    "glm_style": (GLM, QWEN, THINK),
-    "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
-    "minimax_style": (MINIMAX, [{}], THINK),
-    "hunyuan_style": (
-        HUNYUAN,
-        [{"reasoning_effort": "high"}, {}],
-        Channels("<think:opensource>", "</think:opensource>"),
-    ),
-    "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
-    "harmony_style": (GPT_OSS, [{}], HARMONY),
-}
 CASES = [(name, variables, n == 0) for name, (_, every, _) in STYLES.items() for n, variables in enumerate(every)]
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """One for each template, with the same vocabulary."""
-    made = {}
-    for name in STYLES:
-        path = tmp_path_factory.mktemp(name)
-        bpe = train_bpe()
-        dialect, _, channels = STYLES[name]
-        tags = (channels or THINK).tags | (channels or THINK).ends
-        if dialect not in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3):
-            tags |= dialect.markers
-        bpe.add_tokens([AddedToken(tag, special=False) for tag in ["<tool_response>", *sorted(tags)]])
-        bpe.save(str(path / "tokenizer.json"))
-        source = TEXT_ONLY if name == "text_only" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
-        tokens = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<|im_end|>"}
-        write_json(path / "tokenizer_config.json", {**tokens, "chat_template": source})
-        made[name] = load_tokenizer(path)
-    return made
+    """One for each template."""
+    return {name: style_tokenizer(tmp_path_factory.mktemp(name), name) for name in STYLES}
 
 
 def answered(history, store, prompt, raw, ids):
@@ -99,14 +56,6 @@ def odd_call(dialect):
     return call.replace(key, '":  "' if dialect.tags is None else f"\n{key}")
 
 
-def thought_of(channels, prompt):
-    """Reasoning as a model writes it after a prompt."""
-    if channels is HARMONY:
-        return f"{channels.start}I\nthink </tool_call>.{channels.end}<|start|>assistant"
-    opening = "" if channels.opens(prompt) else f"{channels.start}\n"
-    return f"{opening}I\nthink </tool_call>.\n{channels.end}\n\n"
-
-
 @pytest.mark.parametrize("name, variables, thinks", CASES)
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
 @pytest.mark.parametrize("said", ["Let me  see.\n\n\n", ""])
@@ -116,11 +65,10 @@ def test_the_next_prompt_goes_on_from_what_was_written(tokenizers, name, variabl
     history = History(tokenizers[name], store)
     assert history.dialect is dialect and history.channels == (channels or THINK)
     messages = [USER]
-    if channels is HARMONY and said:
-        said = f"<|channel|>commentary<|message|>{said}<|end|><|start|>assistant"
+    said = said_of(channels, said) if said else ""
     for turn in range(3):
         prompt = history.text(messages, tools=TOOLS, variables=variables)
-        thought = thought_of(channels, prompt) if channels and thinks else ""
+        thought = thought_of(channels, prompt, "I\nthink </tool_call>.") if channels and thinks else ""
         raw = f"{thought}{said}{odd_call(dialect)}"
         answer = answered(history, store, prompt, raw, (f"call_{turn}",))
         if not keeps_reasoning:

@@ -6,7 +6,8 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_calls import EVERY_TAGGED_FORM, calls_of, read, written
+from styles import written
+from test_calls import EVERY_TAGGED_FORM, calls_of, read
 from test_tokenizer import SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
