@@ -37,9 +37,11 @@ CORPUS = (
     "aaaaaaa lalalala\n"
     "Once upon a time there was a fox named Ravi, who liked the red ball very much.\n"
 )
+EXTRA = ["C漢", "zqzq"]  # the first one lies across two words, and no merge makes the second one
 TEXTS = [
     "",
     "The owl flew over the lake.",
+    "zqzq zqzqzq",
     "it's IT'S we'll they'Re x'd 'tis",
     "漢字かな漢字 ABC漢字abc 今日はgood日本",
     "12345678 3.14159 1,000,000 ٣٤٥",
@@ -72,7 +74,7 @@ def train(size: int) -> dict[bytes, int]:
         ranks[left + right] = len(ranks)
         for word in words:
             merge(word, left + right)
-    return ranks
+    return ranks | {text.encode(): len(ranks) + n for n, text in enumerate(EXTRA)}
 
 
 def merge(word: list[bytes], token: bytes) -> None:
