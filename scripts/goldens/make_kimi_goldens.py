@@ -37,13 +37,13 @@ CORPUS = (
     "aaaaaaa lalalala\n"
     "Once upon a time there was a fox named Ravi, who liked the red ball very much.\n"
 )
-EXTRA = ["C漢", "zqzq"]  # the first one lies across two words, and no merge makes the second one
+EXTRA = ["q漢", "zqzq"]  # the first one lies across two words, and no merge makes the second one
 TEXTS = [
     "",
     "The owl flew over the lake.",
     "zqzq zqzqzq",
     "it's IT'S we'll they'Re x'd 'tis",
-    "漢字かな漢字 ABC漢字abc 今日はgood日本",
+    "q漢 漢字かな漢字 ABC漢字abc 今日はgood日本",
     "12345678 3.14159 1,000,000 ٣٤٥",
     "  two  spaces\n\n\n\ttab \r\n end   ",
     "naïve ñandú e\u0301 Ǆ ʰ क्षि 🙂🙃 \u200d \ufeff",

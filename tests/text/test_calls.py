@@ -385,7 +385,7 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     assert channels_of(frozenset({"<think>", "</think>"})) == channels_of(frozenset()) == THINK
     suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
     assert suffixed == Channels("<think:opensource>", "</think:opensource>")
-    assert channels_of(frozenset({"[THINK]"})) == Channels("[THINK]", "[/THINK]")
+    assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
     assert channels_of(HARMONY.tags) is HARMONY
     assert read("[THINK]why[/THINK]A <think>", None, channels=Channels("[THINK]", "[/THINK]")) == [
         Reasoning("why"),
