@@ -177,7 +177,8 @@ class Preparer:
             opening = self._call_opening(request, inside)
             tokens = [*tokens, *self.tokenizer.encode_after(opening)]
         boundaries = _boundaries(rendering, messages, tokens)
-        mask = self._mask(request, inside, opening, begun["content"] if begun is not None else "")
+        said = begun["content"] if begun is not None else ""
+        mask = self._mask(request, inside, opening, self.tokenizer.channels.lead + said if said else "")
         opened = self.tokenizer.channels.opened_by(text)
         return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened, self.dialect)
 

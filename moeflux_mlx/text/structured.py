@@ -81,8 +81,7 @@ class Constrainer:
                 model may begin with reasoning, if its tags are tokens.
             prefix: the beginning of the answer that the prompt already has.
         """
-        inside = inside_reasoning and not self.tokenizer.channels.lead  # with a lead, the grammar holds from the start
-        return Mask(self, self._matcher(grammar.text), inside, prefix)
+        return Mask(self, self._matcher(grammar.text), inside_reasoning, prefix)
 
     def _check(self, grammar: Grammar) -> None:
         for schema in grammar.schemas:

@@ -83,6 +83,13 @@ def test_a_call_that_is_demanded(style, choice):
     assert found.finish_reason == "tool_calls" and json.loads(call.function.arguments) == ARGUMENTS
 
 
+def test_an_answer_that_has_begun_follows_its_schema(style):
+    _, client, asked = style
+    begun = [*QUESTION, {"role": "assistant", "content": '{"city": "Par'}]
+    client.chat.completions.create(model="m", messages=begun, response_format={"type": "json_object"})
+    assert asked[-1].endswith('{"city": "Par')
+
+
 def test_none_may_be_called(style):
     _, client, _ = style
     found = ask(client, QUESTION, tool_choice="none")

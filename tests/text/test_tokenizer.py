@@ -487,6 +487,22 @@ class TestTiktoken:
             load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "files, ends",
+    [
+        ({"generation_config.json": {"eos_token_id": [400, 401, 402]}}, {400, 401, 402}),  # GLM's, with <|user|>
+        ({"generation_config.json": {"eos_token_id": 402}, "config.json": {"eos_token_id": 400}}, {402}),  # Kimi's
+        ({"config.json": {"eos_token_id": [401, 402]}}, {401, 402, None}),
+    ],
+)
+def test_ends_of_a_turn_are_those_of_the_files(tmp_path, files, ends):
+    copy_dir(KIMI, tmp_path)
+    for name, content in files.items():
+        write_json(tmp_path / name, content)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("[EOS]") if end is None else end for end in ends}
+
+
 class TestBadFiles:
     @pytest.mark.parametrize("listed", [[], {"x": {"content": "a"}}, {"5": {}}, {"5": {"content": 3}}, {"5": "a"}])
     def test_listed_tokens_of_another_form(self, bpe_dir, tmp_path, listed):
