@@ -22,11 +22,10 @@ def switches(template: str, thinking: bool | None, effort: str | None) -> dict[s
     if "reasoning_effort" not in template:
         return given
     words = [word for word in LADDER if f"'{word}'" in template or f'"{word}"' in template]
-    if effort is None and "enable_thinking" not in template:
-        if thinking is False:
-            effort = OFF[0]
-        elif thinking and set(OFF) & set(words):
-            effort = "high"
+    if "enable_thinking" not in template and thinking is False:
+        effort = OFF[0]
+    elif "enable_thinking" not in template and thinking and effort is None and set(OFF) & set(words):
+        effort = "high"
     return given if effort is None else given | {"reasoning_effort": _nearest(effort, words)}
 
 

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import mlx.core as mx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from styles import style_tokenizer
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import chat, model_fingerprint, stream_generate
@@ -223,6 +225,24 @@ def test_reasoning_is_found_however_the_text_is_cut(parts, cuts, inside):
         pieces.append(text[at : at + cut])
         at += cut
     assert split([*pieces, text[at:]]) == split([text])
+
+
+def test_channels_of_messages_are_told_apart(tmp_path):
+    said = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+
+    class Says:
+        tokens, model = (), types.SimpleNamespace(args=types.SimpleNamespace(max_position_embeddings=4096))
+
+        def respond(self, prompt, **_):
+            yield from (types.SimpleNamespace(text=char, finish_reason=None) for char in said)
+            yield types.SimpleNamespace(text="", finish_reason="stop")
+
+    talk = Conversation(Says(), style_tokenizer(tmp_path, "harmony_style"), {})
+    pieces = list(talk.ask("Hello?"))
+    assert "".join(piece for piece, thinking in pieces if thinking) == "why"
+    assert "".join(piece for piece, thinking in pieces if not thinking) == "Hi."
+    assert talk.turns[-1] == {"role": "assistant", "content": "Hi.", "reasoning_content": "why"}
+    assert "<|channel|>final<|message|>Hi.<|end|>" in talk.rendering.text([*talk.messages, talk.turns[0]])
 
 
 def test_reasoning_is_shown_dimmed_tagged_or_not_at_all():

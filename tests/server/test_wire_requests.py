@@ -220,7 +220,8 @@ def test_structure(form, schema):
     assert of_chat(response_format=form).schema == schema
     assert of_input(text={"format": form}).schema == schema
     if form.get("json_schema") is None:
-        assert of_messages(output_config={"effort": "low", "format": form}).schema == schema
+        request = of_messages(output_config={"effort": "low", "format": form})
+        assert (request.schema, request.effort, request.thinking) == (schema, "low", None)
         assert of_messages(output_config={}, output_format=form).schema == schema
 
 

@@ -23,6 +23,7 @@ def source(name):
         ("hunyuan_style", True, None, "high"),
         ("hunyuan_style", False, None, "no_think"),
         ("hunyuan_style", False, "none", "no_think"),
+        ("hunyuan_style", False, "high", "no_think"),
         ("hunyuan_style", True, "minimal", "low"),
         ("hunyuan_style", True, "medium", "high"),
         ("hunyuan_style", True, "xhigh", "high"),
