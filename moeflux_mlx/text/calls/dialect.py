@@ -25,7 +25,8 @@ class Dialect:
         close: what ends a call.
         between: what the model says itself between `named` and the arguments, in Lark.
         tags: how parameters are written; None: the arguments are JSON.
-        section: what stands before the first and after the last call of an answer; a line break or more may be inside.
+        section: how the calls of an answer begin, and how they end where the last one has no arguments. The end may be
+            what ends the answer, too.
         bare: like `openings`, for tags that only count outside reasoning, because a model that drops the first tag
             writes them.
         markers: every tag that the model writes for calls, and nobody else may.
