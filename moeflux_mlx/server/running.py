@@ -13,7 +13,6 @@ from ..engine.constrained import make_constraint
 from ..engine.generation import GenerationResponse
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Session, Stopped
-from ..text.calls.dialect import Dialect
 from .answering import Answering
 from .job import Job
 from .prepare import sampler_settings
@@ -41,7 +40,6 @@ class Running:
     """Args:
     job: what is answered.
     session: computes it, and knows it afterwards.
-    dialect: how the model calls tools.
     look: called at every token and every step of the prompt, with (done, total) of the prompt.
     totals: counts what is computed.
     """
@@ -50,12 +48,11 @@ class Running:
         self,
         job: Job,
         session: Session,
-        dialect: Dialect | None,
         look: Callable[[int, int], Any],
         totals: Totals,
     ):
         self.job, self.session, self._look, self._totals = job, session, look, totals
-        self._answering = Answering(job.prepared, session.tokenizer, dialect)
+        self._answering = Answering(job.prepared, session.tokenizer)
         self._accepted, self._cached = False, 0
         self._done = 0  # tokens of the prompt, cached or computed
         self._reported_at = 0.0  # when a report on the prompt was given last

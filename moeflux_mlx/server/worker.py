@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from ..engine.engine import Engine
 from ..engine.session import Stopped
 from ..errors import DeviceError, MoefluxError, RequestError
-from ..text.calls.dialect import dialect_of
 from .job import Job
 from .live import Watch
 from .prepare import Prepared
@@ -132,7 +131,6 @@ class Worker:
     def _main(self) -> None:
         try:
             engine = self._load()
-            self._dialect = dialect_of(engine.tokenizer.chat_template)
             self._sessions = self._make_sessions(engine)
             self.state.engine = engine
         except BaseException as error:  # whoever waits for the model must hear of any end
@@ -195,7 +193,7 @@ class Worker:
             if may_give_way and total - done > LONG and self._short_waits(job):
                 raise Stopped
 
-        running = Running(job, kept.session, self._dialect, look, self.state.totals)
+        running = Running(job, kept.session, look, self.state.totals)
         while True:
             try:
                 return running.run()
