@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, FLOAT, INTEGER, Quant, is_computed
+from ..quant import E2M1, FLOAT, INTEGER, Quant
 
 MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
@@ -75,7 +75,7 @@ class Form:
 
 def is_read(quant: Quant, columns: int) -> bool:
     """Whether the GPU kernels and the native ones read matrices that are stored so, with rows of so many columns."""
-    return is_computed(quant) and columns % MULTIPLE == 0 and columns % quant.group_size == 0
+    return quant.is_computed and columns % MULTIPLE == 0 and columns % quant.group_size == 0
 
 
 def code_number(quant: Quant | None) -> int:
