@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from ..engine.constrained import make_constraint
 from ..engine.generation import GenerationResponse
+from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
-from ..engine.session import Session, Stopped
+from ..engine.session import Session
 from ..text.calls.dialect import Dialect
 from .answering import Answering
 from .job import Job

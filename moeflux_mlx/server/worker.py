@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..engine.engine import Engine
-from ..engine.session import Stopped
+from ..engine.running_text import Stopped
 from ..errors import DeviceError, MoefluxError, RequestError
 from ..text.calls.dialect import dialect_of
 from .job import Job

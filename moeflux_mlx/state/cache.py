@@ -7,14 +7,12 @@ trimmed; `RecurrentCache` holds a state that has absorbed every token and cannot
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import RequestError
 from ..kinds import Delta, GroupedQuery, Latent, Mixer
 from ..ops import attend, backend, latent
 from ..ops.attend import RECENT, Held, Rows
@@ -115,21 +113,13 @@ class FixedState:
         return [self.conv, self.recurrent]
 
 
-@dataclass(eq=False)
-class LastStep:
-    """The rows that a cache absorbed last: where they begin, and what is kept for the way back to before the first of
-    them and to after each (None: nothing need be)."""
-
-    start: int
-    states: list[Pair | None]
-
-
 class _Cache(Generic[Part]):
     """What all kinds answer alike, from their `state`; `part` is what the cache serves.
 
     Attributes:
         position: the next token's rotary position: its place `offset`, further by what `shift` has said.
-        last_step: the way back to each row of the last step, until the next one; None where there is no such way.
+        last_step: marks the last step (`Model.step`) in the cache of a text's first layer, until the text goes another
+            way than onwards; then None.
     """
 
     state: State
@@ -137,7 +127,7 @@ class _Cache(Generic[Part]):
 
     def __init__(self, part: Part):
         self.part = part
-        self.last_step: LastStep | None = None
+        self.last_step: object = None
         self._shifts: tuple[tuple[int, int], ...] = ()  # from which place on, by how much
 
     @property
@@ -157,30 +147,7 @@ class _Cache(Generic[Part]):
     def _shifts_at(self, position: int) -> tuple[tuple[int, int], ...]:
         return tuple(one for one in self._shifts if one[0] <= position)
 
-    def begin_step(self) -> None:
-        """The rows that follow make a step; the way back to rows of the step before is dropped."""
-        self.last_step = LastStep(self.offset, [self._way_back()])
-
-    def end_row(self) -> None:
-        """The cache has absorbed one row more of its step."""
-        assert self.last_step is not None
-        self.last_step.states.append(self._way_back())
-
-    def rewind(self, rows: int) -> None:
-        """Keeps the first so many rows of the last step. Raises RequestError: it has not so many."""
-        last = self.last_step
-        if last is None or not 0 <= rows < len(last.states):
-            there = "it has none" if last is None else f"0 to {len(last.states) - 1} of them are there"
-            raise RequestError(f"a cache cannot keep {rows} rows of its last step; {there}")
-        self.go_back(last.start + rows, last.states[rows])
-        del last.states[rows + 1 :]
-        self.last_step = last
-
-    def forget_rows(self) -> None:
-        """Drops the way back to rows of the last step."""
-        self.last_step = None
-
-    def _way_back(self) -> Pair | None:
+    def way_back(self) -> Pair | None:
         """What `go_back` needs to return here later."""
         return None
 
@@ -277,8 +244,7 @@ class _Growing(_Cache[Part]):
 
     def expect(self, n: int) -> None:
         """n more positions are to come, in several calls: room is made for all of them at once."""
-        self._expected = max(self.offset + n, self._expected)
-        self.forget_rows()
+        self._expected, self.last_step = max(self.offset + n, self._expected), None
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -528,18 +494,12 @@ class RecurrentCache(_Cache[Delta]):
         self.conv, self.recurrent, self.offset = value
         self.last_step, self._shifts = None, ()
 
-    def _way_back(self) -> Pair:
+    def way_back(self) -> Pair:
         return self.conv, self.recurrent
 
     def row_bytes(self, itemsize: int) -> int:
         """What the way back to a row of the last step takes: a whole state."""
         return self.bytes_for(1, itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the state, and of those that are kept for the last step's rows."""
-        pairs = [self.state[:2], *(self.last_step.states if self.last_step else ())]
-        return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
     def empty(self) -> bool:
         return self.recurrent is None
@@ -555,7 +515,7 @@ class RecurrentCache(_Cache[Delta]):
 
     def expect(self, n: int) -> None:
         """Its size does not depend on positions."""
-        self.forget_rows()
+        self.last_step = None
 
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""

@@ -11,8 +11,9 @@ from test_interrupts import interrupted
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
-from moeflux_mlx.engine import session as engine_session
-from moeflux_mlx.engine.session import Session, Stopped
+from moeflux_mlx.engine import running_text
+from moeflux_mlx.engine.running_text import Stopped
+from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
@@ -257,7 +258,7 @@ def test_going_back_may_be_interrupted_at_any_line(family, at):
     """The session then is where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
-    files = {module.__file__ for module in (engine_session, rewind, state_cache)}
+    files = {module.__file__ for module in (running_text, rewind, state_cache)}
     interrupted(lambda: session.rewind(20), at=at, files=files)
     check(session, [*session.tokens, *text(5, 9)])
 
@@ -268,13 +269,13 @@ def test_an_interruption_while_a_saved_prompt_is_loaded_does_no_harm(family, tmp
     check(make(family, store=store), text(50, 6))
     session = make(family)
     check(session, text(50, 5))
-    session.store, restore = store, engine_session.restore_prefix
+    session.store, restore = store, running_text.restore_prefix
 
     def interrupted(*args):
         restore(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine_session, "restore_prefix", interrupted)
+    monkeypatch.setattr(running_text, "restore_prefix", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(session.respond(text(50, 6), max_tokens=1))
     monkeypatch.undo()

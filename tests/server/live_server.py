@@ -16,7 +16,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import GenerationResponse
-from moeflux_mlx.engine.session import Reuse, Stopped
+from moeflux_mlx.engine.running_text import Reuse, Stopped
 from moeflux_mlx.experts.source import LoaderStats
 from moeflux_mlx.server.app import Served, make_app
 from moeflux_mlx.server.guard import Rules
