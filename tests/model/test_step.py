@@ -193,3 +193,16 @@ def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch):
     alone = Alone(model)
     for got, prompt, token in zip(check_again.logits, [tuple(PROMPT), ()], [1, 3], strict=True):
         assert same(got, alone.logits(prompt, (token,)))
+
+
+def test_a_step_whose_text_was_written_anew_is_not_taken_back():
+    """As many tokens, but others."""
+    model = tiny_model("qwen3_moe", mx.float32)
+    cache = start(model, PROMPT)
+    made = step(model, (cache, [1, 2]))
+    for layer in cache:
+        layer.go_back(10, None)
+    mx.eval(model(mx.array([list(range(30, 42))]), cache))
+    assert {layer.offset for layer in cache} == {len(PROMPT) + 2}
+    with pytest.raises(RequestError, match="went on"):
+        made.rewind(0, 1)
