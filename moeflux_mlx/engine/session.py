@@ -115,7 +115,7 @@ class Session(RunningText):
         self._drop_half()
         header = load_prompt(path, self.model, self.cache, fingerprint)
         self.points.drop_after(0)
-        self.tokens = header.tokens.tolist()
+        self.tokens, self._step = header.tokens.tolist(), None
         self.points.keep(len(self.tokens))
         return header
 

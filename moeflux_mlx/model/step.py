@@ -94,7 +94,8 @@ class Step:
     def rewind(self, sequence: int, rows: int) -> None:
         """Takes the caches of a sequence, counted from 0, back to where they had absorbed the first `rows` of its rows.
 
-        Any number of rows can be kept that has not been taken back yet, until the sequence's next step or prompt.
+        Any number of rows can be kept that has not been taken back yet, until the caches absorb more or go back
+        by other means.
 
         Raises:
             RequestError: there is no such sequence or row, or its caches have gone on to something else since.

@@ -378,6 +378,17 @@ def test_saved_sessions_go_on(tmp_path):
     assert check(other, [*session.tokens, 9, 9]).computed == 2
 
 
+def test_no_row_of_a_text_is_gone_back_to_once_another_is_loaded(tmp_path):
+    session, fingerprint = make(RECURRENT), model_fingerprint(tiny_directory(RECURRENT), mx.float32)
+    session.sync(text())
+    session.save(tmp_path / "saved", fingerprint, {})
+    session.sync(text(20, 1))
+    session.step([1, 2])
+    session.load(tmp_path / "saved", fingerprint)
+    assert session.rewind(40) == 0 == session.cache[0].offset
+    check(session, text())
+
+
 @given(
     room=st.integers(0, 6),
     start=st.integers(0, 100),

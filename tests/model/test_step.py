@@ -206,3 +206,7 @@ def test_a_step_whose_text_was_written_anew_is_not_taken_back():
     assert {layer.offset for layer in cache} == {len(PROMPT) + 2}
     with pytest.raises(RequestError, match="went on"):
         made.rewind(0, 1)
+    made = step(model, (cache, [1, 2]))
+    mx.eval(model(mx.array([[3]]), cache))
+    with pytest.raises(RequestError, match="went on"):
+        made.rewind(0, 2)
