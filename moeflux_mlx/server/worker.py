@@ -151,7 +151,7 @@ class Worker:
                 self._wake.wait(self.watch.patience)
                 if not self._jobs:
                     self._look(None)
-            job = self._next()
+            job = None if self._stopping else self._next()
             if job is not None:
                 self._jobs.remove(job)
                 self._begin(job)

@@ -8,6 +8,7 @@ import pytest
 from live_server import FakeEngine, Live, wait_for
 
 from moeflux_mlx.server import worker
+from moeflux_mlx.server.job import Job
 
 LONG, SHORT = "the lake " * 80, "an owl"
 ANSWER = "</think>An owl."
@@ -130,13 +131,15 @@ def test_one_that_is_cancelled_while_another_goes_first_ends_at_once():
 
 def test_all_that_run_end_with_the_server():
     with Live(engine) as live:
-        order = []
+        order, heard = [], []
         long = begun(live, order)
         live.worker.state.engine.token_seconds = 0.1
         short = Client(live, SHORT, order)
         wait_for(lambda: texts(live) == [LONG, SHORT])
+        late = Job(live.worker.state.running[-1].job.prepared, heard.append)
         started = time.monotonic()
         live.worker.begin_stop()
+        live.worker.submit(late)
         wait_for(lambda: len(order) == 2)
         assert time.monotonic() - started < 1 and long.reply == short.reply == 503
-    assert live.worker.state.engine.experts.closed
+    assert live.worker.state.engine.experts.closed and heard == [worker.CANCELLED], "nobody begins any more"
