@@ -11,7 +11,6 @@ from moeflux_mlx.quant import (
     MODES,
     Quant,
     entries,
-    is_computed,
     of_packed,
     of_shapes,
     parse,
@@ -93,7 +92,7 @@ def test_modes_that_are_not_computed_are_named(mode, where):
 
 def test_everything_affine_and_mxfp4_is_computed():
     forms = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
-    assert all(map(is_computed, [*forms, Quant(4, 32, "mxfp4")])) and len(forms) == 18
+    assert all(form.is_computed for form in [*forms, Quant(4, 32, "mxfp4")]) and len(forms) == 18
     for other in (
         Quant(7, 64),
         Quant(4, 16),
@@ -101,7 +100,7 @@ def test_everything_affine_and_mxfp4_is_computed():
         Quant(4, 16, "nvfp4", True),
         Quant(8, 32, "mxfp8"),
     ):
-        assert not is_computed(other)
+        assert not other.is_computed
 
 
 forms = st.builds(Quant, st.sampled_from(AFFINE_BITS), st.sampled_from(AFFINE_GROUPS)) | st.just(Quant(4, 32, "mxfp4"))

@@ -40,7 +40,8 @@ from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .needs import least_slots
 from .ranks import Ranks, io_mode, meet
-from .session import CHECKPOINT_BYTES, Session
+from .running_text import CHECKPOINT_BYTES
+from .session import Session
 from .tiles import choose
 from .weights import Weights, open_weights
 from .wired import wire

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import FLOAT, MODES, Quant, is_known
+from ..quant import FLOAT, MODES, Quant
 from .foreign import find_foreign
 from .matrix import Matrix, TransposedMatrix, shaped, typed
 from .source_format import SourceFormat
@@ -82,7 +82,7 @@ def _quantized_matrix(
     form.check(path, quant, weight)
     if weight.bits not in (None, quant.bits):
         raise ModelFileError(f"tensor {weight.name} is stored with {quant}; its manifest says {weight.bits} bits")
-    if not is_known(quant) or groups * quant.group_size != cols:
+    if not quant.is_known or groups * quant.group_size != cols:
         raise ModelFileError(
             f"tensor {weight.name} with shape {list(weight.shape)} and {groups} scales for {cols} columns"
         )

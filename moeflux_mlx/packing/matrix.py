@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..quant import FLOAT, NAN, Quant, is_computed
+from ..quant import FLOAT, NAN, Quant
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
 
@@ -42,7 +42,7 @@ class Matrix:
     @property
     def is_kept(self) -> bool:
         """Whether the codes can be computed with, and so are copied."""
-        return self.quant is not None and is_computed(self.quant)
+        return self.quant is not None and self.quant.is_computed
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, ModelFileError
 from ..families.names import Renames, renamed
 from ..formats.checkpoint import Tensor
-from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_computed
+from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries
 
 NONE: Mapping[str, Tensor] = {}
 METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4"
@@ -77,7 +77,7 @@ class SourceFormat:
     def not_computed(self) -> tuple[str, Quant] | None:
         """A module's path ("" for the whole model) and its form, if some codes cannot be copied into a packed model."""
         stated = {} if self.stated is None else {"": self.stated.default, **self.stated.overrides}
-        return next(((path, one) for path, one in stated.items() if one is not None and not is_computed(one)), None)
+        return next(((path, one) for path, one in stated.items() if one is not None and not one.is_computed), None)
 
     def mode(self, path: str) -> str:
         stated = self.of(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..formats.record import Quants
-from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant, is_computed
+from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,6 @@ def _with_bits(quant: Quant, bits: int | None) -> Quant:
 
 
 def _checked(quant: Quant) -> Quant:
-    if not is_computed(quant):
+    if not quant.is_computed:
         raise ConfigError(f"{quant.mode}: {quant} is not computed; supported: {SUPPORTED}")
     return quant

@@ -98,8 +98,7 @@ class Growing(LayerCache[Part]):
 
     def expect(self, n: int) -> None:
         """n more positions are to come, in several calls: room is made for all of them at once."""
-        self._expected = max(self.offset + n, self._expected)
-        self.forget_rows()
+        self._expected, self.last_step = max(self.offset + n, self._expected), None
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""

@@ -4,12 +4,9 @@ A cache answers for itself: the bytes it takes for a text of any length, what a 
 to an earlier position or to any row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import mlx.core as mx
-
-from ..errors import RequestError
 
 FLOAT_BYTES = 4
 Shape = tuple[int, ...]
@@ -19,21 +16,13 @@ Pair = tuple[mx.array | None, mx.array | None]
 State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and how many positions they have absorbed
 
 
-@dataclass(eq=False)
-class LastStep:
-    """The rows that a cache absorbed last: where they begin, and what is kept for the way back to before the first of
-    them and to after each (None: nothing need be)."""
-
-    start: int
-    states: list[Pair | None]
-
-
 class LayerCache(Generic[Part]):
     """What all kinds answer alike, from their `state`; `part` is what the cache serves.
 
     Attributes:
         position: the next token's rotary position: its place `offset`, further by what `shift` has said.
-        last_step: the way back to each row of the last step, until the next one; None where there is no such way.
+        last_step: marks the last step (`Model.step`) in the cache of a text's first layer, until the text goes another
+            way than onwards; then None.
     """
 
     state: State
@@ -41,7 +30,7 @@ class LayerCache(Generic[Part]):
 
     def __init__(self, part: Part):
         self.part = part
-        self.last_step: LastStep | None = None
+        self.last_step: object = None
         self._shifts: tuple[tuple[int, int], ...] = ()  # from which place on, by how much
 
     @property
@@ -61,30 +50,7 @@ class LayerCache(Generic[Part]):
     def _shifts_at(self, position: int) -> tuple[tuple[int, int], ...]:
         return tuple(one for one in self._shifts if one[0] <= position)
 
-    def begin_step(self) -> None:
-        """The rows that follow make a step; the way back to rows of the step before is dropped."""
-        self.last_step = LastStep(self.offset, [self._way_back()])
-
-    def end_row(self) -> None:
-        """The cache has absorbed one row more of its step."""
-        assert self.last_step is not None
-        self.last_step.states.append(self._way_back())
-
-    def rewind(self, rows: int) -> None:
-        """Keeps the first so many rows of the last step. Raises RequestError: it has not so many."""
-        last = self.last_step
-        if last is None or not 0 <= rows < len(last.states):
-            there = "it has none" if last is None else f"0 to {len(last.states) - 1} of them are there"
-            raise RequestError(f"a cache cannot keep {rows} rows of its last step; {there}")
-        self.go_back(last.start + rows, last.states[rows])
-        del last.states[rows + 1 :]
-        self.last_step = last
-
-    def forget_rows(self) -> None:
-        """Drops the way back to rows of the last step."""
-        self.last_step = None
-
-    def _way_back(self) -> Pair | None:
+    def way_back(self) -> Pair | None:
         """What `go_back` needs to return here later."""
         return None
 

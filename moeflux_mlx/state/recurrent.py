@@ -51,18 +51,12 @@ class RecurrentCache(LayerCache[Delta]):
         self.conv, self.recurrent, self.offset = value
         self.last_step, self._shifts = None, ()
 
-    def _way_back(self) -> Pair:
+    def way_back(self) -> Pair:
         return self.conv, self.recurrent
 
     def row_bytes(self, itemsize: int) -> int:
         """What the way back to a row of the last step takes: a whole state."""
         return self.bytes_for(1, itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the state, and of those that are kept for the last step's rows."""
-        pairs = [self.state[:2], *(self.last_step.states if self.last_step else ())]
-        return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
     def empty(self) -> bool:
         return self.recurrent is None
@@ -78,7 +72,7 @@ class RecurrentCache(LayerCache[Delta]):
 
     def expect(self, n: int) -> None:
         """Its size does not depend on positions."""
-        self.forget_rows()
+        self.last_step = None
 
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""

@@ -77,7 +77,7 @@ class WindowCache(KVCache):
 
     def expect(self, n: int) -> None:
         """Its size does not depend on positions."""
-        self.forget_rows()
+        self.last_step = None
 
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""

@@ -14,7 +14,8 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.follow import Follower
 from moeflux_mlx.engine.lead import Lead, LeadSession
 from moeflux_mlx.engine.orders import Order, receive_order, send_order
-from moeflux_mlx.engine.session import Session, Stopped
+from moeflux_mlx.engine.running_text import Stopped
+from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import ExpertIOError, RankError
 from moeflux_mlx.experts.group import Exchange
 from moeflux_mlx.experts.ranks import Owners

@@ -11,8 +11,9 @@ from test_interrupts import interrupted
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
-from moeflux_mlx.engine import session as engine_session
-from moeflux_mlx.engine.session import Session, Stopped
+from moeflux_mlx.engine import running_text
+from moeflux_mlx.engine.running_text import Stopped
+from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
@@ -258,7 +259,7 @@ def test_going_back_may_be_interrupted_at_any_line(family, at):
     """The session then is where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
-    files = {module.__file__ for module in (engine_session, rewind, layer_cache, growing, recurrent, window)}
+    files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, window)}
     interrupted(lambda: session.rewind(20), at=at, files=files)
     check(session, [*session.tokens, *text(5, 9)])
 
@@ -269,13 +270,13 @@ def test_an_interruption_while_a_saved_prompt_is_loaded_does_no_harm(family, tmp
     check(make(family, store=store), text(50, 6))
     session = make(family)
     check(session, text(50, 5))
-    session.store, restore = store, engine_session.restore_prefix
+    session.store, restore = store, running_text.restore_prefix
 
     def interrupted(*args):
         restore(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine_session, "restore_prefix", interrupted)
+    monkeypatch.setattr(running_text, "restore_prefix", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(session.respond(text(50, 6), max_tokens=1))
     monkeypatch.undo()
@@ -376,6 +377,17 @@ def test_saved_sessions_go_on(tmp_path):
     assert other.load(tmp_path / "saved", fingerprint).extra == {"who": "me"}
     assert other.tokens == session.tokens
     assert check(other, [*session.tokens, 9, 9]).computed == 2
+
+
+def test_no_row_of_a_text_is_gone_back_to_once_another_is_loaded(tmp_path):
+    session, fingerprint = make(RECURRENT), model_fingerprint(tiny_directory(RECURRENT), mx.float32)
+    session.sync(text())
+    session.save(tmp_path / "saved", fingerprint, {})
+    session.sync(text(20, 1))
+    session.step([1, 2])
+    session.load(tmp_path / "saved", fingerprint)
+    assert session.rewind(40) == 0 == session.cache[0].offset
+    check(session, text())
 
 
 @given(

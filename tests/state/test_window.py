@@ -84,11 +84,11 @@ def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, ro
         feed(cache, count)
     feed(whole, sum(cuts))
     for keep in range(rows + 1):
-        cache.begin_step()
+        ways = [cache.way_back()]
         for _ in range(rows):
             feed(cache, 1)
-            cache.end_row()
-        cache.rewind(keep)
+            ways.append(cache.way_back())
+        cache.go_back(sum(cuts) + keep, ways[keep])
         assert cache.offset == sum(cuts) + keep
         again, after = feed(cache, 1), feed_rows(whole, keep + 1)
         assert mx.array_equal(again, after)
