@@ -122,8 +122,11 @@ class Growing(LayerCache[Part]):
 
     @state.setter
     def state(self, value: State) -> None:
+        self._become(value)
+
+    def _become(self, state: State) -> None:
         self._settle()
-        self.keys, self.values, self.offset = value
+        self.keys, self.values, self.offset = state
         self.last_step, self._shifts = None, ()
 
     def empty(self) -> bool:

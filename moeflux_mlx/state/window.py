@@ -82,13 +82,8 @@ class WindowCache(KVCache):
     def reserve(self, n: int) -> None:
         """Its size does not depend on positions."""
 
-    @property
-    def state(self) -> State:
-        return super().state
-
-    @state.setter
-    def state(self, value: State) -> None:
-        KVCache.state.fset(self, value)  # type: ignore[attr-defined]
+    def _become(self, state: State) -> None:
+        super()._become(state)
         self._lost = max(self.offset - self.window + 1, 0)
 
     def reaches(self, position: int) -> bool:

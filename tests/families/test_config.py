@@ -305,7 +305,7 @@ def small(config):
     body["num_hidden_layers"] = 4
     lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
     for name in (*lists, "mlp_layer_types"):
-        if body.get(name):
+        if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
     return config
 

@@ -697,7 +697,7 @@ def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
 def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120), bias=None, activation=SILU):
     """What a record of hidden size 64 could claim: its width, words to the parts of gate and up, what joins them."""
     parts = {"gate": claimed(gate, bias=bias), "up": claimed(up, bias=bias)}
-    return types.SimpleNamespace(moe_intermediate_size=width, activation=activation, **parts)
+    return types.SimpleNamespace(moe_intermediate_size=width, activation=activation, interleaved=False, **parts)
 
 
 @any_path
