@@ -35,7 +35,7 @@ def unchanged(tokens, logits):
 
 
 def states(cache):
-    return [(layer.offset, [np.array(a) for a in layer.state[:2]]) for layer in cache if not layer.is_trimmable()]
+    return [(layer.offset, [np.array(a) for a in layer.stored()]) for layer in cache if not layer.is_trimmable()]
 
 
 @pytest.mark.parametrize("model", FAMILIES, indirect=True)
