@@ -257,7 +257,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
-        prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
+        prefetch: "auto" (read ahead what the next layer's router is predicted to choose), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
         context: positions for which memory is planned; None means 8192, or the model's own limit if less, or what
             there is room for. Longer texts work as long as there is memory.

@@ -145,8 +145,8 @@ class Kernel:
         names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
         behind it (`threads_named`).
         """
-        (names, first), (outputs, told) = self._named(places), _several(self.outputs)
-        source, first = text_of(f"{self.name}.metal"), constants + first + told
+        (names, first), (outputs, output_lines) = self._named(places), _several(self.outputs)
+        source, first = text_of(f"{self.name}.metal"), constants + first + output_lines
         headers = headers_of(f"{self.name}.metal", self.form)
         make: Any = mx.fast.metal_kernel
         header = "".join(map(text_of, headers)) + threads_named(threads)

@@ -175,7 +175,7 @@ def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, 
     model.experts.close()
 
 
-# What is foreseen.
+# What is predicted.
 
 
 def prefetching(model):
@@ -224,7 +224,7 @@ def test_the_next_layers_router_looks_through_its_own_norm(family):
     model.experts.close()
 
 
-def test_what_is_foreseen_is_read_for_the_next_layer():
+def test_what_is_predicted_is_read_for_the_next_layer():
     model = streamed(tiny_directory("qwen3_moe"), least_slots=8 * TOP_K, cache_bytes=1)
     routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
     cache, seen = model.make_cache(), []
@@ -340,7 +340,7 @@ def test_nothing_is_read_once_everything_is_there():
     model.experts.close()
 
 
-def test_nothing_is_foreseen_where_every_expert_is_in_memory():
+def test_nothing_is_predicted_where_every_expert_is_in_memory():
     """A guess costs a product and a wait; it is made again once a record is gone."""
     model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
     routed, source, layers = model.layers[0].mlp.experts, model.experts, model.args.moe_layers
@@ -447,7 +447,7 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("family", goldens.families())
 def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
-    """As on a GPU, in a pool that does not hold all experts, so that some are foreseen."""
+    """As on a GPU, in a pool that does not hold all experts, so that some are predicted."""
     options = {"least_slots": 8 * TOP_K, "cache_bytes": 1, "copied": copied}
     plain, compiled = (streamed(tiny_directory(family), **options) for _ in range(2))
     routed = compile_layers(compiled)
