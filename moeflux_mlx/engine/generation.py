@@ -137,7 +137,7 @@ def stream_generate(
     responder = Responder(model, tokenizer, len(prompt), max_tokens)
     with closing(generate_step(prompt, model, max_tokens=max_tokens, **kwargs)) as steps:
         for token, logprobs in steps:
-            response = responder.respond(token, logprobs)
+            response = responder.response(token, logprobs)
             if response.finish_reason:
                 steps.close()  # the caches then hold what has been reported
             yield response
@@ -167,7 +167,7 @@ class Responder:
         """From when this was made to the first token."""
         return self._clock.first - self._clock.start
 
-    def respond(self, token: int, logprobs: mx.array) -> GenerationResponse:
+    def response(self, token: int, logprobs: mx.array) -> GenerationResponse:
         """The response of the token that has just been chosen."""
         n = self._clock.tick()
         finish_reason = "length" if n == self.max_tokens else None

@@ -187,7 +187,7 @@ class Answer:
         return response
 
     def _said(self, token: int, logprobs: mx.array) -> GenerationResponse:
-        self.session.last = response = self._responder.respond(token, logprobs)
+        self.session.last = response = self._responder.response(token, logprobs)
         if response.finish_reason and self._decoding is not None:
             self._decoding.close()  # the caches then hold what has been reported
         return response
