@@ -1,7 +1,7 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal
 // act[T, K + SHARED, I] = gate x and up x joined for the K slots of each token, read from packed expert records, and for
-// the shared expert where SHARED is 1: as ACTIVATION says, with LIMIT. Where BIASED is 1, biases [I] B that begin
-// GATE_BIAS and UP_BIAS words in are added before.
+// the shared expert where SHARED is 1: as ACTIVATION says, with LIMIT or SHARED_LIMIT. Where BIASED is 1, biases [I] B
+// that begin GATE_BIAS and UP_BIAS words in are added before.
 // x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, gate's codes [I, H * BITS / 32] u32
 // begin GATE_W words in, its scales and biases [I, H / GROUP] S GATE_S and GATE_B words; likewise up's. The shared
 // expert's codes, scales and biases are arrays of their own, gate's I rows and then up's.
@@ -32,5 +32,5 @@
   const device X* row = x + token * H;
 #endif
   const swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending = {
-      (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), LIMIT};
+      (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), k < K ? LIMIT : SHARED_LIMIT};
   swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, ending, first, lane, act + pair * I);

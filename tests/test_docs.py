@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from moeflux_mlx.cli.main import COMMANDS
+from moeflux_mlx.cli.main import COMMANDS, main
 from moeflux_mlx.families.registry import FAMILIES
+from moeflux_mlx.files import read_json
+from moeflux_mlx.spec import family_name, variants
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -172,6 +174,34 @@ def test_a_wrong_name_is_found():
     assert unknown_names(text) == ["unknown_names", "SlotPool.gone_since"]
     assert missing_files(text) == ["ops/no_such.py"]
     assert misplaced_names(text) == [("ops/tiles.py", "SlotPool")]
+
+
+def table(text):
+    """The cells of all rows that begin with a model's name and end with its shares at four sizes of memory."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    return [row for row in rows if len(row) >= 8 and row[-1].endswith(("%", "all"))]
+
+
+def test_the_table_of_models_is_what_plan_says(capsys):
+    rows = table((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
+    assert sorted(variant.strip("`") for _, variant, *_ in rows) == variants()
+    for _, variant, family, disk, *figures in rows:
+        variant = variant.strip("`")
+        assert family.strip("`") == family_name(read_json(ROOT / "configs" / f"{variant}.json"))
+        assert (
+            main(["plan", "--variant", variant, "--ram-gb", "512", "--expert-io", "pread", "--dtype", "float32"]) == 0
+        )
+        said = capsys.readouterr().out
+        rates = [rf" {rate}%: .*? ([\d.]+) +\S+$" for rate in (0, 50)]  # on the middle one of three disks
+        patterns = (r"experts ([\d.]+) GB", r"weights +([\d.]+)", r" 0%: ([\d.]+)", *rates)
+        sizes = [round(float(re.search(pattern, said, re.MULTILINE)[1]), 1) for pattern in patterns]
+        assert [float(n) for n in re.findall(r"[\d.]+", " ".join([disk, *figures[:2]]))] == sizes, variant
+
+
+def test_the_manual_and_the_readme_agree_about_models():
+    manual = [row[:1] + row[3:] for row in table((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))]
+    short = table((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(short) > 5 and [row for row in short if row not in manual] == []
 
 
 def test_a_wrong_link_is_found(tmp_path):

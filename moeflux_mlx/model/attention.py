@@ -6,7 +6,7 @@ import mlx.nn as nn
 from ..kinds import GroupedQuery
 from ..ops.attend import Steps, Whole, attend
 from ..ops.backend import Array
-from ..ops.elementwise import HEAD_GATES, times_heads
+from ..ops.elementwise import HEAD_GATES, gated_heads
 from ..ops.rope import Rope
 from .layers import Linear, RMSNorm, Stack, packed
 
@@ -64,5 +64,5 @@ class Attention(nn.Module):
         if mixer.value_scale != 1.0:
             out = out * mixer.value_scale
         if mixer.gate in HEAD_GATES:
-            out = times_heads(out, HEAD_GATES[mixer.gate](self.g_proj(x, norm)))
+            out = gated_heads(out, self.g_proj(x, norm), mixer.gate)
         return self.o_proj(out, residual=x)

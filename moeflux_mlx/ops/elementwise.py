@@ -75,10 +75,10 @@ def softplus(x: Array) -> Array:
 HEAD_GATES = {"sigmoid head": sigmoid, "softplus head": softplus}
 
 
-def times_heads(x: Array, factors: Array) -> Array:
-    """x [..., heads * width], each head of it times its one of `factors` [..., heads]."""
-    heads = x.reshape(*factors.shape, -1)
-    return (heads * factors[..., None].astype(x.dtype)).reshape(x.shape)
+def gated_heads(x: Array, gates: Array, kind: str) -> Array:
+    """x [..., heads * width], each head times what HEAD_GATES[kind] makes of its one of `gates` [..., heads]."""
+    factors = HEAD_GATES[kind](gates[..., None])  # a compiled step joins what comes after the axis is added
+    return (x.reshape(*gates.shape, -1) * factors.astype(x.dtype)).reshape(x.shape)
 
 
 def softmax(x: Array) -> Array:

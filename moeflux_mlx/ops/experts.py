@@ -28,7 +28,8 @@ from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
 PLANES_BYTES = 46 * 1024  # of CUDA's 48 KiB, for planes of x
-MAX_SLOTS = 32  # of a token: a threadgroup of the down projection holds a sum for each of them and its rows
+# Of a token, without the shared expert: a threadgroup of the down projection holds a sum for each of them and its rows.
+MAX_SLOTS = 32
 MAX_ARRAYS = 16  # of records that lie apart: Metal hands a kernel at most 31 arrays
 
 
@@ -93,9 +94,9 @@ class Shared:
 
     def joins(self, record: Record, top_k: int) -> bool:
         """Whether the kernels compute it beside `top_k` such records."""
-        if self.gate_up is None or not backend.has_kernels() or top_k >= MAX_SLOTS or not is_read(record):
+        if self.gate_up is None or not backend.has_kernels() or top_k > MAX_SLOTS or not is_read(record):
             return False
-        if self.activation != record.activation or record.down.bias is not None or record.interleaved:
+        if self.activation.form != record.activation.form or record.down.bias is not None or record.interleaved:
             return False
         pairs = (self.gate_up, record.gate, 2), (self.down, record.down, 1)
         return all(
@@ -114,7 +115,7 @@ def chosen_ffn(
         shared = shared.rows(x)
     shapes = x.shape, records.blob.shape, choice.logits.shape
     rule = choice.rule, choice.bias is not None
-    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
+    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared))
     if isinstance(launch, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
@@ -166,7 +167,7 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
     assert isinstance(x, mx.array)
     (tokens, hidden), own = x.shape, _first_of(shared, None)
     target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
-    first = plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
+    first = plan_gate_up(target, x.shape, x.dtype, blob, none, record, shared.activation)
     assert not isinstance(first, Reason)
     act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
     dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
@@ -175,6 +176,11 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
     assert not isinstance(last, Reason)
     zeros = mx.zeros((tokens, hidden), mx.float32)
     return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
+
+
+def _joined(shared: Any) -> Activation | None:
+    """The activation of a shared expert that the kernels compute; None: they compute none."""
+    return shared.activation if isinstance(shared, Shared) else None
 
 
 def _first_of(shared: Any, other: Any) -> list[Any]:
@@ -212,8 +218,8 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
     memory, blob, apart = records.inputs(len(x))
-    joined = shared is not None
-    launch = plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
+    shapes = blob, slots.shape
+    launch = plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, _joined(shared), apart)
     if isinstance(launch, Reason):
         return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
@@ -365,7 +371,7 @@ def plan_gate_up(
     blob: Shape,
     slots: Shape,
     record: Record,
-    joined: bool = False,
+    joined: Activation | None = None,
     apart: int = 0,
 ) -> Launch | Reason:
     _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
@@ -383,7 +389,7 @@ def plan_choice(
     record: Record,
     rule: Router,
     has_bias: bool,
-    joined: bool,
+    joined: Activation | None,
 ) -> Launch | Reason:
     if not is_known(rule):
         return UNKNOWN_RULE
@@ -398,12 +404,19 @@ def plan_choice(
 
 
 def _first_launch(
-    target: str, kernel: Kernel, x: Shape, dtype: mx.Dtype, blob: Shape, record: Record, top_k: int, joined: bool
+    target: str,
+    kernel: Kernel,
+    x: Shape,
+    dtype: mx.Dtype,
+    blob: Shape,
+    record: Record,
+    top_k: int,
+    joined: Activation | None,
 ) -> Launch | Reason:
-    """Of gate and up of so many slots, and of the shared expert if it is `joined`."""
+    """Of gate and up of so many slots; `joined`: and of a shared expert with that activation."""
     check_activations("x", x, dtype)
-    tokens, hidden = x
-    inner, each = record.moe_intermediate_size, top_k + joined
+    (tokens, hidden), has_shared = x, joined is not None
+    inner, each = record.moe_intermediate_size, top_k + has_shared
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
     reason = _no_launch(target, record, top_k)
     if reason is not None:
@@ -413,10 +426,12 @@ def _first_launch(
         form = form_of(record.gate)
     tile = tile_of(target, _spot("expert_gate_up", form), f"{inner}x{hidden} {form}")
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
-    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(joined), "WORDS": blob[1]}
+    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(has_shared), "WORDS": blob[1]}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
-    template |= {"ACTIVATION": FORMS.index(record.activation.form), "LIMIT": float(record.activation.limit or 0)}
+    routed, own = record.activation, joined or record.activation
+    template |= {"ACTIVATION": FORMS.index(routed.form), "LIMIT": float(routed.limit or 0)}
+    template |= {"SHARED_LIMIT": float(own.limit or 0)}
     template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
