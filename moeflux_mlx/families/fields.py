@@ -225,8 +225,14 @@ def layer_kinds(read: Fields, name: str, known: Sequence[Any]) -> list[Any] | No
     return kinds
 
 
-def after_dense_layers(read: Fields) -> Sequence[int]:
-    """The layers with experts, by `mlp_layer_types` of transformers 5 or `first_k_dense_replace`."""
+def after_dense_layers(read: Fields, flags: str | None = None) -> Sequence[int]:
+    """The layers with experts, by `mlp_layer_types` of transformers 5 or `first_k_dense_replace`.
+
+    `flags`: a field that decides where it is there, a list that has a 1 for each of them and a 0 for each other.
+    """
+    by_layer = layer_kinds(read, flags, (0, 1)) if flags else None
+    if by_layer is not None:
+        return [i for i, flag in enumerate(by_layer) if flag]
     kinds, count = layer_kinds(read, "mlp_layer_types", ("dense", "sparse")), layer_count(read)
     if kinds is not None:
         return [i for i, kind in enumerate(kinds) if kind == "sparse"]

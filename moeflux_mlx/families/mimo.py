@@ -38,7 +38,7 @@ def _mimo_v2_flash(read: Fields) -> dict[str, Any]:
     )
     parts = {FULL: _attention(read, is_sliding=False), SLIDING: _attention(read, is_sliding=True)}
     mixers = [parts[kind] for kind in _kinds(read)]
-    return {**common(read), "layers": layers(read, mixers, moe, _moe_layers(read))}
+    return {**common(read), "layers": layers(read, mixers, moe, after_dense_layers(read, "moe_layer_freq"))}
 
 
 def _kinds(read: Fields) -> list[str]:
@@ -48,11 +48,6 @@ def _kinds(read: Fields) -> list[str]:
         return [SLIDING if one else FULL for one in hub]
     plain = [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(layer_count(read))]
     return layer_kinds(read, "layer_types", (FULL, SLIDING)) or plain
-
-
-def _moe_layers(read: Fields) -> list[int]:
-    hub = layer_kinds(read, "moe_layer_freq", (0, 1))
-    return list(after_dense_layers(read)) if hub is None else [i for i, one in enumerate(hub) if one]
 
 
 def _attention(read: Fields, is_sliding: bool) -> GroupedQuery:

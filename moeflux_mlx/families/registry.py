@@ -1,6 +1,6 @@
 """Every family that runs, by `model_type`."""
 
-from . import deepseek, g9v3, glm, gpt_oss, hunyuan, laguna, mimo, minimax, mistral, qwen3, step
+from . import deepseek, exaone, g9v3, glm, gpt_oss, hunyuan, laguna, mimo, minimax, mistral, qwen3, step
 from .fields import Family
 
 FAMILIES: dict[str, Family] = {
@@ -15,4 +15,5 @@ FAMILIES: dict[str, Family] = {
     **mimo.FAMILIES,
     **laguna.FAMILIES,
     **step.FAMILIES,
+    **exaone.FAMILIES,
 }

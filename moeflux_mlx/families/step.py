@@ -1,7 +1,6 @@
 """Step-3.5-Flash, and the text part of Step-3.7-Flash: layers with a window have more heads than the others."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -18,23 +17,12 @@ def _step3p5(read: Fields) -> dict[str, Any]:
         ("norm_expert_weight", True),
     ):
         read.must_equal(name, wanted)
-    count = layer_count(read)
-    kinds = _by_layer(read, "layer_types", FULL)
+    kinds, sparse = _by_layer(read, "layer_types", FULL), _moe_layers(read)
     if not set(kinds) <= {FULL, SLIDING}:
         raise out_of_range("layer_types", kinds, f"{FULL!r} or {SLIDING!r} for each layer")
-    sparse, moe = _moe_layers(read), _experts(read)
-    limits, shared = (_by_layer(read, name, None) for name in ("swiglu_limits", "swiglu_limits_shared"))
-    made = []
-    for i, kind in enumerate(kinds):
-        beside = _activation("swiglu_limits_shared", shared[i])
-        part: Dense | Experts = Dense(read.count("intermediate_size"), beside) if i not in sparse else replace(
-            moe,
-            activation=_activation("swiglu_limits", limits[i]),
-            shared=SharedExpert(read.count("share_expert_dim|share_expert_dims"), activation=beside),
-        )  # fmt: skip
-        made.append(LayerSpec(_attention(_of_layer(read, i, kind), kind), part))
-    assert len(made) == count
-    return {**common(read), "layers": tuple(made)}
+    parts = [_experts(read, i) if i in sparse else _dense(read, i) for i in range(len(kinds))]
+    mixers = [_attention(_of_layer(read, i, kind), kind) for i, kind in enumerate(kinds)]
+    return {**common(read), "layers": tuple(map(LayerSpec, mixers, parts))}
 
 
 def _by_layer(read: Fields, name: str, missing: Any) -> list[Any]:
@@ -59,7 +47,7 @@ def _moe_layers(read: Fields) -> set[int]:
         raise out_of_range("moe_layers_enum", listed, "numbers of layers with commas between them") from None
 
 
-def _experts(read: Fields) -> Experts:
+def _experts(read: Fields, layer: int) -> Experts:
     router = Router(
         read.count("moe_num_experts|n_routed_experts"),
         read.count("moe_top_k|num_experts_per_tok"),
@@ -67,13 +55,19 @@ def _experts(read: Fields) -> Experts:
         correction_bias=True,
         scale=scale(read, "moe_router_scaling_factor"),
     )
-    return Experts(router, read.count("moe_intermediate_size"))
+    width = read.count("share_expert_dim|share_expert_dims")
+    shared = SharedExpert(width, activation=_activation(read, "swiglu_limits_shared", layer))
+    return Experts(router, read.count("moe_intermediate_size"), shared, _activation(read, "swiglu_limits", layer))
 
 
-def _activation(name: str, limit: Any) -> Activation:
+def _dense(read: Fields, layer: int) -> Dense:
+    return Dense(read.count("intermediate_size"), _activation(read, "swiglu_limits_shared", layer))
+
+
+def _activation(read: Fields, name: str, layer: int) -> Activation:
     """0 and null stand for no limit."""
-    value = Fields({name: limit}).number(name, 0.0, least=0.0, most=1e6)
-    return Activation("silu then clip", value) if value else SILU
+    limit = Fields({name: _by_layer(read, name, None)[layer]}).number(name, 0.0, least=0.0, most=1e6)
+    return Activation("silu then clip", limit) if limit else SILU
 
 
 def _of_layer(read: Fields, layer: int, kind: str) -> Fields:

@@ -23,7 +23,7 @@ from moeflux_mlx.ops import backend
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = ("qwen3_moe", "qwen3_5_moe")
+FAMILIES = ("qwen3_moe", "qwen3_5_moe", "gpt_oss")
 
 
 class Pair:

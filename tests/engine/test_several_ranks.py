@@ -67,6 +67,7 @@ def digest_alone(path, lengths, **options):
         ("qwen3_5_moe", [{"expert_io": "pread", "prefetch": "off"}, {"share": 3, "expert_io": "pread"}]),
         ("qwen3_moe", [{"expert_io": "mmap"}, LEAST, {"prefetch": "previous"}]),
         ("qwen3_moe", [LEAST] * 2),  # experts are dealt out
+        ("gpt_oss", [LEAST, {"expert_io": "mmap"}]),  # it has windows, and experts that add biases
     ],
 )
 def test_the_bits_of_one_process(tmp_path, family, options):

@@ -20,7 +20,7 @@ from moeflux_mlx.experts.ranks import Owners, RankedExperts
 from moeflux_mlx.ops import backend, grouped
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = goldens.families()
+FAMILIES = (*goldens.families(), "gpt_oss")  # which has windows, and experts that add biases
 
 
 class Meeting:

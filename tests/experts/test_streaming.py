@@ -35,6 +35,7 @@ from moeflux_mlx.ops import backend, grouped
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K = 16, 4
+FAMILIES = (*goldens.families(), "gpt_oss")  # which has windows, and experts that add biases
 
 
 def tokens_of(family):
@@ -77,7 +78,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("family, name", drawn(goldens.families(), OPTIONS, turns=2))
+@pytest.mark.parametrize("family, name", drawn(FAMILIES, OPTIONS, turns=2))
 def test_same_bits_with_any_pool(family, name, small_waves):
     tokens, reference = tokens_of(family), tiny_model(family, mx.float32)
     model = streamed(tiny_directory(family), **OPTIONS[name])
@@ -445,7 +446,7 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
 
 @pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("family", goldens.families())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
     """As on a GPU, in a pool that does not hold all experts, so that some are predicted."""
     options = {"least_slots": 8 * TOP_K, "cache_bytes": 1, "copied": copied}

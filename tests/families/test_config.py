@@ -48,6 +48,7 @@ SIZES = {
     "glm-4.7": (13271040, 2123366400, 89, 176.00),
     "glm-4.7-flash": (5308416, 339738624, 46, 14.55),
     "hy3-295b-a21b": (10616832, 2038431744, 79, 149.98),
+    "k-exaone-236b-a23b": (21233664, 2717908992, 47, 118.97),
     "kimi-k2.6": (24772608, 9512681472, 60, 531.56),
     "minimax-m2-230b-a10b": (7962624, 2038431744, 62, 117.70),
     "mistral-small-4-119b": (14155776, 1811939328, 36, 60.75),
@@ -304,7 +305,7 @@ def small(config):
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
     lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
-    for name in (*lists, "mlp_layer_types"):
+    for name in (*lists, "mlp_layer_types", "is_moe_layer"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
     return config
@@ -347,11 +348,12 @@ def check_usable(config):
         assert type(value) is not int or 0 <= value < 2**31, args
     assert all(0 <= layer < args.num_hidden_layers for layer in args.moe_layers)
     for mixer in {mixer for mixer in args.mixers if isinstance(mixer, GroupedQuery | Latent)}:
-        rope = Rope(mixer.rotation)
-        frequencies = np.frombuffer(rope.frequencies)
-        assert len(frequencies) == mixer.rotation.dims // 2
-        assert np.isfinite(frequencies).all() and (frequencies >= 0).all()
-        assert 0 < rope.magnitude < 1e9 and (isinstance(mixer, GroupedQuery) or 0 < softmax_scale(mixer) < 1e9)
+        assert isinstance(mixer, GroupedQuery) or 0 < softmax_scale(mixer) < 1e9
+        if mixer.rotation is not None:
+            rope = Rope(mixer.rotation)
+            frequencies = np.frombuffer(rope.frequencies)
+            assert len(frequencies) == mixer.rotation.dims // 2
+            assert np.isfinite(frequencies).all() and (frequencies >= 0).all() and 0 < rope.magnitude < 1e9
     layout = ExpertLayout.from_args(args)
     plan_memory(args, layout, Figures(1 << 62), Demand(resident=0, context=100))
     if args.num_hidden_layers <= 8:

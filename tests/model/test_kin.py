@@ -74,6 +74,10 @@ IGNORED = [
     ("laguna", {"sliding_window": 10}),
     ("laguna", {"moe_routed_scaling_factor": 1.0}),
     ("laguna", {"moe_router_logit_softcapping": 0.0}),
+    ("exaone_moe", {"sliding_window": 8}),
+    ("exaone_moe", {"layer_types": None, "sliding_window_pattern": 4}),
+    ("exaone_moe", {"rope_theta": 1e4}),
+    ("exaone_moe", {"routed_scaling_factor": 1.0}),
     ("step3p5", {"sliding_window": 11}),
     ("step3p5", {"rope_scaling": None}),
     ("step3p5", {"yarn_only_types": []}),
@@ -113,7 +117,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
     assert error(load_model(path, dtype=mx.float32), "mistral4", chunk) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3"])
+@pytest.mark.parametrize("family", ["kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe"])
 def test_a_correction_bias_that_is_left_out(family):
     biases = [t for n, (_, t) in goldens.hub_tensors(family).items() if n.endswith(("correction_bias", "expert_bias"))]
     assert all(bias.min() < 0 < bias.max() for bias in biases)
@@ -187,7 +191,7 @@ def test_a_temperature_of_the_rotated_part_alone(monkeypatch, chunk):
 
 # ---- mlx-lm, which reads the same checkpoints
 
-AGREED = ("kimi_k2", "moonlight", "minimax_m2", "glm4_moe", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
+AGREED = ("kimi_k2", "moonlight", "minimax_m2", "glm4_moe", "glm4_moe_air", "solar_open", "qwen3_vl_moe", "exaone_moe")
 
 
 @pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna"])
