@@ -35,6 +35,7 @@ ORDER = [
 COMMANDS = {
     "generate",
     "chat",
+    "models",
     "convert",
     "plan",
     "doctor",
