@@ -36,6 +36,7 @@ COMMANDS = {
     "generate",
     "chat",
     "models",
+    "launch",
     "convert",
     "plan",
     "doctor",

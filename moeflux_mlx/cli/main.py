@@ -11,6 +11,7 @@ COMMANDS = {
     "chat": ("moeflux_mlx.chat", "a conversation in the terminal"),
     "serve": ("moeflux_mlx.serve", "the model behind HTTP, for agents and chat apps"),
     "models": ("moeflux_mlx.models", "which of the known models suit this machine"),
+    "launch": ("moeflux_mlx.launch", "a coding agent with a server of its own"),
     "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
     "plan": ("moeflux_mlx.plan", "what a model needs in memory, and how fast the disk lets it run"),
     "evaluate": ("moeflux_mlx.evaluate", "how well a model predicts a text, and how far it is from another"),
