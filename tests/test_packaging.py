@@ -130,11 +130,11 @@ def test_without_a_backend_the_extra_is_named(tmp_path):
     """As `pip install .` on Linux leaves it: the package mlx alone has no engine."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
-    command = [sys.executable, "-m", "moeflux_mlx.generate", "--help"]
-    done = subprocess.run(command, env=child_environment(tmp_path), capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("ImportError: MLX cannot be imported (libmlx.so")
-    assert "pip install 'mlx[cpu]', or 'mlx[cuda13]'" in last and "extras [cpu] and [cuda13]" in last
+    for words in (["-m", "moeflux_mlx", "generate", "--help"], ["-c", "from moeflux_mlx import load"]):
+        done = subprocess.run([sys.executable, *words], env=child_environment(tmp_path), capture_output=True, text=True)
+        last = done.stderr.strip().splitlines()[-1]
+        assert done.returncode == 1 and "rror: MLX cannot be imported (libmlx.so" in last
+        assert "pip install 'mlx[cpu]', or 'mlx[cuda13]'" in last and "extras [cpu] and [cuda13]" in last
 
 
 @pytest.mark.parametrize(
