@@ -146,7 +146,11 @@ def test_this_version_has_a_section_of_the_changelog():
 def python_at_hand(version):
     """An interpreter of this version that can make environments, of pyenv or on the PATH; None if there is none."""
     found = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
-    makes = [python for python in found if python and not subprocess.run([python, "-c", "import venv, pip"]).returncode]
+    makes = [
+        python
+        for python in found
+        if python and not subprocess.run([python, "-c", "import venv, pip"], stderr=subprocess.DEVNULL).returncode
+    ]
     return next(iter(makes), None)
 
 
