@@ -4,6 +4,7 @@ Without a C compiler the build goes on and the package runs on the MLX twins, an
 """
 
 import os
+import runpy
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from zlib import crc32
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.modified import newer_group
 
 # Contraction to fused multiply-add is wanted on every path; clang keeps it off across statements by default. Debugging
@@ -56,4 +59,30 @@ class BuildSideBySide(build_ext):
         super().build_extensions()
 
 
-setup(ext_modules=[kernels, *([reads] if sys.platform == "linux" else [])], cmdclass={"build_ext": BuildSideBySide})
+def write_commit(tree):
+    """Notes the commit in the package below `tree`, if it is known."""
+    version = runpy.run_path("moeflux_mlx/version.py")
+    if (commit := version["commit"]()) is not None:
+        with open(os.path.join(tree, "moeflux_mlx", version["FILE"]), "w") as file:
+            file.write(commit)
+
+
+class BuildWithCommit(build_py):
+    """Copies the package; a copy knows its commit, a tree that is installed in place asks git."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            write_commit(self.build_lib)
+
+
+class SourcesWithCommit(sdist):
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        write_commit(base_dir)
+
+
+setup(
+    ext_modules=[kernels, *([reads] if sys.platform == "linux" else [])],
+    cmdclass={"build_ext": BuildSideBySide, "build_py": BuildWithCommit, "sdist": SourcesWithCommit},
+)

@@ -1,73 +1,33 @@
-"""Run Mixture-of-Experts language models larger than memory on MLX, streaming experts from disk."""
+"""Run Mixture-of-Experts language models larger than memory on MLX, streaming experts from disk.
 
-try:
-    import mlx.core  # noqa: F401
-except ImportError as error:  # on Linux the package mlx alone has no engine
-    raise ImportError(
-        f"MLX cannot be imported ({error}); on Linux it needs a backend: pip install 'mlx[cpu]', or 'mlx[cuda13]' for "
-        "an NVIDIA GPU, which the extras [cpu] and [cuda13] of moeflux-mlx do"
-    ) from None
+The public names are imported, and MLX with them, when the first of them is used: what needs none starts at once.
+"""
 
-import moeflux_mlx.generate  # noqa: F401  (first: the function below takes the place of the command)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .engine.engine import load, load_model
-from .engine.expert_io import select_io_mode
-from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
-from .engine.sampling import make_logits_processors, make_sampler
-from .engine.weights import model_fingerprint
-from .errors import (
-    ConfigError,
-    DeviceError,
-    ExpertIOError,
-    ModelFileError,
-    MoefluxError,
-    MoefluxWarning,
-    NotPackedError,
-    PromptCacheError,
-    RequestError,
-    SnapshotError,
-    TokenizerError,
-)
-from .experts.source import ExpertLoader, IoMode
-from .model.decoder import Model
-from .model.step import SequenceRows
-from .spec import ModelArgs
-from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
-from .state.snapshot import load_state, save_state, state_size
+import moeflux_mlx.generate  # noqa: F401  (now: a package that is imported later takes the place of the function)
 
-__version__ = "0.1.0"
+from .process import check_mlx
+from .version import VERSION as __version__  # noqa: F401
 
-__all__ = [
-    "ConfigError",
-    "DeviceError",
-    "ExpertIOError",
-    "ExpertLoader",
-    "GenerationResponse",
-    "IoMode",
-    "Model",
-    "ModelArgs",
-    "ModelFileError",
-    "MoefluxError",
-    "MoefluxWarning",
-    "NotPackedError",
-    "PromptCacheError",
-    "PromptDirectory",
-    "PromptFile",
-    "RequestError",
-    "SequenceRows",
-    "SnapshotError",
-    "TokenizerError",
-    "generate",
-    "load",
-    "load_model",
-    "load_state",
-    "make_logits_processors",
-    "make_prompt_cache",
-    "make_sampler",
-    "model_fingerprint",
-    "reuse_prefix",
-    "save_state",
-    "select_io_mode",
-    "state_size",
-    "stream_generate",
-]
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+else:
+    del generate  # noqa: F821
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or the list of them.
+
+        Raises:
+            ImportError: MLX has no engine here; the message names what to install.
+        """
+        if name == "__all__" or not name.startswith("_"):
+            check_mlx()
+            public = import_module("moeflux_mlx.public")
+            if name in (*public.__all__, "__all__"):
+                return getattr(public, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return import_module("moeflux_mlx.public").__all__

@@ -1,10 +1,21 @@
-"""Which process computes: MLX's threads and ours do not come along when it is forked, and nothing says so."""
+"""Whether MLX is here, and which process computes: neither MLX's threads nor ours come along when it is forked."""
 
 import os
 
 from .errors import ExpertIOError
 
 _computing: int | None = None  # as MLX's own state, one for all models
+
+
+def check_mlx() -> None:
+    """Raises ImportError: MLX cannot be imported; on Linux the package mlx alone has no engine."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"MLX cannot be imported ({error}); on Linux it needs a backend: pip install 'mlx[cpu]', or 'mlx[cuda13]' "
+            "for an NVIDIA GPU, which the extras [cpu] and [cuda13] of moeflux-mlx do"
+        ) from None
 
 
 def claim_process() -> int:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ PACKAGE = ROOT / "moeflux_mlx"
 
 # From the bottom up: packages, and modules that stand alone. Each may import from those before it.
 ORDER = [
+    "version",
     "errors",
     "process",
     "files",
@@ -35,6 +37,9 @@ ORDER = [
 COMMANDS = {
     "generate",
     "chat",
+    "models",
+    "public",
+    "launch",
     "convert",
     "plan",
     "doctor",
@@ -135,6 +140,8 @@ def test_public_names_exist():
     package = importlib.import_module("moeflux_mlx")
     assert package.__all__ == sorted(package.__all__)
     assert all(hasattr(package, name) for name in package.__all__)
+    assert dir(package) == package.__all__ and not hasattr(package, "nothing")
+    assert inspect.isfunction(package.generate), "not the command of the same name"
 
 
 def test_importing_the_package_leaves_heavy_libraries_alone():
@@ -150,6 +157,7 @@ def test_importing_the_package_leaves_heavy_libraries_alone():
         "prompt_toolkit",
         "llguidance",
     )
-    code = f"import sys, moeflux_mlx; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, moeflux_mlx; print([m for m in {('mlx', 'numpy', *heavy)} if m in sys.modules])"
+    code += f"; moeflux_mlx.load; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    assert out.stdout == "[]\n[]\n"

@@ -1,5 +1,6 @@
 """Kernel sources, configurations and the demo model are found in a wheel made from the sdist, and when editable."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from moeflux_mlx.files import directory
 from moeflux_mlx.generate.__main__ import main
 from moeflux_mlx.ops import native
 from moeflux_mlx.spec import variants
+from moeflux_mlx.version import FILE, VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("pyproject.toml", "setup.py", "README.md", "moeflux_mlx", "metal", "configs", "native")
@@ -34,6 +36,8 @@ def wheel(tmp_path_factory):
             shutil.copytree(source, base / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy(source, base / "tree" / name)
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=base / "tree", check=True)
     build = "import setuptools.build_meta as b, sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
     no_compiler = {**os.environ, "CC": "false"}
 
@@ -108,6 +112,64 @@ def test_a_wheel_made_from_the_sdist_has_all_data(wheel):
     assert len(wanted) > 15 and wanted | {"moeflux_mlx/server/page/index.html"} <= names
 
 
+def test_a_wheel_knows_the_commit_that_its_sdist_was_made_from(wheel, tmp_path):
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(command, cwd=wheel.parent / "tree", capture_output=True, text=True, check=True).stdout
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    said = subprocess.run(
+        [sys.executable, "-m", "moeflux_mlx", "--version"], cwd=tmp_path, env=child_environment(tmp_path),
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert said == f"moeflux-mlx {VERSION} ({commit.strip()})\n"
+    (tmp_path / "moeflux_mlx" / FILE).unlink()
+    (tmp_path / ".git").mkdir()
+    said = subprocess.run(
+        [sys.executable, "-m", "moeflux_mlx", "--version"], cwd=tmp_path, env=child_environment(tmp_path),
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert said == f"moeflux-mlx {VERSION}\n", "a tree that git does not know"
+
+
+def test_the_formula_is_that_of_the_sdist(wheel):
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    formula = subprocess.run([ROOT / "scripts/homebrew/formula", sdist], capture_output=True, text=True, check=True)
+    assert f'sha256 "{hashlib.sha256(sdist.read_bytes()).hexdigest()}"' in formula.stdout
+    assert f"/moeflux_mlx-{VERSION}.tar.gz" in formula.stdout and sdist.name == f"moeflux_mlx-{VERSION}.tar.gz"
+    if shutil.which("ruby"):
+        subprocess.run(["ruby", "-c"], input=formula.stdout, text=True, check=True, capture_output=True)
+
+
+def test_this_version_has_a_section_of_the_changelog():
+    assert f"\n## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def python_at_hand(version):
+    """An interpreter of this version that can make environments, of pyenv or on the PATH; None if there is none."""
+    found = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
+    makes = [
+        python
+        for python in found
+        if python and not subprocess.run([python, "-c", "import venv, pip"], stderr=subprocess.DEVNULL).returncode
+    ]
+    return next(iter(makes), None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+def test_what_pip_installs_runs_without_a_compiler(version, wheel, tmp_path):
+    """Builds the wheel of this version and tries it; needs a package index."""
+    python = python_at_hand(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    command = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sdist]
+    subprocess.run(command, check=True)
+    (built,) = tmp_path.glob("*.whl")
+    tried = subprocess.run([ROOT / "scripts" / "try_wheel", built, python], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+    assert tried.stdout.startswith(f"moeflux-mlx {VERSION} (") and "Once" in tried.stdout
+
+
 def test_an_installed_wheel_finds_its_data(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
@@ -130,11 +192,11 @@ def test_without_a_backend_the_extra_is_named(tmp_path):
     """As `pip install .` on Linux leaves it: the package mlx alone has no engine."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
-    command = [sys.executable, "-m", "moeflux_mlx.generate", "--help"]
-    done = subprocess.run(command, env=child_environment(tmp_path), capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("ImportError: MLX cannot be imported (libmlx.so")
-    assert "pip install 'mlx[cpu]', or 'mlx[cuda13]'" in last and "extras [cpu] and [cuda13]" in last
+    for words in (["-m", "moeflux_mlx", "generate", "--help"], ["-c", "from moeflux_mlx import load"]):
+        done = subprocess.run([sys.executable, *words], env=child_environment(tmp_path), capture_output=True, text=True)
+        last = done.stderr.strip().splitlines()[-1]
+        assert done.returncode == 1 and "rror: MLX cannot be imported (libmlx.so" in last
+        assert "pip install 'mlx[cpu]', or 'mlx[cuda13]'" in last and "extras [cpu] and [cuda13]" in last
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,17 @@ import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
-from ..engine.budget import MemoryPlan, plan_memory
 from ..engine.checkup import ASKED, check_operations, runs_on, thread_limits
-from ..engine.demand import demand_of
 from ..engine.machine import Figures, default_dtype, machine_figures, physical_ram_bytes
 from ..errors import ModelFileError, MoefluxError, RequestError
-from ..experts.source import IoMode
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
-from ..model.tensors import variant_bytes
 from ..ops import backend, native
 from ..ops.launch import MOST_THREADS
-from ..spec import ModelArgs, variants
+from .known_models import known_models, machine_of, table
 from .planning import measure_disk
 
 PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
@@ -45,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     lines, is_right = value_lines(dtype)
     print("\n".join(lines))
     disk = None if options.no_disk else print_disk(options.directory or hub_folder())
-    print("\n".join(["", *fitting_lines(figures, dtype, disk)]))
+    here = machine_of(figures, disk)
+    print("\n".join(["", *table(here, known_models(here))]))
     missing = missing_lines()
     if missing:
         print("\n".join(["", *missing]))
@@ -127,36 +123,6 @@ def hub_folder() -> Path:
 
     folder = Path(constants.HF_HUB_CACHE)
     return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
-def fitting_lines(figures: Figures, dtype: mx.Dtype, disk: float | None) -> list[str]:
-    """The known models, and how each would run here."""
-    rate = f"tokens/s at most at 0 % and 75 % hits, {disk / 1e9:.1f} GB/s" if disk else ""
-    return [f"{'models (4 bits)':22}{'disk':>10}  {'experts':14}{rate}"] + [
-        _fitting(name, figures, dtype, disk) for name in variants()
-    ]
-
-
-def _fitting(name: str, figures: Figures, dtype: mx.Dtype, disk: float | None) -> str:
-    args = ModelArgs.from_variant(name)
-    layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
-    start = f"{name:22}{_gb(layout.total_bytes + resident):>10}  "
-    asked: dict[str, Any] = {"context": None, "span": None, "prefill_step_size": None, "expert_cache_bytes": None}
-    try:
-        plan = plan_memory(args, layout, figures, demand_of(args, resident, dtype, expert_io="auto", **asked))
-    except RequestError:
-        return f"{start}does not fit: {_gb(resident)} besides the experts"
-    return start + _way(plan, args, layout, disk)
-
-
-def _way(plan: MemoryPlan, args: ModelArgs, layout: ExpertLayout, disk: float | None) -> str:
-    if plan.mode is not IoMode.PREAD:
-        return "all in memory"
-    share = f"{plan.pool / layout.total_bytes:.0%} in memory"
-    if not disk:
-        return share
-    token = args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
-    return f"{share:14}{disk / token:.1f} and {4 * disk / token:.1f}"
 
 
 def missing_lines() -> list[str]:

@@ -4,12 +4,15 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from .run import did_you_mean
+from ..process import check_mlx
+from ..version import described
 
 COMMANDS = {
     "generate": ("moeflux_mlx.generate.__main__", "a prompt in, text out"),
     "chat": ("moeflux_mlx.chat", "a conversation in the terminal"),
     "serve": ("moeflux_mlx.serve", "the model behind HTTP, for agents and chat apps"),
+    "models": ("moeflux_mlx.models", "which of the known models suit this machine"),
+    "launch": ("moeflux_mlx.launch", "a coding agent with a server of its own"),
     "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
     "plan": ("moeflux_mlx.plan", "what a model needs in memory, and how fast the disk lets it run"),
     "evaluate": ("moeflux_mlx.evaluate", "how well a model predicts a text, and how far it is from another"),
@@ -26,11 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, with the others; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
+        try:
+            check_mlx()
+        except ImportError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
     if words == ["--version"]:
-        print(f"moeflux-mlx {importlib.import_module('moeflux_mlx').__version__}")
+        print(f"moeflux-mlx {described()}")
         return 0
     if words and words[0] not in ("-h", "--help"):
+        from .run import did_you_mean  # here, because it brings MLX
+
         meant = did_you_mean(words[0], COMMANDS)
         print(f"error: no command {words[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
         return 2

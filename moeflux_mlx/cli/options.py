@@ -214,6 +214,7 @@ def open_optional(
         prefill_step_size=options.prefill_step_size,
         tiles=options.tiles,
         pool_share=getattr(options, "pool_share", None),
+        least_context=getattr(options, "least_context", 0),
         progress=progress,
         ranks=getattr(options, "ranks", None),
     )

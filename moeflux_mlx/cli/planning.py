@@ -115,10 +115,9 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
         rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
-    held = plan.experts if plan.mode is not IoMode.PREAD else 0
-    if held:
-        rows.append(("experts", held, "" if plan.copied else "  mapped: in the system's cache of files"))
-    total = plan.total - plan.copied + held
+    else:
+        rows.append(("experts", plan.experts, "" if plan.copied else "  mapped: in the system's cache of files"))
+    total = memory_in_all(plan)
     rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
     lines = [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{remark}" for name, nbytes, remark in rows)]
     if total > memory:
@@ -127,6 +126,16 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
             "--expert-io pread keeps as many as fit, and a shorter --context leaves room for more"
         )
     return lines
+
+
+def memory_in_all(plan: MemoryPlan) -> int:
+    """Bytes that a model takes while it runs, mapped experts included."""
+    return plan.total - plan.copied + (0 if plan.mode is IoMode.PREAD else plan.experts)
+
+
+def routed_bytes(args: ModelArgs, layout: ExpertLayout) -> int:
+    """Bytes of the experts that one token goes through, in all layers."""
+    return args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
 
 
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
@@ -139,7 +148,7 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
         return [f"experts are read once, at loading, which takes at least {seconds}"]
     if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
-    all_bytes = args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
+    all_bytes = routed_bytes(args, layout)
     lines = [f"reading all experts once takes {seconds}"]
     lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
     for rate in HIT_RATES:

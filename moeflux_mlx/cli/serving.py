@@ -3,18 +3,17 @@
 import argparse
 import asyncio
 import os
-import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..engine.engine import Engine
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json, user_path
 from .fetching import local_model
 from .options import load_named, open_store, parse_template_config
-from .run import INTERRUPTED
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ..server.sessions import Sessions
     from ..server.worker import Worker
 
+L = TypeVar("L", bound="Listener")
 STOP_SECONDS = 2.0  # that the model's thread has to end
 # After which the thread of the connections lets that of the model go on. Python's own 5 ms cost each token some
 # (results.tsv, "server").
@@ -41,12 +41,32 @@ def run(options: argparse.Namespace) -> int:
         MoefluxError: the model cannot be loaded.
     """
     check_installed()
+    from ..server.listen import Listener
+
+    return serve_with(Listener, options, read_key(options), lambda: load_named(options, local_model(options)), greet)
+
+
+def serve_with(
+    kind: "type[L]",
+    options: argparse.Namespace,
+    key: str | None,
+    load: Callable[[], Engine],
+    ready: "Callable[[L, Engine, str], None]",
+) -> int:
+    """Serves as the options say; returns the exit code.
+
+    Args:
+        kind: of listener that is made.
+        key: that requests must carry.
+        load: loads the model, in the thread that runs it.
+        ready: called there once the model is loaded, with the server's address.
+    """
     from ..server.app import Served, make_app
     from ..server.guard import Rules
-    from ..server.listen import Listener, bind
+    from ..server.listen import bind
     from ..server.worker import Worker
 
-    key, variables = read_key(options), parse_template_config(options.chat_template_config)
+    variables = parse_template_config(options.chat_template_config)
     for name in ("sessions", "queue"):
         if (value := getattr(options, name)) < 1:
             raise RequestError(f"--{name} is {value}; it must be at least 1")
@@ -54,14 +74,10 @@ def run(options: argparse.Namespace) -> int:
     where = f"http://{_written(options.host)}:{listening.getsockname()[1]}"
 
     def announce() -> None:
-        listener.stop_soon() if worker.state.error else greet(worker, where)
+        engine = worker.state.engine
+        listener.stop_soon() if engine is None else ready(listener, engine, where)
 
-    worker = Worker(
-        lambda: load_named(options, local_model(options)),
-        lambda engine: sessions_of(engine, options),
-        options.queue,
-        announce,
-    )
+    worker = Worker(load, lambda engine: sessions_of(engine, options), options.queue, announce)
     served = Served(
         worker,
         model_name(options.model),
@@ -70,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         log=None if options.quiet else note,
     )
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
-    listener = Listener(make_app(served, Rules(hosts, options.cors_origin, key)), worker.begin_stop)
+    listener = kind(make_app(served, Rules(hosts, options.cors_origin, key)), worker.begin_stop)
     note(f"loading; {where}/health tells when it is done")
     return serve(worker, listener, listening)
 
@@ -91,18 +107,16 @@ def serve(worker: "Worker", listener: "Listener", listening: socket.socket) -> i
     asyncio.run(main())
     if worker_began and not worker.stop(STOP_SECONDS):
         note("the model's thread is still at work; leaving it")
-        os._exit(INTERRUPTED if listener.signal == signal.SIGINT else 0)
+        os._exit(listener.exit_code)
     if isinstance(worker.state.error, MoefluxError):
         raise worker.state.error
     if worker.state.error is not None:
         raise RequestError(f"the model cannot be loaded: {worker.state.error!r}") from worker.state.error
-    return INTERRUPTED if listener.signal == signal.SIGINT else 0
+    return listener.exit_code
 
 
-def greet(worker: "Worker", where: str) -> None:
+def greet(listener: "Listener", engine: Engine, where: str) -> None:
     """Tells that the server is ready, and what for."""
-    engine = worker.state.engine
-    assert engine is not None
     plan = engine.plan
     pool = f", expert pool {plan.pool / 1e9:.2f} GB" if plan.pool else ""
     note(f"context: {plan.context} tokens for a prompt and its answer{pool}")

@@ -152,17 +152,20 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
     )  # fmt: skip
 
 
-def longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, share: float) -> int:
+def longest_context(
+    args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, share: float, least: int = 0
+) -> int:
     """The longest context beside which the pool of experts keeps `share` of what it has beside the default context.
 
-    Experts that would be mapped stay so. It is the model's limit, or that halved a few times.
+    Experts that would be mapped stay so. It is the model's limit, or that halved a few times, and `least` where that is
+    more, whatever experts lose by it.
 
     Raises:
         RequestError: not even the default fits.
     """
     base = plan_memory(args, layout, figures, demand)
     context = args.max_position_embeddings
-    while context > base.context:
+    while context > max(base.context, least):
         try:
             plan = plan_memory(args, layout, figures, replace(demand, context=context))
         except RequestError:
@@ -171,7 +174,7 @@ def longest_context(args: ModelArgs, layout: ExpertLayout, figures: Figures, dem
         if plan.mode is base.mode and plan.pool >= share * base.pool:
             return context
         context //= 2
-    return base.context
+    return max(base.context, least)
 
 
 def _mode(layout: ExpertLayout, figures: Figures, demand: Demand, reason: str) -> IoMode:

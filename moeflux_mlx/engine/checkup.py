@@ -23,6 +23,7 @@ from ..ops.route import route
 from ..quant import EXPERTS
 
 HIDDEN, INNER, EXPERT_COUNT, TOP_K = 512, 256, 8, 4
+RATED, RATED_WIDTH = 5, 4096  # experts of three square matrices, 142 MB together, whose products are timed
 BOUNDS = {
     mx.float32: 1e-4,
     mx.bfloat16: 2e-2,
@@ -152,6 +153,32 @@ def _routing(random: np.random.Generator, dtype: mx.Dtype) -> float:
     if not np.array_equal(ids, want_ids):
         return float("inf")
     return float(np.abs(weights - want / want.sum(axis=-1, keepdims=True)).max())
+
+
+def product_rate(dtype: mx.Dtype) -> float:
+    """Bytes of 4-bit weights per second that products with one row of `dtype` go through, one after the other.
+
+    The matrices are more than caches hold, so that memory decides; the best of three rounds counts.
+    """
+    parts, nbytes = [], 0
+    records = random_records(np.random.default_rng(0), RATED, RATED_WIDTH, RATED_WIDTH)
+    for words in records.blob:
+        for projection in records.record.projections:
+            codes, scales, biases = (mx.array(part) for part in _fields(words, projection))
+            parts.append(Part(projection.quant, codes, scales.view(mx.bfloat16), biases.view(mx.bfloat16)))
+            nbytes += codes.nbytes + scales.nbytes + biases.nbytes
+    mx.eval([[part.weight, part.scales, part.biases] for part in parts])
+
+    def seconds() -> float:
+        x = backend.enter(mx.ones((1, RATED_WIDTH), dtype), dtype)
+        start = time.perf_counter()
+        for part in parts:
+            x = linear(x, part)
+        mx.eval(backend.leave(x))
+        return time.perf_counter() - start
+
+    seconds()  # compiles
+    return nbytes / min(seconds() for _ in range(3))
 
 
 def random_records(random: np.random.Generator, count: int, hidden: int, inner: int) -> Records:

@@ -112,6 +112,7 @@ def open_engine(
     revision: str | None = None,
     tiles: str | Path = "auto",
     pool_share: float | None = None,
+    least_context: int = 0,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
@@ -143,7 +144,8 @@ def open_engine(
 
     def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
         if wanted.context is None and pool_share is not None:
-            wanted = replace(wanted, context=longest_context(args, layout, figures, wanted, pool_share))
+            longest = longest_context(args, layout, figures, wanted, pool_share, least_context)
+            wanted = replace(wanted, context=longest)
         return plan_memory(args, layout, figures, wanted)
 
     if ranks is None:
@@ -272,6 +274,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             GPU. Other tiles may change the last bits of a result.
         pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
             of what it would have otherwise.
+        least_context: that context is at least this long, whatever it takes from the experts.
         progress: called with the bytes read so far and in all, while resident experts are read.
         ranks: this process is one of several, which all load the model and then make the same calls.
 

@@ -30,6 +30,7 @@ Slots = mx.array | np.ndarray
 PLANES_BYTES = 46 * 1024  # of CUDA's 48 KiB, for planes of x
 # Of a token, without the shared expert: a threadgroup of the down projection holds a sum for each of them and its rows.
 MAX_SLOTS = 32
+MOST_SIMDGROUPS = 16  # of the second kernel: an H200 has not the registers for 32 with a clipped activation
 MAX_ARRAYS = 16  # of records that lie apart: Metal hands a kernel at most 31 arrays
 
 
@@ -484,7 +485,7 @@ def plan_down(
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     template |= biases_of(DOWN=record.down)
-    simdgroups = min(each, MOST_THREADS[target] // 32)
+    simdgroups = min(each, MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
     if form.planes:
         simdgroups = min(simdgroups, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
     template["SG"] = simdgroups

@@ -179,6 +179,11 @@ class Listener(uvicorn.Server):
             self.signal, self.should_exit = number, True
             self._ending()
 
+    @property
+    def exit_code(self) -> int:
+        """Of the process once all has ended, as shells report it."""
+        return 128 + self.signal if self.signal == signal.SIGINT else 0
+
     def stop_soon(self) -> None:
         """Begins the end, from any thread."""
         self._loop.call_soon_threadsafe(self.stop)

@@ -11,6 +11,7 @@ from tiny_models import child_environment
 
 import moeflux_mlx
 from moeflux_mlx.cli.main import COMMANDS, main
+from moeflux_mlx.version import VERSION, described
 
 PYTHON = [sys.executable, "-W", "error"]
 
@@ -81,7 +82,15 @@ def test_a_misspelt_command_is_named(capsys):
 
 def test_the_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"moeflux-mlx {moeflux_mlx.__version__}\n"
+    assert capsys.readouterr().out == f"moeflux-mlx {described()}\n"
+    assert moeflux_mlx.__version__ == VERSION
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_what_computes_nothing_starts_without_what_computes(word):
+    code = f"import sys; from moeflux_mlx.cli.main import main; main(['{word}'])"
+    done = run(*PYTHON, "-c", f"{code}; print({{'mlx', 'numpy', 'argparse'}} & set(sys.modules))")
+    assert done.stdout.endswith("set()\n")
 
 
 @pytest.mark.parametrize("module", ["generate", "generate.__main__", "chat", "plan", "convert"])

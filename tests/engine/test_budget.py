@@ -604,3 +604,4 @@ def test_the_longest_context_leaves_the_pool_its_share(gb):
                 other = plan_memory(args, layout, figures, longer)
                 assert other.mode is not base.mode or other.pool < share * base.pool
     assert gb < 64 or contexts[0.5] == args.max_position_embeddings
+    assert longest_context(args, layout, figures, demand, 0.9, 32768) == max(contexts[0.9], 32768)

@@ -19,7 +19,9 @@ COUNT = 6
 
 def decoding_of(model, prompt):
     cache, tokens = model.make_cache(), mx.array(prompt, mx.uint32)
-    return Decoding(model, cache, tokens, Prefill(model, cache, tokens).run())
+    logits = Prefill(model, cache, tokens).run()
+    # With a processor it does not go ahead by itself.
+    return Decoding(model, cache, tokens, logits, logits_processors=[lambda seen, logits: logits])
 
 
 def decoded_alone(model, prompt):

@@ -30,6 +30,7 @@ DEFAULTS = {
     "tiles": "auto",
     "progress": None,
     "pool_share": None,
+    "least_context": 0,
     "ranks": None,
 }
 

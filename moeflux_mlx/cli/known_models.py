@@ -1,0 +1,186 @@
+"""How the known models would run on this machine: `moeflux models`, and the end of `moeflux doctor`.
+
+Everything is counted from configurations; nothing is downloaded or loaded.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import mlx.core as mx
+
+from ..engine.budget import plan_memory
+from ..engine.checkup import product_rate
+from ..engine.demand import demand_of
+from ..engine.locate import resolve
+from ..engine.machine import Figures, default_dtype
+from ..engine.weights import open_weights
+from ..errors import RequestError
+from ..experts.source import IoMode
+from ..files import directory, read_json
+from ..formats.record import ExpertLayout
+from ..model.tensors import variant_bytes
+from ..spec import ModelArgs, variants
+from .options import gigabytes
+from .planning import figures, measure_disk, memory_in_all, routed_bytes
+
+ASSUMED_DISK = int(5e9)  # bytes per second, about what drives of Macs read
+COMFORTABLE = 5.0  # tokens per second, about as fast as people read
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides how fast models run on a machine.
+
+    Args:
+        figures: its memory.
+        products: bytes of weights that the products of one token go through in a second.
+        disk: bytes that it reads from the disk in a second.
+        is_measured: whether `disk` was measured or given; otherwise it is `ASSUMED_DISK`.
+    """
+
+    figures: Figures
+    products: float
+    disk: float
+    is_measured: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How one known model, at the bits of its configuration, runs on a `Machine`.
+
+    Args:
+        name: of the variant.
+        repository: on the Hugging Face Hub; None: no name is known.
+        disk_bytes: of its files, about.
+        memory_bytes: that it takes while it runs, for the context of the plan; None: it does not fit.
+        share: of the experts that are in memory, 0 to 1.
+        tokens_per_second: an estimate; None: it does not fit.
+        context: tokens that the memory is planned for.
+    """
+
+    name: str
+    repository: str | None
+    disk_bytes: int
+    memory_bytes: int | None = None
+    share: float = 0.0
+    tokens_per_second: float | None = None
+    context: int = 0
+
+    @property
+    def command(self) -> str:
+        """What to type to talk with it."""
+        return f"moeflux chat --model {self.repository or 'DIRECTORY'}"
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The best comes first: of the models that write comfortably fast the largest, then the others by speed."""
+        speed = self.tokens_per_second
+        if speed is None:
+            return 2, self.disk_bytes
+        return (0, -self.disk_bytes) if speed >= COMFORTABLE else (1, -speed)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the table, or with --json one object."""
+    here = machine(options)
+    fits = known_models(here, options.context)
+    if options.json:
+        print(json.dumps(report(here, fits)))
+        return 0
+    named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
+    commands = ["", "to try one (its size is said first; moeflux plan --model NAME looks without downloading):"]
+    commands += [f"  {fit.command}" for fit in named]
+    print("\n".join([*table(here, fits), *(commands if named else [])]))
+    return 0
+
+
+def machine(options: argparse.Namespace) -> Machine:
+    """This machine, or the one that the options describe.
+
+    Raises:
+        RequestError: a number is out of range, or two speeds of the disk are given.
+    """
+    disk = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
+    if options.measure_disk is not None:
+        if disk is not None:
+            raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
+        disk = int(measure_disk(open_weights(resolve(options.measure_disk)).experts))
+    products = gigabytes("--products-gb-per-s", options.products_gb_per_s)
+    return machine_of(figures(options.ram_gb), disk, products)
+
+
+def machine_of(limits: Figures, disk: float | None, products: float | None = None) -> Machine:
+    """A machine of these figures; products are measured here where their speed is not given, in about a second."""
+    return Machine(limits, products or product_rate(default_dtype()), disk or ASSUMED_DISK, disk is not None)
+
+
+def known_models(here: Machine, context: int | None = None) -> list[Fit]:
+    """Each known model on this machine, the one that suits it best first."""
+    dtype = default_dtype()
+    return sorted((fit(name, here, dtype, context) for name in variants()), key=lambda one: one.rank)
+
+
+def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
+    """How the variant `name` runs there with activations of `dtype`.
+
+    An MLX checkpoint is used as it lies. A `context` beyond the model's limit becomes that limit.
+    """
+    args = ModelArgs.from_variant(name)
+    layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
+    repository = read_json(directory("configs") / f"{name}.json").get("_name_or_path")
+    unfit = Fit(name, repository, layout.total_bytes + resident)
+    asked = None if context is None else min(context, args.max_position_embeddings)
+    try:
+        demand = demand_of(
+            args, resident, dtype, context=asked, span=None, prefill_step_size=None, expert_io="auto",
+            expert_cache_bytes=None, in_place=repository is not None,
+        )  # fmt: skip
+        plan = plan_memory(args, layout, here.figures, demand)
+    except RequestError:
+        return unfit
+    share = plan.pool / layout.total_bytes if plan.mode is IoMode.PREAD else 1.0
+    seconds = (resident + routed_bytes(args, layout)) / here.products
+    seconds += (1 - share) * routed_bytes(args, layout) / here.disk
+    return replace(
+        unfit, memory_bytes=memory_in_all(plan), share=share, tokens_per_second=1 / seconds, context=plan.context
+    )
+
+
+def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
+    """Lines of at most 100 columns."""
+    width = max(len(fit.name) for fit in fits)
+    lines = [f"{'model':{width}}{'disk':>12}{'memory':>12}{'experts in memory':>20}{'tokens/s, about':>18}"]
+    for one in fits:
+        start = f"{one.name:{width}}{_gb(one.disk_bytes):>12}"
+        if one.memory_bytes is None or one.tokens_per_second is None:
+            lines.append(f"{start}{'does not fit':>18}")
+        else:
+            speed = f"{one.tokens_per_second:.{0 if one.tokens_per_second >= 10 else 1}f}"
+            lines.append(f"{start}{_gb(one.memory_bytes):>12}{one.share:>20.0%}{speed:>18}")
+    disk = f"{_gb(here.disk)}/s" if here.is_measured else f"an assumed {_gb(here.disk)}/s"
+    return [
+        *lines,
+        "",
+        f"For {_gb(here.figures.memory)} of {here.figures.name}. Sorted: models above {COMFORTABLE:g} tokens/s, the "
+        "largest first; then slower ones by speed.",
+        f"Tokens/s is an estimate, no measurement: a token's weights go through products at {_gb(here.products)}/s,",
+        f"and experts that are not in memory come from the disk at {disk}, if a router uses",
+        "all alike. moeflux benchmark measures a model that is here.",
+    ]
+
+
+def report(here: Machine, fits: Sequence[Fit]) -> dict[str, object]:
+    """What --json prints: bytes, bytes per second, tokens per second."""
+    return {
+        "memory_bytes": here.figures.memory,
+        "products_bytes_per_second": here.products,
+        "disk_bytes_per_second": here.disk,
+        "disk_is_measured": here.is_measured,
+        "models": [{**asdict(fit), "command": fit.command} for fit in fits],
+    }
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

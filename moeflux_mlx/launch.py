@@ -1,0 +1,42 @@
+"""`python -m moeflux_mlx.launch`: a coding agent or chat program with a server of its own."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .cli.launching import run
+from .cli.options import add_model_options, add_prompt_cache_options
+from .cli.programs import PROGRAMS
+from .cli.run import Parser, execute
+from .serve import POOL_SHARE, add_sampling_defaults
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        "launch",
+        "Serve a model on a free port with a key of its own, start a program that talks with it, and end both "
+        "together. What follows -- is given to the program. Its own configuration stays as it is.",
+    )
+    made.add_argument("program", choices=PROGRAMS, help="to start; if it is missing, a line says how to install it")
+    made.add_argument("--verbose", action="store_true", help="also print how prompts are cut and the time to load")
+    add_sampling_defaults(made)
+    add_model_options(made)
+    add_prompt_cache_options(made, with_file=False)
+    made.set_defaults(
+        pool_share=POOL_SHARE, seed=None, host="127.0.0.1", port=0, allowed_host=[], cors_origin=[], sessions=4,
+        queue=64, keep_agent_headers=False, quiet=True,
+    )  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options = parser().parse_args(words[:end])
+    options.arguments = words[end + 1 :]
+    return execute(run, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

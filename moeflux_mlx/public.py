@@ -1,0 +1,61 @@
+"""The public names, which `moeflux_mlx` has from here."""
+
+from .engine.engine import load, load_model
+from .engine.expert_io import select_io_mode
+from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
+from .engine.sampling import make_logits_processors, make_sampler
+from .engine.weights import model_fingerprint
+from .errors import (
+    ConfigError,
+    DeviceError,
+    ExpertIOError,
+    ModelFileError,
+    MoefluxError,
+    MoefluxWarning,
+    NotPackedError,
+    PromptCacheError,
+    RequestError,
+    SnapshotError,
+    TokenizerError,
+)
+from .experts.source import ExpertLoader, IoMode
+from .model.decoder import Model
+from .model.step import SequenceRows
+from .spec import ModelArgs
+from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
+from .state.snapshot import load_state, save_state, state_size
+
+__all__ = [
+    "ConfigError",
+    "DeviceError",
+    "ExpertIOError",
+    "ExpertLoader",
+    "GenerationResponse",
+    "IoMode",
+    "Model",
+    "ModelArgs",
+    "ModelFileError",
+    "MoefluxError",
+    "MoefluxWarning",
+    "NotPackedError",
+    "PromptCacheError",
+    "PromptDirectory",
+    "PromptFile",
+    "RequestError",
+    "SequenceRows",
+    "SnapshotError",
+    "TokenizerError",
+    "generate",
+    "load",
+    "load_model",
+    "load_state",
+    "make_logits_processors",
+    "make_prompt_cache",
+    "make_sampler",
+    "model_fingerprint",
+    "reuse_prefix",
+    "save_state",
+    "select_io_mode",
+    "state_size",
+    "stream_generate",
+]

@@ -1,0 +1,27 @@
+"""Which version this is: its number, and the commit that it was built from, where that is known."""
+
+import subprocess
+from pathlib import Path
+
+VERSION = "0.2.0"
+FOLDER = Path(__file__).resolve().parent
+FILE = "commit.txt"  # in a built package, beside this module
+
+
+def commit() -> str | None:
+    """The commit that this was built from, or that a git tree is at, with "-dirty" behind it where files differ."""
+    if (FOLDER / FILE).exists():
+        return (FOLDER / FILE).read_text().strip()
+    if not (FOLDER.parent / ".git").exists():
+        return None
+    command = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def described() -> str:
+    """The version, with its commit where that is known."""
+    found = commit()
+    return VERSION if found is None else f"{VERSION} ({found})"

@@ -1,0 +1,100 @@
+"""The known models on a machine: which come first, what the figures are, and the commands."""
+
+import json
+
+import pytest
+from test_docs import refusal
+from tiny_models import tiny_directory
+
+from moeflux_mlx import models
+from moeflux_mlx.cli.known_models import COMFORTABLE
+from moeflux_mlx.engine.checkup import product_rate
+from moeflux_mlx.engine.machine import default_dtype
+from moeflux_mlx.spec import variants
+
+INSTANT = "--products-gb-per-s=1e6"  # products take no time, so that the disk alone decides
+
+
+def said(capsys, *options):
+    assert models.main([*options]) == 0
+    return capsys.readouterr().out
+
+
+def listed(capsys, *options):
+    return json.loads(said(capsys, "--json", *options))["models"]
+
+
+def test_the_largest_of_those_that_are_fast_enough_comes_first(capsys):
+    fits = listed(capsys, "--ram-gb=64", "--products-gb-per-s=300", "--disk-gb-per-s=6")
+    assert sorted(fit["name"] for fit in fits) == variants()
+    fast = [fit for fit in fits if fit["tokens_per_second"] >= COMFORTABLE]
+    slow = [fit for fit in fits if fit["tokens_per_second"] < COMFORTABLE]
+    assert fast and slow and fits == [*fast, *slow]
+    assert fast == sorted(fast, key=lambda fit: -fit["disk_bytes"])
+    assert slow == sorted(slow, key=lambda fit: -fit["tokens_per_second"])
+
+
+def test_what_does_not_fit_comes_last(capsys):
+    fits = listed(capsys, "--ram-gb=6", INSTANT)
+    small = [fit["memory_bytes"] is not None for fit in fits]
+    assert small == sorted(small, reverse=True) and {True, False} == set(small)
+    assert said(capsys, "--ram-gb=6", INSTANT).count("does not fit") == small.count(False)
+
+
+# Shares of experts in memory, and ceilings at 5 GB/s without hits, of the README's table (by `moeflux plan`).
+@pytest.mark.parametrize(
+    ("name", "ram", "share", "ceiling"),
+    [("qwen3-next-80b-a3b", 16, 0.24, 5.9), ("qwen3.5-397b-a17b", 128, 0.46, 1.2), ("qwen3-235b-a22b", 64, 0.35, 0.6)],
+)
+def test_what_is_not_in_memory_comes_from_the_disk(name, ram, share, ceiling, capsys):
+    fits = listed(capsys, f"--ram-gb={ram}", "--disk-gb-per-s=5", INSTANT)
+    (fit,) = [fit for fit in fits if fit["name"] == name]
+    assert fit["share"] == pytest.approx(share, abs=0.02)
+    assert fit["tokens_per_second"] == pytest.approx(ceiling / (1 - fit["share"]), rel=0.06)
+
+
+def test_a_model_in_memory_is_as_fast_as_products_are(capsys):
+    """Qwen3-30B-A3B at 4 bits: 0.9 GB for every token and 1.0 GB of experts (the README's table)."""
+    fits = listed(capsys, "--ram-gb=64", "--products-gb-per-s=190")
+    (fit,) = [fit for fit in fits if fit["name"] == "qwen3-30b-a3b"]
+    assert fit["share"] == 1 and fit["tokens_per_second"] == pytest.approx(100, rel=0.05)
+
+
+@pytest.mark.parametrize("ram", [8, 48, 2000])
+def test_the_table_fits_a_narrow_terminal(ram, capsys):
+    out = said(capsys, f"--ram-gb={ram}", INSTANT)
+    assert max(map(len, out.splitlines())) <= 100
+    assert all(f"\n{name} " in f"\n{out}" for name in variants())
+
+
+def test_the_commands_exist(capsys):
+    lines = said(capsys, INSTANT).splitlines()
+    commands = [line.split() for line in lines if line.startswith("  moeflux ")]
+    assert len(commands) > 5 and not any(refusal(words[1], words[2:]) for words in commands)
+
+
+def test_the_speed_of_the_disk_is_said_to_be_assumed_or_measured(capsys):
+    assert "an assumed 5.0 GB/s" in said(capsys, INSTANT)
+    assert "the disk at 7.0 GB/s" in said(capsys, INSTANT, "--disk-gb-per-s=7")
+    measured = json.loads(said(capsys, INSTANT, "--json", "--measure-disk", str(tiny_directory("qwen3_moe"))))
+    assert measured["disk_is_measured"] and measured["disk_bytes_per_second"] != 5e9
+
+
+def test_a_long_context_takes_from_the_experts(capsys):
+    short, long = (
+        {fit["name"]: fit for fit in listed(capsys, "--ram-gb=64", INSTANT, f"--context={context}")}
+        for context in (4096, 40960)
+    )
+    name = "qwen3-235b-a22b"
+    assert long[name]["context"] == 40960 and long[name]["share"] < short[name]["share"]
+
+
+def test_wrong_options_are_one_line(capsys):
+    assert models.main(["--disk-gb-per-s=5", "--measure-disk=x"]) == 1
+    assert capsys.readouterr().err == "error: --measure-disk and --disk-gb-per-s exclude each other; give one of them\n"
+    assert models.main(["--ram-gb=0"]) == 1
+    assert capsys.readouterr().err.startswith("error: --ram-gb is 0.0; it must be positive")
+
+
+def test_products_are_measured_here():
+    assert 1e7 < product_rate(default_dtype()) < 1e14
