@@ -10,8 +10,8 @@ except ImportError as error:  # on Linux the package mlx alone has no engine
 
 import moeflux_mlx.generate  # noqa: F401  (first: the function below takes the place of the command)
 
-from .engine.budget import select_io_mode
 from .engine.engine import load, load_model
+from .engine.expert_io import select_io_mode
 from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
 from .engine.sampling import make_logits_processors, make_sampler
 from .engine.weights import model_fingerprint

@@ -1,7 +1,7 @@
 """How the codes of a matrix are stored: one type, one reading of every spelling in `config.json`.
 
 The types can say more than is computed. `is_computed` decides what is, and whoever reads a configuration or a
-checkpoint asks it.
+checkpoint asks it. Which forms kernels read is another question, of `ops/forms.py`.
 """
 
 import reprlib
@@ -15,6 +15,7 @@ from .errors import ConfigError, ModelFileError
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # what a code is
 FLOAT, E8M0 = "float", "e8m0"  # what a scale is, or E4M3
+NAN = {E8M0: 0xFF, E4M3: 0x7F}  # of scales of 8 bits: the bits that are all set in one that is no number
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ OUTER = ("language_model.", "model.")  # what stands before a module's path in s
 
 
 def is_computed(quant: Quant) -> bool:
-    """Whether the operations multiply with matrices that are stored so, resident ones and those of experts."""
+    """Whether some operation multiplies with matrices that are stored so, resident ones and those of experts."""
     return is_known(quant) and quant.mode in COMPUTED_MODES
 
 

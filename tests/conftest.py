@@ -41,6 +41,23 @@ def cpu_device():
 
 
 @pytest.fixture
+def plain_operations(monkeypatch):
+    """The CPU computes with MLX's own operations: neither kernels nor native forms run."""
+    from tiny_models import use_plain_operations
+
+    use_plain_operations(monkeypatch)
+
+
+@pytest.fixture
+def no_extension(monkeypatch):
+    """As if the native extension had not been built, and nobody had been told."""
+    from moeflux_mlx.ops import native
+
+    monkeypatch.setattr(native, "available", lambda: False)
+    native.warn_once.cache_clear()
+
+
+@pytest.fixture
 def interruptible():
     """SIGINT raises, here and in children. Who runs the tests in the background may have them ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -161,9 +161,7 @@ def test_the_package_is_installed_anew_from_where_it_came(origin, command, monke
         assert reinstall == f"pip install --force-reinstall --no-deps --no-cache-dir {command}"
 
 
-def test_a_command_without_native_kernels_says_so_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(native, "_native", None)
-    monkeypatch.setattr(native, "_warned", False)
+def test_a_command_without_native_kernels_says_so_in_one_line(no_extension, capsys):
     with on_cpu():
         assert main(["--model", str(tiny_directory("qwen3_moe")), "-p", "a", "-m", "1"]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "native" in line]

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.ops import native
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
@@ -63,6 +64,12 @@ def on_cpu():
         yield
     finally:
         mx.set_default_device(before)
+
+
+def use_plain_operations(patch):
+    """What the fixture `plain_operations` does, from here on and for as long as `patch` lasts."""
+    patch.setattr(native, "available", lambda: False)
+    patch.setattr(native, "warn_if_missing", lambda: None)
 
 
 def child_environment(first=ROOT):

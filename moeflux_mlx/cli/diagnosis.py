@@ -15,8 +15,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..engine.budget import MemoryPlan, demand_of, plan_memory
+from ..engine.budget import MemoryPlan, plan_memory
 from ..engine.checkup import ASKED, check_operations, runs_on, thread_limits
+from ..engine.demand import demand_of
 from ..engine.machine import Figures, default_dtype, machine_figures, physical_ram_bytes
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..experts.source import IoMode

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..engine.budget import demand_of, from_environment, plan_memory
+from ..engine.budget import plan_memory
+from ..engine.demand import demand_of
+from ..engine.expert_io import from_environment
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote
 from ..model.tensors import resident_bytes

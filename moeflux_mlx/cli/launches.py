@@ -1,10 +1,11 @@
-"""Which kernels a model runs, by kind of layer and number of tokens, in lines for people."""
+"""Which kernels and native forms a model runs, by kind of layer and number of tokens, in lines for people."""
 
 import argparse
 from contextlib import closing
 
 from ..engine.launches import TOKENS, Step, launches_of
-from ..ops import backend
+from ..ops import backend, native
+from ..ops.stand_ins import standing_in
 from .tuning import shapes_of
 
 BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
@@ -13,16 +14,22 @@ BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
 def run(options: argparse.Namespace) -> int:
     """Prints them for the options' model; returns 0."""
     target = backend.name() if options.backend is None else BACKENDS[options.backend]
-    with backend.viewing(target):
+    with standing_in(backend=target):
         shapes = shapes_of(options)
         title = next(name for name, value in BACKENDS.items() if value == target)
-        print(f"{shapes.args.model_type} on {title}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
+        print(f"{shapes.args.model_type} on {machine_of(title)}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
         with closing(launches_of(shapes, target)) as steps:
             for step in steps:
                 if step.tokens == TOKENS[0]:
                     print(title_of(step))
-                print("\n".join(lines_of(step)))
+                print("\n".join(lines_of(step, "" if target == "ops" else "no kernel for ")))
     return 0
+
+
+def machine_of(title: str) -> str:
+    """The backend, and of a CPU the instruction set that the native kernels use."""
+    is_native = title == "cpu" and native.available()
+    return f"{title} ({native.instruction_paths()[0]})" if is_native else title
 
 
 def title_of(step: Step) -> str:
@@ -34,8 +41,8 @@ def title_of(step: Step) -> str:
     return f"{step.part}: {len(step.layers)} layers, the first is {step.layers[0]}"
 
 
-def lines_of(step: Step) -> list[str]:
-    """What runs, and below it why not more."""
+def lines_of(step: Step, refusal: str) -> list[str]:
+    """What runs, and below it, behind `refusal`, why not another form."""
     runs = ", ".join(name if count == 1 else f"{name} x{count}" for name, count in step.runs.items())
     lines = [f"  {step.tokens:>3} {'token ' if step.tokens == 1 else 'tokens'}  {runs or 'MLX operations only'}"]
-    return lines + [f"              no kernel for {name}: {reason}" for name, reason in step.refused.items()]
+    return lines + [f"              {refusal}{name}: {reason}" for name, reason in step.refused.items()]

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..engine.budget import MODES
 from ..engine.engine import Engine, open_engine
+from ..engine.expert_io import MODES
 from ..engine.generation import check_max_tokens
 from ..engine.machine import default_dtype
 from ..engine.sampling import make_logits_processors, make_sampler

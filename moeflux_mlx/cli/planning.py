@@ -12,7 +12,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import MemoryPlan, demand_of, from_environment, plan_memory
+from ..engine.budget import MemoryPlan, plan_memory
+from ..engine.demand import demand_of
+from ..engine.expert_io import from_environment
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote

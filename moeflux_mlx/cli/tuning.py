@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype
+from ..engine.random_weights import Shapes
 from ..engine.remote import Remote, is_remote
 from ..engine.tiles import default_file, gpu_name, keep, read_entries
-from ..engine.tuning import Result, Shapes, crew, kept, samples
+from ..engine.tuning import Result, crew, kept, samples
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..files import user_path

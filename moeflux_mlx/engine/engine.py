@@ -31,10 +31,14 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from .budget import Breath, Demand, MemoryPlan, demand_of, from_environment, least_slots, longest_context, plan_memory
+from .breath import Breath
+from .budget import MemoryPlan, longest_context, plan_memory
+from .demand import Demand, demand_of
+from .expert_io import from_environment
 from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
+from .needs import least_slots
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
 from .tiles import choose

@@ -19,14 +19,15 @@ from ..formats.record import Record
 from ..kinds import Delta, Dense, GroupedQuery
 from ..model.decoder import feed_forward_of, mixer_of
 from ..model.layers import Linear, RMSNorm, Weight
-from ..ops import backend, launch, native
+from ..ops import backend
 from ..ops.experts import Records, chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
-from ..ops.launch import Kernel, Reason
+from ..ops.launch import NO_KERNELS, Kernel, Reason
+from ..ops.stand_ins import standing_in
 from ..ops.tiles import MAX_TOKENS, Tiles, using
-from ..quant import E8M0, Quant
+from ..quant import FLOAT, Quant
 from ..state.cache import make_cache
-from .tuning import Shapes, randomise
+from .random_weights import Shapes, randomise
 
 TOKENS = (1, 4, 512)  # one, a few, and many
 Run = Callable[[Any], object]
@@ -41,7 +42,7 @@ class Step:
         layers: those that have it, in the same stored forms; none for lm_head.
         tokens: at once.
         runs: kernels and native forms, with how often each is called; all else is MLX's own operations.
-        refused: an operation that no kernel computes, and why.
+        refused: an operation that no kernel computes, or for which another native form is there, and why.
     """
 
     part: str
@@ -53,36 +54,39 @@ class Step:
 
 def launches_of(shapes: Shapes, target: str) -> Generator[Step, None, None]:
     """What each kind of mixer and feed-forward part, and lm_head, run on the backend `target`."""
-    with backend.viewing(target):
+    with standing_in(backend=target):
+        missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
         for part, layers, run in _parts(shapes):
             for tokens in TOKENS:
-                noted = Noted()
+                noted = Noted(missing)
                 with noted.listening():
                     run(_activations(shapes, tokens))
                 yield Step(part, layers, tokens, noted.asked_for(), noted.refused)
 
 
 class Noted(Tiles):
-    """The code's tiles; notes what is launched or called while it listens, and each reason of a chooser."""
+    """The code's tiles; notes what is launched or called while it listens, and each reason of a chooser.
 
-    def __init__(self) -> None:
+    `missing`: why native forms do not run where there are no kernels.
+    """
+
+    def __init__(self, missing: Reason) -> None:
         super().__init__()
+        self._missing = missing
         self.runs, self.refused = Counter[str](), dict[str, Reason]()
 
     def listening(self) -> ExitStack:
         """Inside, kernels and native forms compute nothing."""
         stack = ExitStack()
         stack.enter_context(using(self))
-        stack.enter_context(launch.using_build(self._kernel))
+        stack.enter_context(standing_in(build=self._kernel, extension=Extension(self.runs)))
         stack.enter_context(np.errstate(all="ignore"))  # what is not computed is any number
-        if native.available():
-            stack.enter_context(native.using_kernels(Extension(self.runs)))
         return stack
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         made = super().plan(make, given)
         if isinstance(made, Reason):
-            self.refused[make.__module__.rpartition(".")[2]] = made
+            self.refused[make.__module__.rpartition(".")[2]] = self._missing if made is NO_KERNELS else made
         return made
 
     def asked_for(self) -> Counter[str]:
@@ -147,7 +151,7 @@ class SomeExperts:
 
 def _activations(shapes: Shapes, tokens: int) -> Any:
     size = 1, tokens, shapes.args.hidden_size
-    if backend.computes_natively(shapes.dtype) and backend.takes_widths(shapes.args.widths):
+    if backend.computes_natively(shapes.dtype, shapes.args.widths):
         return np.zeros(size, np.float32)
     return mx.zeros(size, shapes.dtype)
 
@@ -212,4 +216,4 @@ def fill_with_zeros(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> Non
     *rows, columns = matrix.shape
     matrix.weight = mx.zeros((*rows, quant.words(columns)), mx.uint32)
     for name in quant.parts[1:]:
-        setattr(matrix, name, mx.zeros((*rows, quant.groups(columns)), mx.uint8 if quant.scale == E8M0 else dtype))
+        setattr(matrix, name, mx.zeros((*rows, quant.groups(columns)), dtype if quant.scale == FLOAT else mx.uint8))

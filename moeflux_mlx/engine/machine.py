@@ -59,6 +59,11 @@ class Figures:
         return None if self.working_set is None else int(self.working_set * WORKING_SET_SHARE)
 
 
+def in_gb(nbytes: float) -> str:
+    """For a message."""
+    return f"{nbytes / 1e9:.2f} GB"
+
+
 def machine_figures() -> Figures:
     """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
     if not backend.has_kernels():

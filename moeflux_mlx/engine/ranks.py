@@ -16,7 +16,8 @@ from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.tiles import Tiles
-from .budget import Demand, MemoryPlan
+from .budget import MemoryPlan
+from .demand import Demand
 from .handshake import Settings, agree, digests, greet, share_tiles
 from .joining import allow
 from .weights import Weights

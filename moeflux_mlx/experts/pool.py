@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +26,7 @@ import numpy as np
 from ..formats.record import STRIDE_ALIGNMENT, Key, rounded
 from ..ops import backend
 from .memory import GIVES_BACK, adopt, as_result, give_back, on_device, private_pages, staging_memory
-from .reader import Read
+from .reader import Read, as_they_end
 
 NOWHERE = -1
 
@@ -322,6 +323,14 @@ class SlotPool:
         if self._pages is not None:
             stride = self.rows.strides[0]
             give_back(self._pages, first * stride, stop * stride)
+
+    def in_turn(self, keys: list[Key]) -> Iterable[Key]:
+        """In the order in which to wait; records that are copied, as they arrive: copies hide behind reads."""
+        if not self.copied:
+            return keys
+        reads = {slot.read: key for key in keys if (slot := self.get(key)) and slot.read}
+        present = [key for key in keys if key not in reads.values()]
+        return chain(present, (reads[read] for read in as_they_end(reads)))
 
     def records(self) -> list[Key]:
         return list(self._used)

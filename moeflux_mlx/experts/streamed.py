@@ -13,23 +13,20 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
-from ..ops import backend
 from ..ops.experts import Records
-from .pool import Slot, SlotPool, can_breathe
+from .pool import Slot, SlotPool
+from .pools import Pools
 from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
-from .shares import SizeClass, divide, size_classes
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
 DEFAULT_CACHE_BYTES = 2 << 30
-WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it is not resized for each token
 
 
 class StreamedExperts(ExpertLoader):
@@ -81,17 +78,8 @@ class StreamedExperts(ExpertLoader):
         weakref.finalize(self, self._reader.close)
         least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
-        self._classes, self._least = size_classes(self.layout), least
-        self._parts = _pools(self._classes, sizes, least, buffer_bytes, copied)
-        self._pools = [pool for part in self._parts for pool in part]
+        self.pools = Pools(self.layout, sizes, least, buffer_bytes, copied)
         self._allowance = allowance if self.breathes else None
-        self._groups = [
-            group.tolist()
-            for one, part in zip(self._classes, self._parts, strict=True)
-            for group in np.array_split(np.array(one.layers), len(part))
-        ]
-        self._pool_of = {layer: pool for pool, group in zip(self._pools, self._groups, strict=True) for layer in group}
-        self._records = {layer: len(group) * self.layout.num_experts for group in self._groups for layer in group}
 
     @property
     def stats(self) -> LoaderStats:
@@ -114,12 +102,12 @@ class StreamedExperts(ExpertLoader):
 
     @property
     def slots(self) -> int:  # type: ignore[override]
-        return sum(pool.slots for pool in self._pools)
+        return self.pools.slots
 
     @property
     def breathes(self) -> bool:
         """Whether `resize` is offered."""
-        return all(pool.breathes for pool in self._pools)
+        return self.pools.breathes
 
     def resize(self, nbytes: int) -> int:
         """Gives the pool so many bytes: whole records, at least as many as a request may ask for, at most what the
@@ -130,28 +118,20 @@ class StreamedExperts(ExpertLoader):
             self._collect()
             return sum(
                 pool.resize(share, functools.partial(self._evict, pool))
-                for pool, share in zip(self._pools, self._shares(nbytes), strict=True)
+                for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
             )
-
-    def _shares(self, nbytes: int) -> list[int]:
-        """Slots of each pool; those of one class have the same."""
-        shares = []
-        for part, slots in zip(self._parts, divide(self._classes, nbytes, self._least), strict=True):
-            shares += [min(max(slots // len(part), min(self._least, pool.most)), pool.most) for pool in part]
-        return shares
 
     def _breathe(self, tokens: int) -> None:
         """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
         if self._allowance is None:
             return
-        held = sum(len(pool) * pool.nbytes for pool in self._pools if pool.copied)
-        nbytes = self._allowance(tokens, held)
-        if any(map(_is_due, self._pools, self._shares(nbytes))):
+        nbytes = self._allowance(tokens, self.pools.copied_bytes)
+        if self.pools.is_due(nbytes):
             self.resize(nbytes)
 
     @property
     def in_flight(self) -> list[Key]:
-        return [key for pool in self._pools for key in pool.in_flight()]
+        return self.pools.in_flight()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -166,11 +146,11 @@ class StreamedExperts(ExpertLoader):
     def _reconcile(self) -> None:
         """After a call that was interrupted: its leases are void, and nothing that nobody will read is waited for."""
         is_own = self._guards_of == threading.get_ident()
-        for pool in self._pools:
+        for pool in self.pools:
             pool.reconcile([] if is_own else self._guards)
         if not is_own:  # who made lazy arrays can evaluate them, at the end of this turn
             self._guards = []
-        self._ahead = [key for pool in self._pools for key in pool.in_flight() if pool[key].speculative]
+        self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
@@ -201,7 +181,7 @@ class StreamedExperts(ExpertLoader):
         lease = Lease(self, keys, inverse, ready)
         self._collect()
         try:
-            self._admit(self._pool_of[layer], keys, ready)
+            self._admit(self.pools.of[layer], keys, ready)
         except BaseException:
             lease.release()
             raise
@@ -210,7 +190,7 @@ class StreamedExperts(ExpertLoader):
 
     def _places(self) -> list[tuple[Key, int]]:
         return [
-            (key, IN_MEMORY if pool[key].read is None else ARRIVING) for pool in self._pools for key in pool.records()
+            (key, IN_MEMORY if pool[key].read is None else ARRIVING) for pool in self.pools for key in pool.records()
         ]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
@@ -224,9 +204,9 @@ class StreamedExperts(ExpertLoader):
         self._drop_queued(set(keys))
         self._collect()
         begun: list[Key] = []
-        missing = [key for key in keys if self._pool_of[key[0]].find(key) is None]
+        missing = [key for key in keys if self.pools.of[key[0]].find(key) is None]
         for key in missing:
-            pool = self._pool_of[key[0]]
+            pool = self.pools.of[key[0]]
             if key in pool:  # asked for twice
                 continue
             slot = self._claim(pool, for_guess=True)
@@ -239,40 +219,28 @@ class StreamedExperts(ExpertLoader):
         return begun
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
-        for pool in self._pools:
-            pool.intended = set()
-        if self._pools:
-            self._pool_of[layer].intended = {(layer, expert) for expert in ids}
+        self.pools.intend(layer, ids)
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:
         """These records are the first to be replaced.
 
         A pass over all layers that is larger than the pool would otherwise leave nothing for the next one.
         """
-        for expert in ids if self._pools else ():
-            self._pool_of[layer].intended.discard((layer, expert))
-            self._pool_of[layer].demote((layer, expert))
+        self.pools.give_way(layer, ids)
 
     def holds(self, layer: int) -> bool:
-        return len(self._pool_of[layer]) == self._records[layer]
+        return self.pools.holds(layer)
 
     @contextlib.contextmanager
     def short_job(self, per_layer: int) -> Iterator[None]:
-        for pool, layers in zip(self._pools, self._groups, strict=False):
-            pool.begin_short_job(max(per_layer * len(layers), self._least))
-        try:
+        with self.pools.short_job(per_layer):
             yield
-        finally:
-            for pool in self._pools:
-                pool.end_short_job()
 
     def slots_of(self, layer: int) -> int:
-        return self._pool_of[layer].slots
+        return self.pools.of[layer].slots
 
     def slots_per_layer(self, spare: int = 0) -> int:
-        return min(
-            (max(pool.slots - spare, 0) // len(self._groups[i]) for i, pool in enumerate(self._pools)), default=0
-        )
+        return self.pools.slots_per_layer(spare)
 
     def wait_for(self, layer: int) -> None:
         with self._alone():
@@ -285,8 +253,8 @@ class StreamedExperts(ExpertLoader):
     def invalidate(self) -> None:
         with self._alone():
             self._take_in(self.in_flight)
-            in_use = any(pool.pinned_besides([]) for pool in self._pools)
-            for pool in [] if in_use else self._pools:
+            in_use = any(pool.pinned_besides([]) for pool in self.pools)
+            for pool in [] if in_use else self.pools:
                 self._empty(pool)
         if in_use:
             raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
@@ -296,10 +264,10 @@ class StreamedExperts(ExpertLoader):
             return [ExpertIOError(CLOSED)]
         if not keys:
             return []
-        start, failures, pool = time.perf_counter(), [], self._pool_of[keys[0][0]]
+        start, failures, pool = time.perf_counter(), [], self.pools.of[keys[0][0]]
         if pool.holds(keys):
             return []
-        for key in self._in_turn(pool, keys):
+        for key in pool.in_turn(keys):
             error = self._arrived(pool, key)
             if error is None and key not in pool:
                 error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
@@ -310,23 +278,23 @@ class StreamedExperts(ExpertLoader):
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
         layer = keys[0][0]
-        memory, rows = self._pool_of[layer].locate(keys)
-        return Records(memory, self.layout.records[layer], lasting=self._pool_of[layer].copied), rows
+        memory, rows = self.pools.of[layer].locate(keys)
+        return Records(memory, self.layout.records[layer], lasting=self.pools.of[layer].copied), rows
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        if not self._pools or not keys:  # closed, or a rank that owns none of what was asked for
+        if not self.pools or not keys:  # closed, or a rank that owns none of what was asked for
             return
         if out is not None:
             self._guards.append(out)
-        self._pool_of[keys[0][0]].unpin(keys, out)  # a lease is of one layer
+        self.pools.of[keys[0][0]].unpin(keys, out)  # a lease is of one layer
 
     def _let_go(self) -> None:
         with self._alone():
             self._reader.close()
             self._take_in(self.in_flight)
-            for pool in self._pools:
+            for pool in self.pools:
                 self._empty(pool)
-            self._pools = []
+            self.pools.clear()
 
     def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:
         """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
@@ -408,20 +376,11 @@ class StreamedExperts(ExpertLoader):
 
         A failure that a lease will ask about stays until then.
         """
-        for pool in self._pools:
+        for pool in self.pools:
             for key in pool.in_flight():
                 read = pool[key].read
                 if read is not None and read.is_over and not (read.error is not None and pool.pinned(key)):
                     self._arrived(pool, key)
-
-    @staticmethod
-    def _in_turn(pool: SlotPool, keys: list[Key]) -> Iterable[Key]:
-        """In the order in which to wait; records that are copied, as they arrive: copies hide behind reads."""
-        if not pool.copied:
-            return keys
-        reads = {slot.read: key for key in keys if (slot := pool.get(key)) and slot.read}
-        present = [key for key in keys if key not in reads.values()]
-        return chain(present, (reads[read] for read in as_they_end(reads)))
 
     def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
         """Waits for one record; a failed one is dropped and its error returned."""
@@ -441,7 +400,7 @@ class StreamedExperts(ExpertLoader):
         """Forgets the guesses that are not `wanted` and that nobody has begun to read."""
         left = []
         for key in self._ahead:
-            pool = self._pool_of[key[0]]
+            pool = self.pools.of[key[0]]
             slot = pool.get(key)
             if slot is None or not slot.speculative or slot.read is None:
                 continue  # used, read or gone
@@ -454,43 +413,9 @@ class StreamedExperts(ExpertLoader):
 
     def _take_in(self, keys: list[Key]) -> None:
         for key in keys:
-            self._arrived(self._pool_of[key[0]], key)
+            self._arrived(self.pools.of[key[0]], key)
 
     def _empty(self, pool: SlotPool) -> None:
         for key in pool.records():
             self._stats.wasted += pool[key].speculative
             pool.drop(key)
-
-
-def _is_due(pool: SlotPool, share: int) -> bool:
-    """Whether a pool that may have `share` slots is to be resized."""
-    grown = share - pool.slots
-    return grown < 0 or grown >= max(pool.slots / WORTH_GROWING, 1) or grown > 0 and share == pool.most
-
-
-def _pools(
-    classes: Sequence[SizeClass], sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
-) -> list[list[SlotPool]]:
-    """For each class one pool, or as many as keep each within `buffer_bytes`.
-
-    Args:
-        sizes: bytes of all pools, at the start and at most.
-    """
-    if copied is None:
-        copied = backend.name() == "cuda"
-    start, most = (divide(classes, size, least) for size in sizes)
-    if not can_breathe(copied):
-        most = start
-    return [
-        _pools_of(one, slots, max(slots, limit), min(least, one.records), buffer_bytes, copied)
-        for one, slots, limit in zip(classes, start, most, strict=True)
-    ]
-
-
-def _pools_of(
-    one: SizeClass, slots: int, most: int, least: int, buffer_bytes: int | None, copied: bool
-) -> list[SlotPool]:
-    at_most = one.records if buffer_bytes is None else max(buffer_bytes // one.nbytes, 1)
-    count = min(-(-most // at_most), max(slots // least, 1), len(one.layers))
-    staging = 2 * least if copied else None
-    return [SlotPool(one.nbytes, slots // count, staging, most // count) for _ in range(count)]

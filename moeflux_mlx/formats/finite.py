@@ -5,7 +5,7 @@ It looks at records in memory and knows nothing of files.
 
 import numpy as np
 
-from ..quant import E4M3, E8M0
+from ..quant import NAN
 from .record import Field, Record
 
 # Of a dtype, or of a kind of scale: the type of a value's bits, and those that are all set in NaN and infinity.
@@ -13,8 +13,7 @@ EXPONENTS = {
     "BF16": ("<u2", 0x7F80),
     "F16": ("<u2", 0x7C00),
     "F32": ("<u4", 0x7F800000),
-    E8M0: ("<u1", 0xFF),
-    E4M3: ("<u1", 0x7F),
+    **{scale: ("<u1", bits) for scale, bits in NAN.items()},
 }
 
 

@@ -132,7 +132,8 @@ def attend(
         [B, L, heads * D]
     """
     B, L, _, D = k.shape
-    if B * L == 1 and isinstance(q, np.ndarray) and q_norm and k_norm and rope:
+    if isinstance(q, np.ndarray) and not native_refusal(B * L == 1, bool(q_norm and k_norm), bool(rope)):
+        assert q_norm and k_norm and rope
         return _step_native(q, k, v, cache, (q_norm, k_norm), rope, scale)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D):
         return _step_kernel(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
@@ -165,6 +166,16 @@ def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> 
     if isinstance(x, mx.array):
         x = x.transpose(0, 2, 1, 3)
     return x if rope is None else rope(x, position)
+
+
+@planned()
+def native_refusal(is_alone: bool, has_norms: bool, has_rope: bool) -> Reason | None:
+    """Why norms, rotation and attention are native calls of their own, not the one of a single token."""
+    if not is_alone:
+        return Reason("attend_step takes a single token")
+    if not has_norms:
+        return Reason("attend_step norms each head of queries and keys, which are not normed here")
+    return None if has_rope else Reason("attend_step turns queries and keys, which are not turned here")
 
 
 def _step_native(

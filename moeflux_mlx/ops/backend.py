@@ -7,8 +7,7 @@ read in place; no operation writes into one.
 
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -17,6 +16,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from . import native
+from .launch import Reason
+from .stand_ins import stand_ins
 
 # Of activations: one kind through a whole pass. An operation looks at which it was given; nobody else does.
 Array = TypeVar("Array", mx.array, np.ndarray)
@@ -24,24 +25,12 @@ Array = TypeVar("Array", mx.array, np.ndarray)
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LANES = 16  # the native kernels want rows of whole vectors
 
-_viewed: str | None = None
-
-
-@contextmanager
-def viewing(target: str) -> Iterator[None]:
-    """Operations inside, of any thread, choose as on the backend `target`, and `start` computes nothing."""
-    global _viewed
-    before, _viewed = _viewed, target
-    try:
-        yield
-    finally:
-        _viewed = before
-
 
 def name() -> str:
     """Who runs MLX's side: "metal" or "cuda" if the default device is such a GPU, else "ops" (plain operations)."""
-    if _viewed is not None:
-        return _viewed
+    viewed = stand_ins().backend
+    if viewed is not None:
+        return viewed
     if mx.default_device() == mx.gpu:
         if mx.metal.is_available():
             return "metal"
@@ -60,9 +49,21 @@ def takes_widths(widths: Iterable[int]) -> bool:
     return all(width % LANES == 0 for width in widths)
 
 
-def computes_natively(dtype: mx.Dtype) -> bool:
-    """Whether the native kernels run here and compute activations of `dtype`."""
-    return dtype == mx.float32 and not has_kernels() and native.available()
+def computes_natively(dtype: mx.Dtype, widths: Iterable[int] = ()) -> bool:
+    """Whether the native kernels run here and compute activations of `dtype`, in rows of such widths."""
+    return native_refusal(dtype, widths) is None
+
+
+def native_refusal(dtype: mx.Dtype, widths: Iterable[int]) -> Reason | None:
+    """Why no native form runs here on activations in `dtype`, in rows of such widths."""
+    if has_kernels():
+        return Reason("a GPU computes")
+    if not native.available():
+        return Reason("the native extension is not built")
+    if dtype != mx.float32:
+        return Reason(f"the native forms compute in float32, not in {dtype}".replace("mlx.core.", ""))
+    odd = [width for width in widths if width % LANES]
+    return Reason(f"rows of {odd[0]} values are no multiple of {LANES}") if odd else None
 
 
 def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
@@ -95,7 +96,7 @@ def computes_at_once(x: Array) -> bool:
 
 def start(*arrays: Any) -> None:
     """Begins to compute; None and what is computed already are passed over."""
-    if _viewed is None:
+    if stand_ins().backend is None:
         mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
 
 

@@ -201,7 +201,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         RequestError: a shape or dtype the kernels do not take.
     """
     if isinstance(x, np.ndarray):
-        if is_read(records.record):
+        if not native_refusal(records.record):
             return native.expert_gate_up(x, records.blob, slots, records.record, alone=alone)
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
@@ -241,7 +241,7 @@ def expert_down_combine(
     """
     if isinstance(act, np.ndarray):
         assert not isinstance(shared, Shared)
-        if is_read(records.record):
+        if not native_refusal(records.record):
             rows = residual.reshape(-1, residual.shape[-1])
             given = act, records.blob, slots, records.record, weights, rows, shared
             sums = native.expert_down_combine(*given, alone=alone)
@@ -293,6 +293,12 @@ def is_read(record: Record) -> bool:
     """Whether kernels and native forms read such records; the twins read all. One kernel reads gate and up."""
     alike = form_of(record.gate) == form_of(record.up)
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
+
+
+@planned()
+def native_refusal(record: Record) -> Reason | None:
+    """Why the native kernels do not read such records."""
+    return None if is_read(record) else unread_reason(record)
 
 
 def unread_reason(record: Record) -> Reason:

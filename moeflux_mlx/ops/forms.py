@@ -11,11 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, FLOAT, INTEGER, Quant, is_computed
+from ..quant import E2M1, E8M0, FLOAT, INTEGER, Quant, is_known
 
 MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
+# What the GPU kernels and the native ones read: codes and scales. Any other form is computed by MLX's own operations.
+READ = ((INTEGER, FLOAT), (E2M1, E8M0))
 # What the experts' kernels of a backend multiply as integers: codes and bits.
 INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4))}
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
@@ -75,7 +77,8 @@ class Form:
 
 def is_read(quant: Quant, columns: int) -> bool:
     """Whether the GPU kernels and the native ones read matrices that are stored so, with rows of so many columns."""
-    return is_computed(quant) and columns % MULTIPLE == 0 and columns % quant.group_size == 0
+    is_in_kernels = is_known(quant) and (quant.codes, quant.scale) in READ
+    return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.group_size == 0
 
 
 def code_number(quant: Quant | None) -> int:

@@ -19,7 +19,7 @@ from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records
 from .elementwise import silu_mul
-from .experts import Records, expert_down_combine, expert_gate_up, is_read
+from .experts import Records, expert_down_combine, expert_gate_up, native_refusal
 from .forms import settings
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
@@ -100,7 +100,7 @@ class GroupedRows:
             rows = tokens[rows].astype(np.int32)
         self._ends = np.cumsum(counts[experts])
         self._firsts = np.cumsum([0, *map(len, waves)])
-        self._is_native = isinstance(x, np.ndarray) and is_read(record)
+        self._is_native = isinstance(x, np.ndarray) and not native_refusal(record)
         self._x: Any = x
         if self._is_native:
             self._rows, own = rows, np.arange(flat.size, dtype=np.int32)

@@ -150,7 +150,7 @@ def attend_latent(
         q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
-        native_form = _absorbed_native if L <= ABSORB_AT_MOST else _expanded_native
+        native_form = _expanded_native if native_refusal(L) else _absorbed_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
@@ -158,6 +158,13 @@ def attend_latent(
     form = _absorbed_ops if L <= ABSORB_AT_MOST else _expanded_ops
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
+
+
+@planned()
+def native_refusal(tokens: int) -> Reason | None:
+    """Why heads do not attend over latents as they are on the CPU."""
+    expanded = f"for more than {ABSORB_AT_MOST} tokens keys and values are made of the latents"
+    return Reason(expanded) if tokens > ABSORB_AT_MOST else None
 
 
 def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) -> tuple[Array, Array, Array, Array]:

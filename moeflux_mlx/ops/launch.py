@@ -7,8 +7,7 @@ shapes alone, so the bits of a result do not depend on slot numbers or on what e
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, starmap
@@ -20,6 +19,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..files import directory
+from .stand_ins import stand_ins
 
 SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
 LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
@@ -72,7 +72,7 @@ Input = mx.array | ArrayPiece | float
 Place = tuple[int, int, mx.Dtype | None] | float
 
 
-def _placed(inputs: Sequence[Input]) -> tuple[list[mx.array], tuple[Place, ...]]:
+def placed(inputs: Sequence[Input]) -> tuple[list[mx.array], tuple[Place, ...]]:
     """The arrays that inputs lie in, each once, and where each input lies in them.
 
     What MLX does for a launch on the host grows with the arrays that it takes.
@@ -101,26 +101,26 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
     """A file of `metal/` without comments and indentation: MLX copies and compares a kernel's text at every call."""
     lines = (line.strip() for line in (directory("metal") / name).read_text("ascii").splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
 
 
 @cache
-def _needs(name: str) -> list[str]:
+def needs_of(name: str) -> list[str]:
     """The headers that a file of `metal/` names in its first line; {form} is a parameter of the kernel."""
     first = (directory("metal") / name).read_text("ascii").partition("\n")[0]
     return first.removeprefix(NEEDS).split() if first.startswith(NEEDS) else []
 
 
-def _headers(name: str, form: str) -> list[str]:
+def headers_of(name: str, form: str) -> list[str]:
     """The headers that a file needs with `metal/{form}.h.metal`, each behind those that it needs itself."""
     ordered: list[str] = []
-    for header in (one.format(form=form) for one in _needs(name)):
+    for header in (one.format(form=form) for one in needs_of(name)):
         if not (directory("metal") / header).is_file():
             raise FileNotFoundError(f"metal/{name} needs {header}, which is not there")
-        ordered += [one for one in (*_headers(header, form), header) if one not in ordered]
+        ordered += [one for one in (*headers_of(header, form), header) if one not in ordered]
     return ordered
 
 
@@ -146,10 +146,10 @@ class Kernel:
         behind it (`threads_named`).
         """
         (names, first), (outputs, told) = self._named(places), _several(self.outputs)
-        source, first = _text(f"{self.name}.metal"), constants + first + told
-        headers = _headers(f"{self.name}.metal", self.form)
+        source, first = text_of(f"{self.name}.metal"), constants + first + told
+        headers = headers_of(f"{self.name}.metal", self.form)
         make: Any = mx.fast.metal_kernel
-        header = "".join(map(_text, headers)) + threads_named(threads)
+        header = "".join(map(text_of, headers)) + threads_named(threads)
         if target == "cuda":
             make = mx.fast.cuda_kernel
             header = "".join(map(_include, ["cuda_shim.h", *headers]))
@@ -207,25 +207,17 @@ def _constant(name: str, value: int | mx.Dtype) -> str:
     return f"using {name} = {TYPES[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n"
 
 
-_build: Callable[..., Any] | None = None
-
-
-@contextmanager
-def using_build(build: Callable[..., Any]) -> Iterator[None]:
-    """Launches inside, of any thread, call what `build` makes of a kernel, in place of what `Kernel.build` does."""
-    global _build
-    before, _build = _build, build
-    _built.cache_clear()
-    try:
-        yield
-    finally:
-        _build = before
-        _built.cache_clear()
-
-
 @cache
-def _built(target: str, kernel: Kernel, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
-    return (_build or Kernel.build)(kernel, target, constants, threads, places)
+def built(
+    build: Callable[..., Any] | None,
+    target: str,
+    kernel: Kernel,
+    constants: str,
+    threads: int,
+    places: tuple[Place, ...],
+) -> Any:
+    """What a launch calls: made by `build`, or by `Kernel.build`, once."""
+    return (build or Kernel.build)(kernel, target, constants, threads, places)
 
 
 @dataclass(frozen=True)
@@ -266,8 +258,9 @@ class Launch:
         }
 
     def __call__(self, *inputs: Input) -> list[mx.array]:
-        arrays, places = _placed(inputs)
-        return _built(self.target, self.kernel, self.constants, self.threads, places)(inputs=arrays, **self.arguments)
+        arrays, places = placed(inputs)
+        call = built(stand_ins().build, self.target, self.kernel, self.constants, self.threads, places)
+        return call(inputs=arrays, **self.arguments)
 
 
 class Reason(str):

@@ -179,8 +179,13 @@ def part_of_heads(w: Weights, heads: int, rows: slice, some: slice = slice(None)
 
 
 def _is_native(w: Weights) -> bool:
-    """Whether the native kernels read the form."""
-    return w.quant is None or is_read(w.quant, w.shape[-1])
+    return not native_refusal(w.quant, w.shape[-1])
+
+
+@planned()
+def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
+    """Why the native kernels do not read a matrix that is stored so."""
+    return None if quant is None or is_read(quant, columns) else _unread(quant, columns)
 
 
 def _dense(w: Weights) -> np.ndarray:
@@ -268,11 +273,15 @@ def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: 
     if quant is None or len(shape) > 2:
         return Reason("the matrix holds floats" if quant is None else f"the matrix has {len(shape)} axes")
     if not is_read(quant, shape[1]):
-        return Reason(f"no kernel reads {quant} in rows of {shape[1]} columns")
+        return _unread(quant, shape[1])
     if tokens > MAX_TOKENS:
         return Reason(f"there are more than {MAX_TOKENS} rows")
     size = prod(shape)
     return Reason(f"{size:,} weights are fewer than {least:,}, from which it pays") if size < least else None
+
+
+def _unread(quant: Quant, columns: int) -> Reason:
+    return Reason(f"no kernel reads {quant} in rows of {columns} columns")
 
 
 def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -> None:

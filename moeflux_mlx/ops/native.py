@@ -31,6 +31,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,7 @@ import numpy as np
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..quant import E8M0, FLOAT, Quant
+from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 
 Buffer = Any  # numpy array, mx.array or memoryview
@@ -53,7 +55,6 @@ MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
     "install a C compiler (gcc or clang), then "
 )
-_warned = False
 
 
 class _Chosen(threading.local):
@@ -83,17 +84,6 @@ def _load() -> ModuleType | None:
 _native = _load()
 
 
-@contextmanager
-def using_kernels(kernels: Any) -> Iterator[None]:
-    """Calls inside, of any thread, go to `kernels` in place of the extension."""
-    global _native
-    before, _native = _native, kernels
-    try:
-        yield
-    finally:
-        _native = before
-
-
 def available() -> bool:
     """True if the extension was built."""
     return _native is not None
@@ -101,10 +91,14 @@ def available() -> bool:
 
 def warn_if_missing() -> None:
     """Warn (MoefluxWarning) once per process, with the remedy, if the extension was not built."""
-    global _warned
-    if _native is None and not _warned:
-        _warned = True
-        warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=2)
+    if not available():
+        warn_once()
+
+
+@cache
+def warn_once() -> None:
+    """The warning of `warn_if_missing`, until the cache is cleared."""
+    warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=3)
 
 
 def reinstall_command() -> str:
@@ -124,10 +118,15 @@ def reinstall_command() -> str:
     return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])
 
 
-def _kernels() -> ModuleType:
-    if _native is None:
+def extension() -> Any:
+    """What has the kernels: the extension, or what stands in for it.
+
+    Raises:
+        MoefluxError: it was not built.
+    """
+    if not available():
         raise MoefluxError(MISSING + reinstall_command())
-    return _native
+    return stand_ins().extension or _native
 
 
 def _first_sibling(cpu: int) -> int:
@@ -159,17 +158,26 @@ def cores() -> int:
 
 def set_threads(count: int) -> None:
     """Size of the thread team, at least 1 (no helpers) and at most 64; results do not depend on it."""
-    _kernels().set_threads(count)
+    extension().set_threads(count)
 
 
 def threads() -> int:
     """Size of the thread team."""
-    return _kernels().threads()
+    return extension().threads()
 
 
 def instruction_paths() -> list[str]:
     """Instruction sets usable here, fastest first: "avx512vnni", "avx512", "avx2", "portable". The first is in use."""
-    return _kernels().paths()
+    return extension().paths()
+
+
+def use_path(path: str) -> None:
+    """Computes with one of the `instruction_paths` from now on: the first is in use unless somebody asks.
+
+    Raises:
+        ValueError: there is no such path here.
+    """
+    extension()._force(path)
 
 
 def _result(out: np.ndarray | None, *shape: int) -> np.ndarray:
@@ -196,7 +204,7 @@ def linear(
     bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
     weight, eps = norm or (None, 0.0)
     alone = x.shape[0] <= MAX_TOKENS
-    _kernels().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, alone, out)
+    extension().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, alone, out)
     return out
 
 
@@ -205,7 +213,7 @@ def dequantize(
 ) -> np.ndarray:
     """w, scales and biases as for `linear` -> float32 [O, I]."""
     out = _result(out, w.shape[0], quant.group_size * scales.shape[1])
-    _kernels().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
+    extension().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
     return out
 
 
@@ -227,7 +235,7 @@ def expert_gate_up(
     that it has by itself, as in a step; else those that it has in a prompt.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
-    _kernels().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, alone, out)
+    extension().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, alone, out)
     return out
 
 
@@ -248,7 +256,7 @@ def expert_down_combine(
     """
     out = _result(out, *mid.shape)
     places = _places(record.down)
-    _kernels().expert_down_combine(act, blob, slots, places, _chosen.bits, alone, weights, mid, shared, out)
+    extension().expert_down_combine(act, blob, slots, places, _chosen.bits, alone, weights, mid, shared, out)
     return out
 
 
@@ -260,21 +268,21 @@ def combine(
     y [N, H]; where int32 [T, K]; weights [T, K]; mid and shared [T, H].
     """
     out = _result(out, *mid.shape)
-    _kernels().combine(y, where, weights, mid, shared, out)
+    extension().combine(y, where, weights, mid, shared, out)
     return out
 
 
 def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | None = None) -> np.ndarray:
     """x[N, D] / sqrt(mean(x^2) + eps) * weight[D] -> [N, D]; D is a multiple of 16."""
     out = _result(out, *x.shape)
-    _kernels().rms_norm(x, weight, eps, out)
+    extension().rms_norm(x, weight, eps, out)
     return out
 
 
 def silu_mul(gate: Buffer, up: Buffer, out: np.ndarray | None = None) -> np.ndarray:
     """silu(gate) * up, all [N, D]."""
     out = _result(out, *gate.shape)
-    _kernels().silu_mul(gate, up, out)
+    extension().silu_mul(gate, up, out)
     return out
 
 
@@ -286,7 +294,7 @@ def rope(
     cosine and sine [T, R/2]. Value i turns with value i + R/2, or with `neighbours` 2i with 2i + 1.
     """
     out = _result(out, *x.shape)
-    _kernels().rope(x, cosine, sine, neighbours, out)
+    extension().rope(x, cosine, sine, neighbours, out)
     return out
 
 
@@ -297,7 +305,7 @@ def conv_silu(state: Buffer, x: Buffer, weight: Buffer, out: np.ndarray | None =
     the newest input.
     """
     out, following = _result(out, *x.shape), _result(None, *state.shape)
-    _kernels().conv_silu(state, x, weight, following, out)
+    extension().conv_silu(state, x, weight, following, out)
     return out, following
 
 
@@ -308,7 +316,7 @@ def attend(q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.n
     T of them for q's tokens; query head h reads kv head h // (Hq / Hkv). Dk, Dv are multiples of 16.
     """
     out = _result(out, q.shape[0], q.shape[1], v.shape[2])
-    _kernels().attend(q, k, v, length, scale, out)
+    extension().attend(q, k, v, length, scale, out)
     return out
 
 
@@ -331,7 +339,7 @@ def attend_step(
     of `rms_norm`, `rope` and `attend` over one array.
     """
     out = np.empty(q.shape, np.float32)
-    _kernels().attend_step(q, k, v, *norms, *turn, *seen, recent, length, scale, out)
+    extension().attend_step(q, k, v, *norms, *turn, *seen, recent, length, scale, out)
     return out
 
 
@@ -344,7 +352,7 @@ def choose(
     """
     shape = logits.shape[0], top_k
     ids, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
-    _kernels().choose(logits, experts, normalise, scale, ids, weights)
+    extension().choose(logits, experts, normalise, scale, ids, weights)
     return ids, weights
 
 
@@ -364,7 +372,7 @@ def gated_delta(
     [T, Hv]; Dk is a multiple of 16.
     """
     out, following = _result(out, *v.shape), _result(None, *state.shape)
-    _kernels().gated_delta(state, q, k, v, decay, beta, following, out)
+    extension().gated_delta(state, q, k, v, decay, beta, following, out)
     return out, following
 
 
@@ -373,12 +381,12 @@ def huge_pages(array: Buffer) -> int:
 
     The content does not change. Products with large matrices get about a tenth faster.
     """
-    return _kernels().huge_pages(array)
+    return extension().huge_pages(array)
 
 
 def checksum(words: Buffer) -> int:
     """XOR of uint32 words [N], at the team's read bandwidth: the yardstick of the benchmarks."""
-    return _kernels().fold(words)
+    return extension().fold(words)
 
 
 if _native is not None:

@@ -59,7 +59,7 @@ def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Ar
     """
     if isinstance(logits, mx.array) and not refusal(backend.name(), rule):
         return route_kernel(logits, rule, bias)
-    if isinstance(logits, np.ndarray) and rule.score == "softmax" and is_known(rule):
+    if isinstance(logits, np.ndarray) and not native_refusal(rule):
         return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
     logits = logits[:, : rule.experts]
     scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
@@ -141,6 +141,14 @@ def refusal(target: str, rule: Router) -> Reason | None:
     if target == "ops":
         return NO_KERNELS
     return None if is_known(rule) else UNKNOWN_RULE
+
+
+@planned()
+def native_refusal(rule: Router) -> Reason | None:
+    """Why the native kernel does not choose."""
+    if rule.score != "softmax":
+        return Reason(f"the native choice knows softmax, not {rule.score}")
+    return None if is_known(rule) else Reason("the native choice knows neither groups nor a correction bias")
 
 
 def is_known(rule: Router) -> bool:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..quant import E8M0, FLOAT, Quant, is_computed
+from ..quant import FLOAT, NAN, Quant, is_computed
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
 
@@ -134,8 +134,9 @@ def shaped(tensor: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def finite(tensor: Tensor, values: mx.array, scale: str = FLOAT) -> mx.array:
-    """`values`, once they are known to be numbers; of integers only E8M0's 255 is none, where `scale` says so."""
-    if scale == E8M0 and (values == 255).any().item():
+    """`values`, once they are known to be numbers; `scale` says what they are if they are scales of 8 bits."""
+    nan = NAN.get(scale)
+    if nan is not None and (values & nan == nan).any().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN scales; download it again")
     if mx.issubdtype(values.dtype, mx.floating) and not mx.isfinite(values).all().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values; download it again")

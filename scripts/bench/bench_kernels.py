@@ -729,9 +729,9 @@ def main() -> None:
     sections = set(args.sections)
     if sections & {"experts", "products"}:
         if not args.skip_check:
-            build, launch._built = launch._built, poisoned(launch._built)
+            build, launch.built = launch.built, poisoned(launch.built)
             result["check"] = check()
-            launch._built = build
+            launch.built = build
         result["copy_GB/s"] = copy_bandwidth()
         print(f"copy {result['copy_GB/s']:.0f} GB/s")
     if "experts" in sections:

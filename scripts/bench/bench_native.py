@@ -161,7 +161,7 @@ def measure_forms(rounds, rng):
     for quant in FORMS:
         cases = layer_of(quant, rng)
         for path in native.instruction_paths():
-            native._kernels()._force(path)
+            native.use_path(path)
             for name, case in cases.items():
                 case[0](), base[name][0]()
                 pairs = [(cpu_rate(*case), cpu_rate(*base[name])) for _ in range(rounds)]

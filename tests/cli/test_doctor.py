@@ -7,6 +7,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import diagnosis
+from moeflux_mlx.ops import native
 from moeflux_mlx.ops.tiles import MAX_TOKENS
 from moeflux_mlx.spec import variants
 
@@ -62,13 +63,13 @@ def below(lines, part, tokens):
     """The line of a part and a number of tokens, and the reasons after it."""
     at = next(i for i, line in enumerate(lines) if line.startswith(part))
     at = next(i for i, line in enumerate(lines) if i > at and line.startswith(f"{tokens:>5} token"))
-    return lines[at], "\n".join(takewhile(lambda line: "no kernel for" in line, lines[at + 1 :]))
+    return lines[at], "\n".join(takewhile(lambda line: line.startswith(" " * 14), lines[at + 1 :]))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("metal", "bfloat16"), ("cuda", "bfloat16"), ("cpu", "float32")])
 def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend, dtype):
     lines = launches(capsys, "--model", str(tiny_directory("qwen3_moe")), "--backend", backend)
-    assert lines[0] == f"qwen3_moe on {backend}, in {dtype}"
+    assert lines[0].startswith(f"qwen3_moe on {backend}") and lines[0].endswith(f", in {dtype}")
     parts = [line.partition(":")[0] for line in lines[1:] if not line.startswith(" ")]
     assert parts == [
         "attention",
@@ -88,6 +89,16 @@ def test_reasons_stand_below_what_runs(capsys, cpu_device):
     assert f"no kernel for linear: there are more than {MAX_TOKENS} rows" in reasons
     assert "expert_choice[affine4], expert_down_combine[affine4]" in below(lines, "experts, resident", 1)[0]
     assert "topk_host_copy, expert_gate_up[affine4]" in below(lines, "experts, streamed", 1)[0]
+
+
+@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+def test_a_cpu_names_its_instructions_and_the_native_forms(capsys, cpu_device):
+    lines = launches(capsys, "--variant", "cogito-v2-671b", "--backend", "cpu")
+    assert lines[0] == f"deepseek_v3 on cpu ({native.instruction_paths()[0]}), in float32"
+    runs, reasons = below(lines, "experts", 1)
+    assert (
+        "native expert_gate_up" in runs and reasons == " " * 14 + "route: the native choice knows softmax, not sigmoid"
+    )
 
 
 def test_a_small_matrix_is_left_to_mlx(capsys, cpu_device):

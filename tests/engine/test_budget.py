@@ -21,23 +21,13 @@ from tiny_models import tiny_directory
 from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
 from moeflux_mlx.cli.run import configure_mlx
-from moeflux_mlx.engine.budget import (
-    MODES,
-    Breath,
-    Demand,
-    activation_bytes,
-    default_context,
-    describe,
-    headroom_bytes,
-    least_pool,
-    longest_context,
-    plan_memory,
-    reason_to_read,
-    room,
-    state_bytes,
-)
+from moeflux_mlx.engine.breath import Breath
+from moeflux_mlx.engine.budget import default_context, longest_context, plan_memory
+from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model, open_engine
+from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.engine.machine import Figures, group_limits
+from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.experts.reader import in_pieces_bytes

@@ -6,13 +6,14 @@ from collections import Counter
 import goldens
 import mlx.core as mx
 import pytest
-from tiny_models import tiny_directory
+from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli import tuning as screen
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
-from moeflux_mlx.ops import backend, launch, linear, native
+from moeflux_mlx.ops import backend, linear, native
+from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -35,7 +36,7 @@ class Counting:
 
 def said(family, target, tokens):
     """Of a whole model, and the steps."""
-    with backend.viewing(target):
+    with standing_in(backend=target):
         shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     steps = [
         step for step in launches.launches_of(shapes, target) if step.tokens == tokens and "resident" not in step.part
@@ -53,7 +54,7 @@ def said(family, target, tokens):
 def test_native_forms_are_those_that_a_model_calls(family, tokens):
     model, calls = load_model(tiny_directory(family), dtype=mx.float32, expert_io="mmap"), Counter()
     model(mx.ones((1, tokens), mx.int32), model.make_cache())
-    with native.using_kernels(Counting(native._kernels(), calls)):
+    with standing_in(extension=Counting(native.extension(), calls)):
         model(mx.ones((1, tokens), mx.int32), model.make_cache())
     assert {name: said(family, "ops", tokens)[0][name] for name in TOTALS} == {name: calls[name] for name in TOTALS}
     assert calls["native linear"]
@@ -74,7 +75,7 @@ def test_kernels_are_those_that_a_model_launches(family, tokens, monkeypatch):
 
     total, _ = said(family, "metal", tokens)
     model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="pread", prefetch="off")
-    with backend.viewing("metal"), launch.using_build(build):
+    with standing_in(backend="metal", build=build):
         arrange(model)
         mx.eval(model(mx.ones((1, tokens), mx.int32), model.make_cache()))
     assert total == calls and len(calls) > 3
@@ -83,13 +84,25 @@ def test_kernels_are_those_that_a_model_launches(family, tokens, monkeypatch):
 def test_another_backend_is_only_viewed():
     before = backend.name()
     _, steps = said("qwen3_moe", "cuda", 512)
-    assert backend.name() == before and native.available() == (native._kernels.__globals__["_native"] is not None)
+    assert backend.name() == before and stand_ins() == StandIns()
     attention = next(step for step in steps if step.part == "attention")
     assert not attention.runs and attention.refused["linear"] and "several tokens" in attention.refused["attend"]
 
 
+@pytest.mark.skipif(not native.available(), reason="the extension is not built")
+def test_a_cpu_says_why_another_native_form_does_not_run(monkeypatch):
+    _, steps = said("deepseek_v3", "ops", 512)
+    refused = {step.part: step.refused for step in steps}
+    assert "knows softmax, not sigmoid" in refused["experts"]["route"]
+    assert "more than 8 tokens" in refused["latent attention"]["latent"]
+    use_plain_operations(monkeypatch)
+    _, steps = said("deepseek_v3", "ops", 1)
+    reasons = {reason for step in steps for reason in step.refused.values()}
+    assert reasons == {"the native extension is not built"} and not any(step.runs for step in steps)
+
+
 def test_layers_that_are_stored_otherwise_stand_apart(cpu_device):
-    with backend.viewing("metal"):
+    with standing_in(backend="metal"):
         shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
     path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))
     shapes.quants[path] = Quant(8, 64)

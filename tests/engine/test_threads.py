@@ -17,7 +17,7 @@ from tiny_models import child_environment, tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.ops import launch, native
+from moeflux_mlx.ops import launch
 
 THREADS, CALLS = 4, 8
 
@@ -39,13 +39,6 @@ def answer(model, seed):
     return np.concatenate([np.array(model(mx.array(chunk), cache)[0]) for chunk in chunks])
 
 
-@pytest.fixture
-def without_native(monkeypatch):
-    """The operations of a GPU, on the CPU."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
-
-
 def streamed(family="qwen3_moe"):
     return load_model(tiny_directory(family), dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
 
@@ -61,7 +54,7 @@ def test_what_is_kept_for_kernels_serves_every_thread(constant):
 def test_threads_share_a_streamed_model(family, kernels, request):
     want = [answer(tiny_model(family, mx.float32), seed) for seed in range(THREADS)]
     if kernels == "twins":
-        request.getfixturevalue("without_native")
+        request.getfixturevalue("plain_operations")
         want = [answer(streamed(family), seed) for seed in range(THREADS)]
     model, ready = streamed(family), threading.Barrier(THREADS)
 
@@ -75,7 +68,7 @@ def test_threads_share_a_streamed_model(family, kernels, request):
     model.experts.close()
 
 
-def test_what_a_thread_left_lazy_does_not_stop_the_next(without_native):
+def test_what_a_thread_left_lazy_does_not_stop_the_next(plain_operations):
     """The first thread's last layer may still read the slots that the second one's experts take."""
     model = streamed()
     want = answer(model, 2)
@@ -84,7 +77,7 @@ def test_what_a_thread_left_lazy_does_not_stop_the_next(without_native):
     assert np.array_equal(np.array(lazy), np.array(streamed()(mx.array(some_tokens(1, 1)))))
 
 
-def test_a_text_goes_on_in_another_thread(without_native):
+def test_a_text_goes_on_in_another_thread(plain_operations):
     """Once two threads have called a model, what a call returns belongs to neither."""
     model, tokens = streamed("qwen3_next"), some_tokens(4, 5)
     want = np.array(model(mx.array(tokens)))
@@ -94,7 +87,7 @@ def test_a_text_goes_on_in_another_thread(without_native):
     np.testing.assert_allclose(np.array(model(mx.array(tokens[:, 4:]), cache)), want[:, 4:], atol=2e-5)
 
 
-def test_an_interrupted_call_leaves_the_model_to_other_threads(without_native, monkeypatch):
+def test_an_interrupted_call_leaves_the_model_to_other_threads(plain_operations, monkeypatch):
     model = streamed()
     want = answer(model, 2)
     layer = type(model.layers[1])

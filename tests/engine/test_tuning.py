@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import goldens
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,15 +17,17 @@ from tiny_models import tiny_directory
 from metal import msl
 from moeflux_mlx import tune as command
 from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.engine import random_weights, tuning
 from moeflux_mlx.engine import tiles as file_of
-from moeflux_mlx.engine import tuning
+from moeflux_mlx.engine import trial as trials
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.formats.record import ExpertLayout, Record
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.ops import backend, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
-from moeflux_mlx.ops.forms import form_of
+from moeflux_mlx.ops.forms import form_of, unpacked
 from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, using
+from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -73,7 +76,7 @@ def host(monkeypatch):
 def tiny_shapes():
     args = ModelArgs.from_dict(TINY)
     quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
-    return tuning.Shapes(args, ExpertLayout.from_args(args), quants, mx.bfloat16)
+    return random_weights.Shapes(args, ExpertLayout.from_args(args), quants, mx.bfloat16)
 
 
 def tiny_samples():
@@ -153,7 +156,7 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
     met = set()
     for spot, sample in tiny_samples():
         met.add(sample.kernel)
-        trial = tuning.Trial(spot, sample)
+        trial = trials.Trial(spot, sample)
         other = next(trial.around(TILES["metal"][sample.kernel]), None)
         assert other is None or trial.is_right(other), (spot, other)
         trial.wanted = [out * 1.05 for out in trial.wanted]
@@ -178,7 +181,7 @@ def test_every_family_has_layers_to_try(host, monkeypatch, family):
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # of registers, and of threads on Metal
 def test_a_tile_that_does_not_build_is_not_right(host, kind):
     spot, sample = next(iter(tiny_samples()))
-    trial = tuning.Trial(spot, sample)
+    trial = trials.Trial(spot, sample)
 
     def refused(*inputs):
         raise kind("too many")
@@ -189,17 +192,17 @@ def test_a_tile_that_does_not_build_is_not_right(host, kind):
 
 def test_a_value_that_is_missing_is_infinitely_wrong():
     want = mx.array([1.0, 2.0])
-    assert tuning.difference(mx.array([1.0, float("nan")]), want) == float("inf")
-    assert tuning.difference(mx.array([1.0, 2.1]), want) == pytest.approx(0.05)
+    assert trials.difference(mx.array([1.0, float("nan")]), want) == float("inf")
+    assert trials.difference(mx.array([1.0, 2.1]), want) == pytest.approx(0.05)
 
 
 def test_the_clock_runs_a_chain(host, monkeypatch):
     """On the host it measures nothing of a GPU, but goes through all of it."""
-    monkeypatch.setattr(tuning, "SPREAD_BYTES", 1)
-    monkeypatch.setattr(tuning, "LAUNCHES", 8)
+    monkeypatch.setattr(trials, "SPREAD_BYTES", 1)
+    monkeypatch.setattr(trials, "LAUNCHES", 8)
     for spot, sample in tiny_samples():
         if sample.kernel in ("qmv", "expert_dequantize"):
-            bench = tuning.Bench(spot, sample, nullcontext())
+            bench = trials.Bench(spot, sample, nullcontext())
             assert bench.seconds(TILES["metal"][sample.kernel]) > 0
 
 
@@ -228,7 +231,7 @@ def test_a_choice_reaches_launches_and_ends_with_its_block(host):
 def test_bits_under_one_choice_do_not_depend_on_where_records_lie(host):
     """A resident layer is read by id, a streamed one by slot."""
     record = Record.make(128, 64)
-    whole = tuning.random_records(record, 4)
+    whole = random_weights.random_records(record, 4)
     pool = Records(mx.take(whole.blob, mx.array([2, 0]), axis=0), record)
     x, residual = (mx.random.normal((1, 128)).astype(mx.bfloat16) for _ in range(2))
     weights, form = mx.array([[0.7, 0.2]]), form_of(record.gate)
@@ -246,7 +249,7 @@ def test_bits_under_one_choice_do_not_depend_on_where_records_lie(host):
         by_id, by_slot = outputs()
         launch = experts._plan_gate_up("metal", x.shape, x.dtype, whole.blob.shape, (1, 2), record)
     assert (launch.template["R"], launch.template["L"]) == (1, 2), "the other tiles are used"
-    assert mx.array_equal(by_id, by_slot) and tuning.difference(by_id, code) < 1e-2
+    assert mx.array_equal(by_id, by_slot) and trials.difference(by_id, code) < 1e-2
 
 
 # ---- the processes
@@ -256,10 +259,17 @@ def test_a_process_of_the_crew_searches_what_it_is_told(host, monkeypatch):
     monkeypatch.setattr(tuning.signal, "signal", lambda *given: None)
     monkeypatch.setattr(tuning, "Bench", lambda spot, sample, turn: Bench(spot, sample))
     shapes = tiny_shapes()
-    tuning._begin(shapes.args, shapes.layout, shapes.quants, "bfloat16", nullcontext())
+    tuning.begin_work(shapes.args, shapes.layout, shapes.quants, "bfloat16", nullcontext())
     spot = "expert_gate_up 64x128 4 bits, group_size 64, mode affine, bfloat16"
-    assert tuning._search(spot).gain == pytest.approx(2)
-    tuning._work.clear()
+    assert tuning.search_spot(spot).gain == pytest.approx(2)
+    tuning.work.clear()
+
+
+@pytest.mark.parametrize("quant", [Quant(3, 32), Quant(8, 128), Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4")])
+def test_random_weights_are_of_a_trained_models_size(quant):
+    parts = random_weights.random_parts(quant, (64, 512), mx.float32)
+    values = np.array(unpacked(quant, *parts).astype(mx.float32))
+    assert 0.3 < np.sqrt((values**2).sum(axis=1)).mean() < 3
 
 
 def test_what_fails_in_a_process_of_the_crew_is_heard_here(monkeypatch):

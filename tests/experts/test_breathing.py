@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 from test_source import EXPERTS, Evaluated, Faults, blocks, records, shared_files, write_packed
 from test_streaming import TOP_K, run, streamed, tokens_of
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import waves
@@ -24,7 +24,7 @@ from moeflux_mlx.experts.pool import NOWHERE, SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.ops import backend, native
+from moeflux_mlx.ops import backend
 
 pytestmark = pytest.mark.skipif(
     backend.name() == "metal" or not GIVES_BACK, reason="memory is adopted, or is not given back here"
@@ -63,7 +63,7 @@ class BreathingMachine(RuleBasedStateMachine):
         self.faults, self.held = Faults(), []
         reader = ExpertReader(packed, workers=2, preadv=self.faults)
         self.loader, self.stride = breathing(packed, 4, reader=reader, copied=copied)
-        self.pool = self.loader._pools[0]
+        self.pool = self.loader.pools[0]
 
     layers = st.sampled_from([0, 1])
     some_ids = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4)
@@ -172,7 +172,7 @@ def test_what_is_leased_stays(packed):
 @on_host
 def test_a_leased_record_is_not_moved_and_its_memory_goes_later(packed):
     loader, stride = breathing(packed, ALL)
-    pool = loader._pools[0]
+    pool = loader.pools[0]
     read(loader, 0, range(4)).release()
     lease = read(loader, 0, [5])
     leased, rows = lease.records()
@@ -239,7 +239,7 @@ def test_a_guarded_record_is_evaluated_before_its_memory_goes(packed, slots, dro
     loader._guards = []
     assert evaluated.count() == 0
     loader.resize(slots * stride)
-    assert evaluated.count() == dropped + (0 if loader._pools[0].copied else moved)
+    assert evaluated.count() == dropped + (0 if loader.pools[0].copied else moved)
     loader.close()
 
 
@@ -258,13 +258,13 @@ def test_several_pools_get_equal_shares(packed, copied):
     """A request may ask for more records than there are staging rows."""
     stride = packed.layout.expert_stride
     loader, _ = breathing(packed, 4, buffer_bytes=6 * stride, copied=copied)
-    assert [pool.slots for pool in loader._pools] == [2, 2] and [pool.most for pool in loader._pools] == [6, 6]
+    assert [pool.slots for pool in loader.pools] == [2, 2] and [pool.most for pool in loader.pools] == [6, 6]
     loader.resize(11 * stride)
-    assert [pool.slots for pool in loader._pools] == [5, 5] and loader.slots_per_layer() == 5
+    assert [pool.slots for pool in loader.pools] == [5, 5] and loader.slots_per_layer() == 5
     for layer in (0, 1):
         read(loader, layer, range(5)).release()
     loader.resize(0)
-    assert [len(pool) for pool in loader._pools] == [2, 2] == [pool.slots for pool in loader._pools]
+    assert [len(pool) for pool in loader.pools] == [2, 2] == [pool.slots for pool in loader.pools]
     loader.close()
 
 
@@ -281,7 +281,7 @@ def test_reads_that_fail_in_every_staging_row_end_the_request(packed):
 
 def test_a_pool_without_a_larger_size_only_shrinks(packed):
     loader, stride = breathing(packed, 4, most_bytes=None)
-    assert loader.resize(1 << 40) == 4 and len(loader._pools[0].rows) == 4
+    assert loader.resize(1 << 40) == 4 and len(loader.pools[0].rows) == 4
     assert loader.resize(3 * stride) == 3
     loader.close()
 
@@ -291,7 +291,7 @@ def test_memory_that_metal_has_adopted_stays(packed, monkeypatch):
         patch.setattr(mx, "from_dlpack", lambda rows, copy: mx.array(rows))
         patch.setattr(backend, "name", lambda: "metal")
         loader, stride = breathing(packed, 4, allowance=lambda tokens, held: 1 << 40)
-        assert not loader.breathes and len(loader._pools[0].rows) == 4
+        assert not loader.breathes and len(loader.pools[0].rows) == 4
         with loader.turn(1):
             assert loader.slots == 4
         with pytest.raises(AssertionError):
@@ -384,8 +384,7 @@ def test_what_the_allowance_raises_ends_the_call_only(packed):
 def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
     """Everything, then the least, call after call; and from the least to everything again."""
     if kind != "native":
-        monkeypatch.setattr(native, "available", lambda: False)
-        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+        use_plain_operations(monkeypatch)
     path, seen = tiny_directory("qwen3_moe"), []
     monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
     model = streamed(
@@ -399,5 +398,5 @@ def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
     for size in (chunk, 2):
         assert np.array_equal(run(model, tokens, size), run(reference, tokens, size))
-    assert set(seen) == {2 * TOP_K, model.experts._pools[0].most}
+    assert set(seen) == {2 * TOP_K, model.experts.pools[0].most}
     model.experts.close()

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from grids import drawn
 from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa: F401 (a fixture)
-from tiny_models import tiny_directory
+from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts import lookahead, mapped, pool, reader, routed, source, waves, whole
 from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.pool import NOWHERE
-from moeflux_mlx.ops import native
 
 FILES = {module.__file__ for module in (streaming, pool, reader, lookahead, waves, source, routed, mapped, whole)}
 
@@ -70,7 +69,7 @@ def interrupted(work, **where):
 def check_pools(loader):
     """Nothing is held or under way, and each row of memory has one owner."""
     loader.drain()
-    for one in getattr(loader, "_pools", ()):
+    for one in getattr(loader, "pools", ()):
         assert not one.in_flight() and not one.pinned_besides([])
         rows = [slot.row for slot in map(one.get, one.records()) if slot.row != NOWHERE]
         assert sorted([*one._free, *rows]) == list(range(len(one.rows)))
@@ -96,8 +95,7 @@ def model(request, small_waves, monkeypatch):  # noqa: F811
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # what is raised while something is freed ends there
     options, path = KINDS[request.param], tiny_directory("qwen3_moe")
     if request.param == "copied":
-        monkeypatch.setattr(native, "available", lambda: False)
-        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+        use_plain_operations(monkeypatch)
     threads = set(threading.enumerate())
     made = streamed(path, **options) if options else load_model(path, dtype=mx.float32, expert_io="mmap")
     yield made
@@ -194,12 +192,11 @@ def test_200_signals_in_a_row(model):
         other.submit(check_answers, model, want).result()
 
 
+@pytest.mark.usefixtures("plain_operations")
 def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypatch):
     """A turn ends by evaluating what still reads the pool; nobody else can."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
-    for one in model.experts._pools:  # as on Metal, MLX reads the pool's own memory
+    for one in model.experts.pools:  # as on Metal, MLX reads the pool's own memory
         one.rows, one._adopted = staging_memory(*one.rows.shape)
     want = run(model, TOKENS[:, :3], 1)
 

@@ -140,7 +140,7 @@ def test_rows_that_metal_adopts_are_whole_pages(rows, blocks):
 def test_records_of_every_size_are_the_files_bytes(packed, direct, copied):
     reader = ExpertReader(packed, direct=direct)
     loader = StreamedExperts(packed, cache_bytes=1, least_slots=LEAST, reader=reader, copied=copied)
-    assert [pool.slots for pool in loader._pools] == [LEAST] * 3
+    assert [pool.slots for pool in loader.pools] == [LEAST] * 3
     for _ in range(2):
         for layer in packed.layout.moe_layers:
             with loader.request(layer, np.array([5, 0, 3])) as lease:
@@ -152,17 +152,17 @@ def test_records_of_every_size_are_the_files_bytes(packed, direct, copied):
 
 def test_layers_of_one_size_share_a_pool(packed):
     loader = StreamedExperts(packed, cache_bytes=1 << 30, least_slots=LEAST)
-    assert loader._pool_of[1] is loader._pool_of[3] and len(set(loader._pools)) == 3
+    assert loader.pools.of[1] is loader.pools.of[3] and len(set(loader.pools)) == 3
     assert [loader.slots_of(layer) for layer in range(4)] == [6, 12, 6, 12] and loader.slots == 24
-    assert sum(pool.slots * pool.nbytes for pool in loader._pools) == taken(packed.layout, 1 << 30, LEAST)
+    assert sum(pool.slots * pool.nbytes for pool in loader.pools) == taken(packed.layout, 1 << 30, LEAST)
     loader.close()
 
 
 def test_a_buffers_limit_holds_for_each_size(packed):
     narrow = packed.layout.records[1].held_bytes
     loader = StreamedExperts(packed, cache_bytes=1 << 30, least_slots=2, buffer_bytes=6 * narrow)
-    assert all(pool.rows.nbytes <= 6 * narrow or pool.slots == EXPERTS for pool in loader._pools)
-    assert loader._pool_of[1] is not loader._pool_of[3]
+    assert all(pool.rows.nbytes <= 6 * narrow or pool.slots == EXPERTS for pool in loader.pools)
+    assert loader.pools.of[1] is not loader.pools.of[3]
     for layer in range(4):
         with loader.request(layer, np.array([1, 2])) as lease:
             lease.wait()
@@ -184,7 +184,7 @@ def test_the_allowance_is_kept_in_bytes(packed):
     for nbytes in (0, least, (least + most) // 2, most, most + 1, least + 1):
         size[0] = nbytes
         with loader.turn(1):
-            used = sum(pool.slots * pool.nbytes for pool in loader._pools)
+            used = sum(pool.slots * pool.nbytes for pool in loader.pools)
             assert least <= used <= max(nbytes, least)
             for layer in range(4):
                 loader.request(layer, np.array([0, 1])).wait()
@@ -243,9 +243,9 @@ class MixedMachine(RuleBasedStateMachine):
         if not self.loader.breathes:
             return
         nbytes = int(share * self.most)
-        pinned = sum(pool.pinned_besides([]) * pool.nbytes for pool in self.loader._pools)
+        pinned = sum(pool.pinned_besides([]) * pool.nbytes for pool in self.loader.pools)
         self.loader.resize(nbytes)
-        used = sum(pool.slots * pool.nbytes for pool in self.loader._pools)
+        used = sum(pool.slots * pool.nbytes for pool in self.loader.pools)
         assert used <= taken(self.packed.layout, nbytes, LEAST) + pinned
 
     @invariant()
@@ -255,7 +255,7 @@ class MixedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_row_has_one_owner(self):
-        for pool in self.loader._pools:
+        for pool in self.loader.pools:
             slots = [pool[key] for key in pool.records()]
             assert len(slots) <= pool.slots <= pool.most
             used = [slot.row for slot in slots if slot.row != NOWHERE]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_packed import tiny_args
 
-from moeflux_mlx.engine.budget import from_environment, select_io_mode
+from moeflux_mlx.engine.expert_io import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
@@ -295,7 +295,7 @@ def test_wrong_guesses_do_not_fill_the_pool(packed):
         loader.request(0, np.array([0])).wait()
         loader.hint([(1, guess)])
         for key in loader.in_flight:
-            loader._pools[0].get(key).read.result()
+            loader.pools[0].get(key).read.result()
     for _ in range(2):
         lease = loader.request(0, np.arange(4))
         lease.wait()
@@ -316,17 +316,17 @@ def test_demoted_blocks_give_way_first(small):
 def test_several_buffers_hold_whole_layers(packed):
     stride = packed.layout.expert_stride
     loader = StreamedExperts(packed, cache_bytes=8 * stride, least_slots=2, buffer_bytes=5 * stride)
-    assert [pool.slots for pool in loader._pools] == [4, 4]
+    assert [pool.slots for pool in loader.pools] == [4, 4]
     for layer in (0, 1):
         assert np.array_equal(blocks(loader.request(layer, np.arange(4))), records(packed, layer)[:4])
-    assert not np.shares_memory(loader._pools[0].rows, loader._pools[1].rows)
+    assert not np.shares_memory(loader.pools[0].rows, loader.pools[1].rows)
     loader.close()
 
 
 def test_blocks_copied_to_a_device(packed):
     """As on CUDA: an array for each block, and a staging row that is free again once it is copied."""
     loader = StreamedExperts(packed, cache_bytes=1 << 20, least_slots=2, copied=True)
-    assert len(loader._pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
+    assert len(loader.pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
     for _ in range(2):
         for start in range(0, EXPERTS, 2):
             lease = loader.request(1, np.array([start, start + 1, start]))
@@ -340,7 +340,7 @@ def copying(packed):
     """A loader as on CUDA, that has used some blocks."""
     loader = StreamedExperts(packed, cache_bytes=1, least_slots=4, copied=True)
     blocks(loader.request(0, np.arange(4)))
-    return loader, loader._pools[0]
+    return loader, loader.pools[0]
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
@@ -568,7 +568,7 @@ class LoaderMachine(RuleBasedStateMachine):
     @invariant()
     def memory_is_bounded(self):
         assert self.loader.slots == 4
-        assert sum(map(len, self.loader._pools)) <= 4
+        assert sum(map(len, self.loader.pools)) <= 4
 
     def teardown(self):
         self.faults.plan = []

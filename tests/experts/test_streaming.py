@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from grids import drawn
-from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model
+from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.generation import generate_step
@@ -31,7 +31,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.tensors import split_latent
 from moeflux_mlx.model.weights import fill, read_resident
-from moeflux_mlx.ops import backend, grouped, native
+from moeflux_mlx.ops import backend, grouped
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K = 16, 4
@@ -86,10 +86,10 @@ def test_same_bits_with_any_pool(family, name, small_waves):
     model.experts.close()
 
 
+@pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("copied", [False, True])
-def test_same_bits_without_native_kernels(copied, small_waves, monkeypatch):
+def test_same_bits_without_native_kernels(copied, small_waves):
     """The path of GPUs, here on MLX's CPU operations; `copied` keeps blocks as CUDA does."""
-    monkeypatch.setattr(native, "available", lambda: False)
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=copied)
     for chunk in (1, 20):
@@ -101,7 +101,8 @@ def test_same_bits_without_native_kernels(copied, small_waves, monkeypatch):
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
 def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_native, monkeypatch):
     """The pool has room for one token's."""
-    monkeypatch.setattr(native, "available", lambda: is_native)
+    if not is_native:
+        use_plain_operations(monkeypatch)
     tokens, reference = tokens_of(family)[:, :10], tiny_model(family, mx.float32)
     want = run(reference, tokens, 5)
     for module in ("routed", "routing"):
@@ -124,12 +125,12 @@ def test_a_wrong_byte_changes_the_logits(tmp_path, small_waves):
     model.experts.close()
 
 
+@pytest.mark.usefixtures("plain_operations")
 def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, monkeypatch):
     """Blocks copied as they arrive: the arrays alive at any time are the pool's, and a stack of one request."""
-    monkeypatch.setattr(native, "available", lambda: False)
     alive = []
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=12 * 16384, copied=True)
-    pool = model.experts._pools[0]
+    pool = model.experts.pools[0]
     located = pool.locate
 
     def locate(keys):
@@ -147,12 +148,12 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
 def merciless(loader):
     """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
     unpin = loader.unpin
-    for pool in loader._pools:
+    for pool in loader.pools:
         pool.rows, pool._adopted = staging_memory(*pool.rows.shape)
 
     def overwrite(keys, out):
         unpin(keys, out)
-        for pool, key in ((loader._pool_of[key[0]], key) for key in keys):
+        for pool, key in ((loader.pools.of[key[0]], key) for key in keys):
             if key in pool and not pool.pinned(key) and pool[key].read is None:
                 row = pool[key].row
                 pool.drop(key)
@@ -161,11 +162,10 @@ def merciless(loader):
     loader.unpin = overwrite
 
 
+@pytest.mark.usefixtures("plain_operations")
 @on_cpu()  # CUDA keeps blocks elsewhere
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     monkeypatch.setitem(grouped.DENSE_FROM, "ops", 5)  # so that a wave is several products
     tokens, path = tokens_of("qwen3_moe"), tiny_directory("qwen3_moe")
     want = run(streamed(path), tokens, chunk)
@@ -387,11 +387,12 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
 @pytest.mark.parametrize("prefetch", ["off", "lookahead"])
 def test_who_interrupts_evicts_no_more_than_a_request_needs(copied, prefetch, small_waves, monkeypatch):
     """A prompt and an answer of his own, in a pool that others have filled."""
-    monkeypatch.setattr(native, "available", lambda: not copied)
+    if copied:
+        use_plain_operations(monkeypatch)
     model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=24 * 16384, copied=copied)
     loader, tokens, layers = model.experts, tokens_of("qwen3_moe"), model.args.moe_layers
     alone = run(model, tokens, 20), run(model, tokens, 1)
-    (pool,) = loader._pools
+    (pool,) = loader.pools
     others = {(layer, expert) for layer in layers for expert in range(8)}
     loader.invalidate()
     for layer in layers:
@@ -442,12 +443,11 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
     off.experts.close()
 
 
+@pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("family", goldens.families())
-def test_compiled_parts_of_layers_equal_plain_operations(family, copied, monkeypatch):
+def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
     """As on a GPU, in a pool that does not hold all experts, so that some are foreseen."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     options = {"least_slots": 8 * TOP_K, "cache_bytes": 1, "copied": copied}
     plain, compiled = (streamed(tiny_directory(family), **options) for _ in range(2))
     routed = compile_layers(compiled)
@@ -459,10 +459,9 @@ def test_compiled_parts_of_layers_equal_plain_operations(family, copied, monkeyp
     assert not routed._compiled, "it would hold the model's arrays"
 
 
-def test_a_failed_read_between_compiled_parts_ends_one_call_only(monkeypatch):
+@pytest.mark.usefixtures("plain_operations")
+def test_a_failed_read_between_compiled_parts_ends_one_call_only():
     """The caches of the layers before it are a token ahead, as they are without compiled parts."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     reads = []
 
     def preadv(fd, buffers, offset):
@@ -675,11 +674,10 @@ def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
 
 
 @on_cpu()  # CUDA has a copy
+@pytest.mark.usefixtures("plain_operations")
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     """On Metal no request for a layer comes by while a token runs as one graph."""
     path, file, data = replaceable
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     real = mapped._map
     with monkeypatch.context() as patch:
         patch.setattr(mapped, "_map", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))

@@ -13,7 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.budget import Demand, plan_memory
+from moeflux_mlx.engine.budget import plan_memory
+from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError

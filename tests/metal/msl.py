@@ -375,9 +375,9 @@ class TextKernel(HostKernel):
 
 def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
     """Lets the text `file` of a kernel read `new` where it has `old`, as it must have."""
-    text = launcher._text
+    text = launcher.text_of
     assert old in text(file)
-    monkeypatch.setattr(launcher, "_text", lambda name: text(name).replace(old, new) if name == file else text(name))
+    monkeypatch.setattr(launcher, "text_of", lambda name: text(name).replace(old, new) if name == file else text(name))
 
 
 @contextlib.contextmanager
@@ -387,11 +387,11 @@ def launching(kind: type[HostKernel] = HostKernel) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))
             patch.setattr(backend, "name", lambda: "metal")
-            launcher._built.cache_clear()
+            launcher.built.cache_clear()
             try:
                 yield
             finally:
-                launcher._built.cache_clear()
+                launcher.built.cache_clear()
     elif mx.is_available(mx.gpu):
         before = mx.default_device()
         mx.set_default_device(mx.gpu)

@@ -8,14 +8,14 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
 from moeflux_mlx.model.compiled import DecodeStep
-from moeflux_mlx.ops import backend, launch, linear, native
+from moeflux_mlx.ops import backend, launch, linear
 from moeflux_mlx.ops.experts import Shared
 
 FAMILIES = goldens.families()
@@ -23,8 +23,7 @@ FAMILIES = goldens.families()
 
 def make_resident(monkeypatch, family, dtype=mx.float32):
     """A model as on a GPU: MLX operations only, every layer's experts one array, tokens by the compiled step."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+    use_plain_operations(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(mapped, "_map", copied)
         return load_model(tiny_directory(family), dtype=dtype, expert_io="mmap")
@@ -55,13 +54,12 @@ def test_compiled_step_equals_the_plain_one(resident_model):
     assert [c.offset for c in fixed] == [c.offset for c in plain]
 
 
+@pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
     """Single tokens of a whole model through every kernel there is, Metal's text executed by the harness."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     caches = [model.make_cache() for _ in range(2)]
@@ -124,7 +122,7 @@ def test_a_layer_is_at_most_eight_launches(monkeypatch, tmp_path, family):
     x = mx.zeros((1, 1, model.args.hidden_size), mx.bfloat16)
     mx.eval(model(mx.array([[5, 6, 7]]), cache), x)
     monkeypatch.setattr(backend, "name", lambda: "metal")
-    monkeypatch.setattr(launch, "_built", lambda *kernel: pretended)
+    monkeypatch.setattr(launch, "built", lambda *kernel: pretended)
     for layer in model.args.moe_layers:
         mx.export_to_dot(str(tmp_path / "graph"), model.model.layers[layer](x, cache[layer]))
         names = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph").read_text())

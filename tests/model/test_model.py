@@ -162,10 +162,9 @@ def test_same_bits_in_every_io_mode(family, way):
     model.experts.close()
 
 
+@pytest.mark.usefixtures("plain_operations")
 def test_blocks_of_a_prompt_are_waited_for(monkeypatch):
     """Else the temporaries of all blocks, and of all layers before the first one with experts, would exist together."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model, evaluated, evaluate = tiny_model("deepseek_v3", mx.float32), [], mx.eval
     monkeypatch.setattr(model, "sizes", PromptSizes(32, 7))
     tokens = mx.array([[1] * 20])

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 
 from metal import msl
 from moeflux_mlx.errors import SnapshotError
-from moeflux_mlx.ops import linear, native
+from moeflux_mlx.ops import linear
 from moeflux_mlx.state.snapshot import load_state, save_state
 
 
@@ -47,12 +47,11 @@ def test_spans_and_tokens_turn_by_it_in_every_form(monkeypatch, family, kind):
     assert np.array_equal(logits(model, PROMPT, 0, SPAN, [3]), logits(model, PROMPT, SPAN, [3]))
 
 
+@pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_kernels_turn_by_it(monkeypatch, family):
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model, parts = tiny_model(family, mx.float32), (9, [3], [4])
     want = logits(model, PROMPT, *parts)

@@ -8,13 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from grids import drawn
-from tiny_models import tiny_directory
+from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.prefill import Prefill, span_lengths
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.model.span import Span
-from moeflux_mlx.ops import attend, backend, grouped, native
+from moeflux_mlx.ops import attend, backend, grouped
 
 TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
 FAMILIES = goldens.families()
@@ -35,8 +35,7 @@ def model_of(family, **options):
 def computing(request, monkeypatch):
     """On the CPU by native kernels, and by MLX's operations, where experts are taken apart in pieces."""
     if request.param == "operations":
-        monkeypatch.setattr(native, "available", lambda: False)
-        monkeypatch.setattr(native, "warn_if_missing", lambda: None)
+        use_plain_operations(monkeypatch)
         monkeypatch.setitem(grouped.DENSE_FROM, "ops", 4)
         monkeypatch.setattr(grouped, "PIECE_ROWS", 48)
     return request.param
@@ -57,10 +56,9 @@ def test_every_span_and_block_matches_hugging_face(family, sizes, computing):
     assert np.abs(np.array(last[0]) - want[-1]).max() < TOLERANCE
 
 
+@pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_cut_by_its_scores_matches_hugging_face(family, monkeypatch):
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     tokens, want = prompt(family)
     model = model_of(family)
     for scores in (1, 300, 2000):

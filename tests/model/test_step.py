@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import FAMILIES, make_resident
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.step import SequenceRows
-from moeflux_mlx.ops import backend, linear, native
+from moeflux_mlx.ops import backend, linear
 from moeflux_mlx.state.cache import RecurrentCache
 
 PROMPT = list(range(5, 25))
@@ -80,8 +80,7 @@ def plans(draw):
 def plain_model(family):
     """A model of plain MLX operations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "available", lambda: False)
-        patch.setattr(native, "warn_if_missing", lambda: None)
+        use_plain_operations(patch)
         return load_model(tiny_directory(family), dtype=mx.float32)
 
 
@@ -106,13 +105,12 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     check(model, Alone(model), [tuple(PROMPT), ()], plan)
 
 
+@pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
     """Metal's text executed by the harness."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     with msl.launching():

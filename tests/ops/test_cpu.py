@@ -7,7 +7,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory, tiny_model
+from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Router
@@ -29,12 +29,6 @@ TOLERANCE = 1e-4  # of logits with standard deviation 1
 TOKENS = mx.array([np.random.default_rng(0).integers(0, 240, 40).tolist()])
 
 
-@pytest.fixture
-def no_extension(monkeypatch):
-    monkeypatch.setattr(native, "_native", None)
-    monkeypatch.setattr(native, "_warned", True)
-
-
 def run(model, tokens, chunk):
     cache = model.make_cache()
     parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
@@ -45,8 +39,7 @@ def run(model, tokens, chunk):
 def by_mlx():
     """Logits of every family from MLX's operations, in one chunk and in single tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_native", None)
-        patch.setattr(native, "_warned", True)
+        use_plain_operations(patch)
         return {
             (family, chunk): run(tiny_model(family, mx.float32), TOKENS, chunk)
             for family in goldens.families()
@@ -95,9 +88,7 @@ def test_arrays_that_a_cache_held_do_not_change(family):
         assert (np.array(array)[part] == old[part]).all()
 
 
-def test_a_missing_extension_is_said_once(monkeypatch):
-    monkeypatch.setattr(native, "_native", None)
-    monkeypatch.setattr(native, "_warned", False)
+def test_a_missing_extension_is_said_once(no_extension):
     model = tiny_model("qwen3_moe", mx.float32)
     with pytest.warns(RuntimeWarning, match="install a C compiler"):
         model(TOKENS)
@@ -109,7 +100,7 @@ def test_only_float32_comes_here():
     assert all(backend.enter(TOKENS, dtype) is TOKENS for dtype in (mx.bfloat16, mx.float16))
 
 
-def test_sizes_that_the_kernels_refuse_stay_with_mlx(no_extension):
+def test_sizes_that_the_kernels_refuse_stay_with_mlx(plain_operations):
     args = tiny_model("qwen3_moe", mx.float32).args
     assert Model(args, experts=None).suits_cpu
     layers = [replace(layer, mixer=replace(layer.mixer, head_dim=40)) for layer in args.layers]

@@ -294,9 +294,9 @@ def test_a_planted_fault_is_caught(host, monkeypatch, name):
 
 @pytest.fixture(params=native.instruction_paths() if native.available() else [])
 def path(request):
-    native._kernels()._force(request.param)
+    native.use_path(request.param)
     yield request.param
-    native._kernels()._force(native.instruction_paths()[0])
+    native.use_path(native.instruction_paths()[0])
     native.set_threads(native.cores())
 
 

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx.engine.budget import Demand, plan_memory
+from moeflux_mlx.engine.budget import plan_memory
+from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.decoder import DecoderLayer, Model
 from moeflux_mlx.model.span import PromptSizes, Span
-from moeflux_mlx.ops import backend, gpu_time, launch, native
+from moeflux_mlx.ops import backend, gpu_time, launch
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
 from moeflux_mlx.spec import ModelArgs, variants
@@ -31,7 +32,7 @@ class Work:
     def __init__(self, monkeypatch):
         self.launches, self.gatherings, self.gathered, self.attended = [], [], 0.0, 0
         monkeypatch.setattr(backend, "name", lambda: "metal")
-        monkeypatch.setattr(launch, "_built", lambda target, kernel, *_: self.kernel(kernel.name))
+        monkeypatch.setattr(launch, "built", lambda build, target, kernel, *_: self.kernel(kernel.name))
         for name in ("quantized_matmul", "gather_qmm"):
             self.count(monkeypatch, mx, name, lambda out, x, *_: 2 * out.size * x.shape[-1])
         self.count(monkeypatch, mx.array, "__matmul__", lambda out, x, _: 2 * out.size * x.shape[-1])
@@ -127,10 +128,9 @@ def test_a_block_is_estimated_as_it_is_built(monkeypatch, name):
         assert sum(work.launches) - work.attended == pytest.approx(estimate, rel=0.001)
 
 
+@pytest.mark.usefixtures("plain_operations")
 def test_what_is_cut_is_computed_alike(monkeypatch):
     """Latents expanded for a few heads at a time, pieces of waves, and logits."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model = load_model(tiny_directory("deepseek_v3"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, model.args.vocab_size, (1, 45)))
     whole = np.array(model(tokens))

@@ -9,7 +9,7 @@ from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, dequantize, grouped, native
+from moeflux_mlx.ops import backend, dequantize, grouped
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.quant import Quant
 
@@ -77,12 +77,11 @@ def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
     assert gathered == [blob.shape]
 
 
+@pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("dense_from", [1, 8, 10**9])
 @pytest.mark.parametrize("block, piece", [(16, 16384), (64, 16384), (4, 24)])
 def test_every_way_of_multiplying_gives_the_same(monkeypatch, block, piece, dense_from):
     """From codes in blocks, taken apart, in pieces: up to rounding."""
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, 240, (1, 45)))
     by_rows = np.array(model(tokens))

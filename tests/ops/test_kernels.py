@@ -323,7 +323,7 @@ def test_record_offsets_pass_4_gib():
         input_names=["slots"],
         output_names=["out"],
         source=source,
-        header=launch._text("codes.h.metal"),
+        header=launch.text_of("codes.h.metal"),
     )
     slots, words = [0, 1, 511, 2**31], 7077888 // 4
     call = {"grid": (4, 1, 1), "threadgroup": (4, 1, 1), "template": [("WORDS", words)]}
@@ -396,7 +396,7 @@ def test_sources_are_ascii(name):
 
 @pytest.mark.parametrize("name", METAL_TEXTS)
 def test_sources_keep_to_portable_metal(name):
-    text = launch._text(name)
+    text = launch.text_of(name)
     assert not re.search(r"\bdouble\b|\bstatic\b|\[[&=]?\]\s*\(|#include|simdgroup_matrix|quad_", text)
     msl.lint(text)
 
@@ -449,7 +449,7 @@ def test_backend_asks_device_and_availability(monkeypatch, device, metal, cuda, 
 @msl.needed
 def test_no_silent_fallback(host, monkeypatch):
     """On a GPU a kernel that does not build raises."""
-    monkeypatch.setattr(launch, "_text", lambda name: "no such thing;")
+    monkeypatch.setattr(launch, "text_of", lambda name: "no such thing;")
     x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):
         linear.qmv(x, EXPERTS, w, s, s)

@@ -13,7 +13,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.files import directory
 from moeflux_mlx.model.layers import Linear
 from moeflux_mlx.model.weights import arrange
-from moeflux_mlx.ops import launch, linear, native
+from moeflux_mlx.ops import launch, linear
 from moeflux_mlx.ops.launch import Kernel, Launch, in_turn, pack
 from moeflux_mlx.quant import EXPERTS
 
@@ -69,8 +69,8 @@ SUM = "const uint i = thread_position_in_grid.x;\nout[i] = float(a[i]) + 10.0f *
 
 
 def add(monkeypatch, a, b, c):
-    monkeypatch.setattr(launch, "_text", lambda name: SUM)
-    monkeypatch.setattr(launch, "_headers", lambda name, form: [])
+    monkeypatch.setattr(launch, "text_of", lambda name: SUM)
+    monkeypatch.setattr(launch, "headers_of", lambda name, form: [])
     run = Launch("metal", Kernel("sum", "a b c", "out"), {}, (1, 1), 8, [((8,), mx.float32)])
     return np.array(run(a, b, c)[0])
 
@@ -103,7 +103,7 @@ def test_cudas_text_names_files_that_are_there(monkeypatch):
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **definition: made.append(SimpleNamespace(**definition)))
     x = some(mx.float32, 64)
     pieces = pack([x, x])
-    places = launch._placed([x, *pieces, x, x, 1e-6, x])[1]
+    places = launch.placed([x, *pieces, x, x, 1e-6, x])[1]
     Kernel("qmv", "x w scales biases norm eps residual", "y", "affine4").build("cuda", "", 64, places)
     (text,) = made
     names = [line.split('"')[1] for line in (text.header + text.source).splitlines() if line.startswith("#include")]
@@ -140,12 +140,11 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
     assert mx.array_equal(layer(x), other(x))
 
 
+@pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize(("family", "most"), [("qwen3_moe", 30), ("qwen3_5_moe", 30)])
 def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatch, family, most):
-    monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(native, "warn_if_missing", lambda: None)
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
 
     model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="mmap")
@@ -170,7 +169,7 @@ DEFINED = re.compile(r"^(?:(?:#define|struct) |(?:inline|constexpr)[^;{(=]* (?=\
 def test_each_text_names_the_headers_that_it_uses():
     """It uses a header if it has a word that the header defines."""
     files = [file.name for file in directory("metal").iterdir() if file.name.endswith(".metal")]
-    texts = {name: re.sub("//.*", "", launch._text(name)) for name in files}
+    texts = {name: re.sub("//.*", "", launch.text_of(name)) for name in files}
     owners = {}
     for header in (name for name in files if name.endswith(".h.metal")):
         for word in DEFINED.findall(texts[header]):
@@ -179,11 +178,11 @@ def test_each_text_names_the_headers_that_it_uses():
     for name, text in texts.items():
         used = set().union(*(owners[word] for word in owners.keys() & re.findall(r"\w+", text)))
         own = {name, "{form}.h.metal"} if name in FORMS else {name}
-        assert set(launch._needs(name)) == used - own, name
+        assert set(launch.needs_of(name)) == used - own, name
 
 
 def test_headers_stand_behind_those_that_they_need():
-    assert launch._headers("expert_choice.metal", "planes") == [
+    assert launch.headers_of("expert_choice.metal", "planes") == [
         f"{name}.h.metal" for name in ("codes", "planes", "lane", "swiglu", "topk")
     ]
 

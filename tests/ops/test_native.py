@@ -93,7 +93,7 @@ def unpacked(blob, slot, hidden, width):
 
 
 def force(path):
-    native._kernels()._force(path)
+    native.use_path(path)
 
 
 # ---- one check per operation, each on random values of a given shape ----
@@ -801,8 +801,8 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.linear(np.zeros((2, 32), F), None, np.zeros((4, 32), F), residual=np.zeros((1, 4), F)),
         lambda: native.gated_delta(x, *np.zeros((3, 1, 1, 16), F), *np.zeros((2, 1, 1), F)),
         lambda: native.set_threads(0),
-        lambda: native._kernels()._force("sse9"),
-        lambda: native._kernels().linear(x),
+        lambda: native.use_path("sse9"),
+        lambda: native.extension().linear(x),
     ]
     for call in calls:
         with pytest.raises(REFUSED):
@@ -875,9 +875,7 @@ def test_compiles_for_other_processors(path, tmp_path, target):
 
 
 @any_path
-def test_missing_extension_is_said_once(path, monkeypatch):
-    monkeypatch.setattr(native, "_native", None)
-    monkeypatch.setattr(native, "_warned", False)
+def test_missing_extension_is_said_once(path, no_extension):
     assert not native.available()
     with pytest.warns(RuntimeWarning, match="install a C compiler"):
         native.warn_if_missing()

@@ -32,12 +32,12 @@ bits = pytest.mark.parametrize("bits", MOST)
 @pytest.fixture(autouse=True)
 def fastest_afterwards():
     yield
-    native._kernels()._force(PATHS[0])
+    native.use_path(PATHS[0])
     native.set_threads(native.cores())
 
 
 def product(x, quant, parts, bits, path=PATHS[0] if PATHS else ""):
-    native._kernels()._force(path)
+    native.use_path(path)
     with native.activations(bits):
         return native.linear(x, quant, *parts)
 

@@ -65,12 +65,12 @@ def launches(monkeypatch):
         pipelines = Pipelines(limit)
         monkeypatch.setattr(backend, "name", lambda: "metal")
         monkeypatch.setattr(mx.fast, "metal_kernel", pipelines)
-        launch._built.cache_clear()
+        launch.built.cache_clear()
         run()
         return pipelines.launches
 
     yield of
-    launch._built.cache_clear()
+    launch.built.cache_clear()
 
 
 def shapes_of(name):

@@ -137,11 +137,12 @@ def test_microscaling_modes_dequantise(tmp_path, mode):
         find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(MLX))
 
 
-def test_a_scale_of_8_bits_that_is_no_number(tmp_path):
-    weight, scales = mx.quantize(mx.array(normal(4, 128)), 32, 4, "mxfp4")
-    scales[2, 1] = 255
+@pytest.mark.parametrize("mode, value", [("mxfp4", 0xFF), ("nvfp4", 0x7F), ("nvfp4", 0xFF)])  # E4M3 has a signed NaN
+def test_a_scale_of_8_bits_that_is_no_number(tmp_path, mode, value):
+    weight, scales = mx.quantize(mx.array(normal(4, 128)), MODES[mode].group_size, 4, mode)
+    scales[2, 1] = value
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
-    config = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}
+    config = {"quantization": {"mode": mode}}
     made = find_matrix(read_header(tmp_path / "x.safetensors"), "m", (4, 128), SourceFormat(config))
     assert len(made.rows(0, 2).codes()) == 2
     for use in (made.codes, made.values):

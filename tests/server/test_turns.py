@@ -48,7 +48,7 @@ def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
     options = {"expert_io": "pread", "expert_cache_bytes": 64 * record, "prefetch": "off"}
     with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
         engine = live.worker.state.engine
-        (pool,) = engine.experts._pools
+        (pool,) = engine.experts.pools
         evicted, tokens, serve, short_job = [], [], live.worker._serve, engine.experts.short_job
         # One expert of each layer in place of a token's 4, so that a request's 16 are the limit.
         engine.experts.short_job = lambda per_layer: tokens.append(per_layer) or short_job(1)

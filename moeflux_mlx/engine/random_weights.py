@@ -1,0 +1,101 @@
+"""Weights of random values, in the stored forms of a model of which only the shapes are known."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..formats.record import ExpertLayout, Record
+from ..model.layers import Weight
+from ..model.tensors import KEPT_FLOAT32, ROUTERS
+from ..model.weights import arrange
+from ..ops.experts import Records
+from ..ops.forms import DTYPES, settings
+from ..quant import FLOAT, Quant
+from ..spec import ModelArgs
+
+Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is known of a model without its weights.
+
+    Args:
+        args: its sizes.
+        layout: of its experts.
+        quants: how each matrix is stored, by module path; None, or no entry: as floats.
+        dtype: that it computes in.
+    """
+
+    args: ModelArgs
+    layout: ExpertLayout
+    quants: Mapping[str, Quant | None]
+    dtype: mx.Dtype
+
+
+def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:
+    """Gives every parameter of `module`, which the model has at `path`, random values of a trained model's size.
+
+    `fill`: gives matrices other values, of a form and a dtype.
+    """
+    matrices = {name: part for name, part in module.named_modules() if isinstance(part, Weight)}
+    for name, matrix in matrices.items():
+        kept = mx.float32 if f".{name}".endswith(ROUTERS) else shapes.dtype
+        (fill or fill_randomly)(matrix, shapes.quants.get(path + name), kept)
+    for name, value in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
+        owner, _, leaf = name.rpartition(".")
+        if owner not in matrices:
+            kept = mx.float32 if leaf in KEPT_FLOAT32 else shapes.dtype
+            values = mx.random.normal(value.shape) * 0.1 + (leaf == "weight")
+            setattr(_part(module, owner), leaf, values.astype(kept))
+    arrange(cast(Any, module))
+
+
+def _part(module: nn.Module, path: str) -> Any:
+    part: Any = module
+    for name in filter(None, path.split(".")):
+        part = part[int(name)] if isinstance(part, list) else getattr(part, name)
+    return part
+
+
+def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
+    """Random codes of `quant`, or values, whose product keeps the size of its input."""
+    matrix.quant, matrix.filled = quant, True
+    if quant is None:
+        matrix.weight = (mx.random.normal(matrix.shape) * matrix.shape[-1] ** -0.5).astype(dtype)
+        return
+    for name, part in zip(quant.parts, random_parts(quant, matrix.shape, dtype), strict=True):
+        setattr(matrix, name, part)
+
+
+def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx.array]:
+    """Codes, scales and, where the form has them, biases of a random matrix [..., rows, columns]."""
+    *rows, columns = shape
+    groups = (*rows, quant.groups(columns))
+    codes = _random_words((*rows, quant.words(columns)))
+    if quant.scale != FLOAT:
+        scales = mx.quantize(mx.random.normal((1, columns)) * columns**-0.5, **settings(quant))[1]
+        return [codes, mx.full(groups, scales[0, 0])]
+    steps = 2**quant.bits - 1
+    scale = 3.4 / (steps * columns**0.5)
+    return [codes, mx.full(groups, scale, dtype), mx.full(groups, -scale * steps / 2, dtype)]
+
+
+def _random_words(shape: Sequence[int]) -> mx.array:
+    """uint32 of any value: `mx.random.randint` is exact up to 16 bits."""
+    halves = mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), dtype=mx.uint16)
+    return halves.view(mx.uint32)
+
+
+def random_records(record: Record, count: int) -> Records:
+    parts: list[mx.array] = []
+    for projection in record.projections:
+        kind = DTYPES[projection.fields[1].dtype]
+        parts_of_projection = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
+        parts += [part.reshape(count, -1).view(mx.uint32) for part in parts_of_projection]
+    parts.append(mx.zeros((count, (record.stride - record.size) // 4), mx.uint32))
+    return Records(mx.concatenate(parts, axis=1), record)

@@ -1,0 +1,136 @@
+"""The pools of one model: which memory serves which layer, and how bytes are divided among them.
+
+It knows sizes and layers; it does not know how records come into memory.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+
+from ..formats.record import ExpertLayout, Key
+from ..ops import backend
+from .pool import SlotPool, can_breathe
+from .shares import SizeClass, divide, size_classes
+
+WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it is not resized for each token
+
+
+class Pools(list[SlotPool]):
+    """For each class of sizes one pool, or as many as keep each within `buffer_bytes`; none once they are cleared.
+
+    Args:
+        layout: of the experts.
+        sizes: bytes of all pools, at the start and at most.
+        least: records that one request may ask for; no pool is smaller.
+        buffer_bytes: of the largest array the device takes; None: there is no limit.
+        copied: whether records are copied into device memory; None: on CUDA.
+
+    Attributes:
+        of: the pool of each layer.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
+    ):
+        self._classes, self._least = size_classes(layout), least
+        self._parts = _parts(self._classes, sizes, least, buffer_bytes, copied)
+        super().__init__(chain.from_iterable(self._parts))
+        self._groups = [
+            group.tolist()
+            for one, part in zip(self._classes, self._parts, strict=True)
+            for group in np.array_split(np.array(one.layers), len(part))
+        ]
+        self.of = {layer: pool for pool, group in zip(self, self._groups, strict=True) for layer in group}
+        self._records = {layer: len(group) * layout.num_experts for group in self._groups for layer in group}
+
+    @property
+    def slots(self) -> int:
+        return sum(pool.slots for pool in self)
+
+    @property
+    def breathes(self) -> bool:
+        """Whether all of them can be resized."""
+        return all(pool.breathes for pool in self)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of records that are MLX's arrays."""
+        return sum(len(pool) * pool.nbytes for pool in self if pool.copied)
+
+    def shares(self, nbytes: int) -> list[int]:
+        """Slots of each pool; those of one class have the same."""
+        shares = []
+        for part, slots in zip(self._parts, divide(self._classes, nbytes, self._least), strict=True):
+            shares += [min(max(slots // len(part), min(self._least, pool.most)), pool.most) for pool in part]
+        return shares
+
+    def is_due(self, nbytes: int) -> bool:
+        """Whether pools that may have so many bytes are to be resized."""
+        return any(map(_is_due, self, self.shares(nbytes)))
+
+    def in_flight(self) -> list[Key]:
+        return [key for pool in self for key in pool.in_flight()]
+
+    def holds(self, layer: int) -> bool:
+        """Whether every expert of the layer's pool is in memory or on its way."""
+        return len(self.of[layer]) == self._records[layer]
+
+    def slots_per_layer(self, spare: int) -> int:
+        """Of the pool that has least for each of its layers, less `spare` slots."""
+        return min((max(pool.slots - spare, 0) // len(self._groups[i]) for i, pool in enumerate(self)), default=0)
+
+    def intend(self, layer: int, ids: Sequence[int]) -> None:
+        """As `ExpertLoader.intend`."""
+        for pool in self:
+            pool.intended = set()
+        if self:
+            self.of[layer].intended = {(layer, expert) for expert in ids}
+
+    def give_way(self, layer: int, ids: Sequence[int]) -> None:
+        """As `ExpertLoader.give_way`."""
+        for expert in ids if self else ():
+            self.of[layer].intended.discard((layer, expert))
+            self.of[layer].demote((layer, expert))
+
+    @contextlib.contextmanager
+    def short_job(self, per_layer: int) -> Iterator[None]:
+        """As `ExpertLoader.short_job`."""
+        for pool, layers in zip(self, self._groups, strict=False):
+            pool.begin_short_job(max(per_layer * len(layers), self._least))
+        try:
+            yield
+        finally:
+            for pool in self:
+                pool.end_short_job()
+
+
+def _is_due(pool: SlotPool, share: int) -> bool:
+    """Whether a pool that may have `share` slots is to be resized."""
+    grown = share - pool.slots
+    return grown < 0 or grown >= max(pool.slots / WORTH_GROWING, 1) or grown > 0 and share == pool.most
+
+
+def _parts(
+    classes: Sequence[SizeClass], sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
+) -> list[list[SlotPool]]:
+    """The pools of each class."""
+    if copied is None:
+        copied = backend.name() == "cuda"
+    start, most = (divide(classes, size, least) for size in sizes)
+    if not can_breathe(copied):
+        most = start
+    return [
+        _pools_of(one, slots, max(slots, limit), min(least, one.records), buffer_bytes, copied)
+        for one, slots, limit in zip(classes, start, most, strict=True)
+    ]
+
+
+def _pools_of(
+    one: SizeClass, slots: int, most: int, least: int, buffer_bytes: int | None, copied: bool
+) -> list[SlotPool]:
+    at_most = one.records if buffer_bytes is None else max(buffer_bytes // one.nbytes, 1)
+    count = min(-(-most // at_most), max(slots // least, 1), len(one.layers))
+    staging = 2 * least if copied else None
+    return [SlotPool(one.nbytes, slots // count, staging, most // count) for _ in range(count)]

@@ -1,0 +1,40 @@
+"""What a thread's operations use in place of this machine's backend, kernels and native extension.
+
+So it can be seen what a model runs, also on a backend that this machine lacks, while nothing is computed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Where one is None, the machine's own is used.
+
+    Args:
+        backend: operations choose as on it ("metal", "cuda" or "ops"), and `backend.start` computes nothing.
+        build: makes of a kernel what its launches call, as `launch.Kernel.build` does.
+        extension: has the functions of the native extension.
+    """
+
+    backend: str | None = None
+    build: Callable[..., Any] | None = None
+    extension: Any = None
+
+
+NONE = StandIns()
+_used: ContextVar[StandIns] = ContextVar("stand_ins", default=NONE)
+stand_ins = _used.get
+
+
+@contextmanager
+def standing_in(**given: Any) -> Iterator[None]:
+    """Operations inside, of this thread, use what is given by the names of `StandIns`, besides what they used."""
+    token = _used.set(replace(_used.get(), **given))
+    try:
+        yield
+    finally:
+        _used.reset(token)
