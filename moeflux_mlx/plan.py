@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import add_dtype, add_expert_io, add_prompt_sizes
+from .cli.options import add_dtype, add_expert_io, add_memory, add_prompt_sizes
 from .cli.planning import DISKS, run
 from .cli.run import Parser, execute
 from .spec import variants
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add("--expert-cache-gb", type=float, metavar="GB", help="memory for streamed experts; default: what is left")
+    add_memory(add)
     add(
         "--context",
         type=int,

@@ -56,6 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
+    add_memory(add)
     add(
         "--prefetch",
         choices=("auto", "off"),
@@ -78,6 +79,15 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+    )
+
+
+def add_memory(add: Callable[..., Any]) -> None:
+    add(
+        "--memory-gb",
+        type=float,
+        metavar="GB",
+        help="that all of the process may take, in units of 1e9 bytes; default: the machine's, less some for others",
     )
 
 
@@ -208,6 +218,7 @@ def open_optional(
         cpu_activations=options.cpu_activations,
         expert_io=options.expert_io,
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
         prefetch=options.prefetch,
         context=options.context,
         span=options.span,
@@ -351,6 +362,11 @@ def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
     lines = [f"expert I/O: {experts.mode.value}, {read}"]
     lines += [f"expert I/O: {experts.note}"] if experts.note else []
     if verbose and stats.bytes_read:
+        if stats.given_back:
+            lines.append(
+                f"memory: {stats.given_back / 1e9:.2f} GB of experts given back because the machine was short of it; "
+                f"the pool has {experts.pool_bytes / 1e9:.2f} GB now"
+            )
         lines.append(
             f"expert I/O: hit rate {stats.hit_rate:.1%}, {stats.gb_per_second:.2f} GB/s, "
             f"{stats.wait_seconds:.2f} s waited, {experts.slots} slots; read ahead: {stats.prefetched}, "

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=in_place,
     )
-    plan = plan_memory(args, layout, figures(options.ram_gb), demand)
+    plan = plan_memory(args, layout, figures(options.ram_gb, options.memory_gb), demand)
     if plan.shortened:
         note(plan.shortened)
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
@@ -87,21 +87,24 @@ def run(options: argparse.Namespace) -> int:
         lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
     if (machines := machines_of(options.ranks, options.link_us, options.link_gb_per_s)) is not None:
         own = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
-        each = plan_memory(args, own, figures(options.ram_gb), demand)
+        each = plan_memory(args, own, figures(options.ram_gb, options.memory_gb), demand)
         print("\n".join([*memory_lines(each, own), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
         return 0
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
 
 
-def figures(ram_gb: float | None) -> Figures:
-    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion."""
-    nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures()
+def figures(ram_gb: float | None, memory_gb: float | None = None) -> Figures:
+    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion.
+
+    `memory_gb`: what all of the process may take.
+    """
+    nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures(gigabytes("--memory-gb", memory_gb))
     if nbytes is None:
         return own
     limits = (own.working_set, own.buffer)
     working_set, buffer = (None if limit is None else limit * nbytes // own.memory for limit in limits)
-    return Figures(nbytes, working_set, buffer, operations=own.operations)
+    return Figures(nbytes, working_set, buffer, operations=own.operations, limit=own.limit)
 
 
 def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:

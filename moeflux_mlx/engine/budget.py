@@ -302,6 +302,8 @@ def _refusal(
     """
     least, kept = _least(args, layout, figures, mode), figures.memory - room(figures)
     why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
+    if room(figures) == figures.limit:
+        why = "beyond --memory-gb"
     pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {in_gb(figures.memory)}: {in_gb(demand.resident)} resident weights, "

@@ -39,6 +39,7 @@ from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .needs import least_slots
+from .pressure import PoolLimit, sources
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
 from .tiles import choose
@@ -112,6 +113,7 @@ def open_engine(
     tiles: str | Path = "auto",
     pool_share: float | None = None,
     progress: Progress | None = None,
+    memory_bytes: int | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
@@ -138,7 +140,7 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=weights.in_place,
     )
-    figures = machine_figures()
+    figures = machine_figures(memory_bytes)
 
     def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
         if wanted.context is None and pool_share is not None:
@@ -192,12 +194,14 @@ def open_experts(
             whole = files.check_scales if isinstance(files, InPlaceExperts) else None
             experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
         else:
+            limit = PoolLimit(sources(plan.figures), plan.most)
             experts = StreamedExperts(
                 files,
                 plan.decision,
                 cache_bytes=plan.pool,
                 most_bytes=plan.most,
-                allowance=Breath(args, files.layout, plan) if plan.most > plan.pool else None,
+                allowance=Breath(args, files.layout, plan, limit),
+                limit=limit,
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
                 check=files.check_record if isinstance(files, InPlaceExperts) else None,
@@ -256,6 +260,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
+        memory_bytes: that all of the process may take: weights, caches, experts and Python; None: what the machine has,
+            less some for others. Files that are mapped count only for the choice to map them.
         prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
         context: positions for which memory is planned; None means 8192, or the model's own limit if less, or what

@@ -1,10 +1,12 @@
 """The pool grows and shrinks while the model runs: the same bytes and bits, and memory that really goes."""
 
 import contextlib
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -286,16 +288,32 @@ def test_a_pool_without_a_larger_size_only_shrinks(packed):
     loader.close()
 
 
-def test_memory_that_metal_has_adopted_stays(packed, monkeypatch):
+def test_memory_that_metal_has_adopted_is_replaced_while_nobody_reads_it(packed, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(mx, "from_dlpack", lambda rows, copy: mx.array(rows))
+        patch.setattr(mx, "from_dlpack", lambda rows, copy: rows)
         patch.setattr(backend, "name", lambda: "metal")
-        loader, stride = breathing(packed, 4, allowance=lambda tokens, held: 1 << 40)
-        assert not loader.breathes and len(loader.pools[0].rows) == 4
-        with loader.turn(1):
-            assert loader.slots == 4
-        with pytest.raises(AssertionError):
-            loader.resize(4 * stride)
+        allowed, stride = [ALL], packed.layout.expert_stride
+        loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
+        pool = loader.pools[0]
+        before = weakref.ref(pool._pages)
+        assert not pool.breathes and len(pool.rows) == ALL
+        lease = read(loader, 0, [1, 3, 5])
+        for slots, reached in [(ALL - 1, ALL), (4, ALL)]:  # a little is not worth it; what is leased stays
+            allowed[0] = slots
+            loader.request(1, np.array([0])).release()
+            loader.drain()
+            assert loader.slots == reached and np.array_equal(blocks(lease), records(packed, 0)[[1, 3, 5]])
+        lease.release()
+        del lease
+        loader.request(1, np.array([0])).release()
+        gc.collect()
+        assert loader.slots == len(pool.rows) == 4 and loader.stats.given_back == (ALL - 4) * stride
+        assert before() is None, "the system has the old memory"
+        for slots, reached in [(6, 4), (ALL, ALL)]:  # it grows to its full size only, because it loses its records
+            allowed[0] = slots
+            with loader.turn(1):
+                assert loader.slots == reached
+            assert np.array_equal(blocks(read(loader, 1, [2, 4])), records(packed, 1)[[2, 4]])
         loader.close()
 
 
