@@ -35,7 +35,7 @@ from .terminal import note
 HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 MEASURED_BYTES = 1 << 30
-IN_FLIGHT = 16  # reads queued at once when the disk is measured
+IN_FLIGHT = 16  # reads queued at once for each drive when it is measured
 DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         weights.check_mode(expert_io)
         if options.ranks is None:
             weights.check_held(None)
-        args, files, in_place = weights.args, weights.experts, weights.in_place
+        args, files, in_place = weights.args, weights.experts, not weights.can_be_mapped
         layout, resident = files.layout, resident_bytes(weights.shapes, dtype)
     demand = demand_of(
         args,
@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
     disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
     if options.measure_disk and files is not None:
         disks = [int(measure_disk(files))]
-        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+        drives = f" of {len(drives_of(files))} drives together" if len(drives_of(files)) > 1 else ""
+        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts{drives} past the page cache"]
     if (machines := machines_of(options.ranks, options.link_us, options.link_gb_per_s)) is not None:
         own = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
         each = plan_memory(args, own, figures(options.ram_gb, options.memory_gb), demand)
@@ -152,20 +153,28 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
     return lines
 
 
+def drives_of(files: ExpertFiles) -> set[int]:
+    """The devices that hold a model's experts."""
+    return {path.stat().st_dev for path in files.sizes}
+
+
 def measure_disk(files: ExpertFiles) -> float:
-    """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
+    """Bytes per second of reading different experts of all layers in random order, up to a gibibyte: of all drives
+    that hold them together.
+    """
     layout, reader = files.layout, ExpertReader(files)
+    in_flight = IN_FLIGHT * reader.drives
     share = files.share if isinstance(files, PackedExperts) else None
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
     every = [key for key in every if share is None or share.has(*key)]
     count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
-    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Read](), 0
+    memory, waiting, nbytes = page_aligned(in_flight, layout.held_bytes // 4), deque[Read](), 0
     start = time.perf_counter()
     for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
-        if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row
+        if len(waiting) == in_flight:  # the oldest read is the one that fills this row
             nbytes += waiting.popleft().result()
         layer, expert = every[choice]
-        target = memoryview(memory[i % IN_FLIGHT]).cast("B")
+        target = memoryview(memory[i % in_flight]).cast("B")
         waiting.append(reader.submit(reader.prepare(layer, expert, target)))
     nbytes += sum(read.result() for read in waiting)
     seconds = time.perf_counter() - start

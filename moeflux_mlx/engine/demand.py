@@ -22,7 +22,7 @@ class Demand:
         native: the CPU's native kernels compute, which read packed records where they are and keep no scores.
         expert_io: forces a mode; None or "auto" decides.
         expert_cache_bytes: forces the pool's size.
-        in_place: experts lie in pieces in a checkpoint, so that files cannot be mapped.
+        in_place: experts lie in pieces in a checkpoint, or in several directories, so that files cannot be mapped.
     """
 
     resident: int

@@ -138,7 +138,7 @@ def open_engine(
         prefill_step_size=prefill_step_size,
         expert_io=mode,
         expert_cache_bytes=expert_cache_bytes,
-        in_place=weights.in_place,
+        in_place=not weights.can_be_mapped,
     )
     figures = machine_figures(memory_bytes)
 

@@ -29,6 +29,7 @@ from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.machine import CGROUPS, used_memory
 
 STEP = 0.95  # the limit falls to this part of itself, every half second; a pool leaves more free
+MOST_SECONDS = 30.0  # of a squeeze: a prompt's temporaries may need more than the least
 PATIENCE = 10.0  # seconds in which the pool is to be back
 NAMES = ("memory/", "memory.limit_in_bytes"), ("", "memory.high")  # of a version 1 group and of a version 2 group
 
@@ -93,7 +94,8 @@ def in_group(options: argparse.Namespace) -> Iterator[Callable[[bool], None]]:
 
     def squeeze(tight: bool) -> None:
         wanted = int((options.least_gb if tight else options.limit_gb) * 1e9)
-        while (limit := int((group / name).read_text())) != wanted // 4096 * 4096:
+        end = time.monotonic() + MOST_SECONDS
+        while (limit := int((group / name).read_text())) != wanted // 4096 * 4096 and time.monotonic() < end:
             lower = max(int(limit * STEP), wanted) if tight else wanted
             with contextlib.suppress(OSError):  # more is used: it has not been given back yet
                 (group / name).write_text(str(lower))
