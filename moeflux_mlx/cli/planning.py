@@ -17,6 +17,7 @@ from ..engine.demand import demand_of
 from ..engine.expert_io import from_environment
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
+from ..engine.pool_sizes import best_pool
 from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import RequestError
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
     expert_io, files, in_place = from_environment(options.expert_io), None, False
     lines: list[str] = []
+    measured = None
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
@@ -65,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
             weights.check_held(None)
         args, files, in_place = weights.args, weights.experts, not weights.can_be_mapped
         layout, resident = files.layout, resident_bytes(weights.shapes, dtype)
+        measured = best_pool(weights.path, layout.total_bytes)
     demand = demand_of(
         args,
         resident,
@@ -76,6 +79,9 @@ def run(options: argparse.Namespace) -> int:
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=in_place,
     )
+    if measured is not None and demand.expert_cache_bytes is None:
+        demand = replace(demand, best_pool=measured)
+        lines = [*lines, f"moeflux tune found a pool of {_gb(measured)} as fast as larger ones here"]
     plan = plan_memory(args, layout, figures(options.ram_gb, options.memory_gb), demand)
     if plan.shortened:
         note(plan.shortened)

@@ -39,6 +39,7 @@ from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .needs import least_slots
+from .pool_sizes import best_pool
 from .pressure import PoolLimit, sources
 from .ranks import Ranks, io_mode, meet
 from .session import CHECKPOINT_BYTES, Session
@@ -140,6 +141,8 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=not weights.can_be_mapped,
     )
+    if expert_cache_bytes is None:
+        demand = replace(demand, best_pool=best_pool(path, weights.experts.layout.total_bytes))
     figures = machine_figures(memory_bytes)
 
     def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
@@ -259,7 +262,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             computes it has no effect.
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
-        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
+        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM,
+            or less where `moeflux tune` found that less is as fast.
         memory_bytes: that all of the process may take: weights, caches, experts and Python; None: what the machine has,
             less some for others. Files that are mapped count only for the choice to map them.
         prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer

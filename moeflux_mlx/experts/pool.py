@@ -236,6 +236,11 @@ class SlotPool:
             mx.eval(slot.guard)  # usually long done; if another computation reads it too, both must end
         slot.guard = guard
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether somebody may still read a record."""
+        return bool(self._leased)
+
     def pinned(self, key: Key) -> bool:
         return any(key in keys for keys in list(self._leased.values()))
 

@@ -215,7 +215,8 @@ class StreamedExperts(ExpertLoader):
         keys, inverse = asked_for(layer, ids)
         ready = [True] * len(keys)
         lease = Lease(self, keys, inverse, ready)
-        self._relieve()
+        if not any(pool.is_leased for pool in self.pools):  # with another lease, the least is not enough for this one
+            self._relieve()
         self._collect()
         try:
             self._admit(self.pools.of[layer], keys, ready)

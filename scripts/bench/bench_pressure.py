@@ -65,21 +65,28 @@ def one_case(engine: Engine, squeeze: Callable[[bool], None], name: str, compute
     """Computes again and again while memory is taken, and until the pool is back."""
     calm, experts = compute(), engine.experts
     before, same, rounds = experts.pool_bytes, True, 0
-    sizes, ended = [before], threading.Event()
-    threading.Thread(target=lambda: (squeeze(True), ended.set()), daemon=True).start()
-    while not ended.is_set():
+    row = {"case": name, "pool_gb": before / 1e9}
+    taking = threading.Thread(target=take_and_give, args=(engine, squeeze, before, row), daemon=True)
+    taking.start()
+    while taking.is_alive():
         same, rounds = same and compute() == calm, rounds + 1
-        sizes.append(experts.pool_bytes)
-    squeeze(False)
-    released, held = time.perf_counter(), used_memory()
-    while experts.pool_bytes < 0.9 * before and time.perf_counter() - released < 2 * PATIENCE:
-        same = same and compute() == calm
-    row = {"case": name, "same": same, "rounds": rounds, "pool_gb": before / 1e9, "least_gb": min(sizes) / 1e9}
-    row |= {"held_gb": held / 1e9, "back_s": time.perf_counter() - released}
+    row |= {"same": same, "rounds": rounds}
     print(
         "  ".join(f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
     )
     return row
+
+
+def take_and_give(engine: Engine, squeeze: Callable[[bool], None], before: int, row: dict) -> None:
+    """Notes how small the pool became, what the process held then, and how long the pool took to be back."""
+    squeeze(True)
+    time.sleep(1)
+    row |= {"least_gb": engine.experts.pool_bytes / 1e9, "held_gb": used_memory() / 1e9}
+    squeeze(False)
+    released = time.perf_counter()
+    while engine.experts.pool_bytes < 0.9 * before and time.perf_counter() - released < 2 * PATIENCE:
+        time.sleep(0.05)
+    row["back_s"] = time.perf_counter() - released
 
 
 @contextlib.contextmanager

@@ -3,9 +3,14 @@
 import math
 import random
 
+import mlx.core as mx
 import pytest
+from tiny_models import tiny_directory
 
+from moeflux_mlx.engine.breath import Breath
+from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.pressure import EVERY, PATIENCE, STEPS, Group, MacOS, PoolLimit, Process, Spare, Stalls
+from moeflux_mlx.errors import DeviceError
 
 GB = 10**9
 
@@ -180,3 +185,24 @@ def test_the_sources_are_not_asked_at_every_call(clock):
     assert [limit(100), limit(100)] == [90, 90] and source.asked == 1
     clock.pass_by(EVERY)
     assert limit(90) == 80 and source.asked == 2
+
+
+def test_a_call_for_which_there_is_no_memory_is_refused(tmp_path):
+    """The error names what is needed and what there is; once there is memory again, the same call runs."""
+    path = tiny_directory("qwen3_moe")
+    engine = open_engine(path, dtype=mx.float32, expert_io="pread")
+    folder = write_group(tmp_path, 2, 10 * GB, GB)
+    clock = Clock()
+    limit = PoolLimit([Group(folder)], engine.plan.most, clock)
+    breath = Breath(engine.model.args, engine.experts.layout, engine.plan, limit)
+    engine.experts._allowance, engine.experts._limit = breath, limit
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    before = engine.model(tokens)
+    write_group(folder, 2, GB, GB - 100)
+    clock.pass_by(1)
+    with pytest.raises(DeviceError, match=r"5 tokens need .* GB .* leaves 0.00 GB; raise the limit, end other"):
+        engine.model(tokens)
+    write_group(folder, 2, 10 * GB, GB)
+    clock.pass_by(1)
+    assert mx.array_equal(engine.model(tokens), before)
+    engine.experts.close()
