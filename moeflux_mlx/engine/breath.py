@@ -36,6 +36,7 @@ class Breath:
         if rounded not in self._needs:
             self._needs[rounded] = self._need(rounded)
         self._check(tokens, self._needs[rounded] + self._least)
+        self.limit.begin(self._needs[rounded])
         if self.plan.most == self.plan.pool:
             return self.plan.pool
         used, cached = mx.get_active_memory() - self.plan.figures.others - held, mx.get_cache_memory()

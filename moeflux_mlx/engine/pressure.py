@@ -144,36 +144,54 @@ class Process:
 class PoolLimit:
     """How large the pool may be beside all else that the machine runs; any thread may ask, at any time.
 
-    It shrinks at once. It grows again by steps, after some seconds without pressure.
+    It shrinks at once, and leaves what the call that has begun may yet take. It grows again by steps, after some
+    seconds without pressure.
 
     Args:
         sources: that are asked; the one with least to spare decides.
         most: bytes of the pool that is wanted.
+        used: gives the bytes that this process holds.
+
+    Attributes:
+        room: bytes that pool and computation together could have at the last look before the system ends the process.
     """
 
-    def __init__(self, sources: Sequence[Source], most: int, clock: Callable[[], float] = time.monotonic):
-        self._sources, self._most, self._clock = sources, most, clock
-        self._limit, self._room = float(most), math.inf
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        most: int,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], int] = used_memory,
+    ):
+        self._sources, self._most, self._clock, self._used = sources, most, clock, used
+        self._limit, self._now, self.room = float(most), float(most), math.inf
         self._looked = self._pressed = -math.inf
+        self._pool = self._need = self._others = 0  # bytes: of the pool, of a call, and of the rest before the call
+
+    def begin(self, need: int) -> None:
+        """A call begins that takes up to `need` bytes: the pool leaves as much, until the next call begins."""
+        if need > self._need:
+            self._looked = -math.inf
+        self._need, self._others = need, self._used() - self._pool
 
     def __call__(self, pool: int) -> int:
         """Bytes that the pool, which takes `pool` bytes, may have."""
-        now = self._clock()
+        self._pool, now = pool, self._clock()
         if now - self._looked >= EVERY:
-            self._looked = now
-            spares = [source.spare(pool) for source in self._sources]
-            spare = min((one.nbytes for one in spares), default=math.inf)
-            self._room = pool + min((one.hard for one in spares), default=math.inf)
-            if spare < 0:
-                self._pressed = now
-            step = self._most / STEPS if now - self._pressed >= PATIENCE else 0
-            self._limit = max(min(self._limit + step, pool + spare, self._most), 0)
-        return int(self._limit)
+            self._look(now)
+        return int(self._now)
 
-    @property
-    def room(self) -> float:
-        """Bytes that pool and computation together could have at the last look before the system ends the process."""
-        return self._room
+    def _look(self, now: float) -> None:
+        spares = [source.spare(self._pool) for source in self._sources]
+        spare = min((one.nbytes for one in spares), default=math.inf)
+        taken = self._used() - self._pool - self._others
+        if spare < 0:
+            self._pressed = now
+        step = self._most / STEPS if now - self._pressed >= PATIENCE else 0
+        self._limit = max(min(self._limit + step, self._pool + spare, self._most), 0)
+        self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0)), 0)
+        self.room = self._pool + min((one.hard for one in spares), default=math.inf)
+        self._looked = now
 
 
 def sources(figures: Figures) -> list[Source]:

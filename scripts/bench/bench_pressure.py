@@ -28,8 +28,8 @@ from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.machine import CGROUPS, used_memory
 
-STEP = 0.95  # the limit falls to this part of itself, every half second; a pool leaves more free
-MOST_SECONDS = 30.0  # of a squeeze: a prompt's temporaries may need more than the least
+STEP = 0.95  # the limit falls to this part of itself, every second; a pool leaves more free
+MOST_SECONDS = 45.0  # of a squeeze: a prompt's temporaries may need more than the least
 PATIENCE = 10.0  # seconds in which the pool is to be back
 NAMES = ("memory/", "memory.limit_in_bytes"), ("", "memory.high")  # of a version 1 group and of a version 2 group
 
@@ -107,7 +107,7 @@ def in_group(options: argparse.Namespace) -> Iterator[Callable[[bool], None]]:
             with contextlib.suppress(OSError):  # more is used: it has not been given back yet
                 (group / name).write_text(str(lower))
             if tight:
-                time.sleep(0.5)
+                time.sleep(1)
 
     try:
         yield squeeze
