@@ -37,6 +37,7 @@ NOT_GIVEN = {
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
+    "shards_in": (),
 }  # what options are by default; None where it does not say
 
 
@@ -44,6 +45,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add_shards_in(add)
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
     add_activations(add)
@@ -79,6 +81,16 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+    )
+
+
+def add_shards_in(add: Callable[..., Any]) -> None:
+    add(
+        "--shards-in",
+        nargs="+",
+        default=(),
+        metavar="DIR",
+        help="where safetensors files of the checkpoint --model lie that are not in it, on other drives perhaps",
     )
 
 
@@ -223,6 +235,7 @@ def open_optional(
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        shards_in=options.shards_in,
         tiles=options.tiles,
         pool_share=getattr(options, "pool_share", None),
         progress=progress,

@@ -24,6 +24,7 @@ from ..errors import RequestError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader, Read
 from ..experts.source import IoMode
+from ..files import user_path
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
@@ -61,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         args, layout, shapes = remote.figures()
         resident, lines, in_place = resident_bytes(shapes, dtype), [remote.disk], remote.in_place
     else:
-        weights = open_weights(resolve(options.model))
+        folders = [user_path(folder) for folder in options.shards_in]
+        weights = open_weights(resolve(options.model, shards_in=folders), folders)
         weights.check_mode(expert_io)
         if options.ranks is None:
             weights.check_held(None)

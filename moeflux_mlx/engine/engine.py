@@ -3,7 +3,7 @@
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
+from ..files import user_path
 from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
@@ -111,6 +112,7 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    shards_in: Sequence[str | Path] = (),
     tiles: str | Path = "auto",
     pool_share: float | None = None,
     progress: Progress | None = None,
@@ -121,8 +123,9 @@ def open_engine(
     claim_process()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
-    path = resolve(path_or_hf_repo, revision)
-    weights, mode = open_weights(path), from_environment(expert_io)
+    folders = [user_path(folder) for folder in shards_in]
+    path = resolve(path_or_hf_repo, revision, folders)
+    weights, mode = open_weights(path, folders), from_environment(expert_io)
     weights.check_mode(mode)
     if ranks is None:
         weights.check_held(None)
@@ -276,6 +279,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             means 4096, or what there is room for; on a Mac it is less where the GPU would take too long. It does not
             bound a span.
         revision: of the Hugging Face repo.
+        shards_in: directories, on other drives perhaps, in which safetensors files of a checkpoint lie that are not in
+            its own; drives are read together.
         tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
             wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
             GPU. Other tiles may change the last bits of a result.

@@ -3,7 +3,7 @@
 Opening reads headers and checks every length; tensors are read when they are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,14 +99,17 @@ class Weights:
         return self.checkpoint.fingerprint(dtype, bits)
 
 
-def open_weights(path: Path) -> Weights:
-    """Raises:
+def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
+    """Args:
+        shards_in: other directories in which a checkpoint's safetensors files may lie.
+
+    Raises:
     ConfigError, ModelFileError: a file is missing or wrong, or holds what is not implemented.
     """
     if _is_packed(path):
         args = ModelArgs.from_file(path)
         return Weights(path, args, open_packed(path, args), read_resident(path))
-    in_place = open_in_place(path)
+    in_place = open_in_place(path, shards_in)
     return Weights(path, in_place.args, in_place.experts, in_place.shapes(), in_place)
 
 

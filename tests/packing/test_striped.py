@@ -3,13 +3,16 @@
 import errno
 import json
 import os
+import shutil
 import threading
 
 import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors_writer import write_model
 
+from moeflux_mlx import plan as plan_command
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import model_fingerprint, open_weights
@@ -167,3 +170,26 @@ def test_a_drive_that_is_lost_is_one_clear_error(folders):
     loader.drain()
     loader.request(0, np.array([0, 1])).wait()
     loader.close()
+
+
+def test_shards_of_a_checkpoint_in_several_directories(tmp_path):
+    """One of three files lies elsewhere: the same logits, and an error that says where a missing one was looked for."""
+    whole, first, other = tmp_path / "whole", tmp_path / "first", tmp_path / "other"
+    whole.mkdir()
+    write_model(whole, FAMILY, "mlx4", count=3)
+    shutil.copytree(whole, first)
+    other.mkdir()
+    moved = sorted(first.glob("*.safetensors"))[1]
+    shutil.move(moved, other / moved.name)
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    want = load_model(whole, expert_io="pread")(tokens)
+    got = load_model(first, expert_io="pread", shards_in=[other])(tokens)
+    assert mx.array_equal(got, want)
+    assert plan_command.main(["--model", str(first), "--shards-in", str(other)]) == 0
+    with pytest.raises(ModelFileError, match=f"{moved.name} does not exist; .* lists it"):
+        load_model(first)
+    with pytest.raises(ModelFileError, match=f"nor is it in {tmp_path / 'empty'}"):
+        (tmp_path / "empty").mkdir()
+        load_model(first, shards_in=[tmp_path / "empty"])
+    with pytest.raises(ModelFileError, match="--shards-in takes directories"):
+        load_model(first, shards_in=[tmp_path / "none"])
