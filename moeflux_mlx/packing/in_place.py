@@ -82,9 +82,7 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
     Raises:
         ModelFileError: config.json cannot be read. ConfigError: it is of a model that does not run.
     """
-    if any(path.glob("resident*.safetensors")) or not safetensors_files(
-        path, shards_in
-    ):  # half a packed model
+    if any(path.glob("resident*.safetensors")) or not safetensors_files(path, shards_in):  # half a packed model
         return False
     return states_mlx(read_json(path / "config.json"))
 

@@ -304,6 +304,7 @@ def test_memory_that_metal_has_adopted_is_replaced_while_nobody_reads_it(packed,
             loader.request(1, np.array([0])).release()
             loader.drain()
             assert loader.slots == reached and np.array_equal(blocks(lease), records(packed, 0)[[1, 3, 5]])
+        assert loader.resize(4 * stride) == ALL and np.array_equal(blocks(lease), records(packed, 0)[[1, 3, 5]])
         lease.release()
         del lease
         loader.request(1, np.array([0])).release()
