@@ -1,8 +1,9 @@
 // needs: lane.h.metal
-// out[H, D] X = the pieces of attend_step.metal, weighted by what each has of the whole sum of exponentials. GATE: times
-// sigmoid(gate[H, 1]), where gate is [H, 2, D] X. positions[0] is the token's own; a piece has P positions.
+// out[H, V] X = the pieces of attend_step.metal, weighted by what each has of the whole sum of exponentials, in which
+// with SINKS exp(sinks[H]) counts too. GATE: times sigmoid(gate[H, 1]), where gate is [H, 2, D] X and D = V.
+// positions[0] is the token's own; a piece has P positions. The first piece is the one that WINDOW begins in.
 //
-// grid: (4 * C * H, D / C, 1), threadgroup (4 * C, 1, 1). A threadgroup has C columns of a head. Four threads have an
+// grid: (4 * C * H, V / C, 1), threadgroup (4 * C, 1, 1). A threadgroup has C columns of a head. Four threads have an
 // output, each every fourth piece.
   constexpr uint SHARES = 4;
   threadgroup float sums[(SHARES - 1) * C];
@@ -10,19 +11,22 @@
   const uint head = threadgroup_position_in_grid.x;
   const uint at = thread_index_in_threadgroup % C, mine = thread_index_in_threadgroup / C;
   const uint column = threadgroup_position_in_grid.y * C + at;
-  const uint pieces = uint(positions[0]) / P + 1;
+  const uint offset = uint(positions[0]);
+  const uint pieces = offset / P + 1 - (WINDOW && offset >= WINDOW ? (offset + 1 - WINDOW) / P : 0);
   float largest = -3.4e38f;
   _Pragma("unroll 1")
   for (uint i = thread_index_in_simdgroup; i < pieces; i += 32) {
-    const float top = parts[(i * H + head) * (D + 2) + D];
+    const float top = parts[(i * H + head) * (V + 2) + V];
     largest = top > largest ? top : largest;
   }
   largest = lane_max(largest);
+  const float sink = SINKS ? float(sinks[head]) : 0.0f;
+  largest = SINKS && sink > largest ? sink : largest;
   float sum = 0, total = 0;
   for (uint i = mine; i < pieces; i += SHARES) {
-    const float share = metal::exp(parts[(i * H + head) * (D + 2) + D] - largest);
-    total = metal::fma(share, parts[(i * H + head) * (D + 2) + D + 1], total);
-    sum = metal::fma(share, parts[(i * H + head) * (D + 2) + column], sum);
+    const float share = metal::exp(parts[(i * H + head) * (V + 2) + V] - largest);
+    total = metal::fma(share, parts[(i * H + head) * (V + 2) + V + 1], total);
+    sum = metal::fma(share, parts[(i * H + head) * (V + 2) + column], sum);
   }
   if (mine > 0) {
     sums[(mine - 1) * C + at] = sum;
@@ -34,11 +38,14 @@
       sum += sums[s * C + at];
       total += totals[s * C + at];
     }
+    if (SINKS) {
+      total += metal::exp(sink - largest);
+    }
     const float value = sum / total;
     if (GATE) {
       const float by = float(gate[(2 * head + 1) * D + column]);
-      out[head * D + column] = X(value / (1.0f + metal::exp(-by)));
+      out[head * V + column] = X(value / (1.0f + metal::exp(-by)));
     } else {
-      out[head * D + column] = X(value);
+      out[head * V + column] = X(value);
     }
   }

@@ -1,15 +1,16 @@
 // needs: codes.h.metal lane.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). Position p of H / KV query
-// heads' keys and values lies at keys, values[KV, capacity, D] if p < begun; at recent[2, KV, RECENT, D], p - begun, if
-// it came later; the token's own, at p = offset, come as k, v[KV, D]. positions = offset, begun, capacity,
-// and the token's rotary position.
+// heads' keys and values lies at keys[KV, capacity, D], values[KV, capacity, V] if p < begun, with WINDOW at
+// p % capacity; at recent, keys[KV, RECENT, D] and then values[KV, RECENT, V], p - begun, if it came later; the token's
+// own, at p = offset, come as k[KV, D], v[KV, V]. positions = offset, begun, capacity, and the token's rotary position.
+// With WINDOW the token sees so many positions, its own among them; 0: all. V <= D.
 //
 // q[H, STRIDE], of whose heads the first D values are taken, and k are with NORM divided by their root mean square
 // (+ eps[0]) and multiplied by q_weight or k_weight[D] W; their first DIMS values, perhaps none, are turned by angles
 // positions[3] / periods[DIMS / 2] and multiplied by magnitude[0]. INTERLEAVED: neighbours make a pair; else
 // i and i + DIMS / 2.
 //
-// For each P positions and each head, parts[., H, D + 2] float: the values, weighted by exp(score - largest), where
+// For each P positions that are seen and each head, parts[., H, V + 2] float: the values, weighted by exp(score - largest), where
 // score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
 // alone. next: `recent` with the token's key and value. All else X.
 //
@@ -20,6 +21,7 @@
   constexpr uint G = H / KV, THREADS = SHARES * D, SG = THREADS / 32;
   constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in other banks
   constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, COPIES = RECENT * UNITS / THREADS;
+  constexpr uint VALUE_UNITS = V / EACH;
   constexpr float NONE = -3.4e38f;
   alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key; in the end half of the sums
   alignas(16) threadgroup float weights[P * GH];
@@ -29,13 +31,14 @@
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint mine = thread_index_in_threadgroup;
-  const uint piece = threadgroup_position_in_grid.x;
+  const uint part = threadgroup_position_in_grid.x;
   const uint head = threadgroup_position_in_grid.y * GH;
   const uint kv = head / G;
-  const uint offset = uint(positions[0]), begun = uint(positions[1]);
-  const size_t kept = size_t(kv) * uint(positions[2]) * D;
-  const uint later = kv * RECENT * D, values_later = (KV + kv) * RECENT * D;
-  const uint top = piece * P;
+  const uint offset = uint(positions[0]), begun = uint(positions[1]), capacity = uint(positions[2]);
+  const size_t kept = size_t(kv) * capacity;
+  const uint later = kv * RECENT * D, values_later = KV * RECENT * D + kv * RECENT * V;
+  const uint low = WINDOW && offset >= WINDOW ? offset + 1 - WINDOW : 0;  // the first position that is seen
+  const uint top = (low / P + part) * P;
   if (top > offset) {
     return;
   }
@@ -47,25 +50,27 @@
   for (uint t = 0; t < LOADS; t++) {
     const uint unit = mine + t * THREADS, p = top + unit / UNITS;
     loaded[t] = uint4{0, 0, 0, 0};
-    if (unit / UNITS < P && p < offset) {
-      const device X* row = p < begun ? keys + kept + size_t(p) * D : recent + later + (p - begun) * D;
+    if (unit / UNITS < P && p < offset && p >= low) {
+      const device X* row = p < begun ? keys + (kept + (WINDOW ? p % capacity : p)) * D : recent + later + (p - begun) * D;
       loaded[t] = ((const device uint4*)row)[unit % UNITS];
     }
   }
-  constexpr uint LINE = 128 / sizeof(X), LINES = (D + LINE - 1) / LINE;
+  constexpr uint LINE = 128 / sizeof(X), LINES = (V + LINE - 1) / LINE;
   for (uint i = mine; i < P * LINES; i += THREADS) {
     const uint p = top + i / LINES;
-    if (p < begun && p < offset) {
-      CODES_AHEAD(values + kept + size_t(p) * D + i % LINES * LINE);
+    if (p < begun && p < offset && p >= low) {
+      CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * V + i % LINES * LINE);
     }
   }
-  const bool copies = piece == 0 && head % G == 0;
-  const uint filled = copies ? (offset - begun) * UNITS : 0;
+  const bool copies = part == 0 && head % G == 0;
+  const uint filled = copies ? (offset - begun) * UNITS : 0, values_filled = copies ? (offset - begun) * VALUE_UNITS : 0;
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < COPIES; t++) {
     const uint unit = mine + t * THREADS;
     if (unit < filled) {
       copied[t] = ((const device uint4*)(recent + later))[unit];
+    }
+    if (unit < values_filled) {
       copied[COPIES + t] = ((const device uint4*)(recent + values_later))[unit];
     }
   }
@@ -136,7 +141,7 @@
         odd = metal::fma(heads[h * D + u * EACH + j + 1], key[j + 1], odd);
       }
     }
-    weights[row * GH + h] = row < own ? even + odd : NONE;
+    weights[row * GH + h] = row < own && top + row >= low ? even + odd : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -164,8 +169,8 @@
     }
     sum = lane_sum<32>(sum);
     if (is_mine && lane == 0) {
-      parts[(piece * H + head + h) * (D + 2) + D] = largest;
-      parts[(piece * H + head + h) * (D + 2) + D + 1] = sum;
+      parts[(part * H + head + h) * (V + 2) + V] = largest;
+      parts[(part * H + head + h) * (V + 2) + V + 1] = sum;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -175,11 +180,13 @@
   for (uint h = 0; h < GH; h++) {
     acc[h] = 0;
   }
-  const uint end = metal::min(uint(P), own);
+  const bool has_column = V == D || column < V;
+  const uint end = has_column ? metal::min(uint(P), own) : 0, start = low > top ? low - top : 0;
   CODES_UNROLL(8)
-  for (uint row = share; row < end; row += SHARES) {
+  for (uint row = start + share; row < end; row += SHARES) {
     const uint p = top + row;
-    const device X* from = p < begun ? values + kept + size_t(p) * D : recent + values_later + (p - begun) * D;
+    const device X* from =
+        p < begun ? values + (kept + (WINDOW ? p % capacity : p)) * V : recent + values_later + (p - begun) * V;
     const float value = float(from[column]);
     MLX_MTL_PRAGMA_UNROLL
     for (uint h = 0; h < GH; h++) {
@@ -192,12 +199,12 @@
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (share == 0) {
-    const float value = own < P ? float(v[kv * D + column]) : 0.0f;
+  if (share == 0 && has_column) {
+    const float value = own < P ? float(v[kv * V + column]) : 0.0f;
     for (uint h = 0; h < GH; h++) {
       const float weight = own < P ? weights[own * GH + h] : 0.0f;
       const float sum = SHARES == 1 ? acc[h] : acc[h] + heads[h * D + column];
-      parts[(piece * H + head + h) * (D + 2) + column] = metal::fma(weight, value, sum);
+      parts[(part * H + head + h) * (V + 2) + column] = metal::fma(weight, value, sum);
     }
   }
   if (copies) {
@@ -206,12 +213,15 @@
       const uint unit = mine + t * THREADS;
       if (unit < filled) {
         ((device uint4*)(next + later))[unit] = copied[t];
+      }
+      if (unit < values_filled) {
         ((device uint4*)(next + values_later))[unit] = copied[COPIES + t];
       }
     }
-    const uint at = (offset - begun) * D + column;
     if (share == 0) {
-      next[later + at] = X(heads[GH * D + column]);
-      next[values_later + at] = v[kv * D + column];
+      next[later + (offset - begun) * D + column] = X(heads[GH * D + column]);
+    }
+    if (share == 0 && has_column) {
+      next[values_later + (offset - begun) * V + column] = v[kv * V + column];
     }
   }

@@ -28,8 +28,9 @@
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  const device uint32_t* record = codes;  // of the shared expert, which adds no biases
   if (k < K) {
-    const device uint32_t* record = codes_record(blob, id[0], WORDS);
+    record = codes_record(blob, id[0], WORDS);
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
   }
@@ -40,4 +41,6 @@
 #else
   const device X* row = x + token * H;
 #endif
-  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, first, lane, act + pair * I);
+  const swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending = {
+      (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), LIMIT};
+  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, ending, first, lane, act + pair * I);

@@ -1,5 +1,6 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal swiglu.h.metal
-// out[T, H] = h_mid + sum_k weights[t, k] * down_k act[t, k] (+ shared), float32 sums, k ascending.
+// out[T, H] = h_mid + sum_k weights[t, k] * (down_k act[t, k] + bias_k) (+ shared), float32 sums, k ascending. Where
+// BIASED is 1, a record has a bias [H] B, DOWN_BIAS words in; else there is none.
 // act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records, in which down's codes [H, I * BITS / 32] u32 begin
 // DOWN_W words in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float;
 // h_mid[T, H] Y. Slots and weights of a token begin ROW after those of the one before.
@@ -33,8 +34,9 @@
     }
     swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
     float weight = 1;
+    const device uint32_t* record = codes;
     if (k < K) {
-      const device uint32_t* record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
+      record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
       down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
       weight = weights[token * ROW + k];
     } else if (GATED) {
@@ -72,8 +74,11 @@
       }
     }
     for (int r = 0; r < R; r++) {
-      const float total = lane_sum<L>(acc[r]);
+      float total = lane_sum<L>(acc[r]);
       if (lane == 0) {
+        if (BIASED) {
+          total += float(((const device B*)(record + DOWN_BIAS))[row[r]]);
+        }
         part[k * ROWS + first - top + r * ABREAST] = weight * total;
       }
     }

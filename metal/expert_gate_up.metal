@@ -1,6 +1,7 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal
-// act[T, K + SHARED, I] = silu(gate x) * (up x) for the K slots of each token, read from packed expert records, and for
-// the shared expert where SHARED is 1.
+// act[T, K + SHARED, I] = gate x and up x joined for the K slots of each token, read from packed expert records, and for
+// the shared expert where SHARED is 1: as ACTIVATION says, with LIMIT. Where BIASED is 1, biases [I] B that begin
+// GATE_BIAS and UP_BIAS words in are added before.
 // x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, gate's codes [I, H * BITS / 32] u32
 // begin GATE_W words in, its scales and biases [I, H / GROUP] S GATE_S and GATE_B words; likewise up's. The shared
 // expert's codes, scales and biases are arrays of their own, gate's I rows and then up's.
@@ -17,8 +18,9 @@
   const device S* own_biases = (const device S*)biases;
   swiglu_matrix<S> gate = swiglu_from_row<S, H, BITS, GROUP>(0, codes, own_scales, own_biases);
   swiglu_matrix<S> up = swiglu_from_row<S, H, BITS, GROUP>(I, codes, own_scales, own_biases);
+  const device uint32_t* record = codes;  // of the shared expert, which adds no biases
   if (k < K) {
-    const device uint32_t* record = codes_record(blob, uint(slots[token * K + k]), WORDS);
+    record = codes_record(blob, uint(slots[token * K + k]), WORDS);
     gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
   }
@@ -29,4 +31,6 @@
 #else
   const device X* row = x + token * H;
 #endif
-  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, first, lane, act + pair * I);
+  const swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending = {
+      (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), LIMIT};
+  swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, ending, first, lane, act + pair * I);

@@ -1,5 +1,6 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal router.h.metal
-// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times dequantised w, transposed, in float32.
+// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times dequantised w, transposed, in float32;
+// where BIASED is 1, plus bias[O] float.
 // h[T, H] X; norm[H] N; w[O, H * BITS / 32] u32; scales and biases[O, H / GROUP] S.
 //
 // grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup norms the row for itself and takes R
@@ -32,8 +33,8 @@
   }
   for (uint chunk = index; chunk < H / CHUNK; chunk += THREADS) {
     uint code[R * WORDS];
-    float scale[R * GROUPS], bias[R * GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, H>(w, scales, biases, row, chunk, code, scale, bias);
+    float scale[R * GROUPS], offset[R * GROUPS];
+    codes_load<R, BITS, GROUP, CHUNK, H>(w, scales, biases, row, chunk, code, scale, offset);
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < CHUNK / 8; i++) {
       float v[8];
@@ -41,7 +42,7 @@
       MLX_MTL_PRAGMA_UNROLL
       for (int r = 0; r < R; r++) {
         float weight[8];
-        codes_weights<BITS, GROUP, CHUNK>(code + r * WORDS, i, scale + r * GROUPS, bias + r * GROUPS, weight);
+        codes_weights<BITS, GROUP, CHUNK>(code + r * WORDS, i, scale + r * GROUPS, offset + r * GROUPS, weight);
         MLX_MTL_PRAGMA_UNROLL
         for (int j = 0; j < 8; j++) {
           acc[r] = metal::fma(weight[j], v[j], acc[r]);
@@ -61,5 +62,5 @@
     for (uint s = 0; s < SG; s++) {
       sum += part[s * R + index];
     }
-    logits[token * O + block * R + index] = sum;
+    logits[token * O + block * R + index] = BIASED ? sum + float(bias[block * R + index]) : sum;
   }

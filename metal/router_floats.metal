@@ -1,5 +1,6 @@
 // needs: codes.h.metal lane.h.metal router.h.metal
-// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times w, transposed, in float32.
+// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times w, transposed, in float32;
+// where BIASED is 1, plus bias[O] float.
 // h[T, H] X; norm[H] N; w[O, H] W, floats.
 //
 // grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup norms the row for itself and takes R
@@ -55,5 +56,5 @@
     for (uint s = 0; s < SG; s++) {
       sum += part[s * R + index];
     }
-    logits[token * O + block * R + index] = sum;
+    logits[token * O + block * R + index] = BIASED ? sum + float(bias[block * R + index]) : sum;
   }

@@ -1,6 +1,36 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal
 // An expert's matrices, and the first half of an expert: gate, up and what joins them.
 
+// Gate g and up u joined, as kinds.Activation numbers its forms. What is no number stays that.
+template <int ACTIVATION>
+inline float swiglu_joined(float g, float u, float limit) {
+  if (ACTIVATION == 0) {
+    return g / (1.0f + metal::exp(-g)) * u;
+  }
+  if (ACTIVATION == 1) {  // (1 + tanh z) / 2 = sigmoid(2 z), and 2 sqrt(2 / pi) = 1.5957691
+    return g / (1.0f + metal::exp(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
+  }
+  u = u > limit ? limit : u < -limit ? -limit : u;
+  if (ACTIVATION == 3) {
+    const float silu = g / (1.0f + metal::exp(-g));
+    return (silu > limit ? limit : silu) * u;
+  }
+  g = g > limit ? limit : g;
+  if (ACTIVATION == 2) {
+    return g / (1.0f + metal::exp(-g)) * u;
+  }
+  return g / (1.0f + metal::exp(-1.702f * g)) * (u + 1.0f);
+}
+
+// What becomes of the products of gate and up: their biases of type B, if BIASED, and how they are joined. INTERLEAVED:
+// rows of gate and up alternate, gate's first, and of these the first half lies in gate's place, the second in up's.
+template <int ACTIVATION, int BIASED, int INTERLEAVED, typename B>
+struct swiglu_ending {
+  const device B* gate;
+  const device B* up;
+  float limit;
+};
+
 // Where a matrix of codes lies.
 template <typename S>
 struct swiglu_matrix {
@@ -23,11 +53,14 @@ inline swiglu_matrix<S> swiglu_from_row(
   return {codes + row * (COLS / 32 * BITS), scales + group, biases + group};
 }
 
-// act[I] = silu(gate x) * (up x), for R rows of each matrix from `first` on, of which 32 / L lie abreast. x is what
+// act[I] = gate x and up x joined, for R rows of each matrix from `first` on, of which 32 / L lie abreast. x is what
 // codes_dot takes.
-template <int R, int L, int H, int I, int BITS, int GROUP, int CHUNK, int AHEAD, typename P, typename X, typename S>
+template <
+    int R, int L, int H, int I, int BITS, int GROUP, int CHUNK, int AHEAD, int ACTIVATION, int BIASED, int INTERLEAVED,
+    typename P, typename X, typename S, typename B>
 inline void swiglu_gate_up(
-    P x, swiglu_matrix<S> gate, swiglu_matrix<S> up, uint first, uint lane, device X* act) {
+    P x, swiglu_matrix<S> gate, swiglu_matrix<S> up, swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending,
+    uint first, uint lane, device X* act) {
   constexpr uint ABREAST = 32 / L;
   constexpr uint WORDS_EACH = R * CHUNK * BITS / 32, GROUPS_EACH = R * (CHUNK < GROUP ? 1 : CHUNK / GROUP);
   uint row[R];
@@ -41,16 +74,35 @@ inline void swiglu_gate_up(
   for (uint chunk = lane; chunk < H / CHUNK; chunk += L) {
     uint code[2 * WORDS_EACH];
     float scale[2 * GROUPS_EACH], bias[2 * GROUPS_EACH];
-    codes_load<R, BITS, GROUP, CHUNK, H>(gate.codes, gate.scales, gate.biases, row, chunk, code, scale, bias);
-    codes_load<R, BITS, GROUP, CHUNK, H>(
-        up.codes, up.scales, up.biases, row, chunk, code + WORDS_EACH, scale + GROUPS_EACH, bias + GROUPS_EACH);
+    if (INTERLEAVED) {
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint i = 0; i < 2 * R; i++) {
+        const uint turn = 2 * row[i % R] + i / R, other[1] = {turn % I};
+        const swiglu_matrix<S> m = turn < I ? gate : up;
+        codes_load<1, BITS, GROUP, CHUNK, H>(
+            m.codes, m.scales, m.biases, other, chunk, code + i * (WORDS_EACH / R), scale + i * (GROUPS_EACH / R),
+            bias + i * (GROUPS_EACH / R));
+      }
+    } else {
+      codes_load<R, BITS, GROUP, CHUNK, H>(gate.codes, gate.scales, gate.biases, row, chunk, code, scale, bias);
+      codes_load<R, BITS, GROUP, CHUNK, H>(
+          up.codes, up.scales, up.biases, row, chunk, code + WORDS_EACH, scale + GROUPS_EACH, bias + GROUPS_EACH);
+    }
     codes_dot<2 * R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
   }
   for (uint r = 0; r < R; r++) {
-    const float gx = lane_sum<L>(acc[r]);
-    const float ux = lane_sum<L>(acc[R + r]);
+    float gx = lane_sum<L>(acc[r]);
+    float ux = lane_sum<L>(acc[R + r]);
     if (lane == 0 && first + r * ABREAST < I) {
-      act[row[r]] = X(gx / (1.0f + metal::exp(-gx)) * ux);
+      if (BIASED && INTERLEAVED) {
+        const device B* added = (2 * row[r] < I ? ending.gate : ending.up) + 2 * row[r] % I;
+        gx += float(added[0]);
+        ux += float(added[1]);
+      } else if (BIASED) {
+        gx += float(ending.gate[row[r]]);
+        ux += float(ending.up[row[r]]);
+      }
+      act[row[r]] = X(swiglu_joined<ACTIVATION>(gx, ux, ending.limit));
     }
   }
 }

@@ -1,4 +1,4 @@
-"""`python -m moeflux_mlx.evaluate`: how well a model foretells a text, and how far it is from another."""
+"""`python -m moeflux_mlx.evaluate`: how well a model predicts a text, and how far it is from another."""
 
 import argparse
 import sys

@@ -6,7 +6,7 @@ belongs to. A switch that is described here and not computed yet is refused by `
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,16 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's frequency scaling: slow frequencies are divided by `factor`, with a ramp between two wavelengths."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class Rotation:
     """Rotary position embedding of the first `dims` values of a head; `interleaved` pairs neighbours."""
 
@@ -31,6 +41,7 @@ class Rotation:
     theta: float
     yarn: Yarn | None = None
     interleaved: bool = False
+    llama3: Llama3 | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +54,13 @@ class GroupedQuery:
             [heads * head_dim]), or none.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
-            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own.
+            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own
+            (`g_proj`), whose sigmoid or softplus multiplies the head's output.
         window: how many of the newest positions a query sees, itself included; None: all.
         sinks: whether each head has a learned logit in the softmax's denominator.
         value_dim: width of a value head; None: head_dim.
         scale: of the scores; None: head_dim ** -0.5.
-        value_scale: multiplies the values.
+        value_scale: multiplies the values, that is, what comes of attention.
         value_is_key: whether keys, before norm and rotation, serve as values.
     """
 
@@ -68,30 +80,52 @@ class GroupedQuery:
     value_is_key: bool = False
 
     @property
+    def value_width(self) -> int:
+        """Of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that its operations take."""
         flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
-        return (self.head_dim, *flat)
+        return (self.head_dim, self.value_width, *flat)
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results."""
-        return 4 * self.heads * self.head_dim * tokens
+        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results,
+        and keys and values that lie in no cache because a window has passed them."""
+        seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
+        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen
 
     def scores(self, tokens: int, positions: int) -> int:
         """Scores of all heads."""
-        return self.heads * tokens * positions
+        return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """What multiplies a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+
+    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
+    """
+
+    beta: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike."""
+    """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
+
+    Queries come from a latent of `q_latent` values, which is normed; None: from the hidden state at once.
+    """
 
     heads: int
-    q_latent: int
+    q_latent: int | None
     latent: int
     nope: int
     value: int
     rotation: Rotation
+    query_scale: QueryScale | None = None
 
     @property
     def head_dim(self) -> int:
@@ -106,7 +140,8 @@ class Latent:
     @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that its operations take."""
-        return self.q_latent, self.latent, self.nope, self.rotation.dims, self.value
+        queries = () if self.q_latent is None else (self.q_latent,)
+        return (*queries, self.latent, self.nope, self.rotation.dims, self.value)
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once, but for scores: the latents expanded to keys and values of every head, queries,
@@ -165,7 +200,8 @@ class Router:
 
     `score` is "softmax" or "sigmoid" of the logits. A `correction_bias` takes part in the choice only. Of `groups`
     groups of experts the best `kept_groups` are looked at. Weights are made to sum to one if `normalise`, then
-    multiplied by `scale`.
+    multiplied by `scale`. `logit_bias`: the router adds a bias to its logits. `softcap`: no logit is further from zero,
+    since each becomes softcap * tanh(logit / softcap).
     """
 
     experts: int
@@ -176,17 +212,43 @@ class Router:
     kept_groups: int = 1
     normalise: bool = True
     scale: float = 1.0
+    logit_bias: bool = False
+    softcap: float | None = None
+
+
+ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish"]
+FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the last three forms need.
+
+    Attributes:
+        form: one of
+            "silu": silu(g) * u (SwiGLU, arXiv:2002.05202)
+            "gelu": gelu(g) * u, gelu by tanh (arXiv:1606.08415)
+            "clip then silu": silu(min(g, L)) * clip(u, -L, L)
+            "silu then clip": min(silu(g), L) * clip(u, -L, L)
+            "clip then swish": g' * sigmoid(1.702 g') * (u' + 1), where g' = min(g, L) and u' = clip(u, -L, L)
+    """
+
+    form: ActivationForm = "silu"
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.limit is None) == (self.form in ("silu", "gelu")), f"{self.form!r} with limit {self.limit}"
+
+
+SILU = Activation()
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One gated MLP of `width` for every token: down(activation(gate x) * up x).
-
-    `activation` is a name of `ops.elementwise.ACTIVATIONS`.
-    """
+    """One gated MLP of `width` for every token: down(activation(gate x, up x))."""
 
     width: int
-    activation: str = "silu"
+    activation: Activation = SILU
 
     @property
     def row_width(self) -> int:
@@ -200,6 +262,7 @@ class SharedExpert:
 
     width: int
     gated: bool = False
+    activation: Activation = SILU
 
 
 @dataclass(frozen=True)
@@ -212,7 +275,7 @@ class Experts:
     router: Router
     width: int
     shared: SharedExpert | None = None
-    activation: str = "silu"
+    activation: Activation = SILU
     biases: bool = False
     matrices: int = 3
 
@@ -247,11 +310,8 @@ class LayerSpec:
 
 # Switches that not every value of is computed, and the values that are.
 COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
-    GroupedQuery: {
-        **{"gate": (None, "joined"), "window": (None,), "sinks": (False,), "value_dim": (None,)},
-        **{"scale": (None,), "value_scale": (1.0,), "value_is_key": (False,)},
-    },
-    Experts: {"activation": ("silu",), "biases": (False,), "matrices": (3,)},
+    GroupedQuery: {"value_is_key": (False,)},
+    Experts: {"matrices": (3,)},
     Residual: {"scale": (1.0,), "streams": (1,)},
 }
 

@@ -1,6 +1,6 @@
 """How the codes of a matrix are stored: one type, one reading of every spelling in `config.json`.
 
-The types can say more than is computed. `is_computed` decides what is, and whoever reads a configuration or a
+The types can say more than is computed. `Quant.is_computed` decides what is, and whoever reads a configuration or a
 checkpoint asks it. Which forms kernels read is another question, of `ops/forms.py`.
 """
 
@@ -56,26 +56,41 @@ class Quant:
         factor = ", global_scale" if self.has_global_scale else ""
         return f"{self.bits} bits, group_size {self.group_size}, mode {self.mode}{factor}"
 
-    @property
+    @cached_property
     def codes(self) -> str:
         """What a code is: INTEGER, or a small float, E2M1 or E4M3."""
         return MODES[self.mode].codes
 
-    @property
+    @cached_property
     def scale(self) -> str:
         """What a group's scale is: FLOAT, or 8 bits, E8M0 or E4M3."""
         return MODES[self.mode].scale
 
-    @property
+    @cached_property
     def has_biases(self) -> bool:
         """Whether a group has a bias besides its scale."""
         return MODES[self.mode].has_biases
+
+    @cached_property
+    def is_known(self) -> bool:
+        """Whether MLX stores matrices so."""
+        mode = MODES.get(self.mode)
+        if mode is None or self.has_global_scale and mode.scale != E4M3:
+            return False
+        if self.mode == "affine":
+            return self.group_size in AFFINE_GROUPS and self.bits in AFFINE_BITS
+        return (mode.group_size, mode.bits) == (self.group_size, self.bits)
+
+    @cached_property
+    def is_computed(self) -> bool:
+        """Whether some operation multiplies with matrices that are stored so, resident ones and those of experts."""
+        return self.is_known and self.mode in COMPUTED_MODES
 
     def of_groups(self, floating: str) -> str:
         """The dtype of scales and biases as files name it, where float ones are `floating`."""
         return floating if self.scale == FLOAT else "U8"
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """Names of the tensors that hold a matrix, but for a global scale."""
         return PARTS if self.has_biases else PARTS[:2]
@@ -104,26 +119,11 @@ SUPPORTED = "affine 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, and mxfp4"
 OUTER = ("language_model.", "model.")  # what stands before a module's path in some files, and not in others
 
 
-def is_computed(quant: Quant) -> bool:
-    """Whether some operation multiplies with matrices that are stored so, resident ones and those of experts."""
-    return is_known(quant) and quant.mode in COMPUTED_MODES
-
-
-def is_known(quant: Quant) -> bool:
-    """Whether MLX stores matrices so."""
-    mode = MODES.get(quant.mode)
-    if mode is None or quant.has_global_scale and mode.scale != E4M3:
-        return False
-    if quant.mode == "affine":
-        return quant.group_size in AFFINE_GROUPS and quant.bits in AFFINE_BITS
-    return (mode.group_size, mode.bits) == (quant.group_size, quant.bits)
-
-
 def plain(path: str) -> str:
     """A module's path in the one spelling that is compared: without what stands before its own name."""
     while path.startswith(OUTER):
         path = path.partition(".")[2]
-    return path.replace(".shared_experts.", ".shared_expert.")
+    return path
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def parse(path: str, entry: Mapping[str, Any]) -> Quant:
     factor = False if entry.get(GLOBAL_SCALE) is None else entry[GLOBAL_SCALE]
     if isinstance(mode, str) and type(group_size) is int and type(bits) is int and type(factor) is bool:
         quant = Quant(bits, group_size, mode, factor)
-        if is_known(quant):
+        if quant.is_known:
             return quant
     stated = f"{reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, mode {reprlib.repr(mode)}"
     scaled = "" if factor is False else f", global_scale {reprlib.repr(factor)}"
@@ -215,7 +215,7 @@ def of_packed(config: Mapping[str, Any]) -> Quantization | None:
     """
     quants = entries(config)
     for path, one in quants.items():
-        if one is not None and not is_computed(one):
+        if one is not None and not one.is_computed:
             raise ConfigError(
                 f"{one.mode} is not computed: config field 'mode' of {path or 'the model'} says {one}; "
                 f"supported: {SUPPORTED}; convert --requantize makes one of these"

@@ -5,8 +5,9 @@ before anything is made of it. Fields that describe training, vision or dropout 
 tensors.
 """
 
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from .errors import ConfigError
 from .families.fields import LARGEST, Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
-from .kinds import Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
+from .kinds import SILU, Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
 from .quant import EXPERTS, Quantization, of_packed
 
-WIDEST_HEAD = 1 << 16  # far beyond any model's
+WIDEST_HEAD, WIDEST_WINDOW = 1 << 16, 1 << 20  # far beyond any model's
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,14 @@ class ModelArgs:
 
     @cached_property
     def experts(self) -> Experts:
-        """The feed-forward part of every layer with routed experts: all are alike."""
-        return next(layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, Experts))
+        """The feed-forward part of the first layer with routed experts; the others differ in activations at most."""
+        return self.experts_of(self.moe_layers[0])
+
+    def experts_of(self, layer: int) -> Experts:
+        """The feed-forward part of a layer with routed experts."""
+        part = self.layers[layer].feed_forward
+        assert isinstance(part, Experts)
+        return part
 
     @property
     def num_experts(self) -> int:
@@ -102,11 +109,9 @@ class ModelArgs:
             ConfigError: a field is missing, has the wrong type, or a value not implemented.
         """
         read = Fields(config)
-        model_type = read.required("model_type", str).removesuffix("_text")
-        if model_type not in FAMILIES:
-            raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
         text = read.optional("text_config", Mapping, None)
         body = Fields(text) if text is not None else read
+        model_type = family_name(config)
         args = cls(
             model_type=model_type,
             quantization=of_packed(config),
@@ -129,6 +134,21 @@ class ModelArgs:
         if name not in variants():
             raise ConfigError(f"no variant {name!r}; there are: {', '.join(variants())}")
         return cls.from_dict(read_json(directory("configs") / f"{name}.json"))
+
+
+def family_name(config: Mapping[str, Any]) -> str:
+    """The `model_type` that a config is read by: of its text part where that runs, else of the whole.
+
+    Raises:
+        ConfigError: neither runs.
+    """
+    read = Fields(config)
+    outer = read.required("model_type", str)
+    text = Fields(read.optional("text_config", Mapping, {}))
+    for name in (text.optional("model_type", str, outer), outer):
+        if name.removesuffix("_text") in FAMILIES:
+            return name.removesuffix("_text")
+    raise ConfigError(f"model_type {reprlib.repr(outer)} is not supported; supported: {', '.join(FAMILIES)}")
 
 
 def variants() -> list[str]:
@@ -155,7 +175,7 @@ def _check(args: ModelArgs) -> None:
     for i, layer in enumerate(args.layers):
         for name, value in unsupported(layer):
             raise ConfigError(f"layer {i} has {name} {value!r}, which is not implemented")
-        if isinstance(layer.feed_forward, Experts) and layer.feed_forward != args.experts:
+        if isinstance(layer.feed_forward, Experts) and _plain(layer.feed_forward) != _plain(args.experts):
             raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
     for mixer in dict.fromkeys(args.mixers):
         _check_mixer(mixer)
@@ -175,7 +195,13 @@ def _check_mixer(mixer: Mixer) -> None:
             if mixer.heads % mixer.kv_heads:
                 raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
             _check_head(mixer)
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * (2 if mixer.gate else 1))
+            if mixer.gate == "joined" and mixer.value_width != mixer.head_dim:
+                raise ConfigError(f"v_head_dim {mixer.value_width} is not head_dim {mixer.head_dim}, as the gate wants")
+            joined = 2 if mixer.gate == "joined" else 1
+            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * joined)
+            _check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
+            if mixer.window is not None and not 1 <= mixer.window <= WIDEST_WINDOW:
+                raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
         case Latent():
             _check_head(mixer)
             _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
@@ -190,6 +216,12 @@ def _check_head(mixer: Attention) -> None:
     rotation = mixer.rotation
     if rotation and not (0 < rotation.dims <= mixer.head_dim and rotation.dims % 2 == 0):
         raise ConfigError(f"{rotation.dims} rotary dimensions do not fit a head of {mixer.head_dim}")
+
+
+def _plain(experts: Experts) -> Experts:
+    """Without what layers may differ in: the limits of activations."""
+    shared = experts.shared and replace(experts.shared, activation=SILU)
+    return replace(experts, activation=SILU, shared=shared)
 
 
 def _check_experts(experts: Experts, hidden_size: int) -> None:

@@ -144,16 +144,44 @@ INLINE vf FN(vexp)(vf x) {
 
 INLINE vf FN(vsilu)(vf x) { return x / (1.0f + FN(vexp)(-x)); }
 
-/* Apply silu(gate) * up to n floats; the last partial vector goes through a padded copy. */
-static TARGET void FN(silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t n) {
+/* At most `limit`; what is no number stays that. */
+INLINE vf FN(below)(vf x, vf limit) { return FN(pick)((vi)(x > limit), limit, x); }
+
+/* g and u joined; 1.5957691 is 2 sqrt(2 / pi), since (1 + tanh z) / 2 = sigmoid(2 z). */
+INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
+    if (form == SILU) return FN(vsilu)(g) * u;
+    if (form == GELU) return g / (1.0f + FN(vexp)(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
+    u = -FN(below)(-FN(below)(u, limit), limit);
+    if (form == SILU_THEN_CLIP) return FN(below)(FN(vsilu)(g), limit) * u;
+    g = FN(below)(g, limit);
+    if (form == CLIP_THEN_SILU) return FN(vsilu)(g) * u;
+    return g / (1.0f + FN(vexp)(-1.702f * g)) * (u + 1.0f);
+}
+
+/* n values; the last partial vector goes through a padded copy. */
+INLINE void FN(activate_by)(const Activation form, float limit, const float *gate, const float *up, float *out,
+                            ptrdiff_t n) {
+    const vf most = FN(splat)(limit);
     ptrdiff_t i = 0;
-    for (; i + W <= n; i += W) *(vf *)(out + i) = FN(vsilu)(*(const vf *)(gate + i)) * *(const vf *)(up + i);
+    for (; i + W <= n; i += W)
+        *(vf *)(out + i) = FN(activated)(*(const vf *)(gate + i), *(const vf *)(up + i), most, form);
     if (i == n) return;
     float g[W] = {0}, u[W] = {0};
     memcpy(g, gate + i, (size_t)(n - i) * 4);
     memcpy(u, up + i, (size_t)(n - i) * 4);
-    *(vf *)g = FN(vsilu)(*(vf *)g) * *(vf *)u;
+    *(vf *)g = FN(activated)(*(vf *)g, *(vf *)u, most, form);
     memcpy(out + i, g, (size_t)(n - i) * 4);
+}
+
+static TARGET void FN(activate)(Activation form, float limit, const float *gate, const float *up, float *out,
+                                ptrdiff_t n) {
+    switch (form) {
+    case SILU: FN(activate_by)(SILU, 0, gate, up, out, n); break;
+    case GELU: FN(activate_by)(GELU, 0, gate, up, out, n); break;
+    case CLIP_THEN_SILU: FN(activate_by)(CLIP_THEN_SILU, limit, gate, up, out, n); break;
+    case SILU_THEN_CLIP: FN(activate_by)(SILU_THEN_CLIP, limit, gate, up, out, n); break;
+    case CLIP_THEN_SWISH: FN(activate_by)(CLIP_THEN_SWISH, limit, gate, up, out, n); break;
+    }
 }
 
 /* Reorder one activation row for rows(): per block of W words, eight vectors (vector j holds
@@ -346,6 +374,17 @@ INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Ki
     *(vf *)(out + n) = (vf){0};
 }
 
+/* y[i] += bias[first + i] for i < n. */
+static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind kind, float *y) {
+    enum { TABLE = 128 };
+    float values[TABLE + W];
+    for (ptrdiff_t i = 0; i < n; i += TABLE) {
+        const ptrdiff_t count = least(TABLE, n - i);
+        FN(decode)(bias, first + i, count, kind, values);
+        for (ptrdiff_t j = 0; j < count; j++) y[i + j] += values[j];
+    }
+}
+
 /* Those of W blocks from values that FN(decode) made; lane i takes the one at from[i]. */
 INLINE vf FN(of_blocks)(const float *values, vi from) {
 #if W > 4
@@ -532,8 +571,8 @@ static TARGET void FN(rms_norm)(const float *x, const float *weight, float eps, 
     }
 }
 
-/* scores[g][i] -> softmax over i < n; the row is padded to whole vectors. */
-static TARGET void FN(softmax)(float *row, ptrdiff_t n) {
+/* scores[g][i] -> softmax over i < n, with exp(*sink) in the sum if there is a sink; the row is padded to whole vectors. */
+static TARGET void FN(softmax)(float *row, ptrdiff_t n, const float *sink) {
     vf top = FN(splat)(-INFINITY), sum = {0};
     for (ptrdiff_t i = n; i % W; i++) row[i] = -INFINITY;
     for (ptrdiff_t i = 0; i < n; i += W) {
@@ -542,12 +581,15 @@ static TARGET void FN(softmax)(float *row, ptrdiff_t n) {
     }
     float peak = top[0];
     for (int i = 1; i < W; i++) peak = top[i] > peak ? top[i] : peak;
+    if (sink && *sink > peak) peak = *sink;
     for (ptrdiff_t i = 0; i < n; i += W) {
         vf e = FN(vexp)(*(vf *)(row + i) - peak);
         *(vf *)(row + i) = e;
         sum += e;
     }
-    float inv = 1.0f / FN(hsum)(sum);
+    float total = FN(hsum)(sum);
+    if (sink) total += FN(vexp)(FN(splat)(*sink - peak))[0];
+    float inv = 1.0f / total;
     for (ptrdiff_t i = 0; i < n; i += W) *(vf *)(row + i) *= inv;
 }
 
@@ -569,23 +611,23 @@ INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, 
 }
 
 /* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. What is seen may lie
- * in two places: the bits are those of one. */
+ * in three places, in order: the bits are those of one. sinks: a logit for each head, or NULL. */
 static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, ptrdiff_t dk, ptrdiff_t dv,
-                              float scale, float *scores, ptrdiff_t pad, float *out) {
-    const ptrdiff_t first = seen[0].n, n = first + seen[1].n;
-    for (int s = 0; s < 2; s++) {
-        float *to = scores + (s ? first : 0);
+                              float scale, const float *sinks, float *scores, ptrdiff_t pad, float *out) {
+    const ptrdiff_t at[3] = {0, seen[0].n, seen[0].n + seen[1].n}, n = at[2] + seen[2].n;
+    for (int s = 0; s < 3; s++) {
+        float *to = scores + at[s];
         for (ptrdiff_t i = 0; i < seen[s].n; i++) {
             const float *k = seen[s].k + i * dk;
             for (ptrdiff_t c = 0; c < dk; c += 16) __builtin_prefetch(k + CACHE_AHEAD * dk + c);
             for (ptrdiff_t g = 0; g < heads; g++) to[g * pad + i] = FN(dot)(q + g * dk, k, dk) * scale;
         }
     }
-    for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n);
+    for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n, sinks ? sinks + g : NULL);
     memset(out, 0, (size_t)(heads * dv) * sizeof *out);
-    for (int s = 0; s < 2; s++)
+    for (int s = 0; s < 3; s++)
         for (ptrdiff_t g = 0; g < heads;) {
-            const float *p = scores + g * pad + (s ? first : 0);
+            const float *p = scores + g * pad + at[s];
             ptrdiff_t left = heads - g;
             if (left >= 8) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 8), g += 8;
             else if (left >= 4) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 4), g += 4;
@@ -673,7 +715,7 @@ static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
 }
 
 const Path FN(path) = {
-    FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(silu_mul),
+    FN(path_name), W, FN(pack), FN(rows), NULL, FN(pack_blocks), FN(rows_of_blocks), FN(dense_rows), FN(dequantize), FN(combine), FN(activate), FN(add),
     FN(rms_norm), FN(rope), FN(softmax), FN(attend), FN(delta), FN(conv), FN(fold),
     NULL, NULL, NULL,
 };

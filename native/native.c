@@ -31,7 +31,7 @@
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
 #define BLOCK_FROM 4      /* rounded rows of x from which blocks of eight, though not filled, beat a row at a time */
 #define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
-#define MAX_ARGS 11
+#define MAX_ARGS 12
 #define MOST_EXPERTS 4096 /* whose scores are on the stack */
 
 /* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
@@ -487,6 +487,11 @@ typedef struct {
     const uint32_t *blob;
     ptrdiff_t stride;             /* words per record */
     ptrdiff_t place[2][3];        /* words to codes, scales and biases of gate and up, or of down */
+    ptrdiff_t bias[2];            /* words to what their products add; -1: nothing */
+    Kind bias_kind;
+    Activation activation;        /* what joins gate and up */
+    float limit;
+    int interleaved;              /* rows of gate and up alternate, the first half of them in gate's place */
     Matrix form;                  /* theirs, without what a record holds */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
@@ -547,19 +552,23 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
 static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
 
 /* Where `count` matrices lie in a record: a tuple of words to codes, scales and biases of each (no biases: any number),
- * then bits, group and a scale's Kind. They must lie inside. */
+ * then bits, group and a scale's Kind; words to what each product adds (-1: nothing), and its Kind. They must lie
+ * inside. */
 static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in, Experts *c) {
-    Py_ssize_t number[9];
-    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != 3 * count + 3) {
-        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", 3 * count + 3);
+    Py_ssize_t number[12];
+    const int numbers = 4 * count + 4;
+    if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != numbers) {
+        PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", numbers);
         return 0;
     }
-    for (int i = 0; i < 3 * count + 3; i++) {
+    for (int i = 0; i < numbers; i++) {
         number[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
         if (number[i] == -1 && PyErr_Occurred()) return 0;
     }
-    const Py_ssize_t *form = number + 3 * count;
+    const Py_ssize_t *form = number + 3 * count, *bias = form + 3;
     if (form[2] < BF16 || form[2] > E8M0) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
+    if (bias[count] < BF16 || bias[count] > F32) return PyErr_Format(PyExc_ValueError, "biases of kind %zd", bias[count]), 0;
+    c->bias_kind = (Kind)bias[count];
     if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] != E8M0)) return 0;
     c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
     /* Divide first: rows * in of a hostile call may not fit. */
@@ -570,6 +579,10 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
         if (i % 3 == 2 && c->form.is_mx) at = words = 0;
         fits = fits && at >= 0 && at <= c->stride - words;
         c->place[i / 3][i % 3] = at;
+    }
+    for (int i = 0; i < count; i++) {
+        fits = fits && bias[i] >= -1 && bias[i] <= c->stride - chunks_of(rows * unit_of(c->bias_kind), 4);
+        c->bias[i] = bias[i];
     }
     if (!fits)
         PyErr_Format(PyExc_ValueError, "blob: records of %zd words cannot hold H=%zd, I=%zd", (Py_ssize_t)c->stride,
@@ -586,6 +599,33 @@ static int take_experts(Args *args, PyObject *blob, PyObject *slots, PyObject *p
     c->blob = b->buf, c->stride = b->shape[1];
     ptrdiff_t rows = count == 2 ? c->inner : c->hidden, in = count == 2 ? c->hidden : c->inner;
     return take_places(places, count, rows, in, c) && plan(c, s, b->shape[0]);
+}
+
+/* Adds a matrix's bias, if it has one, to rows r0..r1 of n products. */
+static void add_bias(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
+                     float *const *y) {
+    if (c->bias[which] < 0) return;
+    const uint32_t *bias = c->blob + slot * c->stride + c->bias[which];
+    for (ptrdiff_t i = 0; i < n; i++) c->path->add(bias, r0, r1 - r0, c->bias_kind, y[i]);
+}
+
+/* Rows r0..r1 of act for the pairs from p on, where rows of gate and up alternate. */
+static void gate_up_in_turns(const Experts *c, Way way, ptrdiff_t slot, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t p,
+                             ptrdiff_t n, void *room) {
+    float both[TOGETHER][MAX_CHUNK_ROWS], gate[MAX_CHUNK_ROWS / 2], up[MAX_CHUNK_ROWS / 2], *y[TOGETHER];
+    for (int half = 0; half < 2; half++) {
+        const ptrdiff_t begin = half ? c->inner : 0, from = 2 * r0 > begin ? 2 * r0 : begin;
+        const ptrdiff_t to = least(2 * r1, begin + c->inner);
+        if (from >= to) continue;
+        Matrix m = projection(c, slot, half);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = both[i] + from - 2 * r0;
+        multiply(c->path, way, c->planes, &m, from - begin, to - begin, n, c->x + p, room, y);
+        add_bias(c, slot, half, from - begin, to - begin, n, y);
+    }
+    for (ptrdiff_t i = 0; i < n; i++) {
+        for (ptrdiff_t r = 0; r < r1 - r0; r++) gate[r] = both[i][2 * r], up[r] = both[i][2 * r + 1];
+        c->path->activate(c->activation, c->limit, gate, up, c->y[p + i] + r0, r1 - r0);
+    }
 }
 
 static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
@@ -605,10 +645,16 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
         float *y[TOGETHER], *u[TOGETHER];
         n = share(way, c->group[g + 1] - p);
+        if (c->interleaved) {
+            gate_up_in_turns(c, way, slot, r0, r1, p, n, room);
+            continue;
+        }
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = other[i];
         multiply(c->path, way, c->planes, &gate, r0, r1, n, c->x + p, room, y);
         multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
-        for (ptrdiff_t i = 0; i < n; i++) c->path->silu_mul(y[i], u[i], y[i], r1 - r0);
+        add_bias(c, slot, 0, r0, r1, n, y);
+        add_bias(c, slot, 1, r0, r1, n, u);
+        for (ptrdiff_t i = 0; i < n; i++) c->path->activate(c->activation, c->limit, y[i], u[i], y[i], r1 - r0);
     }
 }
 
@@ -633,20 +679,34 @@ static int run_gate_up(Experts *c, const float *x) {
         c->y[p] = c->out + c->pair[p].index * c->inner;
     }
     c->chunk = chunk_rows(c->inner * c->groups, c->form.words * 4, c->tokens);
+    if (c->interleaved) c->chunk = least(c->chunk, MAX_CHUNK_ROWS / 2);
     c->per_group = chunks_of(c->inner, c->chunk);
     int ok = run_experts(c, x, packed, c->tokens, gate_up_job, c->groups * c->per_group);
     free(packed);
     return ok;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, activations, alone, out[T, K, I]) */
+/* What joins gate and up, and its limit; 0 with an exception. */
+static int take_activation(PyObject *form, PyObject *limit, Activation *activation, float *most) {
+    Py_ssize_t number = PyNumber_AsSsize_t(form, PyExc_ValueError);
+    *most = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(limit);
+    if (PyErr_Occurred()) return 0;
+    if (number < SILU || number > CLIP_THEN_SWISH) return PyErr_Format(PyExc_ValueError, "activation %zd", number), 0;
+    *activation = (Activation)number;
+    return 1;
+}
+
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, bits of activations, alone, what joins
+ * gate and up, its limit, whether their rows alternate, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 7) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!take_activation(a[6], a[7], &c.activation, &c.limit)) return NULL;
+    if ((c.interleaved = PyObject_IsTrue(a[8])) < 0) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
-    Py_buffer *out = x ? take(&args, a[6], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[9], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
@@ -665,7 +725,8 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
     const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
-    Matrix down = projection(c, c->pair[c->group[g]].slot, 0);
+    const ptrdiff_t slot = c->pair[c->group[g]].slot;
+    Matrix down = projection(c, slot, 0);
     if (r1 == c->hidden && g + 1 < c->groups) {
         Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
         follow(&down, &then, 0);
@@ -675,6 +736,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
         n = share(way, c->group[g + 1] - p);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
         multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
+        add_bias(c, slot, 0, r0, r1, n, y);
     }
 }
 
@@ -805,27 +867,35 @@ static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return args_done(&args, 1);
 }
 
-static void silu_mul_job(void *ctx, ptrdiff_t chunk, int member) {
-    Rowwise *c = ctx;
+typedef struct {
+    const Path *path;
+    Activation activation;
+    float limit, *out;
+    const float *gate, *up;
+    ptrdiff_t n;
+} Activate;
+
+static void activate_job(void *ctx, ptrdiff_t chunk, int member) {
+    Activate *c = ctx;
     ptrdiff_t at = chunk * SMALL_CHUNK;
     (void)member;
-    c->path->silu_mul(c->x + at, c->weight + at, c->out + at, least(SMALL_CHUNK, c->width - at));
+    c->path->activate(c->activation, c->limit, c->gate + at, c->up + at, c->out + at, least(SMALL_CHUNK, c->n - at));
 }
 
-/* silu_mul(gate[N, D], up[N, D], out[N, D]) */
-static PyObject *op_silu_mul(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+/* activate(gate[N, D], up[N, D], what joins them, its limit, out[N, D]) */
+static PyObject *op_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
-    Rowwise c = {.path = path};
-    if (!arity(n, 3)) return NULL;
+    Activate c = {.path = path};
+    if (!arity(n, 5) || !take_activation(a[2], a[3], &c.activation, &c.limit)) return NULL;
     Py_buffer *gate = take(&args, a[0], "gate", FLOATS, 2, 0);
     Py_buffer *up = gate ? take(&args, a[1], "up", FLOATS, 2, 0) : NULL;
-    Py_buffer *out = up ? take(&args, a[2], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = up ? take(&args, a[4], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(up, "up", gate->shape[0], gate->shape[1]) ||
         !dims2(out, "out", gate->shape[0], gate->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);
-    c.x = gate->buf, c.weight = up->buf, c.out = out->buf, c.width = gate->len / 4;
+    c.gate = gate->buf, c.up = up->buf, c.out = out->buf, c.n = gate->len / 4;
     Py_BEGIN_ALLOW_THREADS;
-    team_run(silu_mul_job, &c, chunks_of(c.width, SMALL_CHUNK));
+    team_run(activate_job, &c, chunks_of(c.n, SMALL_CHUNK));
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
@@ -865,28 +935,39 @@ static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 typedef struct {
     const Path *path;
     const float *q, *k, *v;
-    const float *recent; /* keys and then values [kv_heads, room, D] of the positions from `begun` on; NULL: none */
+    const float *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; NULL: none */
+    const float *sinks;  /* [q_heads] or NULL */
     float *out, *scores;
     float scale;
-    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, dk, dv, pad, parts;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, window, dk, dv, pad, parts;
 } Attention;
+
+static Seen seen_at(const Attention *c, const float *k, const float *v, ptrdiff_t rows, ptrdiff_t kv, ptrdiff_t first,
+                    ptrdiff_t n) {
+    return (Seen){k + (kv * rows + first) * c->dk, v + (kv * rows + first) * c->dv, n};
+}
 
 static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     Attention *c = ctx;
     ptrdiff_t part = unit % c->parts, kv = unit / c->parts % c->kv_heads, t = unit / c->parts / c->kv_heads;
     ptrdiff_t group = c->q_heads / c->kv_heads, first = part * GQA_HEADS;
     ptrdiff_t row = t * c->q_heads + kv * group + first, n = c->n - c->tokens + t + 1;
-    Seen seen[2] = {{c->k + kv * c->capacity * c->dk, c->v + kv * c->capacity * c->dv, n}, {NULL, NULL, 0}};
+    ptrdiff_t begun = c->recent ? c->begun : n, from = n > c->window ? n - c->window : 0, old = least(from, begun);
+    /* Position p lies in row p % capacity: those from `old` on may go on in the first row. */
+    ptrdiff_t slot = old % c->capacity, kept = begun - old, turn = least(kept, c->capacity - slot);
+    Seen seen[3] = {seen_at(c, c->k, c->v, c->capacity, kv, slot, turn),
+                    seen_at(c, c->k, c->v, c->capacity, kv, 0, kept - turn), {NULL, NULL, 0}};
     if (c->recent) {
-        const float *k = c->recent + kv * c->room * c->dk;
-        seen[0].n = c->begun, seen[1] = (Seen){k, k + c->kv_heads * c->room * c->dk, n - c->begun};
+        const float *v = c->recent + c->kv_heads * c->room * c->dk;
+        seen[2] = seen_at(c, c->recent, v, c->room, kv, from - old, n - begun - (from - old));
     }
     c->path->attend(c->q + row * c->dk, least(GQA_HEADS, group - first), seen, c->dk, c->dv, c->scale,
-                    c->scores + member * GQA_HEADS * c->pad, c->pad, c->out + row * c->dv);
+                    c->sinks ? c->sinks + row % c->q_heads : NULL, c->scores + member * GQA_HEADS * c->pad, c->pad,
+                    c->out + row * c->dv);
 }
 
 static int run_attend(Attention *c) {
-    c->pad = chunks_of(c->n, 16) * 16;
+    c->pad = chunks_of(least(c->n, c->window), 16) * 16;
     c->parts = chunks_of(c->q_heads / c->kv_heads, GQA_HEADS);
     /* For the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
     c->scores = scratch(MAX_TEAM * GQA_HEADS * c->pad * 4);
@@ -896,18 +977,27 @@ static int run_attend(Attention *c) {
     return 1;
 }
 
-/* attend(q[T, Hq, Dk], k[Hkv, C, Dk], v[Hkv, C, Dv], n, scale, out[T, Hq, Dv]) */
+/* Whether what limits attention is right: `window` positive, `sinks` one for each query head, or none. */
+static int limited(Attention *c, const Py_buffer *sinks) {
+    if (c->window < 1) PyErr_Format(PyExc_ValueError, "window is %zd, expected at least 1", (Py_ssize_t)c->window);
+    c->sinks = sinks->shape[0] ? sinks->buf : NULL;
+    return c->window > 0 && (!c->sinks || dim(sinks, "sinks", 0, c->q_heads));
+}
+
+/* attend(q[T, Hq, Dk], k[Hkv, C, Dk], v[Hkv, C, Dv], n, scale, window, sinks[Hq] or [0], out[T, Hq, Dv]) */
 static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Attention c = {.path = path};
-    if (!arity(n, 6)) return NULL;
+    if (!arity(n, 8)) return NULL;
     c.n = PyNumber_AsSsize_t(a[3], PyExc_ValueError);
     c.scale = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(a[4]);
+    c.window = PyErr_Occurred() ? 0 : PyNumber_AsSsize_t(a[5], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;
     Py_buffer *q = take(&args, a[0], "q", FLOATS, 3, 0);
     Py_buffer *k = q ? take(&args, a[1], "k", FLOATS, 3, 0) : NULL;
     Py_buffer *v = k ? take(&args, a[2], "v", FLOATS, 3, 0) : NULL;
-    Py_buffer *out = v ? take(&args, a[5], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *sinks = v ? take(&args, a[6], "sinks", FLOATS, 1, 0) : NULL;
+    Py_buffer *out = sinks ? take(&args, a[7], "out", FLOATS, 3, 1) : NULL;
     if (!out || !multiple("Dk", q->shape[2], 16) || !multiple("Dv", v->shape[2], 16) ||
         !multiple("k: heads", k->shape[0], 1) || !multiple("q: heads", q->shape[1], k->shape[0]) ||
         !dim(k, "k", 2, q->shape[2]) || !dim(v, "v", 0, k->shape[0]) || !dim(v, "v", 1, k->shape[1]) ||
@@ -920,6 +1010,7 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     }
     c.q = q->buf, c.k = k->buf, c.v = v->buf, c.out = out->buf, c.tokens = q->shape[0], c.q_heads = q->shape[1];
     c.kv_heads = k->shape[0], c.capacity = k->shape[1], c.dk = q->shape[2], c.dv = v->shape[2];
+    if (!limited(&c, sinks)) return args_done(&args, 0);
     int ok;
     Py_BEGIN_ALLOW_THREADS;
     ok = run_attend(&c);
@@ -928,7 +1019,7 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return args_done(&args, ok);
 }
 
-/* A token's queries and keys before norm and rotation, and what they are normed and turned by. */
+/* A token's queries and keys before norm and rotation, and what they are normed (NULL: not) and turned by. */
 typedef struct {
     const float *q, *k, *v, *q_norm, *k_norm, *cosine, *sine;
     float eps;
@@ -938,21 +1029,22 @@ typedef struct {
 
 static void norm_and_turn(const Path *path, const Token *token, const float *weight, const float *x, float *normed,
                           float *out, ptrdiff_t width) {
-    path->rms_norm(x, weight, token->eps, normed, width);
-    path->rope(normed, token->cosine, token->sine, token->half, token->neighbours, out, width);
+    if (weight) path->rms_norm(x, weight, token->eps, normed, width);
+    path->rope(weight ? normed : x, token->cosine, token->sine, token->half, token->neighbours, out, width);
 }
 
 /* The token's key and value become row `at` of `recent`, then its queries attend over all there are. */
 static int run_attend_step(Attention *c, const Token *token, float *recent, ptrdiff_t at) {
     const ptrdiff_t width = c->dk;
+    float *values = recent + c->kv_heads * c->room * width;
     float *q = scratch((c->q_heads + 1) * width * 4), *normed = q + c->q_heads * width;
     if (!q) return 0;
     for (ptrdiff_t h = 0; h < c->q_heads; h++)
         norm_and_turn(c->path, token, token->q_norm, token->q + h * width, normed, q + h * width, width);
     for (ptrdiff_t h = 0; h < c->kv_heads; h++) {
-        float *row = recent + (h * c->room + at) * width;
-        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, row, width);
-        memcpy(row + c->kv_heads * c->room * width, token->v + h * width, (size_t)width * 4);
+        const ptrdiff_t row = h * c->room + at;
+        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, recent + row * width, width);
+        memcpy(values + row * c->dv, token->v + h * c->dv, (size_t)c->dv * 4);
     }
     c->q = q, c->recent = recent;
     int ok = run_attend(c);
@@ -960,39 +1052,44 @@ static int run_attend_step(Attention *c, const Token *token, float *recent, ptrd
     return ok;
 }
 
-/* attend_step(q[Hq, D], k[Hkv, D], v[Hkv, D], q_norm[D], k_norm[D], eps, cosine[1, R/2], sine[1, R/2], neighbours,
- * keys[Hkv, C, D], values[Hkv, C, D], begun, recent[2, Hkv, M, D], n, scale, out[Hq, D]) */
+/* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2], neighbours,
+ * keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq] or [0],
+ * out[Hq, Dv]). Norms may be [0], both or none. Position p < begun lies in row p % C of keys and values. */
 static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     static const char *const name[] = {"q", "k", "v", "q_norm", "k_norm", "cosine", "sine", "keys", "values", "recent",
-                                       "out"};
-    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 4, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 15};
+                                       "sinks", "out"};
+    static const int ndim[] = {2, 2, 2, 1, 1, 2, 2, 3, 3, 1, 1, 2}, place[] = {0, 1, 2, 3, 4, 6, 7, 9, 10, 12, 16, 17};
     Args args = {.n = 0};
-    Py_buffer *b[11];
-    if (!arity(n, 16)) return NULL;
+    Py_buffer *b[12];
+    if (!arity(n, 18)) return NULL;
     Attention c = {.path = path, .tokens = 1};
     Token token = {.eps = (float)PyFloat_AsDouble(a[5]), .neighbours = PyObject_IsTrue(a[8])};
     c.begun = PyNumber_AsSsize_t(a[11], PyExc_ValueError), c.n = PyNumber_AsSsize_t(a[13], PyExc_ValueError);
-    c.scale = (float)PyFloat_AsDouble(a[14]);
+    c.scale = (float)PyFloat_AsDouble(a[14]), c.window = PyNumber_AsSsize_t(a[15], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;
-    for (int i = 0; i < 11; i++)
-        if (!(b[i] = take(&args, a[place[i]], name[i], FLOATS, ndim[i], i > 8))) return args_done(&args, 0);
-    const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], *keys = b[7]->shape, *recent = b[9]->shape;
-    if (!multiple("D", width, 16) || !multiple("k: heads", heads, 1) || !multiple("q: heads", b[0]->shape[0], heads) ||
-        !dim(b[0], "q", 1, width) || !dims2(b[2], "v", heads, width) || !dim(b[3], "q_norm", 0, width) ||
-        !dim(b[4], "k_norm", 0, width) || !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) ||
-        !dims2(b[6], "sine", 1, b[5]->shape[1]) || !dims3(b[7], "keys", heads, keys[1], width) ||
-        !dims3(b[8], "values", heads, keys[1], width) || !dims3(b[9], "recent", 2, heads, recent[2]) ||
-        !dim(b[9], "recent", 3, width) || !dims2(b[10], "out", b[0]->shape[0], width) || !disjoint(&args))
+    for (int i = 0; i < 12; i++)
+        if (!(b[i] = take(&args, a[place[i]], name[i], FLOATS, ndim[i], i == 9 || i == 11))) return args_done(&args, 0);
+    const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], wide = b[2]->shape[1], *keys = b[7]->shape;
+    const Py_ssize_t normed = b[3]->shape[0] ? width : 0, room = heads * (width + wide);
+    if (!multiple("Dk", width, 16) || !multiple("Dv", wide, 16) || !multiple("k: heads", heads, 1) ||
+        !multiple("q: heads", b[0]->shape[0], heads) || !dim(b[0], "q", 1, width) || !dim(b[2], "v", 0, heads) ||
+        !dim(b[3], "q_norm", 0, normed) || !dim(b[4], "k_norm", 0, normed) ||
+        !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) || !dims2(b[6], "sine", 1, b[5]->shape[1]) ||
+        !dims3(b[7], "keys", heads, keys[1], width) || !dims3(b[8], "values", heads, keys[1], wide) ||
+        !multiple("recent", b[9]->shape[0], room) || !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
         return args_done(&args, 0);
-    if (c.begun < 0 || c.begun > keys[1] || c.n <= c.begun || c.n - c.begun > recent[2]) {
+    c.room = b[9]->shape[0] / room, c.q_heads = b[0]->shape[0];
+    if (c.begun < 0 || least(c.begun, c.window) > keys[1] || keys[1] < 1 || c.n <= c.begun || c.n - c.begun > c.room) {
         PyErr_Format(PyExc_ValueError, "begun is %zd and n %zd, expected 0 to %zd, and 1 to %zd more",
-                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], recent[2]);
+                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], (Py_ssize_t)c.room);
         return args_done(&args, 0);
     }
-    token.q = b[0]->buf, token.k = b[1]->buf, token.v = b[2]->buf, token.q_norm = b[3]->buf, token.k_norm = b[4]->buf;
+    if (!limited(&c, b[10])) return args_done(&args, 0);
+    token.q = b[0]->buf, token.k = b[1]->buf, token.v = b[2]->buf;
+    token.q_norm = normed ? b[3]->buf : NULL, token.k_norm = normed ? b[4]->buf : NULL;
     token.cosine = b[5]->buf, token.sine = b[6]->buf, token.half = b[5]->shape[1];
-    c.k = b[7]->buf, c.v = b[8]->buf, c.out = b[10]->buf, c.q_heads = b[0]->shape[0], c.kv_heads = heads;
-    c.capacity = keys[1], c.room = recent[2], c.dk = c.dv = width;
+    c.k = b[7]->buf, c.v = b[8]->buf, c.out = b[11]->buf, c.kv_heads = heads;
+    c.capacity = keys[1], c.dk = width, c.dv = wide;
     int ok;
     Py_BEGIN_ALLOW_THREADS;
     ok = run_attend_step(&c, &token, b[9]->buf, c.n - c.begun - 1);
@@ -1017,7 +1114,7 @@ static void choose_job(void *ctx, ptrdiff_t t, int member) {
     int32_t *id = c->ids + t * c->top_k;
     (void)member;
     memcpy(score, c->logits + t * c->stride, (size_t)c->experts * 4);
-    c->path->softmax(score, c->experts);
+    c->path->softmax(score, c->experts, NULL);
     for (ptrdiff_t k = 0; k < c->top_k; k++) {
         ptrdiff_t best = -1;
         for (ptrdiff_t e = 0; e < c->experts; e++)
@@ -1236,7 +1333,7 @@ static PyMethodDef methods[] = {
     FAST(expert_down_combine),
     FAST(combine),
     FAST(rms_norm),
-    FAST(silu_mul),
+    FAST(activate),
     FAST(conv_silu),
     FAST(attend),
     FAST(attend_step),

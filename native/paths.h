@@ -44,6 +44,9 @@
 
 typedef enum { BF16, F16, F32, E8M0 } Kind; /* of scales and biases */
 
+/* What joins gate and up, as kinds.Activation says them. */
+typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH } Activation;
+
 static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind == E8M0 ? 1 : 2; }
 
 typedef struct {
@@ -85,11 +88,13 @@ typedef struct {
     void (*dequantize)(const Matrix *, ptrdiff_t, ptrdiff_t, float *);
     void (*combine)(const float *const *, const float *, ptrdiff_t, const float *, const float *, float *, ptrdiff_t,
                     ptrdiff_t);
-    void (*silu_mul)(const float *, const float *, float *, ptrdiff_t);
+    void (*activate)(Activation, float, const float *, const float *, float *, ptrdiff_t);
+    void (*add)(const void *, ptrdiff_t, ptrdiff_t, Kind, float *);
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
-    void (*softmax)(float *, ptrdiff_t);
-    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, float *, ptrdiff_t, float *);
+    void (*softmax)(float *, ptrdiff_t, const float *);
+    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, const float *, float *, ptrdiff_t,
+                   float *);
     void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);

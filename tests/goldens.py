@@ -21,6 +21,10 @@ Variants, each a checkpoint of the same tiny model:
   negbias         hub, with a router bias that makes every biased score negative (deepseek_v3)
   mlx4_embed_q    mlx4 with kv_b_proj split into embed_q and unembed_out, each quantised alone (deepseek_v3)
 `dense` is a golden without a checkpoint of its own: the hub weights before quantisation.
+
+`KIN` are families that are made of the parts of those in `FAMILIES`, with other switches and names: only tests of
+configurations, conversions and logits run on them. Names and shapes of their tensors are stored as transformers saved
+them (`tensors.json`); their golden may begin at a later position than 0 (`first`). They have no `moeflux` variant.
 """
 
 import copy
@@ -35,7 +39,23 @@ import numpy as np
 import oracle
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
-FAMILIES = tuple(sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
+FIXTURES_OF_KIN = FIXTURES.parent / "kin"
+FAMILIES, KIN = (
+    tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
+)
+TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # whose fused experts are [E, in, out]
+INTERLEAVED = ("gpt_oss",)  # whose fused experts have the rows of gate and up in turn
+ZERO_CENTRED = ("step3p5",)  # whose norms are stored as weight - 1
+# Parts of names that mlx-lm's conversions spell otherwise than the hub (for hy_v3 Rapid-MLX's).
+MLX_NAMES = {
+    "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
+    "laguna": ((".mlp.experts.e_score", ".mlp.gate.e_score"), (".mlp.gate.weight", ".mlp.gate.proj.weight")),
+    "step3p5": (
+        *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
+        *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
+    ),
+    "minimax_m2": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+}
 EXTRA_VARIANTS = {
     "qwen3_5_moe": ("moeflux", "fp8"),
     "deepseek_v3": ("moeflux", "fp8", "negbias", "mlx4_embed_q"),
@@ -43,7 +63,7 @@ EXTRA_VARIANTS = {
 OWN_GOLDEN = ("dense", "fp8", "negbias", "mlx4_embed_q")
 QUANTISATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 FP8_BLOCK = 128
-DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "F8_E4M3": "u1"}
+DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "I32": "<i4", "F8_E4M3": "u1"}
 
 # A tensor is (safetensors dtype name, array); BF16 and F8_E4M3 arrays hold bit patterns.
 Tensor = tuple[str, np.ndarray]
@@ -77,6 +97,12 @@ def golden(family, variant="hub"):
         return stored["tokens"], stored["logits"]
 
 
+def first_position(family):
+    """Of the golden's tokens."""
+    with np.load(golden_path(family, "hub")) as stored:
+        return int(stored["first"]) if "first" in stored else 0
+
+
 def golden_hidden(family):
     """float32 [layers, T, D]: the residual stream after each layer in the `hub` golden, to find a fault."""
     with np.load(golden_path(family, "hub")) as stored:
@@ -84,7 +110,12 @@ def golden_hidden(family):
 
 
 def golden_path(family, variant):
-    return FIXTURES / family / (f"golden_{variant}.npz" if variant in OWN_GOLDEN else "golden.npz")
+    return folder(family) / (f"golden_{variant}.npz" if variant in OWN_GOLDEN else "golden.npz")
+
+
+def folder(family):
+    """Of what is stored."""
+    return (FIXTURES_OF_KIN if family in KIN else FIXTURES) / family
 
 
 @functools.cache
@@ -107,7 +138,8 @@ def write_variant(path, family, variant):
     if variant == "moeflux":
         return _write_moeflux(path, family)
     _write_json(path / "config.json", variant_config(family, variant))
-    _write_json(path / "generation_config.json", _read_json(family, "generation_config.json"))
+    if family in FAMILIES:
+        _write_json(path / "generation_config.json", _read_json(family, "generation_config.json"))
     tensors = variant_tensors(family, variant)
     if variant == "hub_sharded":
         _write_shards(path, tensors, 3)
@@ -150,6 +182,9 @@ def variant_tensors(family, variant):
 @functools.cache
 def hub_tensors(family):
     """{hub name: Tensor} of the text model, bf16 except what the hub keeps in float32. Read only."""
+    if family in KIN:
+        tree = {name: (tuple(shape), _kind(family, name)) for name, shape in _read_json(family, "tensors.json").items()}
+        return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
     c = text_config(family)
     tree = _tree(c)
     if family == "qwen3_5_moe":
@@ -157,10 +192,18 @@ def hub_tensors(family):
     return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
 
 
+def _kind(family, name):
+    """How a tensor of `KIN` is drawn."""
+    kinds = {"norm.weight": "centred_norm" if family in ZERO_CENTRED else "norm", "embed_tokens.weight": "embed"}
+    kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
+    kinds |= {".gate.weight": "router", ".router.weight": "router"}
+    return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
+
+
 @functools.cache
 def skipped_tensors(family):
     """{hub name: Tensor} that published checkpoints hold and a text model does not read."""
-    names = {
+    names = _skipped_of_kin(family) if family in KIN else {
         "qwen3_moe": {},
         "qwen3_next": {"mtp.fc.weight": (128, 256), "mtp.layers.0.mlp.experts.0.up_proj.weight": (64, 128)},
         "qwen3_5_moe": {
@@ -176,8 +219,21 @@ def skipped_tensors(family):
             "model.layers.4.mlp.gate.weight": (16, 128),
             "model.layers.4.mlp.experts.0.up_proj.weight": (64, 128),
         },
-    }[family]
+    }[family]  # fmt: skip
     return {name: _draw(f"{family}/{name}", family, shape, "linear") for name, shape in names.items()}
+
+
+def _skipped_of_kin(family):
+    """A layer that drafts, and an image encoder where there is one."""
+    root, count = _root(family), text_config(family)["num_hidden_layers"]
+    drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
+    vision = {"model.visual.blocks.0.norm1.weight": (32,), "model.visual.merger.proj.weight": (128, 32)}
+    return drafts | (vision if root != "model." else {})
+
+
+def _root(family):
+    """Before the names of the hub's text tensors, but for the head's."""
+    return "model.language_model." if "text_config" in config(family) else "model."
 
 
 def source(family, variant="hub"):
@@ -196,7 +252,7 @@ def dequantised(family, variant="hub"):
     tensors = source(family, variant)
     if variant == "dense":
         return {n: as_float(t).astype(np.float64) for n, t in tensors.items()}
-    result = {n: _dequantised(t, quantised_bits(family, n)) for n, t in tensors.items()}
+    result = {n: _dequantised(t, family, n) for n, t in tensors.items()}
     if variant == "mlx4_embed_q":
         names = [n for n in tensors if n.endswith("kv_b_proj.weight")]
         result |= {n: _join_kv_b(family, _split_kv_b(family, tensors[n])) for n in names}
@@ -219,16 +275,30 @@ def _block(tensors, stem, expert):
 
 def quantised_bits(family, name):
     """4 or 8 for a hub tensor that an MLX conversion quantises, 0 for one that it leaves alone."""
-    if name.endswith(("norm.weight", "conv1d.weight", "A_log", "dt_bias", "correction_bias")):
+    if name.endswith(("norm.weight", "conv1d.weight", "A_log", "dt_bias", "bias")):
         return 0
-    if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
-        return 0 if family == "deepseek_v3" else 8
+    if name.endswith("sinks"):
+        return 0
+    if name.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight")):
+        return (
+            0 if any(n.endswith(("correction_bias", "expert_bias", "router_bias")) for n in hub_tensors(family)) else 8
+        )
     return 4
 
 
-def _dequantised(tensor, bits):
-    w = as_float(tensor)
-    return oracle.dequantize(*oracle.quantize(w, bits=bits), bits=bits) if bits else w.astype(np.float64)
+def _dequantised(tensor, family, name):
+    w, bits = as_float(tensor), quantised_bits(family, name)
+    if not bits:
+        return w.astype(np.float64)
+    if is_transposed(family, name):
+        w = w.swapaxes(-1, -2)
+    made = oracle.dequantize(*oracle.quantize(w, bits=bits), bits=bits)
+    return made.swapaxes(-1, -2) if is_transposed(family, name) else made
+
+
+def is_transposed(family, name):
+    """Whether a hub tensor holds matrices [in, out]."""
+    return family in TRANSPOSED and ".experts." in name
 
 
 def as_float(tensor):
@@ -252,6 +322,9 @@ KINDS = {
     "A_log": (0.7, 0.7),
     "dt_bias": (0, 0.5),
     "correction_bias": (0.15, 0.1),
+    "signed_bias": (0, 0.2),
+    "bias": (0, 0.5),
+    "sinks": (0, 1.5),
 }
 
 
@@ -263,7 +336,7 @@ def _draw(seed, family, shape, kind):
     if kind == "centred_norm":  # multiples of 1/128, so that 1 + w is exact in bf16 too
         values = np.rint(values * 128) / np.float32(128)
     bits = oracle.f32_to_bf16(values)
-    if kind == "correction_bias":
+    if kind in ("correction_bias", "signed_bias"):
         return "F32", values
     if kind == "A_log" and family == "qwen3_5_moe":
         return "F32", oracle.bf16_to_f32(bits)
@@ -377,7 +450,9 @@ def _swiglu(prefix, D, inter):
 
 
 def _count(c):
-    return c["n_routed_experts"] if "n_routed_experts" in c else c["num_experts"]
+    return next(
+        c[name] for name in ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts") if name in c
+    )
 
 
 def _fuse(tree, c):
@@ -394,18 +469,22 @@ def _fuse(tree, c):
     return result
 
 
-def split_experts(tensors):
-    """Fused expert tensors replaced by one tensor per expert and projection."""
+def split_experts(tensors, transposed=False, interleaved=False):
+    """Fused expert tensors, perhaps [E, in, out], replaced by one tensor [out, in] per expert and projection; their
+    biases alike. With `interleaved` rows of gate and up take turns."""
     result = {}
     for name, (kind, array) in tensors.items():
         stem, _, part = name.rpartition("experts.")
+        part, bias, _ = part.partition("_bias")
         if part not in ("gate_up_proj", "down_proj"):
             result[name] = kind, array
             continue
-        for e, matrix in enumerate(array):
-            halves = np.split(matrix, 2) if part == "gate_up_proj" else [matrix]
-            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-            result |= {f"{stem}experts.{e}.{n}.weight": (kind, h) for n, h in zip(names, halves, strict=True)}
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for e, rows in enumerate(array.swapaxes(1, 2) if transposed and not bias else array):
+            count = len(names)
+            halves = [rows[i::count] for i in range(count)] if interleaved else np.split(rows, count)
+            end = "bias" if bias else "weight"
+            result |= {f"{stem}experts.{e}.{n}.{end}": (kind, h) for n, h in zip(names, halves, strict=True)}
     return result
 
 
@@ -454,17 +533,20 @@ def _from_fp8(tensors):
 
 
 def _mlx_root(family):
-    return "language_model." if family == "qwen3_5_moe" else ""
+    return "language_model." if "text_config" in config(family) else ""
 
 
 def _mlx_name(family, name):
+    for theirs, ours in MLX_NAMES.get(family, ()):
+        name = name.replace(theirs, ours)
     return _mlx_root(family) + name.replace("model.language_model.", "model.", 1)
 
 
 def mlx_tensors(family, variant="mlx4"):
     """{MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
     result = {}
-    for name, tensor in _stack_experts(split_experts(source(family, variant))).items():
+    apart = split_experts(source(family, variant), family in TRANSPOSED, family in INTERLEAVED)
+    for name, tensor in _stack_experts(apart, "experts" if family in INTERLEAVED else "switch_mlp").items():
         mlx_name, bits = _mlx_name(family, name), quantised_bits(family, name)
         if variant == "mlx4_embed_q" and name.endswith("kv_b_proj.weight"):
             halves = zip(("embed_q", "unembed_out"), _split_kv_b(family, tensor), strict=True)
@@ -494,15 +576,15 @@ def _triplet(name, w, bits):
     return {name: ("U32", weight), f"{stem}scales": ("BF16", scales), f"{stem}biases": ("BF16", biases)}
 
 
-def _stack_experts(tensors):
-    """Per-expert tensors replaced by `switch_mlp` stacks [E, out, in]."""
+def _stack_experts(tensors, called="switch_mlp"):
+    """Per-expert tensors replaced by stacks [E, out, in]."""
     stacks, result = {}, {}
     for name, tensor in tensors.items():
         stem, separator, rest = name.partition(".experts.")
-        if not separator:
+        if not separator or not rest[0].isdigit():
             result[name] = tensor
             continue
-        stacked = f"{stem}.switch_mlp.{rest.partition('.')[2]}"
+        stacked = f"{stem}.{called}.{rest.partition('.')[2]}"
         stacks.setdefault(stacked, []).append(tensor[1])
         result[stacked] = None
     return {n: t or ("BF16", np.stack(stacks[n])) for n, t in result.items()}
@@ -635,7 +717,7 @@ def checksum(family):
 
 
 def _read_json(family, name):
-    return copy.deepcopy(_stored_json(FIXTURES / family / name))
+    return copy.deepcopy(_stored_json(folder(family) / name))
 
 
 @functools.cache

@@ -417,7 +417,7 @@ def mixer(x, w, c):
 
 def norm_offset(config):
     """1 where block, final, query and key norms are stored zero-centred: the hybrid families."""
-    return 1.0 if config["model_type"] in ("qwen3_next", "qwen3_5_moe_text") else 0.0
+    return 1.0 if config["model_type"] in ("qwen3_next", "qwen3_5_moe_text", "step3p5") else 0.0
 
 
 def forward(config, weights, tokens, hidden=None, routed=None):

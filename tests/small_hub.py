@@ -17,6 +17,84 @@ def found_commit(path):
     return match and match[1]
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Answers requests for the server's `hub`, a SmallHub."""
+
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def hub(self):
+        return self.server.hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self._answer(with_body=False)
+
+    def do_GET(self):
+        self._answer(with_body=True)
+
+    def _answer(self, with_body):
+        path = self.path.split("?")[0]
+        if path.startswith(f"/api/models/{self.hub.repo}"):
+            rest = path.removeprefix(f"/api/models/{self.hub.repo}")
+            names = self.hub.names()
+            if rest.startswith("/tree/"):
+                return self._json([self.hub.tree(name) for name in names], with_body)
+            siblings = [self.hub.sibling(name) for name in names]
+            pinned = re.fullmatch(r"/revision/([0-9a-f]{40})", rest)
+            sha = pinned[1] if pinned else self.hub.commit
+            return self._json({"id": self.hub.repo, "sha": sha, "siblings": siblings}, with_body)
+        match = re.fullmatch(rf"/{self.hub.repo}/resolve/[^/]+/(.+)", path)
+        if not match or not (self.hub.folder / match[1]).is_file():
+            return self._missing(with_body)
+        self.hub.requests.append((self.command, match[1], self.headers.get("Range")))
+        return self._file(match[1], with_body)
+
+    def _json(self, value, with_body):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)
+
+    def _missing(self, with_body):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "EntryNotFound" if self.hub.repo in self.path else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _file(self, name, with_body):
+        data = bytearray((self.hub.folder / name).read_bytes())
+        start, end = 0, len(data)
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if part:
+            start, end = int(part[1]), min(end, int(part[2] or end) + 1)
+        if with_body and not part and self.hub.wrong.get(name):
+            self.hub.wrong[name] -= 1
+            data[-1] ^= 1
+        self.send_response(206 if part else 200)
+        if part:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.send_header("ETag", f'"{self.hub.digest(name)}"')
+        self.send_header("X-Repo-Commit", found_commit(self.path) or self.hub.commit)
+        self.send_header("Content-Length", str(end - start))
+        self.end_headers()
+        if with_body:
+            self._send(name, data[start:end])
+
+    def _send(self, name, data):
+        if self.hub.cut.get(name) and len(data) > self.hub.cut[name][0]:
+            self.wfile.write(data[: self.hub.cut[name].pop(0)])
+            self.close_connection = True
+            return
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(data)
+
+
 class SmallHub:
     """Serves one repository, the files of a folder.
 
@@ -30,7 +108,8 @@ class SmallHub:
     def __init__(self, folder, repo="org/model"):
         self.folder, self.repo = folder, repo
         self.requests, self.cut, self.wrong, self.commit = [], {}, {}, COMMIT
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.hub = self
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -57,82 +136,6 @@ class SmallHub:
     def fetched(self, method="GET"):
         """The large files that were asked for as a whole."""
         return [name for how, name, part in self.requests if how == method and name.endswith(LARGE) and not part]
-
-    def _handler(self):
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def do_HEAD(self):
-                self._answer(with_body=False)
-
-            def do_GET(self):
-                self._answer(with_body=True)
-
-            def _answer(self, with_body):
-                path = self.path.split("?")[0]
-                if path.startswith(f"/api/models/{hub.repo}"):
-                    rest = path.removeprefix(f"/api/models/{hub.repo}")
-                    names = hub.names()
-                    if rest.startswith("/tree/"):
-                        return self._json([hub.tree(name) for name in names], with_body)
-                    siblings = [hub.sibling(name) for name in names]
-                    pinned = re.fullmatch(r"/revision/([0-9a-f]{40})", rest)
-                    sha = pinned[1] if pinned else hub.commit
-                    return self._json({"id": hub.repo, "sha": sha, "siblings": siblings}, with_body)
-                match = re.fullmatch(rf"/{hub.repo}/resolve/[^/]+/(.+)", path)
-                if not match or not (hub.folder / match[1]).is_file():
-                    return self._missing(with_body)
-                hub.requests.append((self.command, match[1], self.headers.get("Range")))
-                return self._file(match[1], with_body)
-
-            def _json(self, value, with_body):
-                data = json.dumps(value).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if with_body:
-                    self.wfile.write(data)
-
-            def _missing(self, with_body):
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound" if hub.repo in self.path else "RepoNotFound")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def _file(self, name, with_body):
-                data = bytearray((hub.folder / name).read_bytes())
-                start, end = 0, len(data)
-                part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-                if part:
-                    start, end = int(part[1]), min(end, int(part[2] or end) + 1)
-                if with_body and not part and hub.wrong.get(name):
-                    hub.wrong[name] -= 1
-                    data[-1] ^= 1
-                self.send_response(206 if part else 200)
-                if part:
-                    self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
-                self.send_header("ETag", f'"{hub.digest(name)}"')
-                self.send_header("X-Repo-Commit", found_commit(self.path) or hub.commit)
-                self.send_header("Content-Length", str(end - start))
-                self.end_headers()
-                if with_body:
-                    self._send(name, data[start:end])
-
-            def _send(self, name, data):
-                if hub.cut.get(name) and len(data) > hub.cut[name][0]:
-                    self.wfile.write(data[: hub.cut[name].pop(0)])
-                    self.close_connection = True
-                    return
-                with contextlib.suppress(ConnectionError):
-                    self.wfile.write(data)
-
-        return Handler
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

@@ -1,6 +1,7 @@
-"""The texts for people: links lead somewhere, Python compiles, and commands with their options exist."""
+"""The texts for people: links lead somewhere, Python compiles, and commands, options, names and files exist."""
 
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -10,12 +11,21 @@ from pathlib import Path
 import pytest
 
 from moeflux_mlx.cli.main import COMMANDS
+from moeflux_mlx.families.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+SOURCES = [
+    file
+    for name in ("moeflux_mlx", "native", "metal", "scripts", "tests")
+    for file in (ROOT / name).rglob("*")
+    if file.suffix in (".py", ".h", ".c", ".metal") and file != Path(__file__).resolve()
+]
+PLACES = ("", "moeflux_mlx", "scripts", "scripts/bench", "tests", "tests/fixtures")  # that paths begin at
+ELSEWHERE = {"conversion_mapping.py", "gate_up_proj_bias", "max_kv_size", "host.docker.internal"}  # not our names
 ENDS = re.compile(r"\|\|?|&&?|;|[0-9]?>>?|<")
 
 
@@ -109,15 +119,59 @@ def test_every_command_has_a_parser(command):
     assert refusal(command, ["--help"]) == ""
 
 
-def test_the_architecture_names_what_there_is():
+@functools.cache
+def words_of(file):
+    return {file.name, *re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+
+
+def unknown_names(text):
+    """Names in code that no source has."""
+    words = ELSEWHERE.union(*map(words_of, SOURCES))
+    named = re.findall(r"`([A-Za-z_][\w.]*)`", BLOCK.sub("", text))
+    return [name for name in named if name not in words and not words.issuperset(name.split("."))]
+
+
+def missing_files(text):
+    """Paths of sources, alone or in a command, that lead nowhere from any of `PLACES`."""
+    code = " ".join(re.findall(r"`([^`\n]+)`", text))
+    paths = re.findall(r"(?<![\w./-])[\w./-]*/[\w.-]+\.(?:py|h|c|metal|tsv)\b", code)
+    return [path for path in paths if not any((ROOT / place / path).exists() for place in PLACES)]
+
+
+def misplaced_names(text):
+    """(path, name) for each "`path`: `name`, `name`" whose file does not have that name."""
+    pairs = re.findall(r"`([\w/.]+\.(?:py|h|c|metal))`:((?:,? `\w+`)+)", text)
+    files = [(path, (ROOT / "moeflux_mlx" / path, ROOT / path), re.findall(r"\w+", names)) for path, names in pairs]
+    return [
+        (path, name)
+        for path, places, names in files
+        for name in names
+        if not any(place.exists() and name in words_of(place) for place in places)
+    ]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_names_and_files_are_what_there_is(text):
+    text = text.read_text(encoding="utf-8")
+    assert (unknown_names(text), missing_files(text), misplaced_names(text)) == ([], [], [])
+
+
+def test_the_architecture_names_every_command():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    folders = [ROOT / name for name in ("moeflux_mlx", "native", "metal", "scripts", "tests")]
-    sources = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".h", ".c", ".metal")]
-    words = {word for file in sources for word in (file.name, *re.findall(r"\w+", file.read_text(encoding="utf-8")))}
-    named = re.findall(r"`([A-Za-z_][\w.]*)`", text)
-    assert [name for name in named if name not in words and not words.issuperset(name.split("."))] == []
     modules = [module.split(".")[1:] for module, _ in COMMANDS.values()]
     assert [name for name, *rest in modules if f"`{name}/`" not in text and f"`{name}.py`" not in text] == []
+
+
+def test_the_readme_names_every_family():
+    families = re.search(r"The families are ([^;]+);", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert set(re.findall(r"`(\w+)`", families[1])) == set(FAMILIES)
+
+
+def test_a_wrong_name_is_found():
+    text = "`unknown_names` `pool.py` `SlotPool.gone_since` `ops/tiles.py`: `MAX_TOKENS`, `SlotPool`; `ops/no_such.py`"
+    assert unknown_names(text) == ["unknown_names", "SlotPool.gone_since"]
+    assert missing_files(text) == ["ops/no_such.py"]
+    assert misplaced_names(text) == [("ops/tiles.py", "SlotPool")]
 
 
 def test_a_wrong_link_is_found(tmp_path):

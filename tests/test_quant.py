@@ -10,13 +10,10 @@ from moeflux_mlx.quant import (
     AFFINE_GROUPS,
     MODES,
     Quant,
-    Quantization,
     entries,
-    is_computed,
     of_packed,
     of_shapes,
     parse,
-    plain,
 )
 
 PATH = "model.layers.3.mlp.switch_mlp.down_proj"
@@ -37,12 +34,6 @@ def test_every_spelling_of_a_path_is_the_same(written, asked):
     assert quantization.of(asked.replace("3", "13")) == Quant(3, 64)
     config["quantization"][written] = False
     assert of_packed(config).of(asked) is None
-
-
-def test_a_shared_expert_has_two_names():
-    quantization = Quantization(overrides={"model.layers.1.mlp.shared_experts.up_proj": None})
-    assert quantization.of("model.layers.1.mlp.shared_expert.up_proj") is None
-    assert plain("lm_head") == "lm_head"
 
 
 def test_two_spellings_that_differ_are_refused():
@@ -101,7 +92,7 @@ def test_modes_that_are_not_computed_are_named(mode, where):
 
 def test_everything_affine_and_mxfp4_is_computed():
     forms = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
-    assert all(map(is_computed, [*forms, Quant(4, 32, "mxfp4")])) and len(forms) == 18
+    assert all(form.is_computed for form in [*forms, Quant(4, 32, "mxfp4")]) and len(forms) == 18
     for other in (
         Quant(7, 64),
         Quant(4, 16),
@@ -109,7 +100,7 @@ def test_everything_affine_and_mxfp4_is_computed():
         Quant(4, 16, "nvfp4", True),
         Quant(8, 32, "mxfp8"),
     ):
-        assert not is_computed(other)
+        assert not other.is_computed
 
 
 forms = st.builds(Quant, st.sampled_from(AFFINE_BITS), st.sampled_from(AFFINE_GROUPS)) | st.just(Quant(4, 32, "mxfp4"))

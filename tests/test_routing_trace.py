@@ -51,7 +51,7 @@ def test_reuse_is_what_was_asked_for():
 def test_a_pool_that_has_the_previous_token_leaves_its_predictor_nothing_to_find():
     made = trace.synthesize((200, 4, 8), 128, 0.35, 0.5, np.random.default_rng(0))
     row = trace.replay(made, 128, 200, recall=0.8)
-    assert row["previous"] == 0 and 0.75 < row["foreseen"] < 0.85
+    assert row["previous"] == 0 and 0.75 < row["predicted"] < 0.85
     assert row["lru"] < row["belady"]
 
 

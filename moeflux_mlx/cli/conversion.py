@@ -7,6 +7,7 @@ from ..files import user_path
 from ..formats.packed import FOLDER
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
+from ..text.tokenizer import VOCABULARY_FILES
 from .run import INTERRUPTED
 from .terminal import agree, note
 
@@ -66,8 +67,8 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
     if options.requantize and not report.lossy:
         lines.append("note: --requantize had no effect: everything could be copied")
     lines += _without_effect(report, options)
-    if not any((report.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        lines.append("warning: the checkpoint has no tokenizer.json or tokenizer.model; generate needs one of them")
+    if not any((report.path / name).exists() for name in VOCABULARY_FILES):
+        lines.append(f"warning: the checkpoint has no {' or '.join(VOCABULARY_FILES)}; generate needs one of them")
     if report.kept:
         lines.append(f"kept {_files(len(report.kept))} of an earlier run")
     if report.repaired:

@@ -68,7 +68,7 @@ def read_text(name: str) -> str:
 
 def summary(measured: Measured) -> dict[str, Any]:
     """The figures by name, rounded to what they are good for."""
-    result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "foretold": int(measured.nll.size)}
+    result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
     result["perplexity"] = float(f"{measured.perplexity:.6g}")
     result["perplexity_error"] = float(f"{measured.error:.3g}")
     if measured.kl is None or measured.reference_nll is None or measured.same is None:
@@ -83,7 +83,7 @@ def summary(measured: Measured) -> dict[str, Any]:
 
 def table(measured: Measured, result: dict[str, Any]) -> list[str]:
     rows = [
-        ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} foretold"),
+        ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
         ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
     ]
     if measured.kl is not None:

@@ -12,7 +12,7 @@ COMMANDS = {
     "serve": ("moeflux_mlx.serve", "the model behind HTTP, for agents and chat apps"),
     "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
     "plan": ("moeflux_mlx.plan", "what a model needs in memory, and how fast the disk lets it run"),
-    "evaluate": ("moeflux_mlx.evaluate", "how well a model foretells a text, and how far it is from another"),
+    "evaluate": ("moeflux_mlx.evaluate", "how well a model predicts a text, and how far it is from another"),
     "benchmark": ("moeflux_mlx.benchmark", "how fast a model runs on this machine"),
     "tune": ("moeflux_mlx.tune", "find the fastest tiles of the kernels on this GPU"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from ..engine.conversation import Conversation
 from ..engine.engine import Engine
-from ..engine.session import Stopped
+from ..engine.running_text import Stopped
 from ..errors import MoefluxError, RequestError, TokenizerError
 from ..files import user_path
 from .fetching import local_model

@@ -53,14 +53,14 @@ def run(options: argparse.Namespace) -> int:
     listening = bind(options.host, options.port)
     where = f"http://{_written(options.host)}:{listening.getsockname()[1]}"
 
-    def told() -> None:
+    def announce() -> None:
         listener.stop_soon() if worker.state.error else greet(worker, where)
 
     worker = Worker(
         lambda: load_named(options, local_model(options)),
         lambda engine: sessions_of(engine, options),
         options.queue,
-        told,
+        announce,
     )
     served = Served(
         worker,

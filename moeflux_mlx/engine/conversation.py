@@ -9,7 +9,8 @@ from ..errors import PromptCacheError, RequestError
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import read_prompt_header
 from ..text.boundaries import Rendering
-from ..text.channels import ThinkingSplitter, opens_thinking
+from ..text.calls.reader import AnswerReader
+from ..text.events import Reasoning, Text
 from ..text.spelling import Spelling
 from ..text.tokenizer import TokenizerWrapper
 from .generation import within_limit
@@ -60,13 +61,16 @@ class Conversation:
         asked = generation.get("max_tokens", -1)
         generation["max_tokens"] = within_limit(self.session.model.args, len(prompt), asked)
         end = self.rendering.before_answer(self.messages, prompt)
-        splitter = ThinkingSplitter(opens_thinking(rendered))
+        channels = self.tokenizer.channels
+        reader = AnswerReader(None, inside_reasoning=channels.opens(rendered), channels=channels)
         with closing(self.session.respond(prompt, boundaries=[end], **generation)) as responses:
             for response in responses:
-                pieces = splitter.feed(response.text)
-                for piece, is_thinking in pieces + (splitter.finish() if response.finish_reason else []):
-                    said[is_thinking] += piece
-                    yield piece, is_thinking
+                events = reader.feed(response.text) + (reader.finish() if response.finish_reason else [])
+                for event in events:
+                    assert isinstance(event, (Reasoning, Text))  # calls are only read of declared tools
+                    is_thinking = isinstance(event, Reasoning)
+                    said[is_thinking] += event.text
+                    yield event.text, is_thinking
 
     def _keep(self, answer: str, thinking: str) -> None:
         if not answer and not thinking:

@@ -43,7 +43,8 @@ from .needs import least_slots
 from .pool_sizes import best_pool
 from .pressure import PoolLimit, sources
 from .ranks import Ranks, io_mode, meet
-from .session import CHECKPOINT_BYTES, Session
+from .running_text import CHECKPOINT_BYTES
+from .session import Session
 from .tiles import choose
 from .weights import Weights, open_weights
 from .wired import wire
@@ -269,7 +270,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             or less where `moeflux tune` found that less is as fast.
         memory_bytes: that all of the process may take: weights, caches, experts and Python; None: what the machine has,
             less some for others. Files that are mapped count only for the choice to map them.
-        prefetch: "auto" (read ahead what the next layer's router foresees), "previous" (what the layer
+        prefetch: "auto" (read ahead what the next layer's router is predicted to choose), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
         context: positions for which memory is planned; None means 8192, or the model's own limit if less, or what
             there is room for. Longer texts work as long as there is memory.

@@ -1,4 +1,4 @@
-"""How well a model foretells a text, and how far it is from another: perplexity, KL divergence, first choices.
+"""How well a model predicts a text, and how far it is from another: perplexity, KL divergence, first choices.
 
 The text is cut into windows, each of which stands alone. Of two models one is open at a time: of the first, what
 enters its last matrix is kept in a temporary file (hidden_size float32 values a token), and that matrix stays in memory
@@ -31,7 +31,7 @@ Opens = Callable[[], Engine]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a text says of a model; arrays have an entry for each token that was foretold.
+    """What a text says of a model; arrays have an entry for each token that was predicted.
 
     Args:
         tokens: of the text that were read, in windows of `window`, the last one perhaps shorter.
@@ -128,7 +128,7 @@ def evaluate(
         MoefluxError: a model cannot be opened or read.
     """
     if window < 2 or (most is not None and most < 2):
-        raise RequestError(f"window {window}, tokens {most}: both must be at least 2; a token is foretold from others")
+        raise RequestError(f"window {window}, tokens {most}: both must be at least 2; a token is predicted from others")
     if against is None:
         with _opened(opens) as engine:
             return _measured(engine, _ids(engine, text, window, most), window, None, progress)
@@ -162,7 +162,7 @@ def _ids(engine: Engine, text: str, window: int, most: int | None) -> list[int]:
     if window > limit:
         raise RequestError(f"window {window} exceeds the {limit} tokens that the model takes")
     ids = engine.tokenizer.encode(text)[:most]
-    if len(ids) % window == 1:  # a token alone foretells nothing
+    if len(ids) % window == 1:  # a token alone predicts nothing
         ids.pop()
     if len(ids) < 2:
         raise RequestError(f"the text has {len(ids)} tokens of use; give one with at least 2")
@@ -170,7 +170,7 @@ def _ids(engine: Engine, text: str, window: int, most: int | None) -> list[int]:
 
 
 def _hidden(engine: Engine, ids: Sequence[int], window: int) -> Iterator[tuple[int, np.ndarray]]:
-    """For each window the tokens done, and the rows [N - 1, hidden_size] that foretell its tokens but the first."""
+    """For each window the tokens done, and the rows [N - 1, hidden_size] that predict its tokens but the first."""
     model, span = engine.model, engine.plan.sizes.span
     for start in range(0, len(ids), window):
         tokens, cache, at, rows = mx.array([ids[start : start + window]]), model.make_cache(), 0, []

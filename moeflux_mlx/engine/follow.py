@@ -21,7 +21,8 @@ from ..state.snapshot import Stateful, load_state
 from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
 from .orders import Order, ReceivedOrder, receive_order
-from .session import Reuse, Session
+from .running_text import Reuse
+from .session import Session
 
 
 class Elsewhere:

@@ -1,26 +1,24 @@
-"""The generation loop: tokens in, text out. It knows a model only by its steps and its cache."""
+"""Generation without a session: a prompt in, tokens or text out."""
 
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import ModelFileError, RequestError
+from ..errors import RequestError
 from ..experts.source import LoaderStats
 from ..model.decoder import Model
-from ..model.step import SequenceRows
 from ..model.tokens import token_ids
-from ..ops.elementwise import log_softmax
-from ..ops.limits import within_limits
 from ..spec import ModelArgs
-from ..state.cache import Cache, KVCache
+from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
+from .decoding import Decoding
 from .prefill import Prefill, Progress
-from .sampling import LogitsProcessor, Sampler, make_sampler
+from .sampling import LogitsProcessor, Sampler
 
 
 @dataclass
@@ -69,7 +67,6 @@ def generate_step(
     prefill_step_size: int | None = None,
     span: int | None = None,
     prompt_progress_callback: Progress | None = None,
-    logits: mx.array | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yields (token, logprobs [vocab_size] float32), without end when `max_tokens` is -1.
 
@@ -88,7 +85,6 @@ def generate_step(
             them; None, or more than was planned for the model, means what was planned.
         prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), ascending; both are
             equal once, at the end. It is for display only, and may raise to stop.
-        logits: [1, vocab_size] after the last token of `prompt`, if `prompt_cache` has absorbed all of it already.
 
     Raises:
         RequestError: an empty prompt, a token count out of range, or caches that are not this model's.
@@ -101,81 +97,19 @@ def generate_step(
         model.check_cache(prompt_cache)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
-    if logits is None:
-        prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
-        try:
-            logits = prefill.run(report)
-        except BaseException:
-            prefill.drop()
-            raise
-    step = _Step(model, cache, sampler or make_sampler(), logits_processors)
-    with within_limits(), closing(_chosen(step, tokens, logits, max_tokens)) as chosen:
-        for n, (token, logprobs) in enumerate(chosen, start=1):
-            if n == 1:
-                report(len(tokens), len(tokens))
-            yield token, logprobs
-            if n == 1 or n % KVCache.step == 0:
-                mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
-
-
-def _chosen(
-    step: "_Step", tokens: mx.array, logits: mx.array, max_tokens: int
-) -> Generator[tuple[int, mx.array], None, None]:
-    """Tokens one after the other, as `generate_step` yields them.
-
-    Where the GPU can go on without the host, it is given the next token's work before this token is waited for. When
-    the iterator is closed, the caches are taken back to what they hold without that work.
-    """
-    chosen, produced, before = step(tokens, logits), 0, None
+    prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
     try:
-        while True:
-            mx.async_eval(chosen)
-            produced += 1
-            following = None
-            if step.runs_ahead and produced != max_tokens:
-                before = step.cache[0].offset
-                following = step(chosen[0].astype(mx.uint32), None)
-                mx.async_eval(following)
-            token, logprobs, is_broken = chosen
-            mx.eval(chosen)
-            if is_broken.item():
-                raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
-            yield cast(int, token.item()), logprobs
-            if produced == max_tokens:
-                return
-            before = None
-            chosen = following or step(token.astype(mx.uint32), None)
-    finally:
-        for layer in step.cache:
-            if before is not None and layer.offset != before:  # an interrupted step has taken itself back
-                layer.rewind(0)
-            layer.forget_rows()
-
-
-class _Step:
-    """Chooses a token: chunk [L] in with its logits, or [1] for the model; the next token [1], its logprobs, and
-    whether these are NaN out.
-
-    Attributes:
-        runs_ahead: whether the next step can be begun before this one's token is known here.
-    """
-
-    def __init__(self, model: Model, cache: list[Cache], sampler: Sampler, processors: Sequence[LogitsProcessor]):
-        self.model, self.cache, self.sampler, self.processors = model, cache, sampler, processors
-        self.seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
-        self.runs_ahead = model.decode_step is not None and not processors
-
-    def __call__(self, chunk: mx.array, logits: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
-        """`logits` [1, vocab_size] are those after `chunk`, if they are known; the logprobs are [vocab_size]."""
-        if logits is None:
-            logits = self.model.step([SequenceRows(self.cache, chunk)]).logits
-        logits = logits.astype(mx.float32)
-        if self.processors:
-            self.seen = mx.concatenate([self.seen, chunk])
-            for process in self.processors:
-                logits = process(self.seen, logits)
-        logprobs = log_softmax(logits)
-        return self.sampler(logprobs), logprobs[0], mx.isnan(logprobs[0, :1])
+        logits = prefill.run(report)
+    except BaseException:
+        prefill.drop()
+        raise
+    options: Any = {"max_tokens": max_tokens, "sampler": sampler, "logits_processors": logits_processors}
+    with closing(Decoding(model, cache, tokens, logits, **options)) as decoding:
+        while not decoding.is_done:
+            chosen = decoding.advance()
+            if decoding.count == 1:
+                report(len(tokens), len(tokens))
+            yield chosen
 
 
 def stream_generate(
@@ -200,30 +134,62 @@ def stream_generate(
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
     prompt = checked_prompt(prompt, model)
-    detokenizer = tokenizer.detokenizer
-    clock, meter = _Clock(len(prompt)), _ExpertMeter(model)
-    finish_reason = None
+    responder = Responder(model, tokenizer, len(prompt), max_tokens)
     with closing(generate_step(prompt, model, max_tokens=max_tokens, **kwargs)) as steps:
-        for n, (token, logprobs) in enumerate(steps, start=1):
-            clock.tick()
-            if token in tokenizer.eos_token_ids:
-                finish_reason = "stop"
-            else:
-                detokenizer.add_token(token)
-                finish_reason = "length" if n == max_tokens else None
-            if finish_reason:
+        for token, logprobs in steps:
+            response = responder.response(token, logprobs)
+            if response.finish_reason:
                 steps.close()  # the caches then hold what has been reported
-                detokenizer.finalize()
-            yield GenerationResponse(
-                text=detokenizer.last_segment,
-                token=token,
-                logprobs=logprobs,
-                from_draft=False,
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=finish_reason,
-                **clock.rates(),
-                **meter.figures(n),
-            )
+            yield response
+
+
+class Responder:
+    """Makes the response of each token of an answer: what it adds to the text, why it is the last, and the rates.
+
+    Args:
+        model: its experts are read meanwhile.
+        tokenizer: spells the tokens, and knows which end a text.
+        prompt_tokens: of the whole prompt.
+        max_tokens: after which an answer ends; -1: there is no limit.
+
+    Attributes:
+        computed: tokens of the prompt that are not known already, for the prompt's rate.
+    """
+
+    def __init__(self, model: Model, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int):
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.prompt_tokens = self.computed = prompt_tokens
+        self._detokenizer = tokenizer.detokenizer
+        self._clock, self._meter = _Clock(), _ExpertMeter(model)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From when this was made to the first token."""
+        return self._clock.first - self._clock.start
+
+    def response(self, token: int, logprobs: mx.array) -> GenerationResponse:
+        """The response of the token that has just been chosen."""
+        n = self._clock.tick()
+        finish_reason = "length" if n == self.max_tokens else None
+        if token in self.tokenizer.eos_token_ids:
+            finish_reason = "stop"
+        else:
+            self._detokenizer.add_token(token)
+        if finish_reason:
+            self._detokenizer.finalize()
+        return GenerationResponse(
+            text=self._detokenizer.last_segment,
+            token=token,
+            logprobs=logprobs,
+            from_draft=False,
+            prompt_tokens=self.prompt_tokens,
+            prompt_tps=self.computed / max(self.first_token_seconds, 1e-9),
+            generation_tokens=n,
+            generation_tps=self._clock.rate,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            **self._meter.figures(n),
+        )
 
 
 def generate(
@@ -266,26 +232,24 @@ def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: Model) 
 
 
 class _Clock:
-    """Prompt and generation rates: the prompt's time ends with the first token."""
+    """When tokens came: the prompt's time ends with the first of them."""
 
-    def __init__(self, prompt_tokens: int):
-        self.prompt_tokens, self.tokens = prompt_tokens, 0
+    def __init__(self) -> None:
+        self.tokens = 0
         self.start = self.first = self.last = time.perf_counter()
 
-    def tick(self) -> None:
+    def tick(self) -> int:
+        """A token has come; how many there are."""
         self.tokens += 1
         self.last = time.perf_counter()
         if self.tokens == 1:
             self.first = self.last
+        return self.tokens
 
-    def rates(self) -> dict[str, Any]:
-        generating = self.last - self.first
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prompt_tps": self.prompt_tokens / max(self.first - self.start, 1e-9),
-            "generation_tokens": self.tokens,
-            "generation_tps": (self.tokens - 1) / generating if self.tokens > 1 else 0.0,
-        }
+    @property
+    def rate(self) -> float:
+        """Tokens a second after the first."""
+        return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else 0.0
 
 
 class _ExpertMeter:

@@ -19,10 +19,10 @@ from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader
 from ..state.snapshot import save_state
 from ..text.tokenizer import TokenizerWrapper
-from .generation import GenerationResponse, Responses, check_max_tokens, checked_prompt
+from .generation import GenerationResponse, check_max_tokens, checked_prompt
 from .orders import Order, send_order
 from .sampling import Sampler, make_sampler
-from .session import Session
+from .session import Answer, Session
 
 SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest is what a first answer after a pause may wait
 PARTING_SECONDS = 3.0  # in which a command whose ranks have lost each other may end by itself
@@ -97,7 +97,7 @@ class LeadSession(Session):
     def __init__(self, lead: Lead, model: Model, tokenizer: TokenizerWrapper, **options: Any):
         super().__init__(model, tokenizer, **options)
         self.lead, self.number = lead, next(lead.numbers)
-        self._waits = False  # whether the others wait for a token of this session
+        self.is_awaited = False  # whether the others wait for a token of this session
         sizes = self.points.max_bytes, self.checkpoint_every, self.span or 0, self.prefill_step_size or 0
         lead.send(Order.NEW, self.number, *sizes, self.store is not None)
         weakref.finalize(self, lead.forget, self.number).atexit = False
@@ -108,52 +108,26 @@ class LeadSession(Session):
 
     step = sync
 
-    def respond(
+    def answer(
         self,
         prompt: Sequence[int],
         *,
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], Any] | None = None,
-        **generation: Any,
-    ) -> Responses:
-        """As `Session.respond`. What the callback raises takes effect at the next exchange of a layer."""
+        max_tokens: int = 256,
+        **choice: Any,
+    ) -> "LeadAnswer":
+        """As `Session.answer`. What the callback raises takes effect at the next exchange of a layer."""
         tokens = cast(list[int], checked_prompt(prompt, self.model).tolist())
-        check_max_tokens(generation.get("max_tokens", 256))
-        generation["sampler"] = self._sampling(generation.get("sampler") or make_sampler())
-        report = self._deferred(prompt_progress_callback)
-        steps = super().respond(tokens, boundaries=boundaries, prompt_progress_callback=report, **generation)
-        payload = b"".join(n.to_bytes(4, "little") for n in [*tokens, *(n for n in boundaries if 0 < n < len(tokens))])
-        self.lead.exchange.pending = None
-        order, values = Order.RESPOND, [self.number, len(tokens)]
-        try:
-            while True:
-                response = self._step(steps, order, *values, payload=payload)
-                order, values, payload = Order.GO, [response.token], b""
-                yield response
-                if response.finish_reason is not None:
-                    return
-                if error := self.lead.exchange.take_pending():
-                    raise error
-        finally:
-            with self.lead.lock:
-                steps.close()
-                if self._waits and not self.lead.exchange.is_broken:
-                    self._waits = False
-                    self.lead.send(Order.END, values[0])
-
-    def _step(self, steps: Responses, order: Order, *values: int, payload: bytes = b"") -> GenerationResponse:
-        """The next response, together with the others."""
-        with self.lead.lock:
-            self.lead.exchange.has_ended = False
-            self.lead.send(order, *values, payload=payload, shares=True)
-            self._waits = False
-            return next(steps)
+        check_max_tokens(max_tokens)
+        choice["sampler"] = self._sampling(choice.get("sampler") or make_sampler())
+        return LeadAnswer(self, tokens, boundaries, self._deferred(prompt_progress_callback), max_tokens, choice)
 
     def _sampling(self, sample: Sampler) -> Sampler:
         """`sample`; that it is called means that the others wait for what it chooses."""
 
         def chosen(logprobs: Any) -> Any:
-            self.lead.is_shared, self._waits = False, True
+            self.lead.is_shared, self.is_awaited = False, True
             if error := self.lead.exchange.take_pending():
                 raise error
             return sample(logprobs)
@@ -161,7 +135,7 @@ class LeadSession(Session):
         return chosen
 
     def _deferred(self, callback: Callable[[int, int], Any] | None) -> Callable[[int, int], None]:
-        """The callback; what it raises waits for an exchange, where the others can hear of it."""
+        """The callback; what it raises waits for an exchange, where the others can receive_order of it."""
         exchange = self.lead.exchange
 
         def report(done: int, total: int) -> None:
@@ -174,9 +148,9 @@ class LeadSession(Session):
         return report
 
     def _agree_again(self, keep_half: bool) -> None:
-        self._waits = False
+        self.is_awaited = False
         if self.lead.is_shared and not self.lead.exchange.has_ended:
-            self.lead.exchange.is_broken = True  # the others are inside the model and cannot hear
+            self.lead.exchange.is_broken = True  # the others are inside the model and cannot receive_order
             return
         self.lead.is_shared = False
         if not self.lead.exchange.is_broken:
@@ -224,3 +198,42 @@ class LeadSession(Session):
             state = save_state(self.model, self.cache)
             self.lead.send(Order.LOAD, self.number, len(self.tokens), payload=tokens + state)
         return header
+
+
+class LeadAnswer(Answer):
+    """An answer of rank 0, each token of which is computed together with the others."""
+
+    session: LeadSession
+
+    def __init__(self, session: LeadSession, prompt: list[int], boundaries: Sequence[int], *options: Any):
+        super().__init__(session, prompt, boundaries, *options)
+        sent = [*prompt, *(n for n in boundaries if 0 < n < len(prompt))]
+        self._payload = b"".join(n.to_bytes(4, "little") for n in sent)
+        self._tokens = len(prompt)
+        self._token: int | None = None  # the last one; None before the first
+
+    def advance(self) -> GenerationResponse:
+        """As `Answer.advance`; what a callback or a sampler raised meanwhile ends all ranks' answers."""
+        session, lead = self.session, self.session.lead
+        if self._token is None:
+            order, values, payload = Order.RESPOND, [session.number, self._tokens], self._payload
+            lead.exchange.pending = None
+        else:
+            order, values, payload = Order.GO, [self._token], b""
+            if error := lead.exchange.take_pending():
+                raise error
+        with lead.lock:
+            lead.exchange.has_ended = False
+            lead.send(order, *values, payload=payload, shares=True)
+            session.is_awaited = False
+            response = super().advance()
+        self._token = response.token
+        return response
+
+    def close(self) -> None:
+        session, lead = self.session, self.session.lead
+        with lead.lock:
+            super().close()
+            if session.is_awaited and self._token is not None and not lead.exchange.is_broken:
+                session.is_awaited = False
+                lead.send(Order.END, self._token)

@@ -13,7 +13,8 @@ from ..ops.attend import SCORES
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import FLOAT_BYTES, KVCache, make_cache, untrimmable_bytes
+from ..state.cache import KVCache, make_cache, untrimmable_bytes
+from ..state.layer_cache import FLOAT_BYTES
 from .demand import Demand
 from .machine import Figures
 

@@ -12,7 +12,8 @@ from ..errors import RequestError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..ops.limits import within_limits
-from ..state.cache import Cache, Pair
+from ..state.cache import Cache
+from ..state.layer_cache import Pair
 
 Progress = Callable[[int, int], Any]
 

@@ -56,10 +56,10 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    part: Any = module
+    found: Any = module
     for name in filter(None, path.split(".")):
-        part = part[int(name)] if isinstance(part, list) else getattr(part, name)
-    return part
+        found = found[int(name)] if isinstance(found, list) else getattr(found, name)
+    return found
 
 
 def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
@@ -95,7 +95,9 @@ def random_records(record: Record, count: int) -> Records:
     parts: list[mx.array] = []
     for projection in record.projections:
         kind = DTYPES[projection.fields[1].dtype]
-        parts_of_projection = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
-        parts += [part.reshape(count, -1).view(mx.uint32) for part in parts_of_projection]
+        arrays = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
+        if projection.bias is not None:
+            arrays.append(mx.zeros((count, projection.rows), DTYPES[projection.bias.dtype]))
+        parts += [part.reshape(count, -1).view(mx.uint32) for part in arrays]
     parts.append(mx.zeros((count, (record.stride - record.size) // 4), mx.uint32))
     return Records(mx.concatenate(parts, axis=1), record)

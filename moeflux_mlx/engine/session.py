@@ -1,248 +1,81 @@
-"""One running text: a model, its caches, the tokens they have absorbed, and every way back.
+"""One running text that answers: prompts in, the text that follows out, a token at a time.
 
-`sync` continues from the longest prefix that a new prompt shares with what is known, in memory or in a prompt
-store, and computes only the rest; `step` absorbs further tokens, `rewind` goes back, and `respond` answers a prompt.
-Text, messages and templates are the caller's business.
+`respond` answers a prompt; `answer` does so in the hands of a caller who advances several answers in turn. What is
+known of earlier prompts, and the way back, is `RunningText`'s business; text, messages and templates are the caller's.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
-from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
-from ..model.span import Span
-from ..model.step import SequenceRows
-from ..state.cache import Cache, Pair, untrimmable_bytes
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
-from ..state.prompt_store import PromptStore, restore_prefix
-from ..state.rewind import RewindPoints
-from ..text.boundaries import shared_length
 from ..text.tokenizer import TokenizerWrapper
-from .generation import GenerationResponse, Responses, check_max_tokens, checked_prompt, stream_generate
-from .prefill import Prefill
-
-CHECKPOINT_BYTES = 1 << 30
-CHECKPOINT_EVERY = 1024  # tokens between kept states, besides those at the ends of prompts
+from .decoding import Decoding
+from .generation import GenerationResponse, Responder, Responses, check_max_tokens, checked_prompt
+from .running_text import RunningText
 
 
-class Stopped(Exception):
-    """Raised by a caller's progress callback to leave a prompt half computed."""
-
-
-@dataclass
-class Reuse:
-    """Where the tokens of the last prompt came from; `out_of_reach` of the computed ones begin a saved prompt whose
-    state is that of a longer text and cannot be cut."""
-
-    prompt: int = 0
-    memory: int = 0
-    disk: int = 0
-    out_of_reach: int = 0
-
-    @property
-    def computed(self) -> int:
-        return self.prompt - self.memory - self.disk
-
-
-@dataclass
-class Half:
-    """A span that was left between two layers, and the tokens of it."""
-
-    span: Span
-    tokens: list[int]
-
-
-class Session:
-    """A text in progress.
+class Session(RunningText):
+    """A text in progress, and its answers.
 
     Args:
-        store: looked at before computing a prompt, and given its state afterwards.
-        checkpoint_bytes: limit of the states kept in memory (recurrent models only).
-        checkpoint_every: tokens between kept states.
-        prefill_step_size: tokens of a prompt that a mixer handles at once, at most; None means what was planned.
-        span: tokens of a prompt that go through the model together, at most; None means what was planned.
+        options: as `RunningText`.
 
     Attributes:
-        tokens: what the caches have absorbed.
-        reuse: how the last prompt was come by.
-        first_token_seconds: from the call to the first token of the last response.
+        first_token_seconds: from the first call to the first token of the last answer.
         prompt_bytes: of experts that were read for the last prompt.
         last: the newest response, None until a prompt has had one.
-        save_error: why the store did not take the last prompt, if it did not.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: TokenizerWrapper,
-        *,
-        store: PromptStore | None = None,
-        checkpoint_bytes: int = CHECKPOINT_BYTES,
-        checkpoint_every: int = CHECKPOINT_EVERY,
-        prefill_step_size: int | None = None,
-        span: int | None = None,
-    ):
-        self.model, self.tokenizer, self.store = model, tokenizer, store
-        self.checkpoint_every = checkpoint_every
-        self.prefill_step_size, self.span = prefill_step_size, span
-        self.cache = model.make_cache()
-        self.points = RewindPoints(self.cache, checkpoint_bytes)
-        self.tokens: list[int] = []
-        self.reuse = Reuse()
+    def __init__(self, model: Model, tokenizer: TokenizerWrapper, **options: Any):
+        super().__init__(model, **options)
+        self.tokenizer = tokenizer
         self.first_token_seconds = 0.0
         self.prompt_bytes = 0
         self.last: GenerationResponse | None = None
-        self.save_error: PromptCacheError | SnapshotError | None = None
-        self._to_store: list[tuple[int, dict[int, Pair]]] = []  # lengths, and what cannot be cut to them later
-        self._half: Half | None = None
-        self._answering = False  # whether tokens go through the model one by one
 
-    def sync(
+    def answer(
         self,
         prompt: Sequence[int],
         *,
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], Any] | None = None,
-    ) -> mx.array:
-        """Brings the caches to `prompt`; the logits [1, vocab_size] after its last token.
-
-        Arguments, errors, and what they leave behind, are those of `respond`. The callback is not told of the end.
-        """
-        prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
-        try:
-            return self._sync(prompt, boundaries, prompt_progress_callback or _ignore_progress)
-        except BaseException as error:
-            self._recover(error)
-            raise
-        finally:
-            self._save_states(prompt)
-
-    def respond(
-        self,
-        prompt: Sequence[int],
-        *,
-        boundaries: Sequence[int] = (),
-        prompt_progress_callback: Callable[[int, int], Any] | None = None,
-        **generation: Any,
-    ) -> Responses:
-        """Yields the responses of `stream_generate` to `prompt`, token ids of the whole text so far.
-
-        Closing the iterator, an exception and `Stopped` leave a session that can go on. After `Stopped` a prompt that
-        begins with the same tokens goes on in the middle of the span where it stopped; DeviceError leaves no token.
+        max_tokens: int = 256,
+        **choice: Any,
+    ) -> "Answer":
+        """The answer to `prompt`, token ids of the whole text so far; nothing is computed yet.
 
         Args:
-            boundaries: lengths of the prompt's prefixes that later prompts are likely to share; a state is
-                kept at each and given to the store. Without any, that of all tokens but the last is.
-            prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), what is known
-                already counted; may raise `Stopped`.
-            generation: as `stream_generate`.
+            boundaries, prompt_progress_callback: as `sync`; the callback also hears of the end, with two equal numbers.
+            max_tokens: after which it ends; -1: the model's end of text alone ends it.
+            choice: `sampler` and `logits_processors`, as `generate_step`.
 
         Raises:
             RequestError: an empty prompt, a token outside the vocabulary, or a count out of range.
-            PromptCacheError: the store is one file and cannot be used.
         """
-        prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
-        check_max_tokens(generation.get("max_tokens", 256))
-        report = prompt_progress_callback or _ignore_progress
-        start, read = time.perf_counter(), self._bytes_read()
-        try:
-            logits = self._sync(prompt, boundaries, report)
-            generation |= {"prompt_cache": self.cache, "logits": logits, "prompt_progress_callback": report}
-            with (
-                closing(stream_generate(self.model, self.tokenizer, prompt, **generation)) as responses,
-                closing(self._followed(responses, start, read)) as followed,
-            ):
-                for response in followed:
-                    rate = self.reuse.computed / self.first_token_seconds
-                    self.last = replace(response, prompt_tokens=len(prompt), prompt_tps=rate)
-                    yield self.last
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._recover(error)
-            raise
-        finally:
-            self._save_states(prompt)
+        tokens = cast(list[int], checked_prompt(prompt, self.model).tolist())
+        check_max_tokens(max_tokens)
+        return Answer(self, tokens, boundaries, prompt_progress_callback, max_tokens, choice)
 
-    def _recover(self, error: BaseException) -> None:
-        """Makes a session that can go on of what `error` has left."""
-        self._agree_again(keep_half=isinstance(error, Stopped))
-        if isinstance(error, DeviceError):
-            self._go_back(0)  # arrays may be marked as computed that the GPU never wrote
+    def respond(self, prompt: Sequence[int], **options: Any) -> Responses:
+        """Yields the responses of an answer, made of `options` as by `answer`.
 
-    def _agree_again(self, keep_half: bool) -> None:
-        """After an exception: caches and tokens become those of one text.
-
-        In an answer some layers may have seen a token that others have not; a prompt leaves whole spans behind, and one
-        that is half done.
-        """
-        if not keep_half:
-            self._drop_half()
-        apart = any(layer.offset != len(self.tokens) for layer in self.cache)
-        if self._answering or (apart and self._half is None):
-            self._go_back(len(self.tokens))
-
-    def step(self, tokens: Sequence[int]) -> mx.array:
-        """Absorbs the next tokens, at most `model.step.MAX_OF_SEQUENCE`; the logits [n, vocab_size] after each.
-
-        Until the session does something else, `rewind` leads back to each of them exactly.
+        Closing the iterator and any exception leave a session that can go on, as `Answer` says.
 
         Raises:
-            RequestError, ExpertIOError, DeviceError: as `Model.step`; what they leave behind, as `respond`.
+            RequestError: as `answer`. And what `Answer.advance` raises.
         """
-        self._drop_half()
-        self._answering = False
-        try:
-            logits = self.model.step([SequenceRows(self.cache, tokens)]).logits
-            self.tokens += [int(token) for token in tokens]
-            self._keep_if_due()
-        except BaseException as error:
-            self._recover(error)
-            raise
-        return logits
-
-    def rewind(self, length: int) -> int:
-        """Goes back to the first `length` tokens, or the nearest state before; returns the length reached."""
-        self._drop_half()
-        if length >= len(self.tokens):
-            return len(self.tokens)
-        start = max(layer.last_step.start if layer.last_step else length + 1 for layer in self.cache)
-        if start > length:
-            return self._go_back(length)
-        del self.tokens[length:]
-        self.points.drop_after(length)
-        for layer in self.cache:
-            layer.rewind(length - start)
-        return length
-
-    def keep(self) -> None:
-        """Keeps the state as it is now, so that another text can part from this one here."""
-        self.points.keep(len(self.tokens))
-
-    def _go_back(self, length: int) -> int:
-        del self.tokens[self.points.nearest(length) :]  # first: who is interrupted goes as far back the next time
-        return self.points.rewind(length)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the caches, the states kept on the way, and a span that is half done."""
-        half = self._half.span.nbytes if self._half is not None else 0
-        return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + half
-
-    def known(self, prompt: Sequence[int]) -> int:
-        """How many tokens of `prompt` this session would not compute, a half-done span counted by its layers."""
-        half = self._half
-        if half is not None and list(prompt[: len(self.tokens) + half.span.length]) == self.tokens + half.tokens:
-            return len(self.tokens) + half.span.length * half.span.layer // len(self.cache)
-        shared = shared_length(self.tokens, prompt[:-1])
-        return shared if shared == len(self.tokens) else self.points.nearest(shared)
+        with closing(self.answer(prompt, **options)) as answer:
+            while True:
+                response = answer.advance()
+                yield response
+                if response.finish_reason:
+                    return
 
     def fork(self, length: int) -> "Session":
         """Another session that knows the first `length` tokens, or those before the last state kept up to there.
@@ -282,163 +115,94 @@ class Session:
         self._drop_half()
         header = load_prompt(path, self.model, self.cache, fingerprint)
         self.points.drop_after(0)
-        self.tokens = header.tokens.tolist()
+        self.tokens, self._step = header.tokens.tolist(), None
         self.points.keep(len(self.tokens))
         return header
 
-    def _sync(self, prompt: list[int], boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
-        """`sync`; whatever is raised leaves caches that may be apart."""
-        ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
-        if self.points.can_trim:  # the last state holds all the others
-            ends = ends[-1:]
-        self.last, self.save_error, self._to_store = None, None, []
-        prefill = self._prefill(prompt, ends)
-        start = len(self.tokens)
-        try:
-            return prefill.run(lambda done, total: report(start + done, len(prompt)))
-        finally:
-            self._absorbed(prompt, prefill, ends)
 
-    def _prefill(self, prompt: list[int], ends: list[int]) -> Prefill:
-        """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
-        self._answering = False
-        half = self._taken_up(prompt, ends)
-        if half is None:
-            self._drop_half()
-            if any(layer.offset != len(self.tokens) for layer in self.cache):  # going back was interrupted
-                self._go_back(len(self.tokens))
-            self._reuse(prompt)
-        else:
-            self.reuse = Reuse(len(prompt), len(self.tokens), 0)
-        start, self._half = len(self.tokens), None
-        keep = self._worth_keeping(len(prompt), ends)
-        self.points.set_apart(len(keep) * self._state_bytes())
-        return Prefill(
-            self.model,
-            self.cache,
-            mx.array(prompt[start:], mx.uint32),
-            span=self.span,
-            block=self.prefill_step_size,
-            keep=[position - start for position in keep],
-            half=half,
-        )
+class Answer:
+    """An answer under way, made by `Session.answer`; the session is to do nothing else until it is closed.
 
-    def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
-        """The span that is half done, if `prompt` begins with it and it keeps the states that are wanted at `ends`."""
-        if self._half is None:
-            return None
-        start, known = len(self.tokens), self.tokens + self._half.tokens
-        wanted = {n - start for n in self._worth_keeping(len(prompt), ends) if n in ends and n <= len(known)}
-        span = self._half.span
-        return span if prompt[: len(known)] == known and wanted <= set(span.keep) else None
+    Attributes:
+        session: absorbs the prompt and then each token, once the next one has been computed.
+    """
 
-    def _worth_keeping(self, end: int, ends: list[int]) -> list[int]:
-        """Where states are kept while a prompt is absorbed up to `end`: at `ends` first."""
-        start = len(self.tokens)
-        keep = self.points.choose(start, end, ends, self.checkpoint_every, self._state_bytes())
-        if self.store is not None and not self.points.can_trim:
-            keep = sorted({*keep, *(n for n in ends if n > start)})
-        return keep
+    def __init__(
+        self,
+        session: Session,
+        prompt: list[int],
+        boundaries: Sequence[int],
+        report: Callable[[int, int], Any] | None,
+        max_tokens: int,
+        choice: dict[str, Any],
+    ):
+        self.session = session
+        self._prompt, self._boundaries, self._report = prompt, boundaries, report or (lambda done, total: None)
+        self._max_tokens, self._choice = max_tokens, choice
+        self._decoding: Decoding | None = None
 
-    def _state_bytes(self) -> int:
-        """Of the layers that cannot be cut."""
-        return untrimmable_bytes(self.model.args.mixers, self.model.activation_dtype.size)
+    def advance(self) -> GenerationResponse:
+        """The response of the next token; the first call computes the prompt. Not to be called after the last one.
 
-    def _drop_half(self) -> None:
-        if self._half is not None:
-            self._half.span.drop(self.cache)
-            self._half = None
-            self.points.set_apart(0)
+        After `Stopped`, raised while the prompt was computed, it can be called again: it goes on in the middle of the
+        span where it stopped. Any other exception ends the answer. The session can go on after all of them; DeviceError
+        leaves it no token.
 
-    def _reuse(self, prompt: list[int]) -> None:
-        """Brings the caches to the longest known prefix of `prompt` that leaves a token to compute."""
-        before, shared = self.tokens, shared_length(self.tokens, prompt[:-1])
-        known = shared if shared == len(before) else self.points.nearest(shared)
-        found = saved = 0
-        if self.store is not None:
-            self.tokens = []  # should what follows be interrupted, the caches may hold anything
-            try:
-                found, saved = restore_prefix(self.model, self.cache, prompt, self.store, known)
-            except PromptCacheError:
-                self.tokens = before
-                raise
-        if found:
-            self.points.drop_after(shared)
-            self.tokens = prompt[:found]
-            self.points.keep(found)
-        else:
-            self.tokens = before
-            if known < len(before):
-                self._go_back(known)
-        self.reuse = Reuse(len(prompt), 0 if found else known, found, max(saved - max(found, known), 0))
-
-    def _absorbed(self, prompt: list[int], prefill: Prefill, ends: list[int]) -> None:
-        """Takes note of what `prefill` has done of `prompt`."""
-        start = len(self.tokens)
-        self.tokens = prompt[: start + prefill.done]
-        half, self._half = prefill.half, None
-        if half is not None:
-            at = len(self.tokens)
-            self._half = Half(half, prompt[at : at + half.length])
-        self.points.set_apart(half.nbytes if half is not None else 0)
-        kept = {start + n: states for n, states in prefill.kept.items()}
-        for position, states in sorted(kept.items()):
-            self.points.add(position, states)
-        prefill.kept.clear()
-        if half is not None and half.nbytes > self.points.max_bytes:
-            self._drop_half()
-        if self.store is not None:
-            self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
-
-    def _followed(self, responses: Responses, start: float, read: int) -> Responses:
-        """`responses`, while `tokens` and the states that are kept follow the caches.
-
-        `start` and `read` are the time and the bytes read of experts when the prompt began.
+        Raises:
+            RequestError, PromptCacheError, ExpertIOError, DeviceError: as `RunningText.sync`.
+            ModelFileError: as `Decoding.advance`.
         """
-        previous = None
         try:
-            for response in responses:
-                if previous is None:
-                    self.first_token_seconds = time.perf_counter() - start
-                    self._answering = True
-                    self.prompt_bytes = self._bytes_read() - read
-                else:  # absorbed now that its successor has been computed
-                    self.tokens.append(previous)
-                    self._keep_if_due()
-                previous = response.token
-                yield response
+            return self._first() if self._decoding is None else self._following(self._decoding)
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def close(self) -> None:
+        """Ends it: the session holds the prompt and what was said, but for the last token."""
+        self._end(None)
+
+    def _first(self) -> GenerationResponse:
+        session, prompt, read = self.session, self._prompt, self._bytes_read()
+        session.last = None
+        self._responder = Responder(session.model, session.tokenizer, len(prompt), self._max_tokens)
+        logits = session._sync(prompt, self._boundaries, self._report)
+        self._responder.computed = session.reuse.computed
+        tokens = mx.array(prompt, mx.uint32)
+        options: Any = {"max_tokens": self._max_tokens, **self._choice}
+        self._decoding = Decoding(session.model, session.cache, tokens, logits, **options)
+        chosen = self._decoding.advance()
+        self._report(len(prompt), len(prompt))
+        response = self._said(*chosen)
+        session.first_token_seconds = self._responder.first_token_seconds
+        session.prompt_bytes = self._bytes_read() - read
+        session._answering = True
+        return response
+
+    def _following(self, decoding: Decoding) -> GenerationResponse:
+        assert self.session.last is not None
+        before = self.session.last.token
+        response = self._said(*decoding.advance())
+        self.session._append(before)
+        return response
+
+    def _said(self, token: int, logprobs: mx.array) -> GenerationResponse:
+        self.session.last = response = self._responder.response(token, logprobs)
+        if response.finish_reason and self._decoding is not None:
+            self._decoding.close()  # the caches then hold what has been reported
+        return response
+
+    def _end(self, error: BaseException | None) -> None:
+        session, decoding, self._decoding = self.session, self._decoding, None
+        try:
+            if decoding is not None:
+                decoding.close()
+            session.points.drop_after(len(session.tokens))  # the one that was kept last may be a token further
         finally:
-            self.points.drop_after(len(self.tokens))  # the one that was kept last may be a token further
+            if error is not None:
+                session._recover(error)
+            session._save_states(self._prompt)
 
     def _bytes_read(self) -> int:
-        return 0 if self.model.experts is None else self.model.experts.stats.bytes_read
-
-    def _keep_if_due(self) -> None:
-        reached = self.cache[0].offset  # one token further where the next one is computed ahead
-        if reached - max(self.points.positions, default=0) >= self.checkpoint_every:
-            self.points.keep(reached)
-
-    def _save_states(self, prompt: list[int]) -> None:
-        """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""
-        for end, states in self._to_store:
-            caches = [_cut(layer, end, states.get(i)) for i, layer in enumerate(self.cache)]
-            if any(layer.offset != end for layer in caches):
-                continue  # a failure went back further, or the state was not kept
-            try:
-                assert self.store is not None
-                self.store.save(self.model, caches, prompt[:end])
-            except (PromptCacheError, SnapshotError) as error:
-                self.save_error = error
-        self._to_store = []
-
-
-def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
-    """The cache as it was at `length`: `kept`, or the same arrays as far as they had been filled."""
-    cut = layer.copy()
-    if kept is not None or (layer.is_trimmable() and layer.offset > length):
-        cut.go_back(length, kept)
-    return cut
-
-
-def _ignore_progress(done: int, total: int) -> None:
-    """Told of progress that nobody wants to hear of."""
+        experts = self.session.model.experts
+        return 0 if experts is None else experts.stats.bytes_read

@@ -65,11 +65,11 @@ class Trial:
         mx.eval(poison)
         del poison  # its memory is used again: what a launch does not write is no value of an earlier one
         try:
-            outputs = self._launch(tile)(*self._sample.inputs)
-            mx.eval(outputs)
+            made = self._launch(tile)(*self._sample.inputs)
+            mx.eval(made)
         except (RuntimeError, ValueError):  # it does not build, or takes more registers or threads than there are
             return False
-        return all(difference(got, want) <= BOUND for got, want in zip(outputs, self.wanted, strict=True))
+        return all(difference(got, want) <= BOUND for got, want in zip(made, self.wanted, strict=True))
 
     def _launch(self, tile: Tile | None) -> Launch:
         with using(CODE if tile is None else Tiles({self._spot: tile})):
@@ -103,11 +103,11 @@ class Bench(Trial):
         launch, at, last = self._launch(tile), self._next, None
         ends: list[mx.array] = []
         for inputs in itertools.islice(itertools.cycle(self._copies), count):
-            arrays = list(inputs)
+            given = list(inputs)
             if at is not None:
-                like = cast(mx.array, arrays[at])
-                arrays[at] = like + start.astype(like.dtype) if last is None else _shaped(last, like)
-            last = launch(*arrays)[0]
+                like = cast(mx.array, given[at])
+                given[at] = like + start.astype(like.dtype) if last is None else _shaped(last, like)
+            last = launch(*given)[0]
             if at is None:
                 ends.append(last.reshape(-1)[:1] * 1)
         return [start, *ends] if last is None or at is None else [last]
@@ -132,13 +132,13 @@ def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
     """The same inputs, in copies of what is large."""
     copies = {key: array * 1 for key, array in _large(inputs).items()}
     mx.eval(copies)
-    copied: list[Input] = []
+    made: list[Input] = []
     for given in inputs:
         if isinstance(given, ArrayPiece):
-            copied.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
+            made.append(given._replace(whole=copies.get(id(given.whole), given.whole)))
         else:
-            copied.append(copies.get(id(given), given))
-    return tuple(copied)
+            made.append(copies.get(id(given), given))
+    return tuple(made)
 
 
 def _follows(outputs: Sequence[mx.array], inputs: Sequence[Input]) -> int | None:
@@ -160,8 +160,8 @@ def _shaped(out: mx.array, like: mx.array) -> mx.array:
 
 def difference(got: mx.array, want: mx.array) -> float:
     """The largest difference over the largest value; infinite where a value is none."""
-    actual, expected = got.astype(mx.float32), want.astype(mx.float32)
-    error = cast(float, (mx.abs(actual - expected).max() / mx.maximum(mx.abs(expected).max(), 1e-30)).item())
+    found, meant = got.astype(mx.float32), want.astype(mx.float32)
+    error = cast(float, (mx.abs(found - meant).max() / mx.maximum(mx.abs(meant).max(), 1e-30)).item())
     return error if error == error else float("inf")
 
 

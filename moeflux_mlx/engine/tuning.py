@@ -99,12 +99,13 @@ class Listening(Tiles):
         if not asked or isinstance(made, Reason):
             return made
         if not isinstance(made, tuple):
-            return self._heard(made, lambda: make(*given), asked)
+            return self._recording(made, lambda: make(*given), asked)
         return tuple(
-            self._heard(launch, functools.partial(lambda i: make(*given)[i], i), asked) for i, launch in enumerate(made)
+            self._recording(launch, functools.partial(lambda i: make(*given)[i], i), asked)
+            for i, launch in enumerate(made)
         )
 
-    def _heard(
+    def _recording(
         self, launch: Launch, make: Callable[[], Launch], asked: Sequence[tuple[str, str]]
     ) -> Callable[..., Any]:
         """The launch; if a tile makes a difference to it, it tells what it is called with, and is not compiled."""

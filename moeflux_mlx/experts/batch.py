@@ -23,20 +23,20 @@ def _load() -> ModuleType | None:
         return None
 
 
-_reads = _load()
+extension = _load()
 
 
 def available() -> bool:
     """Whether the extension was built."""
-    return _reads is not None
+    return extension is not None
 
 
 class Queue:
     """Raises OSError: the system has no asynchronous reads, or no more of them. Only where they are `available`."""
 
     def __init__(self) -> None:
-        assert _reads is not None
-        self._native, self._queue = _reads, _reads.queue()
+        assert extension is not None
+        self._native, self._queue = extension, extension.queue()
 
     def read(
         self, files: "array[int]", numbers: bytes, target: memoryview, scratch: memoryview

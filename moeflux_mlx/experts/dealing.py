@@ -24,14 +24,14 @@ class Dealing:
 
     def __init__(self, owners: Owners, slots: Sequence[int]):
         self._owners, self._room = owners, [max(int(SURE * count), 1) for count in slots]
-        self._held: list[OrderedDict[Key, None]] = [OrderedDict() for _ in slots]
-        self._home: dict[Key, int] = {}
+        self.held: list[OrderedDict[Key, None]] = [OrderedDict() for _ in slots]
+        self.home: dict[Key, int] = {}
 
     def deal(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The process of each of the experts `ids`, in their shape; all of these count as used then."""
         experts, inverse = np.unique(ids, return_inverse=True)
         ranks = self.expected(layer, experts)
-        missing = np.array([(layer, expert) not in self._home for expert in experts.tolist()])
+        missing = np.array([(layer, expert) not in self.home for expert in experts.tolist()])
         self._even(ranks, np.flatnonzero(missing))
         for expert, rank in zip(experts.tolist(), ranks.tolist(), strict=True):
             self._use((layer, expert), rank)
@@ -40,7 +40,7 @@ class Dealing:
     def expected(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The process that would have each expert if it were asked for alone, int32 [n]."""
         homes = self._owners.of(layer, ids)
-        known = [self._home.get((layer, expert), -1) for expert in ids.tolist()]
+        known = [self.home.get((layer, expert), -1) for expert in ids.tolist()]
         return np.where(np.array(known, np.int32) < 0, homes, np.array(known, np.int32))
 
     def note(self, layer: int, ids: np.ndarray) -> None:
@@ -63,11 +63,11 @@ class Dealing:
             loads[least] += 1
 
     def _use(self, key: Key, rank: int) -> None:
-        before = self._home.get(key, rank)
+        before = self.home.get(key, rank)
         if before != rank:
-            del self._held[before][key]
-        held, self._home[key] = self._held[rank], rank
+            del self.held[before][key]
+        held, self.home[key] = self.held[rank], rank
         held[key] = None
         held.move_to_end(key)
         if len(held) > self._room[rank]:
-            del self._home[held.popitem(last=False)[0]]
+            del self.home[held.popitem(last=False)[0]]

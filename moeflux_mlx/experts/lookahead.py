@@ -39,7 +39,7 @@ class Predictor:
     """Per-layer predictions and their record.
 
     Args:
-        confidence: a foreseen expert must have this share of the weight of the token's first one.
+        confidence: a predicted expert must have this share of the weight of the token's first one.
     """
 
     confidence: float = 0.3
@@ -58,7 +58,7 @@ class Predictor:
         return [] if previous is None else previous.tolist()
 
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
-        """Of foreseen experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
+        """Of predicted experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
         by_weight = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
         least = self.confidence * by_weight[0][0]
         return [expert for weight, expert in by_weight if weight >= least]
@@ -117,7 +117,7 @@ class Lookahead:
 
     Args:
         source: serves the experts.
-        prefetch: "lookahead" reads ahead what the next layer's router foresees, "previous" what the next
+        prefetch: "lookahead" reads ahead what the next layer's router is predicted to choose, "previous" what the next
             layer used for the previous token, "off" nothing.
         owned: which experts the source serves.
     """
@@ -130,7 +130,7 @@ class Lookahead:
         self._ahead: dict[int, list[int]] = {}  # experts read ahead for a layer, to be judged when it runs
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
-        """Whether foreseeing the experts of `layer` would be of use now."""
+        """Whether predicting the experts of `layer` would be of use now."""
         if self.prefetch != "lookahead" or tokens != 1 or self.source.holds(layer):
             return False
         return self.trial.ahead and self.predictor.pays(layer)

@@ -35,9 +35,9 @@ class MappedExperts(WholeExperts):
     def __init__(self, packed: PackedExperts, decision: str = ""):
         super().__init__(packed.layout, decision)
         self._files: dict[int, mmap.mmap] = {}
-        self._checked_at = 0.0
+        self.checked_at = 0.0  # when the files were last found as long as they were
         for layer, path in packed.paths.items():
-            self._layers[layer], mapped = _map(path, self.layout.num_experts, self.layout.layer_bytes(layer))
+            self.layers[layer], mapped = map_file(path, self.layout.num_experts, self.layout.layer_bytes(layer))
             if mapped is not None:
                 self._files[layer] = mapped
 
@@ -50,8 +50,8 @@ class MappedExperts(WholeExperts):
     def _check_files(self) -> None:
         """Where layers are asked for one by one, each is looked at then; a GPU's compiled step asks for none."""
         now = time.monotonic()
-        if self._files and now - self._checked_at > CHECK_EVERY and self.is_resident:
-            self._checked_at = now
+        if self._files and now - self.checked_at > CHECK_EVERY and self.is_resident:
+            self.checked_at = now
             for layer in self._files:
                 self._check_length(layer)
 
@@ -78,7 +78,7 @@ class MappedExperts(WholeExperts):
         self._files = {}
 
 
-def _map(path: Path, experts: int, size: int) -> tuple[np.ndarray | mx.array, mmap.mmap | None]:
+def map_file(path: Path, experts: int, size: int) -> tuple[np.ndarray | mx.array, mmap.mmap | None]:
     """The file as [experts, words], and the mapping behind it, if it is not a copy."""
     try:
         with open(path, "rb") as file:

@@ -72,6 +72,9 @@ class SlotPool:
 
     Attributes:
         breathes: whether records stay when the pool is resized, so that it can follow what a prompt leaves.
+        rows: the memory, a record in each.
+        free_rows: of them, those that nobody owns.
+        adopted: the memory as an array of Metal's.
     """
 
     def __init__(self, nbytes: int, slots: int, staging: int | None = None, most: int | None = None):
@@ -81,14 +84,14 @@ class SlotPool:
         self.slots = slots
         self.most = slots if most is None or not self.breathes else most
         self._pages: mmap.mmap | None = None
-        self._copying: list[Slot] = []  # whose rows the device may still read
+        self.copying: list[Slot] = []  # whose rows the device may still read
         self._staging: mx.array | None = None
-        self._adopted: mx.array | None = None
+        self.adopted: mx.array | None = None
         self.rows: np.ndarray
-        self._free: list[int]  # a heap: the first rows are used first
+        self.free_rows: list[int]  # a heap: the first rows are used first
         if staging is not None and backend.name() == "cuda":
             self.rows, self._staging = staging_memory(staging, nbytes // 4)
-            self._free = list(range(staging))
+            self.free_rows = list(range(staging))
         else:
             self._take_memory(self.most if staging is None else staging)
         self._used: OrderedDict[Key, Slot] = OrderedDict()
@@ -104,7 +107,7 @@ class SlotPool:
         pages = private_pages(rows * self.nbytes)
         memory = np.frombuffer(pages, np.uint32).reshape(rows, -1)
         adopted = adopt(memory, "the expert pool") if backend.name() == "metal" else None
-        self.__dict__.update(_pages=pages, rows=memory, _adopted=adopted, _free=list(range(rows)))
+        self.__dict__.update(_pages=pages, rows=memory, adopted=adopted, free_rows=list(range(rows)))
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -163,7 +166,7 @@ class SlotPool:
         return self._first_of(self._used, for_guess)
 
     def _first_of(self, keys: Iterable[Key], for_guess: bool) -> Key | None:
-        row_wanted, last = self.copied and not self._free, None
+        row_wanted, last = self.copied and not self.free_rows, None
         for key in keys:
             slot = self._used[key]
             if self.pinned(key):
@@ -176,9 +179,9 @@ class SlotPool:
 
     def take(self) -> Slot | None:
         """A free slot, if there is one."""
-        if not self._free:
-            self._finish_copies()
-        return Slot(heappop(self._free)) if self._free and len(self._used) < self.slots else None
+        if not self.free_rows:
+            self.finish_copies()
+        return Slot(heappop(self.free_rows)) if self.free_rows and len(self._used) < self.slots else None
 
     def memory(self, slot: Slot) -> memoryview:
         return memoryview(self.rows[slot.row]).cast("B")
@@ -188,16 +191,16 @@ class SlotPool:
         slot = self._used[key]
         if self.copied and slot.device is None:  # first: should there be no memory for it, the record has not arrived
             slot.device = self._copy(slot.row)
-            self._copying.append(slot)
+            self.copying.append(slot)
         slot.read = None
         self._arriving.discard(key)
 
-    def _finish_copies(self) -> None:
-        while self._copying:
-            mx.eval(self._copying[-1].device)
-            slot = self._copying.pop()
+    def finish_copies(self) -> None:
+        while self.copying:
+            mx.eval(self.copying[-1].device)
+            slot = self.copying.pop()
             row, slot.row = slot.row, NOWHERE
-            heappush(self._free, row)
+            heappush(self.free_rows, row)
 
     def _copy(self, row: int) -> mx.array:
         """[words] in device memory, soon."""
@@ -214,7 +217,7 @@ class SlotPool:
             copies = tuple(slot.device for slot in slots if slot.device is not None)
             assert len(copies) == len(keys)  # they were waited for
             return copies, np.arange(len(keys), dtype=np.int32)
-        blob = self.rows if self._adopted is None else self._adopted
+        blob = self.rows if self.adopted is None else self.adopted
         return blob, np.array([slot.row for slot in slots], np.int32)
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
@@ -260,12 +263,12 @@ class SlotPool:
         if slot.guard is not None:
             mx.eval(slot.guard)
         if slot.device is not None and slot.row != NOWHERE:
-            self._finish_copies()  # they hold on to the record
+            self.finish_copies()  # they hold on to the record
         del self._used[key]
         self._short_job_keys.pop(key, None)
         self._arriving.discard(key)
         if slot.row != NOWHERE:
-            heappush(self._free, slot.row)
+            heappush(self.free_rows, slot.row)
             if slot.row >= self.slots and not self.copied:  # it could not be moved when the pool shrank
                 self._give_back(slot.row, slot.row + 1)
 
@@ -283,13 +286,13 @@ class SlotPool:
             if slot.read is not None and (slot.read.is_cancelled or not slot.read.is_queued and slot.read.cancel()):
                 self.drop(key)
         self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
-        self._copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
+        self.copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
         self._short_job_keys = OrderedDict((key, None) for key in self._short_job_keys if key in self._used)
         self._find_free()
 
     def _find_free(self) -> None:
         taken = {slot.row for slot in self._used.values()}
-        self._free = [row for row in range(len(self.rows)) if row not in taken]  # ascending: a heap
+        self.free_rows = [row for row in range(len(self.rows)) if row not in taken]  # ascending: a heap
 
     def resize(self, slots: int, evict: Callable[[Key], object]) -> int:
         """Keeps at most `slots` records from now on, and no memory for more; returns how many it came to.
@@ -304,7 +307,7 @@ class SlotPool:
         if not self.breathes:
             return self._replace(slots, evict)
         if len(self._used) > slots:
-            self._finish_copies()  # else `victim` would look for one that leaves its staging row
+            self.finish_copies()  # else `victim` would look for one that leaves its staging row
         while len(self._used) > slots and (key := self.victim(for_guess=False)) is not None:
             evict(key)
         reached = max(slots, len(self._used))
@@ -332,19 +335,19 @@ class SlotPool:
         for key, slot in self._used.items():
             if slot.row >= slots and slot.read is None and not self.pinned(key):
                 self._move(slot)
-        self._free.sort()  # it is still a heap
-        for first, stop in _runs(self._free):
+        self.free_rows.sort()  # it is still a heap
+        for first, stop in _runs(self.free_rows):
             self._give_back(first, stop)
 
     def _move(self, slot: Slot) -> None:
         """To the first free row."""
         if slot.guard is not None:
             mx.eval(slot.guard)
-        old, new = slot.row, self._free[0]
+        old, new = slot.row, self.free_rows[0]
         self.rows[new] = self.rows[old]
-        heappop(self._free)
+        heappop(self.free_rows)
         slot.row = new
-        heappush(self._free, old)
+        heappush(self.free_rows, old)
 
     def _give_back(self, first: int, stop: int) -> None:
         if self._pages is not None:

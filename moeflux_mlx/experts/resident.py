@@ -89,11 +89,11 @@ class ResidentExperts(WholeExperts):
                 if check is not None:
                     check(portion.layer, portion.first, portion.records)
                 if portion.is_last:
-                    self._layers[portion.layer] = _kept(portion.rows)
+                    self.layers[portion.layer] = kept(portion.rows)
             self.note = opened.note
 
 
-def _kept(rows: np.ndarray) -> np.ndarray | mx.array:
+def kept(rows: np.ndarray) -> np.ndarray | mx.array:
     """As kernels read it: the memory itself, or a copy on a device with memory of its own."""
     if not backend.has_kernels():
         return rows
@@ -111,7 +111,7 @@ def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Portions
 
     portions = _portions(files)
     try:
-        for portion, reads in _begun_ahead(map(begin, portions), _portions_of_a_layer(files)):
+        for portion, reads in begun_ahead(map(begin, portions), _portions_of_a_layer(files)):
             for read in reads:
                 done += _came(read, portion.layer)
                 progress(min(done, total), total)
@@ -123,7 +123,7 @@ def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Portions
         pool.shutdown(wait=not is_over, cancel_futures=True)
 
 
-def _begun_ahead(every: Iterable[T], count: int) -> Iterator[T]:
+def begun_ahead(every: Iterable[T], count: int) -> Iterator[T]:
     """The same; each is given once `count` after it have begun."""
     begun: deque[T] = deque()
     for item in every:
@@ -161,10 +161,10 @@ def _portions(files: ExpertFiles) -> Portions:
             rows = page_aligned(layout.num_experts, words[i]) if room is None else room.reshape(-1, words[i])
             yield from (Portion(layer, rows, first, stop) for first, stop in itertools.pairwise(cuts))
 
-    return every() if places else _touched(every())
+    return every() if places else touched(every())
 
 
-def _touched(every: Iterable[Portion]) -> Portions:
+def touched(every: Iterable[Portion]) -> Portions:
     """Memory that the system has given and cleared, by several threads; the next while this one is taken.
 
     The threads that read would have it cleared as they go, but where two of them come to one large page at once both
@@ -178,7 +178,7 @@ def _touched(every: Iterable[Portion]) -> Portions:
             parts = [memory[i : i + step] for i in range(0, len(memory) if at else 0, step)]
             return portion, [pool.submit(part.fill, 0) for part in parts]
 
-        for portion, touches in _begun_ahead(itertools.starmap(begin, enumerate(every)), 1):
+        for portion, touches in begun_ahead(itertools.starmap(begin, enumerate(every)), 1):
             wait(touches)
             yield portion
 

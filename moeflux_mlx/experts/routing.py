@@ -24,7 +24,7 @@ def ignore_report(share: float) -> None:
 class Routing:
     """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
 
-    `guess` is the same for the next layer with experts, foreseen from this layer's hidden state; it is computed only
+    `guess` is the same for the next layer with experts, predicted from this layer's hidden state; it is computed only
     when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes.
     `host_copy`: the choice once more, as `ops.route.read_host_copy` reads it; nothing where the host reads ids and
     weights as soon.
@@ -64,7 +64,7 @@ class RoutedExpertsCall(Protocol):
         ...
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
-        """Whether foreseeing the experts of `layer` would be of use now."""
+        """Whether predicting the experts of `layer` would be of use now."""
         ...
 
 

@@ -241,7 +241,7 @@ class ExpertLoader(ABC):
         """These records are the first to be replaced."""
 
     def holds(self, layer: int) -> bool:
-        """Whether every expert of `layer` is in memory or on its way, so that nothing need be foreseen."""
+        """Whether every expert of `layer` is in memory or on its way, so that nothing need be predicted."""
         return True
 
     @contextlib.contextmanager

@@ -78,8 +78,8 @@ class StreamedExperts(ExpertLoader):
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is under way, and none has been interrupted
         self._ahead: list[Key] = []  # guesses that are being read, or wait for it
-        self._reader = reader or ExpertReader(packed, workers=workers, check=check)
-        weakref.finalize(self, self._reader.close)
+        self.reader = reader or ExpertReader(packed, workers=workers, check=check)
+        weakref.finalize(self, self.reader.close)
         least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, least, buffer_bytes, copied)
@@ -89,22 +89,22 @@ class StreamedExperts(ExpertLoader):
 
     @property
     def stats(self) -> LoaderStats:
-        self._stats.busy_seconds = self._reader.busy_seconds - self._busy_before
+        self._stats.busy_seconds = self.reader.busy_seconds - self._busy_before
         return self._stats
 
     def reset_stats(self) -> None:
         with self._lock:
             super().reset_stats()
-            self._busy_before = self._reader.busy_seconds
+            self._busy_before = self.reader.busy_seconds
 
     @property
     def note(self) -> str:  # type: ignore[override]
         """That direct I/O was refused, if it was."""
-        return self._reader.note
+        return self.reader.note
 
     @property
     def record_bytes(self) -> int:
-        return self._reader.record_bytes
+        return self.reader.record_bytes
 
     @property
     def slots(self) -> int:  # type: ignore[override]
@@ -328,7 +328,7 @@ class StreamedExperts(ExpertLoader):
 
     def _let_go(self) -> None:
         with self._alone():
-            self._reader.close()
+            self.reader.close()
             self._take_in(self.in_flight)
             for pool in self.pools:
                 self._empty(pool)
@@ -395,9 +395,9 @@ class StreamedExperts(ExpertLoader):
 
     def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
         slot.speculative = speculative
-        slot.read = self._reader.prepare(*key, pool.memory(slot))
+        slot.read = self.reader.prepare(*key, pool.memory(slot))
         pool.put(key, slot)  # first: a read that is under way has an owner
-        self._reader.submit(slot.read, speculative)
+        self.reader.submit(slot.read, speculative)
 
     def _count(self, slot: Slot) -> None:
         if slot.read is None:
@@ -406,7 +406,7 @@ class StreamedExperts(ExpertLoader):
         else:
             self._stats.misses += 1
             self._stats.late += 1
-            self._reader.promote(slot.read)
+            self.reader.promote(slot.read)
         slot.speculative = False
 
     def _collect(self) -> None:

@@ -16,11 +16,11 @@ from .source import CLOSED, ExpertLoader, Key, Lease, asked_for
 
 
 class WholeExperts(ExpertLoader):
-    """Layers [experts, words], in an array of MLX's where a GPU computes; a subclass fills `_layers`."""
+    """Layers [experts, words], in an array of MLX's where a GPU computes; a subclass fills `layers`."""
 
     def __init__(self, layout: ExpertLayout, decision: str):
         super().__init__(layout, decision)
-        self._layers: dict[int, np.ndarray | mx.array] = {}
+        self.layers: dict[int, np.ndarray | mx.array] = {}
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
@@ -29,12 +29,12 @@ class WholeExperts(ExpertLoader):
         yield False
 
     def whole(self, layer: int) -> Records | None:
-        blob = self._layers.get(layer)
+        blob = self.layers.get(layer)
         return Records(blob, self.layout.records[layer], lasting=True) if isinstance(blob, mx.array) else None
 
     def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
         self._check_open()
-        blob = self._layers.get(layer)
+        blob = self.layers.get(layer)
         if not isinstance(blob, np.ndarray):
             return None
         if self._is_watched:
@@ -55,7 +55,7 @@ class WholeExperts(ExpertLoader):
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
         layer = keys[0][0]
-        blob = self._layers.get(layer)
+        blob = self.layers.get(layer)
         if blob is None:  # closed this moment, by another thread
             raise ExpertIOError(CLOSED)
         records = Records(blob, self.layout.records[layer], lasting=isinstance(blob, mx.array))
@@ -65,4 +65,4 @@ class WholeExperts(ExpertLoader):
         """Nothing of it is ever overwritten."""
 
     def _let_go(self) -> None:
-        self._layers = {}
+        self.layers = {}

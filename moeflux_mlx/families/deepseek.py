@@ -1,44 +1,31 @@
-"""DeepSeek-V3, which Cogito-V2 is one of."""
+"""DeepSeek-V3, and what has its layers: Cogito-V2, Kimi K2, GLM-4.7-Flash, JoyAI-LLM-Flash."""
 
 from typing import Any
 
-from ..kinds import Latent, SharedExpert
-from .fields import Family, Fields, common, experts, layer_count, layers, rotation
+from ..kinds import Latent, QueryScale
+from .fields import Family, Fields, after_dense_layers, common, layer_count, layers, noaux_experts, rotation
 
 
 def _deepseek_v3(read: Fields) -> dict[str, Any]:
-    for name, wanted in (
-        ("topk_method", "noaux_tc"),
-        ("scoring_func", "sigmoid"),
-        ("rope_interleave", True),
-        ("moe_layer_freq", 1),
-        ("attention_bias", False),
-    ):
-        read.must_equal(name, wanted)
-    count = layer_count(read)
-    width = read.count("moe_intermediate_size") * read.count("n_shared_experts", least=0)
-    moe = experts(
-        read,
-        SharedExpert(width) if width else None,
-        score="sigmoid",
-        correction_bias=True,
-        groups=read.count("n_group"),
-        kept_groups=read.count("topk_group"),
-        normalise=read.optional("norm_topk_prob", bool, True),
-        scale=read.number("routed_scaling_factor", least=1e-6, most=1e6),
-    )
-    moe_layers = range(read.count("first_k_dense_replace", least=0, most=count), count)
-    return {**common(read), "layers": layers(read, [_attention(read)] * count, moe, moe_layers)}
+    read.must_equal("moe_layer_freq", 1)
+    for name in ("n_group", "topk_group"):  # whose defaults differ between those who read such files
+        read.count(name)
+    mixers = [latent_attention(read)] * layer_count(read)
+    return {**common(read), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}
 
 
-def _attention(read: Fields) -> Latent:
+def latent_attention(read: Fields, query_scale: QueryScale | None = None) -> Latent:
+    """Latent attention with DeepSeek's names of its sizes."""
+    read.must_equal("rope_interleave", True)
+    read.must_equal("attention_bias", False)
     return Latent(
         heads=read.count("num_attention_heads"),
-        q_latent=read.count("q_lora_rank"),
+        q_latent=read.count("q_lora_rank", None),
         latent=read.count("kv_lora_rank"),
         nope=read.count("qk_nope_head_dim"),
         value=read.count("v_head_dim"),
         rotation=rotation(read, read.count("qk_rope_head_dim"), share=None, interleaved=True),
+        query_scale=query_scale,
     )
 
 
@@ -46,4 +33,5 @@ RENAMES = (
     (".mlp.shared_experts.", ".mlp.shared_expert."),
     (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
 )
-FAMILIES = {"deepseek_v3": Family(_deepseek_v3, renames=RENAMES)}
+TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash")
+FAMILIES = dict.fromkeys(TYPES, Family(_deepseek_v3, renames=RENAMES))

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Mixer, Rotation, Router, SharedExpert, Yarn
+from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Llama3, Mixer, Rotation, Router, SharedExpert, Yarn
 
 LARGEST = 2**31 - 1  # MLX counts an array's axes in 32 bits
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
 
 
@@ -87,7 +88,7 @@ def common(read: Fields) -> dict[str, Any]:
     return {
         "vocab_size": read.count("vocab_size"),
         "hidden_size": read.count("hidden_size"),
-        "rms_norm_eps": read.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
+        "rms_norm_eps": read.number("rms_norm_eps|layernorm_epsilon", 1e-6, least=1e-30, most=1.0),
         "max_position_embeddings": read.count("max_position_embeddings"),
     }
 
@@ -106,15 +107,32 @@ def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: b
     inner = Fields(new if new is not None else read.optional("rope_scaling", Mapping, {}))
     outer = inner if new is not None and new.get("rope_theta") is not None else read
     kind = inner.optional("rope_type|type", str, "default")
-    if kind not in ("default", "yarn"):
-        raise ConfigError(f"config field 'rope_type' is {kind!r}; only 'default' and 'yarn' are implemented")
+    if kind not in ("default", "yarn", "llama3"):
+        raise ConfigError(f"config field 'rope_type' is {kind!r}; only 'default', 'yarn' and 'llama3' are implemented")
     theta = outer.number("rope_theta", least=2.0, most=1e30)
     if share is not None:
         share = inner.number("partial_rotary_factor", None, least=1e-6, most=1.0) or read.number(
             "partial_rotary_factor", share, least=1e-6, most=1.0
         )
         width = int(width * share)
-    return Rotation(width, theta, _yarn(inner) if kind == "yarn" else None, interleaved)
+    yarn, llama3 = _yarn(inner) if kind == "yarn" else None, _llama3(inner) if kind == "llama3" else None
+    return Rotation(width, theta, yarn, interleaved, llama3)
+
+
+def of_kind(read: Fields, kind: str) -> Fields:
+    """The fields for layers of one kind, for which transformers 5 has `rope_parameters` of their own."""
+    rope = read.optional("rope_parameters", Mapping, {})
+    return Fields({**read.config, "rope_parameters": rope[kind]}) if isinstance(rope.get(kind), Mapping) else read
+
+
+def _llama3(read: Fields) -> Llama3:
+    low = read.number("low_freq_factor", least=1e-6, most=1e6)
+    return Llama3(
+        factor=read.number("factor", least=1.0, most=1e6),
+        low_freq_factor=low,
+        high_freq_factor=read.number("high_freq_factor", least=low * 1.001, most=1e9),
+        original_max_position_embeddings=read.count("original_max_position_embeddings"),
+    )
 
 
 def _yarn(read: Fields) -> Yarn:
@@ -143,10 +161,44 @@ def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQ
     return GroupedQuery(heads, read.count("num_key_value_heads"), width, turned, **switches)
 
 
-def experts(read: Fields, shared: SharedExpert | None = None, **rule: Any) -> Experts:
+WIDTHS = "moe_intermediate_size|expert_hidden_dim"  # of a routed expert
+
+
+def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTHS, **rule: Any) -> Experts:
     """Routed experts with the usual names of their sizes; `rule` is what the router has besides."""
     count, top_k = read.count("num_experts|num_local_experts|n_routed_experts"), read.count("num_experts_per_tok")
-    return Experts(Router(count, top_k, **rule), read.count("moe_intermediate_size"), shared)
+    return Experts(Router(count, top_k, **rule), read.count(width), shared)
+
+
+def shared_expert(read: Fields) -> SharedExpert | None:
+    """As wide as so many routed ones, without a gate."""
+    width = read.count(WIDTHS) * read.count("n_shared_experts|num_shared_experts", least=0)
+    return SharedExpert(width) if width else None
+
+
+def grouped_experts(read: Fields, **rule: Any) -> Experts:
+    """Routed experts in groups with a shared one, in DeepSeek's spelling; `rule` is what the router has besides."""
+    return experts(
+        read,
+        shared_expert(read),
+        groups=read.count("n_group", 1),
+        kept_groups=read.count("topk_group", 1),
+        normalise=read.optional("norm_topk_prob", bool, True),
+        scale=scale(read, "routed_scaling_factor"),
+        **rule,
+    )
+
+
+def scale(read: Fields, name: str) -> float:
+    """What multiplies the routing weights."""
+    return read.number(name, least=1e-6, most=1e6)
+
+
+def noaux_experts(read: Fields) -> Experts:
+    """`grouped_experts` behind DeepSeek-V3's router: sigmoids, and a correction bias."""
+    read.must_equal("topk_method", "noaux_tc")
+    read.must_equal("scoring_func", "sigmoid")
+    return grouped_experts(read, score="sigmoid", correction_bias=True)
 
 
 def sparse_layers(read: Fields) -> tuple[int, ...]:
@@ -154,6 +206,31 @@ def sparse_layers(read: Fields) -> tuple[int, ...]:
     step = read.count("decoder_sparse_step", 1)
     dense = read.optional("mlp_only_layers", list, [])
     return tuple(i for i in range(layer_count(read)) if i not in dense and (i + 1) % step == 0)
+
+
+def layer_kinds(read: Fields, name: str, known: Sequence[Any]) -> list[Any] | None:
+    """A list that has one of the `known` values for each layer, if there is one.
+
+    Raises:
+        ConfigError: it has another length, or another value.
+    """
+    kinds, count = read.optional(name, list, None), layer_count(read)
+    if kinds is None:
+        return None
+    if len(kinds) != count:
+        raise ConfigError(f"config field {name!r} has {len(kinds)} entries for {count} layers")
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise ConfigError(f"config field {name!r} has {reprlib.repr(unknown)}; only {', '.join(map(repr, known))}")
+    return kinds
+
+
+def after_dense_layers(read: Fields) -> Sequence[int]:
+    """The layers with experts, by `mlp_layer_types` of transformers 5 or `first_k_dense_replace`."""
+    kinds, count = layer_kinds(read, "mlp_layer_types", ("dense", "sparse")), layer_count(read)
+    if kinds is not None:
+        return [i for i, kind in enumerate(kinds) if kind == "sparse"]
+    return range(read.count("first_k_dense_replace", least=0, most=count), count)
 
 
 def layers(read: Fields, mixers: Sequence[Mixer], moe: Experts, moe_layers: Sequence[int]) -> tuple[LayerSpec, ...]:
@@ -176,9 +253,11 @@ class Family:
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
         renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
         fused_rows: (mixer, number of its layer) -> matrices that a checkpoint may store as one.
+        interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
     """
 
     read: Callable[[Fields], dict[str, Any]]
     zero_centred: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     fused_rows: Callable[[Mixer, int], FusedRows] = lambda mixer, layer: {}
+    interleaved_experts: bool = False

@@ -1,35 +1,46 @@
 """Qwen3, Qwen3-Next and Qwen3.5."""
 
-import reprlib
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
 from ..kinds import Delta, Mixer, SharedExpert
-from .fields import Family, Fields, FusedRows, common, experts, grouped_query, layer_count, layers, sparse_layers
+from .fields import (
+    Family,
+    Fields,
+    FusedRows,
+    common,
+    experts,
+    grouped_query,
+    layer_count,
+    layer_kinds,
+    layers,
+    sparse_layers,
+)
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
-def _qwen3_moe(read: Fields) -> dict[str, Any]:
-    moe = experts(read, normalise=read.optional("norm_topk_prob", bool, False))
+def _qwen3_moe(read: Fields, normalise: bool | None = None) -> dict[str, Any]:
+    if normalise is None:
+        normalise = read.optional("norm_topk_prob", bool, False)
+    moe = experts(read, normalise=normalise)
     mixers = [grouped_query(read)] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
+def _qwen3_vl_moe(read: Fields) -> dict[str, Any]:
+    """The text part. Its code normalises the routing weights, whatever its config says."""
+    read.must_equal("norm_topk_prob", True)
+    return _qwen3_moe(read, normalise=True)
+
+
 def _layer_types(read: Fields) -> list[str]:
-    count = layer_count(read)
-    types = read.optional("layer_types", list, None)
-    if types is None:
-        interval = read.count("full_attention_interval", 4)
-        return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(count)]
-    if len(types) != count:
-        raise ConfigError(f"config field 'layer_types' has {len(types)} entries for {count} layers")
-    unknown = [kind for kind in types if kind not in (FULL, LINEAR)]
-    if unknown:
-        raise ConfigError(f"config field 'layer_types' has {reprlib.repr(unknown)}; only {FULL!r} and {LINEAR!r}")
-    return types
+    types = layer_kinds(read, "layer_types", (FULL, LINEAR))
+    if types is not None:
+        return types
+    interval = read.count("full_attention_interval", 4)
+    return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(layer_count(read))]
 
 
 def _qwen3_next(read: Fields, normalise: bool | None = None) -> dict[str, Any]:
@@ -85,6 +96,7 @@ def _group(heads: int, widths: list[int]) -> list[np.ndarray]:
 ZERO_CENTRED = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
 FAMILIES = {
     "qwen3_moe": Family(_qwen3_moe),
+    "qwen3_vl_moe": Family(_qwen3_vl_moe),
     "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows),
     "qwen3_5_moe": Family(_qwen3_5_moe, ZERO_CENTRED),
 }

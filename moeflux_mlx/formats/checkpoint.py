@@ -23,8 +23,8 @@ from .packed import FOLDER, LAYOUT
 INDEX = "model.safetensors.index.json"
 # What a model takes along besides its tensors and config.json.
 COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model",
+    "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {

@@ -182,7 +182,7 @@ def _read_uniform(content: Mapping[str, Any], args: ModelArgs, where: object) ->
             f"{where}: expert_stride {reprlib.repr(stride)} does not hold {record.size}-byte experts "
             f"at multiples of {LOAD_BYTES}"
         )
-    checked = replace(layout, records=dict.fromkeys(layout.records, record.spaced(stride)))
+    checked = replace(layout, records={layer: one.spaced(stride) for layer, one in layout.records.items()})
     for key, wanted in _uniform(checked).items():
         value = content.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
         if key == "components":
@@ -195,14 +195,14 @@ def _read_uniform(content: Mapping[str, Any], args: ModelArgs, where: object) ->
 
 
 def _varied(layout: ExpertLayout, version: int) -> dict[str, Any]:
-    layers: dict[Record, list[int]] = {}
+    layers: dict[Any, list[int]] = {}  # by geometry
     for layer, record in layout.records.items():
-        layers.setdefault(record, []).append(layer)
+        layers.setdefault(record.geometry, []).append(layer)
     return {
         "format_version": version,
         "num_layers": layout.num_layers,
         "num_experts": layout.num_experts,
-        "geometries": [_geometry(record, having) for record, having in layers.items()],
+        "geometries": [_geometry(layout.records[having[0]], having) for having in layers.values()],
     }
 
 

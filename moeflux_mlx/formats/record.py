@@ -23,6 +23,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from ..errors import ConfigError
+from ..kinds import SILU, Activation
 from ..quant import EXPERTS, GLOBAL_SCALE, Quant, Quantization
 from ..spec import ModelArgs
 
@@ -79,18 +80,30 @@ class Projection:
         """Where each field begins, in uint32 words from the record's start."""
         return tuple(field.offset // 4 for field in self.fields)
 
-    @property
-    def has_bias(self) -> bool:
-        """Whether its product adds one."""
-        return any(field.part == BIAS for field in self.fields)
+    @cached_property
+    def codes(self) -> tuple[Field, ...]:
+        """Weight, scales and, where the form has them, biases."""
+        return self.fields[: len(self.quant.parts)]
+
+    @cached_property
+    def bias(self) -> Field | None:
+        """What its product adds; None: nothing."""
+        return next((field for field in self.fields if field.part == BIAS), None)
 
 
 @dataclass(frozen=True)
 class Record:
-    """The geometry of one expert: its projections, and `stride` bytes from one record to the next."""
+    """One expert: its projections, `stride` bytes from one record to the next, and what joins gate and up.
+
+    `interleaved`: rows of gate and up alternate, gate's first, as a checkpoint has them in one matrix; the first half
+    of them lies in gate's place and the second in up's. Packed records never are. Everything but this and the
+    activation is geometry, which files state.
+    """
 
     projections: tuple[Projection, ...]
     stride: int
+    activation: Activation = SILU
+    interleaved: bool = False
 
     @classmethod
     @cache  # equal ones are the same object, which is cheap to look up at every launch
@@ -102,6 +115,8 @@ class Record:
         stride: int | None = None,
         dtype: str = "BF16",
         has_bias: bool = False,
+        activation: Activation = SILU,
+        interleaved: bool = False,
     ) -> "Record":
         """Args:
         hidden_size, moe_intermediate_size: of the experts: gate and up are [I, H], down is [H, I].
@@ -109,6 +124,8 @@ class Record:
         stride: None for the size, rounded up to whole pages.
         dtype: of floating scales and biases.
         has_bias: whether each matrix has a bias [rows].
+        activation: what joins gate and up.
+        interleaved: whether their rows alternate.
         """
         H, I = hidden_size, moe_intermediate_size
         made, end = list[Projection](), 0
@@ -116,7 +133,8 @@ class Record:
             rows, columns = (H, I) if name == PROJECTIONS[-1] else (I, H)
             made.append(_projection(name, rows, columns, quant, end, dtype, has_bias))
             end = made[-1].fields[-1].end
-        return cls(tuple(made), rounded(end, STRIDE_ALIGNMENT) if stride is None else stride)
+        spacing = rounded(end, STRIDE_ALIGNMENT) if stride is None else stride
+        return cls(tuple(made), spacing, activation, interleaved)
 
     def __hash__(self) -> int:
         return self._hash
@@ -124,7 +142,12 @@ class Record:
     @cached_property
     def _hash(self) -> int:
         """Looked up at every launch of a kernel."""
-        return hash((self.projections, self.stride))
+        return hash((self.geometry, self.activation, self.interleaved))
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What a file states of it."""
+        return self.projections, self.stride
 
     @cached_property
     def gate(self) -> Projection:
@@ -176,9 +199,15 @@ class Record:
 
     def spaced(self, stride: int) -> "Record":
         """The same record, `stride` bytes from the next."""
-        return Record.make(
-            self.hidden_size, self.moe_intermediate_size, self.quants, stride, self.dtype, self.down.has_bias
-        )
+        return self._made(stride, self.interleaved)
+
+    def in_turns(self) -> "Record":
+        """The same record with rows of gate and up that alternate."""
+        return self._made(self.stride, True)
+
+    def _made(self, stride: int, interleaved: bool) -> "Record":
+        sizes, has_bias = (self.hidden_size, self.moe_intermediate_size), self.down.bias is not None
+        return Record.make(*sizes, self.quants, stride, self.dtype, has_bias, self.activation, interleaved)
 
 
 def rounded(nbytes: int, alignment: int) -> int:
@@ -258,7 +287,8 @@ class ExpertLayout:
         for layer in args.moe_layers:
             stored = UNIFORM[-args.experts.matrices :] if quants is None else quants[layer]
             dtype = dtypes if isinstance(dtypes, str) else dtypes[layer]
-            records[layer] = Record.make(H, I, stored, None, dtype, has_bias)
+            activation = args.experts_of(layer).activation
+            records[layer] = Record.make(H, I, stored, None, dtype, has_bias, activation)
             _check_groups(layer, records[layer])
         layout = cls(records, args.num_experts, args.num_hidden_layers)
         if layout.is_uniform:
@@ -274,7 +304,7 @@ class ExpertLayout:
         """Whether all layers have the geometry that version 1 of the format can say."""
         first = next(iter(self.records.values()))
         plain = Record.make(first.hidden_size, first.moe_intermediate_size, stride=first.stride)
-        return set(self.records.values()) == {plain}
+        return {record.geometry for record in self.records.values()} == {plain.geometry}
 
     def spacing(self, record: Record) -> int:
         """Stride in files of versions from 2 on: whole disk blocks, for direct I/O.
@@ -328,13 +358,13 @@ class ExpertLayout:
 
     @property
     def record(self) -> Record:
-        """The geometry of every layer, where all have the same.
+        """The first layer's, where all layers have the same geometry.
 
         Raises:
             ValueError: they have not.
         """
-        (record,) = set(self.records.values())
-        return record
+        (_,) = {record.geometry for record in self.records.values()}
+        return next(iter(self.records.values()))
 
 
 def expert_path(layer: int, projection: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..state.cache import Cache, Traced, up_to
+from ..state.cache import Cache
+from ..state.traced import Traced, up_to
 
 Run = Callable[[mx.array, Sequence[Traced]], list[mx.array]]  # of one token, and the caches that it adds to
 

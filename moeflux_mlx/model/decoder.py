@@ -19,7 +19,8 @@ from ..ops.backend import Array
 from ..ops.limits import within_limits
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
-from ..state.cache import Cache, Traced, make_cache
+from ..state.cache import Cache, make_cache
+from ..state.traced import Traced
 from .attention import Attention
 from .compiled import DecodeStep
 from .delta import GatedDeltaNet
@@ -218,10 +219,8 @@ class Model(nn.Module):
             self.check_cache(rows.cache)
         step = Step(checked_rows(sequences, self.args.vocab_size))
         try:
-            for rows in step.sequences:
-                tokens = cast(mx.array, rows.tokens)
-                for i in range(rows.count):
-                    step.add(rows, self(tokens[None, i : i + 1], rows.cache)[:, -1])
+            for token, cache in step.rows():
+                step.add(self(token, cache)[:, -1])
         except BaseException:
             step.undo()
             raise
@@ -264,9 +263,10 @@ class Model(nn.Module):
 
     def check_cache(self, cache: object) -> None:
         """Raises RequestError: it is not a list with a cache for each layer."""
+        if isinstance(cache, Sequence) and len(cache) == len(self.layers):
+            return
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
-        if not isinstance(cache, Sequence) or len(cache) != len(self.layers):
-            raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
+        raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
 
     def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
         if self.decode_step is not None and self.decode_step.takes(tokens, cache):

@@ -9,7 +9,7 @@ from ..kinds import Latent
 from ..ops import backend
 from ..ops.attend import Steps
 from ..ops.backend import Array
-from ..ops.latent import HeadMatrices, Queries, attend_latent
+from ..ops.latent import HeadMatrices, Queries, Up, attend_latent
 from ..ops.linear import part_of_heads
 from ..ops.rope import Rope, mscale
 from .layers import Linear, RMSNorm, Stack, Weight
@@ -28,9 +28,14 @@ class MLA(nn.Module):
         super().__init__()
         self.heads, self.latent, self.nope = mixer.heads, mixer.latent, mixer.nope
         self.split_latent = split_latent
-        self.q_a_proj = Linear(hidden_size, mixer.q_latent)
-        self.q_a_layernorm = RMSNorm(mixer.q_latent, LORA_NORM_EPS)
-        self.q_b_proj = Linear(mixer.q_latent, self.heads * mixer.head_dim)
+        self.query_scale = mixer.query_scale
+        queries = self.heads * mixer.head_dim
+        if mixer.q_latent is None:
+            self.q_proj = Linear(hidden_size, queries)
+        else:
+            self.q_a_proj = Linear(hidden_size, mixer.q_latent)
+            self.q_a_layernorm = RMSNorm(mixer.q_latent, LORA_NORM_EPS)
+            self.q_b_proj = Linear(mixer.q_latent, queries)
         self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotation.dims)
         self.kv_a_layernorm = RMSNorm(self.latent, LORA_NORM_EPS)
         if split_latent:
@@ -46,14 +51,16 @@ class MLA(nn.Module):
 
     def arrange(self) -> None:
         """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
-        self._inputs = Stack(self.q_a_proj, self.kv_a_proj_with_mqa)
-        self.q_b_proj.pack()
+        self._inputs = Stack(self.q_proj if "q_proj" in self else self.q_a_proj, self.kv_a_proj_with_mqa)
+        if "q_b_proj" in self:
+            self.q_b_proj.pack()
         self.o_proj.pack()
 
     def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
         """x plus what is mixed of norm(x)."""
         _, (q, kv) = self._inputs(x, norm)
-        queries = Queries(self.q_b_proj, self.q_a_layernorm, self.heads)
+        up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
+        queries = Queries(self.heads, up, self.query_scale)
         more: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale}
         out = attend_latent(q, kv, cache, queries, self._key(), self._value(), **more)
         return self.o_proj(out, residual=x)

@@ -8,9 +8,10 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kinds import SILU, Activation
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.elementwise import ACTIVATIONS, plus, split
+from ..ops.elementwise import activate, plus, split
 from ..ops.launch import ArrayPiece, pack
 from ..ops.linear import embed, linear
 from ..ops.norm import Norm, rms_norm
@@ -137,11 +138,11 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(gate x) * up x) (arXiv:2002.05202; with silu, SwiGLU)."""
+    """down(activation(gate x, up x))."""
 
-    def __init__(self, dims: int, hidden_dims: int, activation: str = "silu"):
+    def __init__(self, dims: int, hidden_dims: int, activation: Activation = SILU):
         super().__init__()
-        self._activation = ACTIVATIONS[activation]
+        self.activation = activation
         self.gate_proj = Linear(dims, hidden_dims)
         self.up_proj = Linear(dims, hidden_dims)
         self.down_proj = Linear(hidden_dims, dims)
@@ -163,5 +164,5 @@ class MLP(nn.Module):
         """Of norm(x), plus `residual`. `scale` [..., 1] multiplies the result: before the last product, where MLX fuses
         it with the activation."""
         _, (gate, up) = self._inputs(x, norm)
-        act = self._activation(gate, up)
+        act = activate(gate, up, self.activation)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Experts
 from ..ops.backend import Array
-from ..ops.elementwise import float32
+from ..ops.elementwise import float32, softcap
 from ..ops.experts import Shared
 from ..ops.route import Choice, route, route_with_host_copy, router_logits
 from ..ops.tiles import MAX_TOKENS
@@ -22,11 +22,11 @@ class MoE(nn.Module):
     def __init__(self, part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None):
         super().__init__()
         self.layer, self.rule, self.experts = layer, part.router, experts
-        self.gate = Linear(hidden_size, self.rule.experts)
+        self.gate = Linear(hidden_size, self.rule.experts, self.rule.logit_bias)
         if self.rule.correction_bias:
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
-            self.shared_expert = MLP(hidden_size, part.shared.width)
+            self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation)
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
         self.arrange()
@@ -120,12 +120,14 @@ class MoE(nn.Module):
     def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
         """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
         expert's gate last."""
-        if self._gates.stacked is not None:
-            x, logits = router_logits(residual, norm.weight, norm.eps, self._gates.stacked)
-            return x, logits, logits
+        gates = self._gates.stacked
+        if gates is not None:
+            bias = gates.bias if "bias" in gates else None
+            x, logits = router_logits(residual, norm.weight, norm.eps, gates, bias)
+            return x, softcap(logits, self.rule.softcap), logits
         x = norm(residual.reshape(-1, residual.shape[-1]))
         _, outputs = self._gates(float32(x))
-        return x, outputs[0], outputs[-1]
+        return x, softcap(outputs[0], self.rule.softcap), outputs[-1]
 
     def route(self, logits: Array) -> tuple[Array, Array]:
         """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
@@ -143,4 +145,5 @@ class MoE(nn.Module):
         if "shared_expert" not in self:
             return None
         mlp = self.shared_expert
-        return Shared(mlp, mlp.gate_up, mlp.down_proj, gates if "shared_expert_gate" in self else None)
+        own = gates if "shared_expert_gate" in self else None
+        return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)

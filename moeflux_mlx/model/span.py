@@ -10,7 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..state.cache import Cache, Pair
+from ..state.cache import Cache
+from ..state.layer_cache import Pair
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """A step of rows: the next few tokens of several sequences, and the way back to any of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import mlx.core as mx
 
 from ..errors import RequestError
 from ..state.cache import Cache
+from ..state.layer_cache import Pair
 from .tokens import token_ids
 
 MAX_ROWS = 16  # of a step
@@ -32,57 +33,98 @@ class SequenceRows:
         return len(self.tokens)
 
 
+class _Absorbing:
+    """What one sequence absorbs in a step: the position where it begins, and the ways back to before each row."""
+
+    def __init__(self, cache: list[Cache]):
+        self.cache, self.start = cache, cache[0].offset
+        self.ways: list[list[Pair | None]] = []
+
+    def begin_row(self) -> None:
+        self.ways.append([layer.way_back() for layer in self.cache])
+
+    def go_back(self, rows: int) -> None:
+        """Keeps the first so many rows."""
+        for layer, way in zip(self.cache, self.ways[rows], strict=True):
+            layer.go_back(self.start + rows, way)
+        del self.ways[rows:]
+
+
 class Step:
-    """What `Model.step` has computed.
+    """What `Model.step` has computed; the ways back go with it.
 
     Attributes:
-        sequences: as they were given.
+        sequences: as they were given, the tokens as arrays [n].
         logits: [R, vocab_size], in the order of the sequences and of their tokens.
     """
 
-    def __init__(self, sequences: Sequence[SequenceRows]):
+    def __init__(self, sequences: list[SequenceRows]):
         self.sequences = sequences
         self._logits: list[mx.array] = []
+        self._absorbing = [_Absorbing(rows.cache) for rows in sequences]
+        self._mark = object()  # not the step: a cache that held that would be held by what it holds
         for rows in sequences:
-            for layer in rows.cache:
-                layer.begin_step()
-        self._begun = [[layer.last_step for layer in rows.cache] for rows in sequences]
+            rows.cache[0].last_step = self._mark
 
     @property
     def logits(self) -> mx.array:
         return self._logits[0] if len(self._logits) == 1 else mx.concatenate(self._logits)
 
-    def add(self, rows: SequenceRows, logits: mx.array) -> None:
-        """The next row of a sequence has been computed; its logits are [1, vocab_size]."""
+    @property
+    def nbytes(self) -> int:
+        """What the ways back take: bytes of states that the caches have not kept."""
+        pairs = (way for one in self._absorbing for ways in one.ways for way in ways)
+        return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
+
+    def rows(self) -> Iterator[tuple[mx.array, list[Cache]]]:
+        """A token [1, 1] and the caches that are to absorb it, row after row; each is followed by its `add`."""
+        for rows, absorbing in zip(self.sequences, self._absorbing, strict=True):
+            tokens = cast(mx.array, rows.tokens)
+            for i in range(rows.count):
+                absorbing.begin_row()
+                yield tokens[None] if rows.count == 1 else tokens[None, i : i + 1], rows.cache
+
+    def add(self, logits: mx.array) -> None:
+        """The row has been computed; its logits are [1, vocab_size]."""
         self._logits.append(logits)
-        for layer in rows.cache:
-            layer.end_row()
+
+    def start(self, sequence: int) -> int:
+        """The position where a sequence's rows begin."""
+        return self._absorbing[sequence].start
 
     def rewind(self, sequence: int, rows: int) -> None:
         """Takes the caches of a sequence, counted from 0, back to where they had absorbed the first `rows` of its rows.
 
-        Any number of rows can be kept that has not been taken back yet, until the sequence's next step or prompt.
+        Any number of rows can be kept that has not been taken back yet, until the caches absorb more or go back
+        by other means.
 
         Raises:
             RequestError: there is no such sequence or row, or its caches have gone on to something else since.
         """
         if not 0 <= sequence < len(self.sequences):
             raise RequestError(f"sequence {sequence} is not in a step of {len(self.sequences)}, counted from 0")
-        cache = self.sequences[sequence].cache
-        if any(layer.last_step is not begun for layer, begun in zip(cache, self._begun[sequence], strict=True)):
+        absorbing = self._absorbing[sequence]
+        first, count = absorbing.cache[0], len(absorbing.ways)
+        if first.last_step is not self._mark or first.offset != absorbing.start + count:
             raise RequestError(f"the caches of sequence {sequence} went on; only their last step can be taken back")
-        for layer in cache:
-            layer.rewind(rows)
+        if not 0 <= rows <= count:
+            raise RequestError(f"a cache cannot keep {rows} rows of its last step; 0 to {count} of them are there")
+        if rows < count:
+            absorbing.go_back(rows)
+            first.last_step = self._mark
 
     def undo(self) -> None:
-        """Takes all caches back to where the step began."""
-        for sequence in range(len(self.sequences)):
-            self.rewind(sequence, 0)
+        """Takes all caches back to where the step began, whatever has been done of it."""
+        for absorbing in self._absorbing:
+            if absorbing.ways:
+                absorbing.go_back(0)
 
 
 def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int) -> list[SequenceRows]:
     """The same with their tokens as arrays [n]. Raises RequestError: they do not make a step."""
-    checked = [replace(rows, tokens=_as_array(rows.tokens, vocab_size)) for rows in sequences]
+    checked = [rows if _is_lone(rows.tokens) else _as_array(rows, vocab_size) for rows in sequences]
+    if len(checked) == 1 and checked[0].count == 1:
+        return checked
     longest, total = max((rows.count for rows in checked), default=0), sum(rows.count for rows in checked)
     if not checked:
         raise RequestError("a step of no sequences; give at least one")
@@ -96,7 +138,9 @@ def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int) -> list[Seq
     return checked
 
 
-def _as_array(tokens: Any, vocab_size: int) -> mx.array:
-    if isinstance(tokens, mx.array) and tokens.shape == (1,):
-        return tokens
-    return token_ids(tokens, vocab_size, "a sequence's row of tokens")
+def _is_lone(tokens: Sequence[int] | mx.array) -> bool:
+    return isinstance(tokens, mx.array) and tokens.shape == (1,)
+
+
+def _as_array(rows: SequenceRows, vocab_size: int) -> SequenceRows:
+    return replace(rows, tokens=token_ids(rows.tokens, vocab_size, "a sequence's row of tokens"))

@@ -1,5 +1,8 @@
 """Causal grouped-query attention (arXiv:2305.13245) over a cache of keys and values, with an optional output gate.
 
+A window bounds what a query sees (arXiv:2004.05150). A sink is a learned logit of each head that counts in the sum of
+the softmax and in nothing else (after arXiv:2309.17453).
+
 On a GPU a token takes two launches, which write no key or value to the cache: a few of the newest come as an array of
 their own, which is copied with one more at each token. MLX's attention would take a dozen, and copies the whole cache
 where the token before is still being computed. On the CPU a token takes one call, which writes its key and value into
@@ -26,7 +29,7 @@ ATTEND_STEP = Kernel(
     "q k v q_weight k_weight periods eps magnitude scale positions keys values recent",
     "parts next",
 )
-ATTEND_COMBINE = Kernel("attend_combine", "parts gate positions", "out")
+ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 RECENT = 32  # positions whose keys and values are kept apart
 HEADS = 8  # of queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
@@ -34,29 +37,48 @@ SEVERAL = Reason("there are several tokens")
 # That exist at once: where MLX has no fused attention it keeps all of a call's. With the widest heads they take an M1's
 # GPU 0.05 s at its full rate (gpu_time).
 SCORES = 1 << 27
+LEAST_ROWS = 256  # of a part of an attention with a window
+NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 Rows = tuple[Shape, Shape]  # (heads, width) of a position in each of a cache's two arrays
 
 
-def in_parts(heads: int, rows: int, positions: int, mask: Any) -> Iterator[tuple[slice, slice, Any]]:
+def in_parts(
+    heads: int, rows: int, positions: int, mask: Any, window: int | None = None
+) -> Iterator[tuple[slice, slice, Any]]:
     """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
 
-    Yields the rows of a part, the positions that they see, and their mask. Only a causal one of many rows is cut.
+    Yields the rows of a part, the positions that they see, and their mask. Only a causal one of many rows is cut. With
+    a window a part has at most as many rows as the window, or `LEAST_ROWS`: it sees few positions that are masked.
     """
     size = max(SCORES // (heads * positions), 1)
-    if rows <= size or mask != "causal":
+    if window is not None:
+        size = min(size, max(window, LEAST_ROWS))
+    if mask != "causal" or (rows <= size and window is None):
         yield slice(0, rows), slice(0, positions), mask
         return
     before = positions - rows
     for start in range(0, rows, size):
         stop = min(start + size, rows)
-        yield slice(start, stop), slice(0, before + stop), "causal" if stop - start > 1 else None
+        first = 0 if window is None else max(before + start - window + 1, 0)
+        seen = slice(first, before + stop)
+        if window is not None and seen.stop - first > window and stop - start > 1:
+            yield slice(start, stop), seen, _band(stop - start, seen.stop - first, window)
+        else:
+            yield slice(start, stop), seen, "causal" if stop - start > 1 else None
+
+
+def _band(rows: int, positions: int, window: int) -> mx.array:
+    """The mask [rows, positions] of the last positions' queries, each of which sees `window` of them."""
+    age = mx.arange(positions - rows, positions)[:, None] - mx.arange(positions)
+    return (age >= 0) & (age < window)
 
 
 class Held(NamedTuple):
     """What a cache has before a token, numpy arrays on the CPU.
 
-    keys, values: [1, kv heads, capacity, D], or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
-    recent: [2, kv heads, RECENT, D], the newest keys and values, or [RECENT, N + R].
+    keys, values: [1, kv heads, capacity, .], with a window position p in row p % capacity; or latents
+        [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
+    recent: the newest keys [kv heads, RECENT, D] and then values in one row, or [RECENT, N + R].
     positions: int32, the token's place in the cache, the first of `recent`, the capacity, and the token's rotary
         position.
     """
@@ -86,6 +108,10 @@ class Positions(Protocol):
     keys: Any
     values: Any
 
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
+        """Appends [B, heads, L, width] to each; arrays whose first rows the new ones may see, and how many."""
+        ...
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends [B, heads, L, width] to each and returns what `mask` is for."""
         ...
@@ -107,6 +133,17 @@ class Steps(Positions, Protocol):
         ...
 
 
+class Terms(NamedTuple):
+    """How `attend` attends; see there. The norms are alike, or there are none."""
+
+    q_norm: Norm | None
+    k_norm: Norm | None
+    rope: Rope | None
+    scale: float
+    window: int | None
+    sinks: mx.array | None
+
+
 def attend(
     q: Array,
     k: Array,
@@ -117,42 +154,51 @@ def attend(
     k_norm: Norm | None,
     rope: Rope | None,
     scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
     whole: Whole | None = None,
 ) -> Array:
-    """softmax(scale * q k) v over all that `cache` has seen and the new positions up to each query's own.
+    """softmax(scale * q k) v over what `cache` has seen and the new positions up to each query's own.
 
     Args:
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
-        k, v: [B, L, kv heads, D], appended to `cache`, k normed and turned.
+        k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and turned.
         q_norm, k_norm: of each head of q and k; None: there is none, or q and k are normed already.
         rope: turns q and k by their rotary positions; None: nothing does.
+        window: how many positions a query sees, its own included; None: all. `cache` is then one of that window.
+        sinks: [heads], logits that take part in the softmax's sum only; None: there are none.
         whole: the same as kernels take it.
 
     Returns:
-        [B, L, heads * D]
+        [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    if isinstance(q, np.ndarray) and not native_refusal(B * L == 1, bool(q_norm and k_norm), bool(rope)):
-        assert q_norm and k_norm and rope
-        return _step_native(q, k, v, cache, (q_norm, k_norm), rope, scale)
-    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D):
-        return _step_kernel(q, k, v, cache, (q_norm, k_norm), rope, scale, whole)
+    terms = Terms(q_norm, k_norm, rope, scale, window, sinks)
+    if isinstance(q, np.ndarray) and not native_refusal(B * L == 1):
+        return _step_native(q, k, v, cache, terms)
+    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D, v.shape[-1]):
+        return _step_kernel(q, k, v, cache, terms, whole)
     position = cache.position
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
         q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
-        cache.update_and_fetch(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
-        mx.eval(cache.keys, cache.values)  # one wait for both
-        keys, values = view(cache.keys), view(cache.values)
-        out = stack([native.attend(view(q[i]), keys[i], values[i], cache.offset, scale) for i in range(B)])
+        seen = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
+        mx.eval(cache.keys, cache.values, *seen[:2])  # one wait for all
+        keys, values = view(seen[0]), view(seen[1])
+        logits = None if sinks is None else view(sinks)
+        rows = ((view(q[i]), keys[i], values[i], seen[2], scale) for i in range(B))
+        out = stack([native.attend(*row, window=window, sinks=logits) for row in rows])
         if gate is not None:
             out *= sigmoid(gate)
         return out.reshape(B, L, -1)
     q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts = []
-    for rows, seen, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L)):
-        part = mx.fast.scaled_dot_product_attention(q[:, :, rows], k[:, :, seen], v[:, :, seen], scale=scale, mask=mask)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), window):
+        part = mx.fast.scaled_dot_product_attention(
+            q[:, :, rows], k[:, :, places], v[:, :, places], scale=scale, mask=mask, sinks=sinks
+        )
         parts.append(part.transpose(0, 2, 1, 3))
         if part.shape[2] < L:  # one of several
             gpu_time.commit(parts[-1])
@@ -169,21 +215,14 @@ def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> 
 
 
 @planned()
-def native_refusal(is_alone: bool, has_norms: bool, has_rope: bool) -> Reason | None:
+def native_refusal(is_alone: bool) -> Reason | None:
     """Why norms, rotation and attention are native calls of their own, not the one of a single token."""
-    if not is_alone:
-        return Reason("attend_step takes a single token")
-    if not has_norms:
-        return Reason("attend_step norms each head of queries and keys, which are not normed here")
-    return None if has_rope else Reason("attend_step turns queries and keys, which are not turned here")
+    return None if is_alone else Reason("attend_step takes a single token")
 
 
-def _step_native(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, norms: tuple[Norm, Norm], rope: Rope, scale: float
-) -> np.ndarray:
-    """`attend` for one token on the CPU: [1, 1, heads * D]."""
-    q_norm, k_norm = norms
-    assert q_norm.eps == k_norm.eps
+def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, terms: Terms) -> np.ndarray:
+    """`attend` for one token on the CPU: [1, 1, heads * V]."""
+    q_norm, k_norm, rope, sinks = terms.q_norm, terms.k_norm, terms.rope, terms.sinks
     held, D = cache.held(mx.float32, here=True), k.shape[-1]
     offset, begun, _, position = held.positions
     queries = q[0, 0] if q.shape[-1] == D else np.ascontiguousarray(q[0, 0, :, :D])
@@ -191,12 +230,14 @@ def _step_native(
         queries,
         k[0, 0],
         v[0, 0],
-        (q_norm.weight, k_norm.weight, q_norm.eps),
-        (*angles(rope.frequencies, rope.magnitude, position, 1), rope.interleaved),
+        (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else None,
+        (*angles(rope.frequencies, rope.magnitude, position, 1), rope.interleaved) if rope else NO_TURN,
         (held.keys[0], held.values[0], begun),
         held.recent,
         offset + 1,
-        scale,
+        terms.scale,
+        window=terms.window,
+        sinks=None if sinks is None else view(sinks),
     )
     cache.advance(held.recent)
     if q.shape[-1] > D:
@@ -207,21 +248,23 @@ def _step_native(
 # ---- the kernels for one token
 
 
-def takes_step(width: int) -> bool:
-    """Whether single tokens with heads of that width take the kernels here."""
-    return not refusal(backend.name(), True, width)
+def takes_step(width: int, value_width: int) -> bool:
+    """Whether single tokens with heads of these widths take the kernels here."""
+    return not refusal(backend.name(), True, width, value_width)
 
 
 @planned()
-def refusal(target: str, is_alone: bool, width: int) -> Reason | None:
-    """Why the kernels do not attend for a token alone, or for several, with heads of that width."""
+def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason | None:
+    """Why the kernels do not attend for a token alone, or for several, with keys and values of these widths."""
     if target == "ops":
         return NO_KERNELS
     if not is_alone:
         return SEVERAL
     if width > WIDEST:
         return Reason(f"head width {width} is above {WIDEST}")
-    return Reason(f"head width {width} is no multiple of 32") if width % 32 else None
+    if value_width > width:
+        return Reason(f"values of {value_width} are wider than keys of {width}")
+    return next((Reason(f"head width {n} is no multiple of 32") for n in (width, value_width) if n % 32), None)
 
 
 def _step_kernel(
@@ -229,50 +272,52 @@ def _step_kernel(
     k: mx.array,
     v: mx.array,
     cache: Steps,
-    norms: tuple[Norm | None, Norm | None],
-    rope: Rope | None,
-    scale: float,
+    terms: Terms,
     whole: Whole | None,
 ) -> mx.array:
-    """`attend` for one token: [1, 1, heads * D]."""
-    q_norm, k_norm = norms
-    assert (q_norm and q_norm.eps) == (k_norm and k_norm.eps)
+    """`attend` for one token: [1, 1, heads * V]."""
+    norms, rope = (terms.q_norm, terms.k_norm), terms.rope
     held = cache.held(k.dtype)
-    norm_dtype = None if q_norm is None else q_norm.weight.dtype
+    norm_dtype = None if norms[0] is None else norms[0].weight.dtype
     turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
-    step, combine = _plan(backend.name(), q.shape, k.shape, (q.dtype, norm_dtype), held.keys.shape[2], *turn)
+    limits = terms.window, terms.sinks is not None
+    shapes = q.shape, k.shape, v.shape
+    step, combine = plan(backend.name(), shapes, (q.dtype, norm_dtype), held.keys.shape[2], turn, limits)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
     # A kernel wants an array in every place; what it does not read is k.
     norm_weights = [k if norm is None else norm.weight for norm in norms]
     weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
-    numbers = q_norm.eps if q_norm else 0.0, rope.magnitude if rope else 1.0, scale
+    numbers = norms[0].eps if norms[0] else 0.0, rope.magnitude if rope else 1.0, terms.scale
     parts, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
-    return combine(parts, inputs[0], held.positions)[0]
+    return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, held.positions)[0]
 
 
 @lru_cache(512)
-def _plan(
+def plan(
     target: str,
-    q: Shape,
-    k: Shape,
+    shapes: tuple[Shape, Shape, Shape],
     types: tuple[mx.Dtype, mx.Dtype | None],
     capacity: int,
-    dims: int,
-    interleaved: bool,
+    turn: tuple[int, bool],
+    limits: tuple[int | None, bool],
 ) -> tuple[Launch, Launch]:
-    (heads, stride), (kv_heads, width) = q[2:], k[2:]
+    (heads, stride), (kv_heads, width), (_, value_width) = (shape[2:] for shape in shapes)
+    window, has_sinks = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
-    sizes = {"X": types[0], "H": heads, "D": width, "P": positions}
+    sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
     template = sizes | {"W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
-    template |= {"NORM": int(types[1] is not None), "DIMS": dims, "INTERLEAVED": int(interleaved), "RECENT": RECENT}
-    pieces, most = ceildiv(capacity + RECENT, positions), MOST_THREADS[target]
+    template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
+    # A window of n positions lies in one piece more than it fills, or in all of a short text's.
+    pieces = ceildiv(capacity + RECENT, positions) if window is None else ceildiv(window - 1, positions) + 1
+    most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
-    columns = max(n for n in range(32, width + 1, 32) if width % n == 0 and 4 * n <= most)
-    outputs = [((pieces, heads, width + 2), mx.float32), ((2, kv_heads, RECENT, width), types[0])]
+    columns = max(n for n in range(32, value_width + 1, 32) if value_width % n == 0 and 4 * n <= most)
+    kept = kv_heads * RECENT * (width + value_width)
+    outputs = [((pieces, heads, value_width + 2), mx.float32), ((kept,), types[0])]
     step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), shares * width, outputs)
-    out = [((1, 1, heads * width), types[0])]
-    sizes |= {"GATE": int(stride > width), "C": columns}
-    return step, Launch(target, ATTEND_COMBINE, sizes, (heads, width // columns), 4 * columns, out)
+    out = [((1, 1, heads * value_width), types[0])]
+    sizes |= {"GATE": int(stride > width), "C": columns, "SINKS": int(has_sinks)}
+    return step, Launch(target, ATTEND_COMBINE, sizes, (heads, value_width // columns), 4 * columns, out)

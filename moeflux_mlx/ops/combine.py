@@ -46,7 +46,7 @@ def moe_combine(
     """
     other = residual if shared is None else shared
     dtypes = expert_out.dtype, residual.dtype, None if shared is None else other.dtype
-    launch = _plan(backend.name(), expert_out.shape, dtypes)
+    launch = plan(backend.name(), expert_out.shape, dtypes)
     weights = weights.astype(mx.float32)
     if isinstance(launch, Reason):
         return moe_combine_ops(expert_out, weights, residual, shared)
@@ -60,7 +60,7 @@ def combine_types(dtypes: Dtypes) -> dict[str, Any]:
 
 
 @planned()
-def _plan(target: str, shape: Shape, dtypes: Dtypes) -> Launch | Reason:
+def plan(target: str, shape: Shape, dtypes: Dtypes) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS
     tokens, top_k, hidden = shape

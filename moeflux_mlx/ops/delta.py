@@ -16,7 +16,7 @@ import numpy as np
 from ..kinds import Delta
 from . import backend, native
 from .backend import Array, stack, view
-from .elementwise import sigmoid, silu_mul, split
+from .elementwise import activate, sigmoid, split
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
@@ -185,7 +185,7 @@ def _delta_native(
     steps = [_recur(qkv[i], decay[i], beta[i], conv[i], recurrent[i], taps, sizes) for i in range(B)]
     out, conv, recurrent = (stack(list(part)) for part in zip(*steps, strict=True))
     state.conv, state.recurrent = mx.array(conv), mx.array(recurrent)
-    return silu_mul(z.reshape(out.shape), rms_norm(out, w.norm, w.eps)).reshape(B, L, -1)
+    return activate(z.reshape(out.shape), rms_norm(out, w.norm, w.eps)).reshape(B, L, -1)
 
 
 def _recur(
@@ -261,7 +261,7 @@ def delta_step(
     Returns (out [..., value width], the next conv, the next recurrent).
     """
     shapes = qkv.shape, conv.shape, recurrent.shape
-    launch = _plan_step(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
+    launch = plan_step(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
     parts: Sequence[Input] = (qkv, z, b, a) if joined is None else in_turn(joined, qkv, z, b, a)
     weights: Sequence[Input] = (w.A_log, w.dt_bias, w.conv, w.norm) if w.pieces is None else w.pieces
     out, conv, recurrent = launch(*parts, *weights, w.eps, conv.astype(qkv.dtype), recurrent)
@@ -269,7 +269,7 @@ def delta_step(
 
 
 @planned(PLANS)
-def _plan_step(
+def plan_step(
     target: str,
     qkv: Shape,
     conv: Shape,
@@ -294,13 +294,13 @@ def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array,
     Returns (out [T, C], the next state).
     """
     T = x.shape[0]
-    launch = _plan_conv(backend.name(), x.shape, x.dtype, weight.shape, weight.dtype)
+    launch = plan_conv(backend.name(), x.shape, x.dtype, weight.shape, weight.dtype)
     out, following = launch(x, state.astype(x.dtype), weight, count(T))
     return out, following
 
 
 @lru_cache(PLANS)
-def _plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtype: mx.Dtype) -> Launch:
+def plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtype: mx.Dtype) -> Launch:
     T, C = x
     taps = weight[1]
     template = {"X": dtype, "W": weight_dtype, "C": C, "TAPS": taps}
@@ -321,13 +321,13 @@ def gated_delta(
     Returns (out [T, value heads, value dim] in qkv's dtype, the next state).
     """
     T = qkv.shape[0]
-    launch = _plan_delta(backend.name(), T, qkv.dtype, state.shape, key_heads)
+    launch = plan_delta(backend.name(), T, qkv.dtype, state.shape, key_heads)
     out, following = launch(qkv, a, b, A_log, dt_bias, state, count(T))
     return out, following
 
 
 @lru_cache(PLANS)
-def _plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> Launch:
+def plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> Launch:
     heads, v_dim, k_dim = state
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
     template |= {"R": STATE_ROWS, "SG": SIMDGROUPS}
@@ -345,14 +345,14 @@ def gated_delta_tokens(
     """
     T = qkv.shape[0]
     target = backend.name()
-    prepare, steps = _plan_tokens(target, T, qkv.dtype, state.shape, key_heads)
+    prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads)
     qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
     out, following = steps(qkv, qk, gates, state, count(T))
     return out, following
 
 
 @planned(PLANS)
-def _plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> tuple[Launch, Launch]:
+def plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> tuple[Launch, Launch]:
     """The launch that prepares what the steps read, and that of the steps."""
     heads, v_dim, k_dim = state
     tile = tile_of(target, "gated_delta_tokens", f"{key_heads} keys, {heads}x{v_dim}x{k_dim}")
@@ -375,12 +375,12 @@ def _plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """rms_norm(x) * weight * silu(z), over the last axis; x, z [..., D], weight [D]."""
-    launch = _plan_norm(backend.name(), x.shape, x.dtype, weight.dtype)
+    launch = plan_norm(backend.name(), x.shape, x.dtype, weight.dtype)
     return launch(x, z, weight, eps, count(x.size // x.shape[-1]))[0]
 
 
 @lru_cache(PLANS)
-def _plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype) -> Launch:
+def plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype) -> Launch:
     rows, D = int(np.prod(x[:-1])), x[-1]
     template = {"X": dtype, "W": weight_dtype, "D": D, "SG": SIMDGROUPS}
     return Launch(target, GATED_NORM, template, (ceildiv(rows, SIMDGROUPS), 1), 32 * SIMDGROUPS, [(x, dtype)])

@@ -1,9 +1,11 @@
 """Packed records taken apart, for products large enough to pay for it: into dense arrays of their fields, or floats."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import SCALE_DTYPES, Projection, Record
+from ..formats.record import SCALE_DTYPES, Field, Record
 from . import backend
 from .backend import FLOATS
 from .experts import Records, check_blob, is_read, places_of, unread_reason
@@ -34,14 +36,14 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
         RequestError: a shape or dtype the kernel does not take.
     """
     record = records.record
-    plans = tuple(_plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1))
+    plans = tuple(plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1))
     if isinstance(plans[0], Reason) or isinstance(plans[1], Reason):
         return _dequantized_ops(records, slots, dtype)
     return plans[0](records.blob, slots)[0], plans[1](records.blob, slots)[0]
 
 
 @planned()
-def _plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
+def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
     """For gate and up (0), or down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
@@ -71,24 +73,35 @@ def _dequantized_ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tupl
 
 def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, Dense, Dense]:
     """gate, up and down of the records in the rows `where`, each array dense; float scales and biases in `dtype`."""
-    blob, record, first = records.blob, records.record, int(where[0])
+    matrices = records.record.projections
+    taken = iter(_taken(records, where, [field for matrix in matrices for field in matrix.codes], dtype))
+    gate, up, down = ([next(taken) for _ in matrix.codes] for matrix in matrices)
+    return gate, up, down
+
+
+def linear_biases(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[mx.array, ...] | None:
+    """What the products with gate, up and down add, each [n, rows] in `dtype`; None: nothing."""
+    fields = [projection.bias for projection in records.record.projections if projection.bias is not None]
+    return tuple(_taken(records, where, fields, dtype)) or None
+
+
+def _taken(records: Records, where: np.ndarray, fields: Sequence[Field], dtype: mx.Dtype) -> list[mx.array]:
+    """These fields of the records in the rows `where`; floating ones in `dtype`."""
+    if not fields:
+        return []
+    blob, first = records.blob, int(where[0])
     run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
     if not run and blob.size > LARGEST_INDEX:
         # MLX's gather counts in 32 bits where the view is small, whatever lies between its rows.
         blob, first, run = mx.take(blob, mx.array(where), axis=0), 0, True
 
-    def matrix(projection: Projection) -> Dense:
-        made = []
-        for field in projection.fields:
-            columns = blob[:, field.words]
-            words = (
-                mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
-            )
-            if field.dtype != "U32":
-                words = mx.view(words, DTYPES[field.dtype])
-            if field.dtype in SCALE_DTYPES:
-                words = words.astype(dtype)
-            made.append(words.reshape(len(where), field.shape[0], -1))
-        return made
-
-    return matrix(record.gate), matrix(record.up), matrix(record.down)
+    made = []
+    for field in fields:
+        columns = blob[:, field.words]
+        words = mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
+        if field.dtype != "U32":
+            words = mx.view(words, DTYPES[field.dtype])
+        if field.dtype in SCALE_DTYPES:
+            words = words.astype(dtype)
+        made.append(words.reshape(len(where), *field.shape))
+    return made

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..kinds import SILU, Activation
 from . import native
 from .backend import Array, view
 
@@ -24,23 +25,25 @@ def split(x: Array, *ends: int) -> list[Array]:
     return [x[..., start:end] for start, end in zip((0, *ends), (*ends, x.shape[-1]), strict=True)]
 
 
-def silu_mul(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, of one shape."""
-    if isinstance(gate, mx.array):
-        return nn.silu(gate) * up
-    rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
-    return native.silu_mul(*rows).reshape(gate.shape)
-
-
-def gelu_mul(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up, of one shape; gelu as Hendrycks and Gimpel approximate it by tanh (arXiv:1606.08415)."""
-    library: Any = mx if isinstance(gate, mx.array) else np
-    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-    return 0.5 * gate * (1 + library.tanh(inner)) * up
-
-
-# How a gated MLP joins its two products, under the names of Hugging Face's `hidden_act`.
-ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
+def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
+    """What `activation` makes of gate and up, of one shape, in gate's dtype."""
+    if not isinstance(gate, mx.array):
+        rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
+        return native.activate(rows[0], rows[1], activation).reshape(gate.shape)
+    limit = math.inf if activation.limit is None else activation.limit
+    match activation.form:
+        case "silu":
+            return nn.silu(gate) * up
+        case "gelu":
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            return 0.5 * gate * (1 + mx.tanh(inner)) * up
+        case "clip then silu":
+            return nn.silu(mx.minimum(gate, limit)) * mx.clip(up, -limit, limit)
+        case "silu then clip":
+            return mx.minimum(nn.silu(gate), limit) * mx.clip(up, -limit, limit)
+        case "clip then swish":
+            gate = mx.minimum(gate, limit)
+            return gate * mx.sigmoid(1.702 * gate) * (mx.clip(up, -limit, limit) + 1)
 
 
 def plus(x: Array, bias: mx.array) -> Array:
@@ -48,11 +51,34 @@ def plus(x: Array, bias: mx.array) -> Array:
     return x + (bias if isinstance(x, mx.array) else view(bias))
 
 
+def softcap(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap); x itself, where there is no cap."""
+    if cap is None:
+        return x
+    library: Any = mx if isinstance(x, mx.array) else np
+    return cap * library.tanh(x / cap)
+
+
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)); on numpy arrays by tanh, which cannot overflow."""
     if isinstance(x, mx.array):
         return mx.sigmoid(x)
     return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), in float32."""
+    return mx.logaddexp(float32(x), 0.0) if isinstance(x, mx.array) else np.logaddexp(x, np.float32(0))
+
+
+# What a gate for each head multiplies its output by, under the names of `GroupedQuery.gate`.
+HEAD_GATES = {"sigmoid head": sigmoid, "softplus head": softplus}
+
+
+def times_heads(x: Array, factors: Array) -> Array:
+    """x [..., heads * width], each head of it times its one of `factors` [..., heads]."""
+    heads = x.reshape(*factors.shape, -1)
+    return (heads * factors[..., None].astype(x.dtype)).reshape(x.shape)
 
 
 def softmax(x: Array) -> Array:

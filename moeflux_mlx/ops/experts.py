@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import PROJECTIONS, Projection, Record
-from ..kinds import Router
+from ..formats.record import PROJECTIONS, Field, Projection, Record
+from ..kinds import FORMS, SILU, Activation, Router
 from . import backend, forms, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
-from .elementwise import sigmoid
-from .forms import Form, form_of, matmul_float32
+from .elementwise import activate, sigmoid
+from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
@@ -28,7 +28,8 @@ from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
 PLANES_BYTES = 46 * 1024  # of CUDA's 48 KiB, for planes of x
-MAX_SLOTS = 16  # the down projection gives each slot a simdgroup of one threadgroup
+MAX_SLOTS = 32  # of a token: a threadgroup of the down projection holds a sum for each of them and its rows
+MAX_ARRAYS = 16  # of records that lie apart: Metal hands a kernel at most 31 arrays
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Records:
         Those that lie apart are not stacked for one token, which asks for as many each time: for each number of arrays
         there is a kernel.
         """
-        if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_SLOTS:
+        if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
             return self.memory, (len(self.memory), self.memory[0].size), len(self.memory)
         return (self.blob,), self.blob.shape, 0
 
@@ -76,12 +77,14 @@ class Shared:
         gate_up: gate's rows and then up's, [2 I, H], where they are stored alike; else None.
         down: [H, I].
         gates: [T, O] float32, the last column each token's scale before the sigmoid; None: nothing scales it.
+        activation: what joins gate and up.
     """
 
     layer: Callable[[Any, Any], Any]
     gate_up: Weights | None
     down: Weights
     gates: Any = None  # mx.array | np.ndarray | None
+    activation: Activation = SILU
 
     def rows(self, x: Array) -> Array:
         """The output [T, H] in x's dtype."""
@@ -91,6 +94,8 @@ class Shared:
     def joins(self, record: Record, top_k: int) -> bool:
         """Whether the kernels compute it beside `top_k` such records."""
         if self.gate_up is None or not backend.has_kernels() or top_k >= MAX_SLOTS or not is_read(record):
+            return False
+        if self.activation != record.activation or record.down.bias is not None or record.interleaved:
             return False
         pairs = (self.gate_up, record.gate, 2), (self.down, record.down, 1)
         return all(
@@ -109,7 +114,7 @@ def chosen_ffn(
         shared = shared.rows(x)
     shapes = x.shape, records.blob.shape, choice.logits.shape
     rule = choice.rule, choice.bias is not None
-    launch = _plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
+    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, isinstance(shared, Shared))
     if isinstance(launch, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias)
         return expert_ffn(x, ids, records, weights, residual, shared)
@@ -161,12 +166,12 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
     assert isinstance(x, mx.array)
     (tokens, hidden), own = x.shape, _first_of(shared, None)
     target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
-    first = _plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
+    first = plan_gate_up(target, x.shape, x.dtype, blob, none, record, True)
     assert not isinstance(first, Reason)
     act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
     dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
     columns = 0 if shared.gates is None else shared.gates.shape[1]
-    last = _plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
+    last = plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
     assert not isinstance(last, Reason)
     zeros = mx.zeros((tokens, hidden), mx.float32)
     return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
@@ -185,11 +190,11 @@ def _last_of(shared: Any, other: mx.array) -> list[Any]:
 
 
 def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None, alone: bool = True) -> Array:
-    """silu(gate x) * (up x) for every slot of every token.
+    """What gate x and up x join to, for every slot of every token.
 
     Args:
         x: [T, H] float32, bfloat16 or float16; on MLX's side up to 16 tokens, each at a multiple of 16 bytes.
-        slots: [T, K], rows of the records: int32 or uint32, K from 1 to 16; beside numpy int32 and any K.
+        slots: [T, K], rows of the records: int32 or uint32, kernels take up to 32 of a token; beside numpy int32.
         records: whose gate and up are [I, H].
         shared: one that `joins` them, or None.
         alone: beside numpy, whether rows have the bits of a step's, else those of a prompt's.
@@ -208,7 +213,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
     assert isinstance(slots, mx.array)
     memory, blob, apart = records.inputs(len(x))
     joined = shared is not None
-    launch = _plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
+    launch = plan_gate_up(backend.name(), x.shape, x.dtype, blob, slots.shape, records.record, joined, apart)
     if isinstance(launch, Reason):
         return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
@@ -223,7 +228,7 @@ def expert_down_combine(
     shared: "Array | Shared | None" = None,
     alone: bool = True,
 ) -> Array:
-    """residual + sum_k weights[k] * (down_k act[k]) + shared, k ascending, rounded once.
+    """residual + sum_k weights[k] * (down_k act[k] + its bias) + shared, k ascending, rounded once.
 
     Args:
         act: as `expert_gate_up` returns it.
@@ -281,7 +286,7 @@ def _down_combine_kernel(
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
     memory, blob, apart = records.inputs(len(act))
     shapes = act.shape, residual.shape, blob, used.shape
-    launch = _plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
+    launch = plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
     if isinstance(launch, Reason):
         return None
     inputs = act, *memory, used.slots, used.weights, residual, rows
@@ -317,8 +322,17 @@ def check_blob(blob: Shape, record: Record) -> None:
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:
     check_blob(blob, record)
-    good = len(slots) == 2 and slots[0] == tokens and least <= slots[1] <= MAX_SLOTS
-    require(good, f"slots are {slots}; expected [{tokens}, K], K from 1 to {MAX_SLOTS}")
+    good = len(slots) == 2 and slots[0] == tokens and least <= slots[1]
+    require(good, f"slots are {slots}; expected [{tokens}, K], K from 1")
+
+
+def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
+    """Why no kernel computes so many experts of a token."""
+    if target == "ops":
+        return NO_KERNELS
+    if top_k > MAX_SLOTS:
+        return Reason(f"a token has {top_k} experts, more than {MAX_SLOTS}")
+    return None if is_read(record) else unread_reason(record)
 
 
 def places_of(name: str, projection: Projection) -> dict[str, int]:
@@ -330,13 +344,21 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
 
 
+def biases_of(**projections: Projection) -> dict[str, Any]:
+    """The text's constants about what products add: whether they do, its type, and words to it in a record."""
+    fields = {name: projection.bias for name, projection in projections.items()}
+    kinds = {DTYPES[field.dtype] for field in fields.values() if field is not None}
+    template = {"BIASED": len(kinds), "B": kinds.pop() if kinds else mx.float32}
+    return template | {f"{name}_BIAS": field.words.start if field else 0 for name, field in fields.items()}
+
+
 def _blob(apart: int) -> str:
     """The name of the records, which are one array or so many."""
     return f"blob*{apart}" if apart else "blob"
 
 
 @planned()
-def _plan_gate_up(
+def plan_gate_up(
     target: str,
     x: Shape,
     dtype: mx.Dtype,
@@ -352,7 +374,7 @@ def _plan_gate_up(
 
 
 @planned()
-def _plan_choice(
+def plan_choice(
     target: str,
     x: Shape,
     blob: Shape,
@@ -383,8 +405,9 @@ def _first_launch(
     tokens, hidden = x
     inner, each = record.moe_intermediate_size, top_k + joined
     require(hidden == record.hidden_size, f"x is {x}; the records' experts take {record.hidden_size} columns")
-    if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread_reason(record)
+    reason = _no_launch(target, record, top_k)
+    if reason is not None:
+        return reason
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
@@ -393,6 +416,8 @@ def _first_launch(
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(joined), "WORDS": blob[1]}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
+    template |= {"ACTIVATION": FORMS.index(record.activation.form), "LIMIT": float(record.activation.limit or 0)}
+    template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
     groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
     return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
@@ -411,7 +436,7 @@ def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
 
 
 @planned()
-def _plan_down(
+def plan_down(
     target: str,
     act: Shape,
     residual: Shape,
@@ -434,15 +459,20 @@ def _plan_down(
     )
     _check_slots(blob, slots, tokens, record, least=0 if joined else 1)
     require(slots[1] == top_k, f"act is {act} but slots are {slots}; both hold [T, K]")
-    if target == "ops" or not is_read(record):
-        return NO_KERNELS if target == "ops" else unread_reason(record)
+    reason = _no_launch(target, record, top_k)
+    if reason is not None:
+        return reason
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
-    template["SG"] = simdgroups = min(each, MOST_THREADS[target] // 32)
+    template |= biases_of(DOWN=record.down)
+    simdgroups = min(each, MOST_THREADS[target] // 32)
+    if form.planes:
+        simdgroups = min(simdgroups, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
+    template["SG"] = simdgroups
     template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
@@ -451,22 +481,32 @@ def _plan_down(
 
 
 def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projection) -> mx.array:
-    """[P, columns] x, each row times its own record's matrix: float32 [P, rows]."""
+    """[P, columns] x, each row times its own record's matrix, plus its bias: float32 [P, rows]."""
     pairs = len(x)
     start, stop = projection.fields[0].words.start, projection.fields[-1].words.stop
     words = mx.take(records.blob[:, start:stop], slots.reshape(-1), axis=0)
-    parts = []
-    for field in projection.fields:
+
+    def values(field: Field) -> mx.array:
         part = words[:, field.words.start - start : field.words.stop - start]
-        parts.append(part.view(forms.DTYPES[field.dtype]).reshape(pairs, *field.shape))
-    return matmul_float32(x[:, None], projection.quant, *parts)[:, 0]
+        return part.view(DTYPES[field.dtype]).reshape(pairs, *field.shape)
+
+    product = matmul_float32(x[:, None], projection.quant, *map(values, projection.codes))[:, 0]
+    return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)
+
+
+def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
+    """What the products [..., I] with the matrices in gate's and in up's place become."""
+    if record.interleaved:
+        both = mx.concatenate([first, second], axis=-1)
+        first, second = both[..., ::2], both[..., 1::2]
+    return activate(first, second, record.activation)
 
 
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
         gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-        return (gate * mx.sigmoid(gate) * up).astype(x.dtype).reshape(*slots.shape, -1)
+        return joined(gate, up, records.record).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E8M0, FLOAT, INTEGER, Quant, is_known
+from ..quant import E2M1, E8M0, FLOAT, INTEGER, Quant
 
 MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
@@ -77,7 +77,7 @@ class Form:
 
 def is_read(quant: Quant, columns: int) -> bool:
     """Whether the GPU kernels and the native ones read matrices that are stored so, with rows of so many columns."""
-    is_in_kernels = is_known(quant) and (quant.codes, quant.scale) in READ
+    is_in_kernels = quant.is_known and (quant.codes, quant.scale) in READ
     return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.group_size == 0
 
 

@@ -73,9 +73,12 @@ def _projected(mixer: Mixer) -> int:
     """Columns of the projections from the hidden state and back to it."""
     match mixer:
         case GroupedQuery():
-            return mixer.head_dim * ((2 + bool(mixer.gate)) * mixer.heads + 2 * mixer.kv_heads)
+            queries = mixer.head_dim * (1 + (mixer.gate == "joined")) + mixer.value_width
+            gates = mixer.gate not in (None, "joined")
+            return mixer.heads * (queries + gates) + mixer.kv_heads * (mixer.head_dim + mixer.value_width)
         case Latent():
-            return mixer.q_latent + mixer.latent + mixer.rotation.dims + mixer.heads * mixer.value
+            queries = mixer.heads * mixer.head_dim if mixer.q_latent is None else mixer.q_latent
+            return queries + mixer.latent + mixer.rotation.dims + mixer.heads * mixer.value
         case Delta():
             return mixer.channels + 2 * mixer.value_width + 2 * mixer.value_heads
 
@@ -86,6 +89,6 @@ def _own(mixer: Mixer, tokens: int) -> float:
         case GroupedQuery():
             return 0.0
         case Latent():
-            return product(tokens, mixer.q_latent, mixer.heads * mixer.head_dim)
+            return product(tokens, mixer.q_latent or 0, mixer.heads * mixer.head_dim)
         case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464)
             return 7.0 * tokens * mixer.value_width * mixer.key_dim / DELTA_SHARE

@@ -17,9 +17,8 @@ from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
-from .dequantize import Dense, dense, dequantized_records
-from .elementwise import silu_mul
-from .experts import Records, expert_down_combine, expert_gate_up, native_refusal
+from .dequantize import Dense, dense, dequantized_records, linear_biases
+from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import settings
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
@@ -262,22 +261,25 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
     if not batch.rows:
         size = BLOCK_ROWS[backend.name()]
         parts, owners = dense(records, slots, x.dtype), mx.array(batch.owners)
+        biases = linear_biases(records, slots, x.dtype)
         for part in _parts(len(batch.owners), most // size):
             at, own = start + part.start * size, owners[part]
             taken = mx.take(x, source[at : at + own.size * size], axis=0).reshape(own.size, size, H)
-            yield grouped_ffn(taken, parts, records, own).reshape(-1, H)
+            yield grouped_ffn(taken, parts, records.record, own, biases).reshape(-1, H)
         return
     for part, width in batch.parts(most // batch.rows):
         count = part.stop - part.start
         some = np.concatenate([slots[part], np.repeat(slots[part][:1], width - count)])  # others' places
         gate_up, down = dequantized_records(records, mx.array(some.astype(np.uint32)), x.dtype)
+        biases = linear_biases(records, some, x.dtype)
         for rows in _parts(batch.rows, most):
             length = rows.stop - rows.start
             at = start + part.start * batch.rows + rows.start
             places = source[at : at + count * length]
             if width > count:
                 places = mx.concatenate([places, mx.broadcast_to(places[:1], ((width - count) * length,))])
-            made = dense_ffn(mx.take(x, places, axis=0).reshape(width, length, H), gate_up, down)
+            taken = mx.take(x, places, axis=0).reshape(width, length, H)
+            made = dense_ffn(taken, gate_up, down, records.record, biases)
             yield made[:count].reshape(-1, H)
 
 
@@ -293,29 +295,47 @@ def _parts(n: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + max(size, 1), n))
 
 
-def dense_ffn(x: mx.array, gate_up: mx.array, down: mx.array) -> mx.array:
-    """down(silu(gate x) * up x) of each expert on its own rows: [n, rows, H].
+def dense_ffn(
+    x: mx.array, gate_up: mx.array, down: mx.array, record: Record, biases: tuple[mx.array, ...] | None = None
+) -> mx.array:
+    """down(activation(gate x, up x)) of each expert on its own rows: [n, rows, H].
 
     Args:
         x: [n, rows, H].
         gate_up: [n, 2 I, H], the rows of gate, then those of up.
         down: [n, H, I].
+        record: says how gate and up are joined.
+        biases: added to the products with gate and up [n, I] and down [n, H].
     """
     gate, up = mx.split(x @ gate_up.swapaxes(-1, -2), 2, axis=-1)
-    return silu_mul(gate, up) @ down.swapaxes(-1, -2)
+    if biases is None:
+        return joined(gate, up, record) @ down.swapaxes(-1, -2)
+    of_gate, of_up, of_down = (bias[:, None] for bias in biases)
+    return joined(gate + of_gate, up + of_up, record) @ down.swapaxes(-1, -2) + of_down
 
 
-def grouped_ffn(x: mx.array, parts: tuple[Dense, Dense, Dense], records: Records, owners: mx.array) -> mx.array:
-    """down(silu(gate x) * up x) with each block's own expert: [B, size, H].
+def grouped_ffn(
+    x: mx.array,
+    parts: tuple[Dense, Dense, Dense],
+    record: Record,
+    owners: mx.array,
+    biases: tuple[mx.array, ...] | None = None,
+) -> mx.array:
+    """down(activation(gate x, up x)) with each block's own expert: [B, size, H].
 
     Args:
         x: [B, size, H], sorted by expert.
         parts: gate, up and down, as `dense` gives them.
+        record: how they are stored and joined.
         owners: [B] uint32 index into them, ascending.
+        biases: added to the products with gate, up and down, each [n, rows].
     """
-    record = records.record
-    gate, up = (_multiply(x, part, of, owners) for part, of in zip(parts, (record.gate, record.up), strict=False))
-    return _multiply(silu_mul(gate, up), parts[2], record.down, owners)
+
+    def product(x: mx.array, which: int) -> mx.array:
+        made = _multiply(x, parts[which], record.projections[which], owners)
+        return made if biases is None else made + biases[which][owners][:, None]
+
+    return product(joined(product(x, 0), product(x, 1), record), 2)
 
 
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:

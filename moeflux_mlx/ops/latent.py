@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..kinds import QueryScale
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import RECENT, SEVERAL, Steps, in_parts
+from .attend import RECENT, SEVERAL, Held, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
 from .forms import Form, code_number, is_read
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, Kernel, Launch, Reason, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, ceildiv
 from .linear import Weights, by_head, inputs_of, linear, multiply, part_of_heads
 from .norm import Norm
 from .rope import Rope
@@ -97,25 +98,53 @@ class StoredMatrices(NamedTuple):
         return self.arrays[0].shape[-2]
 
 
-@dataclass(frozen=True)
-class Queries:
-    """What makes queries of a latent [..., columns]: norm(x) @ W.T, of W [heads * (nope + R), columns]."""
+class Up(NamedTuple):
+    """norm(x) @ W.T, of W [heads * (nope + R), columns]."""
 
     weights: Weights
     norm: Norm
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What makes queries of x [..., columns].
+
+    Args:
+        heads: of queries.
+        up: what makes them of a latent; None: x is all heads' queries already.
+        scale: multiplies them by their positions; None: nothing does.
+    """
+
     heads: int
+    up: Up | None
+    scale: QueryScale | None = None
 
     def __call__(self, x: Array) -> Array:
-        """[B, L, columns] -> [B, L, heads, nope + R]"""
-        return linear(x, self.weights, self.norm).reshape(*x.shape[:2], self.heads, -1)
+        """[B, L, columns] -> [B, L, heads, nope + R], not scaled."""
+        x = x if self.up is None else linear(x, *self.up)
+        return x.reshape(*x.shape[:2], self.heads, -1)
 
     @property
     def form(self) -> Form | None:
         """How W is stored, if kernels read it."""
-        quant = self.weights.quant
-        if quant is None or not is_read(quant, self.weights.shape[1]):
+        quant = self.up and self.up.weights.quant
+        if self.up is None or quant is None or not is_read(quant, self.up.weights.shape[1]):
             return None
-        return Form(quant, self.weights.scales.dtype)
+        return Form(quant, self.up.weights.scales.dtype)
+
+    def scaled(self, q: Array, offset: int | mx.array) -> Array:
+        """q [B, L, heads, nope + R] of positions from `offset`, scaled."""
+        if self.scale is None:
+            return q
+        library = np if isinstance(q, np.ndarray) else mx
+        factors = query_factors(library.arange(q.shape[1]) + offset, self.scale, library)
+        return (q * factors[:, None, None]).astype(q.dtype)
+
+
+def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
+    """What multiplies the queries at integer positions (`QueryScale`), by operations of numpy or MLX: float32."""
+    stretches = positions // scale.original_max_position_embeddings
+    return 1.0 + scale.beta * library.log1p(stretches.astype(library.float32))
 
 
 def attend_latent(
@@ -145,7 +174,7 @@ def attend_latent(
     B, L = q.shape[:2]
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rope.dims, rope.dims):
         return _step_kernel(q, kv, cache, queries, key, value, norm, rope, scale)
-    q = queries(q)
+    q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
@@ -216,13 +245,14 @@ def _step_kernel(
     scale: float,
 ) -> mx.array:
     """`attend_latent` for one token: [1, 1, heads * v]."""
-    assert norm.eps == queries.norm.eps
-    keys, values, form = key.stored(), value.stored(), queries.form
-    made = [_nothing(), q, q] if form is None else inputs_of(queries.weights)
+    up, keys, values, form = queries.up, key.stored(), value.stored(), queries.form
+    q_norm, sizes = (norm, (q.shape[-1], q.shape[-1])) if up is None else (up.norm, up.weights.shape)
+    assert norm.eps == q_norm.eps
+    made = [_nothing(), q, q] if form is None or up is None else inputs_of(up.weights)
     held = cache.held(kv.dtype)
-    query, attend, combine = _plan(
+    query, attend, combine = plan(
         backend.name(),
-        (queries.heads, *queries.weights.shape, kv.shape[2], held.keys.shape[2]),
+        (queries.heads, *sizes, kv.shape[2], held.keys.shape[2]),
         (q.dtype, norm.weight.dtype),
         form,
         (keys.form, values.form),
@@ -230,12 +260,23 @@ def _step_kernel(
         (rope.dims, rope.interleaved),
     )
     x = queries(q) if form is None else q
-    numbers = norm.eps, rope.magnitude, scale
-    norms = queries.norm.weight, norm.weight
+    numbers = norm.eps, rope.magnitude, _scale_of(held, scale, queries.scale)
+    norms = q_norm.weight, norm.weight
     rows, token = query(x, kv, *norms, rope.periods, held.positions, *numbers, *made, *keys.arrays)
     parts, stats, recent = attend(rows, token, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
     return combine(parts, stats, held.positions, *values.arrays)[0]
+
+
+def _scale_of(held: Held, scale: float, by: QueryScale | None) -> Input:
+    """What multiplies the scores of a token: a number, or an array of one."""
+    return scale if by is None else _scaling(scale, by)(held.positions[3:])
+
+
+@lru_cache(16)
+def _scaling(scale: float, by: QueryScale) -> Any:
+    """A function of the token's position; compiled it is one launch."""
+    return mx.compile(lambda position: scale * query_factors(position, by, mx))
 
 
 @cache
@@ -245,7 +286,7 @@ def _nothing() -> mx.array:
 
 
 @lru_cache(512)
-def _plan(
+def plan(
     target: str,
     sizes: tuple[int, int, int, int, int],
     types: tuple[mx.Dtype, mx.Dtype],

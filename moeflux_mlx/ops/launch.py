@@ -145,8 +145,8 @@ class Kernel:
         names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
         behind it (`threads_named`).
         """
-        (names, first), (outputs, told) = self._named(places), _several(self.outputs)
-        source, first = text_of(f"{self.name}.metal"), constants + first + told
+        (names, first), (outputs, output_lines) = self._named(places), _several(self.outputs)
+        source, first = text_of(f"{self.name}.metal"), constants + first + output_lines
         headers = headers_of(f"{self.name}.metal", self.form)
         make: Any = mx.fast.metal_kernel
         header = "".join(map(text_of, headers)) + threads_named(threads)
@@ -202,9 +202,13 @@ def _several(names: str) -> tuple[list[str], str]:
     return passed, lines
 
 
-def _constant(name: str, value: int | mx.Dtype) -> str:
+def _constant(name: str, value: int | float | mx.Dtype) -> str:
     """A line of text that declares it."""
-    return f"using {name} = {TYPES[value]};\n" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};\n"
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {TYPES[value]};\n"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {np.float32(value).item()!r}f;\n"
+    return f"constexpr int {name} = {value};\n"
 
 
 @cache

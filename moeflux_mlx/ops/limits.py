@@ -6,8 +6,7 @@ allocation failed, and the process ends by a signal: a plan must leave room for 
 """
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 
 from ..errors import DeviceError
 
@@ -30,17 +29,17 @@ REMEDIES = {
 }
 
 
-@contextmanager
-def within_limits() -> Iterator[None]:
+class within_limits(ContextDecorator):  # noqa: N801 - used as a function is
     """What is computed or allocated inside raises DeviceError where memory or the GPU's time is at an end."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, OSError) as error:
-        remedy = _remedy(error)
-        if remedy is None:
-            raise
-        cause = str(error).partition("\n")[0] or "out of memory"
-        raise DeviceError(f"computing failed: {cause.rstrip('.')}; {remedy}") from error
+
+    def __enter__(self) -> None:
+        """Nothing is to be prepared."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        remedy = _remedy(error) if isinstance(error, (MemoryError, RuntimeError, OSError)) else None
+        if remedy is not None:
+            cause = str(error).partition("\n")[0] or "out of memory"
+            raise DeviceError(f"computing failed: {cause.rstrip('.')}; {remedy}") from error
 
 
 def _remedy(error: Exception) -> str | None:

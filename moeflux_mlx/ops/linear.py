@@ -256,7 +256,7 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     assert w.quant is not None
     around = Around(None if norm is None else norm.weight.dtype, residual is not None)
     shapes = w.weight.shape, w.scales.shape
-    launch = _plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
+    launch = plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
     if isinstance(launch, Reason):
         x, quant = x if norm is None else norm(x), w.quant
         y = _by_mlx(lambda rows: matmul_float32(rows, quant, *_parts(w)), x).astype(x.dtype)
@@ -293,7 +293,7 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -
 
 
 @planned()
-def _plan(
+def plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
 ) -> Launch | Reason:
     tokens, columns = prod(x[:-1]), x[-1]

@@ -42,11 +42,13 @@ import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
+from ..kinds import FORMS, SILU, Activation
 from ..quant import E8M0, FLOAT, Quant
 from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 
 Buffer = Any  # numpy array, mx.array or memoryview
+NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
 KINDS = ("BF16", "F16", "F32", E8M0)  # of a record's scales, by the number that the kernels know them by
@@ -218,24 +220,33 @@ def dequantize(
 
 
 def _places(*projections: Projection) -> tuple[int, ...]:
-    """Where matrices of one form lie in a record, and the form; what has no biases repeats the scales' place."""
+    """Where matrices of one form lie in a record, and the form; what has no biases of groups repeats the scales' place.
+    Then where what their products add lies, -1 for nothing, and its kind."""
     last = projections[-1]
-    places = [at for one in projections for at in (*one.words[:2], one.words[len(one.quant.parts) - 1])]
+    places = [at for one in projections for at in (*one.words[:2], one.words[len(one.codes) - 1])]
     kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
-    return (*places, last.quant.bits, last.quant.group_size, KINDS.index(kind))
+    biases = [-1 if one.bias is None else one.bias.words.start for one in projections]
+    kinds = (KINDS.index(kind), *biases, 0 if last.bias is None else KINDS.index(last.bias.dtype))
+    return (*places, last.quant.bits, last.quant.group_size, *kinds)
+
+
+def _number(activation: Activation) -> tuple[int, float]:
+    """What the kernels know it by."""
+    return FORMS.index(activation.form), activation.limit or 0.0
 
 
 def expert_gate_up(
     x: Buffer, blob: Buffer, slots: Buffer, record: Record, out: np.ndarray | None = None, alone: bool = True
 ) -> np.ndarray:
-    """silu(gate_e x_t) * up_e x_t for each slot of each token -> act[T, K, I].
+    """activation(gate_e x_t, up_e x_t) for each slot of each token -> act[T, K, I], biases added before.
 
     x [T, H]; blob uint32 [S, words] holds records of the geometry `record`, one in each row, read in place; slots int32
     [T, K] are rows of it. An expert that several tokens share is read once per call. `alone`: each row has the bits
     that it has by itself, as in a step; else those that it has in a prompt.
     """
     out = _result(out, *slots.shape, record.moe_intermediate_size)
-    extension().expert_gate_up(x, blob, slots, _places(record.gate, record.up), _chosen.bits, alone, out)
+    places, activation = _places(record.gate, record.up), _number(record.activation)
+    extension().expert_gate_up(x, blob, slots, places, _chosen.bits, alone, *activation, record.interleaved, out)
     return out
 
 
@@ -250,7 +261,7 @@ def expert_down_combine(
     out: np.ndarray | None = None,
     alone: bool = True,
 ) -> np.ndarray:
-    """(sum_k weights[t, k] * down_{slots[t, k]} act[t, k], k ascending) + mid + shared -> [T, H].
+    """(sum_k weights[t, k] * (down_{slots[t, k]} act[t, k] + its bias), k ascending) + mid + shared -> [T, H].
 
     act [T, K, I]; blob, slots, record and alone as in expert_gate_up; weights [T, K]; mid and shared [T, H].
     """
@@ -279,10 +290,10 @@ def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | Non
     return out
 
 
-def silu_mul(gate: Buffer, up: Buffer, out: np.ndarray | None = None) -> np.ndarray:
-    """silu(gate) * up, all [N, D]."""
+def activate(gate: Buffer, up: Buffer, activation: Activation = SILU, out: np.ndarray | None = None) -> np.ndarray:
+    """What `activation` makes of gate and up, all [N, D]."""
     out = _result(out, *gate.shape)
-    extension().silu_mul(gate, up, out)
+    extension().activate(gate, up, *_number(activation), out)
     return out
 
 
@@ -309,14 +320,25 @@ def conv_silu(state: Buffer, x: Buffer, weight: Buffer, out: np.ndarray | None =
     return out, following
 
 
-def attend(q: Buffer, k: Buffer, v: Buffer, length: int, scale: float, out: np.ndarray | None = None) -> np.ndarray:
+def attend(
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    length: int,
+    scale: float,
+    out: np.ndarray | None = None,
+    *,
+    window: int | None = None,
+    sinks: Buffer | None = None,
+) -> np.ndarray:
     """Causal grouped-query attention of the newest T tokens over a key/value cache -> [T, Hq, Dv].
 
     q [T, Hq, Dk]; k [Hkv, C, Dk] and v [Hkv, C, Dv] hold `length` valid rows of capacity C, the newest
-    T of them for q's tokens; query head h reads kv head h // (Hq / Hkv). Dk, Dv are multiples of 16.
+    T of them for q's tokens; query head h reads kv head h // (Hq / Hkv). Dk, Dv are multiples of 16. A token sees the
+    newest `window` rows up to its own, None: all; `sinks` [Hq]: logits whose exponentials count in the softmax's sum.
     """
     out = _result(out, q.shape[0], q.shape[1], v.shape[2])
-    extension().attend(q, k, v, length, scale, out)
+    extension().attend(q, k, v, length, scale, window or length or 1, NOTHING if sinks is None else sinks, out)
     return out
 
 
@@ -324,22 +346,29 @@ def attend_step(
     q: Buffer,
     k: Buffer,
     v: Buffer,
-    norms: tuple[Buffer, Buffer, float],
+    norms: tuple[Buffer, Buffer, float] | None,
     turn: tuple[Buffer, Buffer, bool],
     seen: tuple[Buffer, Buffer, int],
     recent: np.ndarray,
     length: int,
     scale: float,
+    *,
+    window: int | None = None,
+    sinks: Buffer | None = None,
 ) -> np.ndarray:
-    """A token's queries and key normed and turned, its key and value kept, and `attend` of it -> [Hq, D].
+    """A token's queries and key normed and turned, its key and value kept, and `attend` of it -> [Hq, Dv].
 
-    q [Hq, D]; k, v [Hkv, D]; norms: weights [D] of queries and of keys, and epsilon; turn: as `rope` takes one token's.
-    seen: keys and values [Hkv, C, D] and how many positions of them count. The ones after those lie in `recent`
-    [2, Hkv, M, D], keys and then values; position `length - 1`, the token's own, is written there. The bits are those
-    of `rms_norm`, `rope` and `attend` over one array.
+    q [Hq, Dk]; k [Hkv, Dk]; v [Hkv, Dv]; norms: weights [Dk] of queries and of keys, and epsilon; turn: as `rope` takes
+    one token's, of no angles where nothing turns. seen: keys [Hkv, C, Dk] and values [Hkv, C, Dv] and how many
+    positions lie there, position p in row p % C. The ones after those lie in `recent`, keys [Hkv, M, Dk] and then
+    values [Hkv, M, Dv] in one row; position `length - 1`, the token's own, is written there. The bits are those of
+    `rms_norm`, `rope` and `attend` over one array.
     """
-    out = np.empty(q.shape, np.float32)
-    extension().attend_step(q, k, v, *norms, *turn, *seen, recent, length, scale, out)
+    out = np.empty((q.shape[0], v.shape[1]), np.float32)
+    limits = window or length or 1, NOTHING if sinks is None else sinks
+    extension().attend_step(
+        q, k, v, *(norms or (NOTHING, NOTHING, 0.0)), *turn, *seen, recent, length, scale, *limits, out
+    )
     return out
 
 

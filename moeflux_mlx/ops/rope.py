@@ -1,4 +1,4 @@
-"""Rotary position embedding, plain (arXiv:2104.09864) and YaRN-scaled (arXiv:2309.00071)."""
+"""Rotary position embedding: plain (arXiv:2104.09864), scaled by YaRN (arXiv:2309.00071) or as Llama 3.1's."""
 
 import math
 from functools import lru_cache
@@ -6,7 +6,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Rotation, Yarn
+from ..kinds import Llama3, Rotation, Yarn
 from . import native
 from .backend import Array, stack
 
@@ -24,6 +24,8 @@ class Rope:
         if rotation.yarn is not None:
             frequencies = yarn_inv_freq(self.dims, self.base, rotation.yarn)
             self.magnitude = yarn_magnitude(rotation.yarn)
+        if rotation.llama3 is not None:
+            frequencies = llama3_inv_freq(frequencies, rotation.llama3)
         self.frequencies = frequencies.tobytes()
         self.periods = mx.array(1.0 / frequencies, mx.float32)
 
@@ -57,6 +59,18 @@ def angles(frequencies: bytes, magnitude: float, offset: int, length: int) -> tu
     """
     angle = np.arange(offset, offset + length)[:, None] * np.frombuffer(frequencies)
     return (magnitude * np.cos(angle)).astype(np.float32), (magnitude * np.sin(angle)).astype(np.float32)
+
+
+def llama3_inv_freq(plain: np.ndarray, scaling: Llama3) -> np.ndarray:
+    """float64 [dims/2] radians per position: `plain`, divided by the factor where at most `low_freq_factor` turns fit
+    into the original context, kept where `high_freq_factor` do, and between them mixed by the number of turns.
+
+    As in Hugging Face's `_compute_llama3_parameters`.
+    """
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return plain / scaling.factor * (1 - kept) + plain * kept
 
 
 def yarn_inv_freq(dims: int, theta: float, yarn: Yarn) -> np.ndarray:

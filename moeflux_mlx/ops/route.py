@@ -14,7 +14,7 @@ import numpy as np
 from ..kinds import Router
 from . import backend, native
 from .backend import Array, view
-from .elementwise import float32, pick, sigmoid, softmax
+from .elementwise import float32, pick, plus, sigmoid, softmax
 from .forms import MULTIPLE, Form, is_read
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, inputs_of, linear
@@ -97,7 +97,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 
 def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
-    ids, weights = _plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
+    ids, weights = plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
     return ids, weights
 
 
@@ -112,7 +112,7 @@ def route_with_host_copy(
     if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
         chosen = route(logits, rule, bias)
         return chosen[0], chosen[1], []
-    launch = _plan(target, logits.shape, rule, bias is not None, copies=True)
+    launch = plan(target, logits.shape, rule, bias is not None, copies=True)
     ids, weights, *host_copy = launch(logits, *beside(logits, rule, bias))
     return ids, weights, host_copy
 
@@ -157,7 +157,7 @@ def is_known(rule: Router) -> bool:
 
 
 @lru_cache(512)
-def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool = False) -> Launch:
+def plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool = False) -> Launch:
     tokens, columns = shape
     chosen: Shape = (tokens, rule.top_k)
     outputs = [(chosen, mx.uint32), (chosen, mx.float32)]
@@ -172,14 +172,17 @@ def _plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool 
 # ---- the norm and the logits
 
 
-def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Array, Array]:
-    """The RMS norm of a few rows or of many, and its product with a router's matrix.
+def router_logits(
+    h: Array, norm: mx.array, eps: float, w: Weights, bias: mx.array | None = None
+) -> tuple[Array, Array]:
+    """The RMS norm of a few rows or of many, and its product with a router's matrix, plus a bias.
 
     Args:
         h: [..., H], T rows, in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
         norm: [H], the norm's weight.
         eps: the norm's.
         w: [O, H].
+        bias: [O] float32.
 
     Returns:
         (x [T, H] normed, in h's dtype, logits [T, O] float32).
@@ -188,16 +191,20 @@ def router_logits(h: Array, norm: mx.array, eps: float, w: Weights) -> tuple[Arr
     if isinstance(h, mx.array):
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
         rows = min(shape[0], MAX_TOKENS + 1), shape[1]
-        launch = _plan_logits(backend.name(), rows, (h.dtype, norm.dtype, w.weight.dtype), w.shape, form)
+        dtypes = h.dtype, norm.dtype, w.weight.dtype
+        launch = plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None)
         if not isinstance(launch, Reason):
-            x, logits = launch(h, norm, eps, *inputs_of(w))
+            x, logits = launch(h, norm, eps, norm if bias is None else bias, *inputs_of(w))
             return x, logits
     x = rms_norm(h.reshape(shape), norm, eps)
-    return x, linear(float32(x), w)
+    logits = linear(float32(x), w)
+    return x, logits if bias is None else plus(logits, bias)
 
 
 @planned()
-def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None) -> Launch | Reason:
+def plan_logits(
+    target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None, has_bias: bool = False
+) -> Launch | Reason:
     tokens, hidden = h
     rows = w[0]
     if target == "ops":
@@ -211,9 +218,10 @@ def _plan_logits(target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, 
     tile = tile_of(target, "router", f"{rows}x{hidden} {form}")
     blocks = ceildiv(rows, tile.rows)
     template = {"X": dtypes[0], "H": hidden, "O": rows, "R": tile.rows, "SG": tile.simdgroups, "BLOCKS": blocks}
-    kernel = Kernel("router_floats", "h norm eps w", "x logits")
+    template["BIASED"] = int(has_bias)
+    kernel = Kernel("router_floats", "h norm eps bias w", "x logits")
     if form is not None:
-        kernel = Kernel("router_codes", "h norm eps w scales biases", "x logits", form.header)
+        kernel = Kernel("router_codes", "h norm eps bias w scales biases", "x logits", form.header)
         template |= form.template
     outputs = [((tokens, hidden), dtypes[0]), ((tokens, rows), mx.float32)]
     return Launch(target, kernel, template, (blocks, tokens), 32 * tile.simdgroups, outputs)

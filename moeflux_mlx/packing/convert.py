@@ -111,18 +111,12 @@ def convert(
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
     _check_also(path, folders, share, is_here)
-    report = progress or (lambda done, total, name: None)
     with reserved(path):  # before anything is read that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
-        origin = {"hf_path": str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)}
-        stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
-        asked = {**wanted.options, **_of_rank(share), **_of_others(folders)}
-        output = Output(
-            path,
-            {"source": checkpoint_digest(checkpoint, stamps), "options": asked},
-            {**origin, "revision": revision, "delete_source": delete_source},
-        )
+        origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
+        options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
+        output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
             check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
             for folder in folders:
@@ -130,13 +124,25 @@ def convert(
                     folder.mkdir(parents=True, exist_ok=True)
                 check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
         output.write_state()
-        if supply is None:
-            kept, repaired = _at_once(output, plan, checkpoint, report, verify)
-        else:
-            kept, repaired = _by_shards(output, plan, checkpoint, report, verify, supply)
+        given = output, plan, checkpoint, progress or _ignore_progress, verify
+        kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
         path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
     )
+
+
+def _ignore_progress(done: int, total: int, name: str) -> None:
+    """Progress that nobody asked for."""
+
+
+def _whole(hf_path: str | Path) -> str:
+    """A directory as an absolute path, or a repository's name."""
+    return str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)
+
+
+def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
+    stamps = None if supply is None else [shard.identity for shard in supply.listing.shards]
+    return checkpoint_digest(checkpoint, stamps)
 
 
 def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | None:

@@ -15,7 +15,7 @@ from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
-from ..formats.record import Field
+from ..formats.record import Field, Record
 from ..ops import native
 from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
@@ -63,7 +63,8 @@ class InPlace:
         return tensors
 
     def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
-        """That of the packed model which a conversion makes: the weights are the same."""
+        """That of the packed model which a conversion makes, where it leaves rows in their order: the weights are the
+        same."""
         resident = [ResidentSamples(unit) for unit in self.units if isinstance(unit, ResidentFile)]
         layers = [LayerSamples(one.name, self.experts, one.layer) for one in self.units if isinstance(one, LayerFile)]
         return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype, bits)
@@ -88,14 +89,14 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
 
 
 def states_mlx(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that MLX quantised everything, in forms that are computed.
+    """Whether config.json says that MLX quantised everything, in forms that are computed, or somebody in MLX's mxfp4.
 
     Raises:
         ConfigError: it is of a model that does not run.
     """
     ModelArgs.from_dict(unquantized(config))
     form = SourceFormat(config)
-    return form.mlx and form.not_computed is None
+    return form.method == "mxfp4" or form.mlx and form.not_computed is None
 
 
 def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
@@ -107,16 +108,23 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
     """
     checkpoint = open_checkpoint(path, shards_in)
     args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, Wanted.of())
+    plan = make_plan(checkpoint, args, replace(Wanted.of(), keeps_floats=True))
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
     return InPlace(path, args, _experts(checkpoint, plan), plan.units)
 
 
 def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:
-    files = (unit for unit in plan.units if isinstance(unit, LayerFile))
+    files = [unit for unit in plan.units if isinstance(unit, LayerFile)]
     fields = {file.layer: _spreads(file, plan.layout.num_experts) for file in files}
     used = {path for spreads in fields.values() for spread in spreads for path in spread.paths}
-    return InPlaceExperts(plan.layout, fields, {path: path.stat().st_size for path in checkpoint.files if path in used})
+    sizes = {path: path.stat().st_size for path in checkpoint.files if path in used}
+    return InPlaceExperts(replace(plan.layout, records=dict(map(_record, files))), fields, sizes)
+
+
+def _record(file: LayerFile) -> tuple[int, Record]:
+    """A layer, and its records as they are made of what lies there."""
+    alternate = any(part.step > 1 for part in file.experts.parts(0))
+    return file.layer, file.geometry.in_turns() if alternate else file.geometry
 
 
 def _spreads(file: LayerFile, count: int) -> tuple[Spread, ...]:
@@ -148,15 +156,18 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
     """
     tensors: list[Tensor] = []
     geometry = file.geometry
-    for part, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
-        matrix = part.matrix
+    for one, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
+        part, matrix = one.in_place, one.matrix
         wanted = tuple(field.dtype for field in projection.fields)
-        if type(matrix) is not Matrix or matrix.quant != projection.quant or matrix.dtypes != wanted:
+        dtypes = matrix.dtypes if part.bias is None else (*matrix.dtypes, part.bias.dtype)
+        if type(matrix) is not Matrix or matrix.quant != projection.quant or dtypes != wanted:
             weight = matrix.weight
             raise NotPackedError(
-                f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(matrix.dtypes)}; "
+                f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(dtypes)}; "
                 f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
                 f"run: {packing_command(weight.file.parent)}"
             )
         tensors += matrix.rows(part.start, part.stop).tensors
+        if part.bias is not None:
+            tensors.append(part.bias.rows(part.start, part.stop))
     return tensors

@@ -14,8 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
+from ..families.registry import FAMILIES
 from ..files import read_json
-from ..formats.checkpoint import Tensor, read_bytes
+from ..formats.checkpoint import FLOATS, Tensor, read_bytes
 from ..formats.finite import not_finite
 from ..formats.layout_file import from_json, held_by, to_json
 from ..formats.owners import RankShare
@@ -24,8 +25,8 @@ from ..formats.record import PROJECTIONS, ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
-from .lookup import find_matrix
-from .matrix import Matrix
+from .lookup import find_matrix, find_transposed
+from .matrix import Matrix, finite, shaped, typed
 from .resident import array_bytes, not_kept
 from .source_format import SourceFormat
 from .unit import Bytes
@@ -36,26 +37,52 @@ SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `start` to `stop` of a matrix: one projection of one expert."""
+    """Every `step`-th of the rows `start` to `stop` of a matrix, and what their products add: one projection of one
+    expert."""
 
     matrix: Matrix
     start: int
     stop: int
+    step: int = 1
+    bias: Tensor | None = None
 
-    def codes(self, quant: Quant, dtype: str = "BF16") -> tuple[mx.array, ...]:
-        """Weight, scales and biases in the form `quant`: as stored where that is it, else quantised from `dtype`.
+    @property
+    def in_place(self) -> "Part":
+        """The rows that lie in its place of a record whose rows of gate and up alternate: a half of all, one after
+        another; itself, where rows are apart."""
+        half = self.stop // self.step
+        return self if self.step == 1 else Part(self.matrix, self.start * half, (self.start + 1) * half, 1, self.bias)
 
-        `dtype` is that of scales and biases in mode affine.
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it is made of."""
+        return self.matrix.tensors if self.bias is None else (*self.matrix.tensors, self.bias)
+
+    def arrays(self, quant: Quant, dtype: str = "BF16") -> tuple[mx.array, ...]:
+        """Weight, scales and biases in the form `quant`, as stored where that is it, else quantised from `dtype`; then
+        what the products add, if anything.
+
+        `dtype` is that of floating scales and biases.
         """
         kept = SCALES[dtype]
         if self.matrix.quant != quant:
-            return self.matrix.quantized(quant, self.start, self.stop, kept)
-        weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
-        return weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
+            codes = self.matrix.quantized(quant, self.start, self.stop, kept)
+        else:
+            weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
+            codes = weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
+        bias = () if self.bias is None else (finite(self.bias, self.bias.read()).astype(kept)[self.start : self.stop],)
+        return tuple(array[:: self.step] for array in (*codes, *bias))
 
 
 class Experts(Protocol):
-    """The routed experts of one layer."""
+    """The routed experts of one layer.
+
+    Attributes:
+        biases: what all experts' products add, as it is stored.
+    """
+
+    @property
+    def biases(self) -> list[Tensor]: ...
 
     def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
         """Everything that is stored for gate, up and down: a stack of all experts, or one of each."""
@@ -67,36 +94,68 @@ class Experts(Protocol):
 
 
 class FusedExperts:
-    """`experts.gate_up_proj` [E, 2I, H], gate rows first, and `experts.down_proj` [E, H, I]."""
+    """`experts.gate_up_proj` [E, 2I, H], and `experts.down_proj` [E, H, I]; what they add ends with `_bias`.
+
+    Gate's rows lie before up's, or in a family with `interleaved_experts` they alternate. Floats may be transposed,
+    [E, H, 2I] and [E, I, H]: as Qwen3-VL and gpt-oss were published. Both shapes together tell it.
+    """
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
-        self.gate_up = find_matrix(tensors, f"{stem}experts.gate_up_proj", (E, 2 * self.width, H), form, "")
-        self.down = find_matrix(tensors, f"{stem}experts.down_proj", (E, H, self.width), form, "")
+        shapes = {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
+        self.interleaved = FAMILIES[args.model_type].interleaved_experts
+        floats = {name: tensors[path] for name in shapes if (path := f"{stem}experts.{name}") in tensors}
+        transposed = all(name in floats and floats[name].shape == (E, c, r) for name, (r, c) in shapes.items())
+
+        def find(name: str) -> tuple[Matrix, Tensor | None]:
+            path, shape = f"{stem}experts.{name}", (E, *shapes[name])
+            matrix = find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, "")
+            return matrix, _find_bias(args, tensors, f"{path}_bias", shape[:2])
+
+        self.gate_up, self.gate_up_bias = find("gate_up_proj")
+        self.down, self.down_bias = find("down_proj")
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
 
     def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
         return [self.gate_up], [self.gate_up], [self.down]
 
     def parts(self, expert: int) -> list[Part]:
-        gate_up, down = self.gate_up[expert], self.down[expert]
-        return [Part(gate_up, 0, self.width), Part(gate_up, self.width, 2 * self.width), _whole(down)]
+        rows, both = self.width, 2 * self.width
+        gate, up = ((0, both, 2), (1, both, 2)) if self.interleaved else ((0, rows, 1), (rows, both, 1))
+        matrix, bias = self.gate_up[expert], _entry(self.gate_up_bias, expert)
+        return [
+            Part(matrix, *gate, bias),
+            Part(matrix, *up, bias),
+            _whole(self.down[expert], _entry(self.down_bias, expert)),
+        ]
 
 
 class StackedExperts:
-    """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]."""
+    """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]; gpt-oss has them as `experts`."""
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+        E = args.num_experts
         self.stacks = [
-            find_matrix(tensors, f"{stem}switch_mlp.{projection}", (args.num_experts, *shape), form)
-            for projection, shape in _shapes(args)
+            find_matrix(tensors, f"{stem}.{projection}", (E, *shape), form) for projection, shape in _shapes(args)
         ]
+        self.stacked_biases = [
+            _find_bias(args, tensors, f"{stem}.{projection}.bias", (E, shape[0])) for projection, shape in _shapes(args)
+        ]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [bias for bias in self.stacked_biases if bias is not None]
 
     def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
         gate, up, down = self.stacks
         return [gate], [up], [down]
 
     def parts(self, expert: int) -> list[Part]:
-        return [_whole(stack[expert]) for stack in self.stacks]
+        pairs = zip(self.stacks, self.stacked_biases, strict=True)
+        return [_whole(stack[expert], _entry(bias, expert)) for stack, bias in pairs]
 
 
 class SingleExperts:
@@ -110,10 +169,19 @@ class SingleExperts:
         gate, up, down = ([parts[i] for parts in experts] for i in range(3))
         return gate, up, down
 
+    @property
+    def biases(self) -> list[Tensor]:
+        parts = (part for expert in range(self.args.num_experts) for part in self.parts(expert))
+        return [part.bias for part in parts if part.bias is not None]
+
     def parts(self, expert: int) -> list[Part]:
+        paths = ((f"{self.stem}experts.{expert}.{projection}", shape) for projection, shape in _shapes(self.args))
         return [
-            _whole(find_matrix(self.tensors, f"{self.stem}experts.{expert}.{projection}", shape, self.form))
-            for projection, shape in _shapes(self.args)
+            _whole(
+                find_matrix(self.tensors, path, shape, self.form),
+                _find_bias(self.args, self.tensors, f"{path}.bias", shape[:1]),
+            )
+            for path, shape in paths
         ]
 
 
@@ -122,8 +190,26 @@ def _shapes(args: ModelArgs) -> Iterator[tuple[str, tuple[int, int]]]:
     yield from zip(PROJECTIONS, ((I, H), (I, H), (H, I)), strict=True)
 
 
-def _whole(matrix: Matrix) -> Part:
-    return Part(matrix, 0, matrix.shape[0])
+def _whole(matrix: Matrix, bias: Tensor | None) -> Part:
+    return Part(matrix, 0, matrix.shape[0], bias=bias)
+
+
+def _entry(stack: Tensor | None, index: int) -> Tensor | None:
+    return None if stack is None else stack[index]
+
+
+def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """What products add, where the model's experts have it.
+
+    Raises:
+        ModelFileError: it is missing, or has another shape or dtype.
+    """
+    if not args.experts.biases:
+        return None
+    if name not in tensors:
+        raise ModelFileError(f"tensor {name} is missing")
+    shaped(typed(tensors[name], FLOATS), shape)
+    return tensors[name]
 
 
 def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, form: SourceFormat) -> Experts:
@@ -131,18 +217,19 @@ def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, for
 
     Raises:
         ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it. Or a stack is in
-            mxfp4 blocks.
+            mxfp4 blocks, and the family does not say in which order they have the rows of gate and up.
     """
     stem = f"model.layers.{layer}.mlp."
-    if f"{stem}experts.gate_up_proj_blocks" in tensors:
+    if f"{stem}experts.gate_up_proj_blocks" in tensors and not FAMILIES[args.model_type].interleaved_experts:
         raise ModelFileError(
-            f"tensor {stem}experts.gate_up_proj_blocks cannot be converted: in mxfp4 blocks, rows of gate and up "
-            "alternate (gpt-oss), which is not implemented; take a conversion of mlx-lm's, with switch_mlp tensors"
+            f"tensor {stem}experts.gate_up_proj_blocks cannot be converted: in which order mxfp4 blocks have the rows "
+            f"of gate and up is known of gpt-oss only, not of {args.model_type}"
         )
-    if f"{stem}experts.gate_up_proj" in tensors:
+    if any(f"{stem}experts.gate_up_proj{end}" in tensors for end in ("", "_blocks")):
         return FusedExperts(args, tensors, stem, form)
-    if f"{stem}switch_mlp.{PROJECTIONS[0]}.weight" in tensors:
-        return StackedExperts(args, tensors, stem, form)
+    for stack in ("switch_mlp", "experts"):
+        if f"{stem}{stack}.{PROJECTIONS[0]}.weight" in tensors:
+            return StackedExperts(args, tensors, f"{stem}{stack}", form)
     return SingleExperts(args, tensors, stem, form)
 
 
@@ -177,6 +264,9 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
     dtypes: set[str] = set()
     used: set[str] = set()
     lossy: list[str] = []
+    for bias in experts.biases:
+        used.add(bias.name)
+        dtypes.add(bias.dtype)
     kept = 0
     for matrices, form in zip(experts.matrices(), wanted.experts, strict=True):
         used.update(tensor.name for matrix in matrices for tensor in matrix.tensors)
@@ -225,8 +315,8 @@ class LayerFile:
     def fields(self, part: Part, index: int) -> Iterator[tuple[int, memoryview]]:
         """Where in its record each field of an expert's projection number `index` begins, and its bytes."""
         projection = self.geometry.projections[index]
-        codes = part.codes(projection.quant, self.geometry.dtype)
-        for field, array in zip(projection.fields, codes, strict=True):
+        arrays = part.arrays(projection.quant, self.geometry.dtype)
+        for field, array in zip(projection.fields, arrays, strict=True):
             yield field.offset, array_bytes(array)
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import FLOAT, MODES, Quant, is_known
+from ..quant import FLOAT, MODES, Quant
 from .foreign import find_foreign
-from .matrix import Matrix, shaped, typed
+from .matrix import Matrix, TransposedMatrix, shaped, typed
 from .source_format import SourceFormat
 
 
@@ -34,17 +35,33 @@ def find_matrix(
     if name not in tensors:
         raise ModelFileError(f"tensor {name} is missing")
     weight = tensors[name]
-    inverse = tensors.get(f"{name}_scale_inv")
+    inverse = tensors.get(f"{name}_scale_inv") or tensors.get(f"{path}.weight_scale")
     if f"{path}.scales" in tensors:
         return _quantized_matrix(tensors, path, weight, shape, form)
     if inverse is not None:
-        matrix = Matrix(shape, typed(weight, ("F8_E4M3",)), inverse=typed(inverse, FLOATS), block=form.block)
-        blocks = (math.ceil(n / size) for n, size in zip(shape[-2:], form.block, strict=True))
-        shaped(inverse, (*shape[:-2], *blocks))
-    else:
-        matrix = Matrix(shape, typed(weight, FLOATS))
-    shaped(weight, shape)
-    return matrix
+        return _fp8_matrix(weight, inverse, shape, form)
+    shaped(typed(weight, FLOATS), shape)
+    return Matrix(shape, weight)
+
+
+def _fp8_matrix(weight: Tensor, scale: Tensor, shape: tuple[int, ...], form: SourceFormat) -> Matrix:
+    """Codes that a scale multiplies: one for each block, or (of shape [] or [1], in a stack [E, 1, 1]) for a matrix."""
+    shaped(typed(weight, ("F8_E4M3",)), shape)
+    block, lead = form.block, shape[:-2]
+    if scale.shape in (lead, (*lead, 1, 1) if lead else (1,)):
+        block, scale = (shape[-2], shape[-1]), replace(scale, shape=(*lead, 1, 1))
+    shaped(scale, (*lead, *(math.ceil(n / size) for n, size in zip(shape[-2:], block, strict=True))))
+    return Matrix(shape, weight, inverse=typed(scale, FLOATS), block=block)
+
+
+def find_transposed(weight: Tensor, shape: tuple[int, ...]) -> Matrix:
+    """Floats that are stored as [..., columns, rows]; `shape` is [..., rows, columns].
+
+    Raises:
+        ModelFileError: they have another shape or dtype.
+    """
+    shaped(typed(weight, FLOATS), (*shape[:-2], shape[-1], shape[-2]))
+    return TransposedMatrix(shape, weight)
 
 
 def _quantized_matrix(
@@ -65,7 +82,7 @@ def _quantized_matrix(
     form.check(path, quant, weight)
     if weight.bits not in (None, quant.bits):
         raise ModelFileError(f"tensor {weight.name} is stored with {quant}; its manifest says {weight.bits} bits")
-    if not is_known(quant) or groups * quant.group_size != cols:
+    if not quant.is_known or groups * quant.group_size != cols:
         raise ModelFileError(
             f"tensor {weight.name} with shape {list(weight.shape)} and {groups} scales for {cols} columns"
         )

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..quant import FLOAT, NAN, Quant, is_computed
+from ..quant import FLOAT, NAN, Quant
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
 
@@ -42,7 +42,7 @@ class Matrix:
     @property
     def is_kept(self) -> bool:
         """Whether the codes can be computed with, and so are copied."""
-        return self.quant is not None and is_computed(self.quant)
+        return self.quant is not None and self.quant.is_computed
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""
@@ -118,6 +118,14 @@ class Matrix:
             parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
+
+
+@dataclass(frozen=True)
+class TransposedMatrix(Matrix):
+    """Floats, stored as [..., columns, rows]."""
+
+    def values(self, start: int = 0, stop: int | None = None) -> mx.array:
+        return finite(self.weight, self.weight.read().swapaxes(-1, -2)[start:stop])
 
 
 def typed(tensor: Tensor, wanted: tuple[str, ...]) -> Tensor:

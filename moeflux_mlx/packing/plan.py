@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError
+from ..families.registry import FAMILIES
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
+from .aside import aside_files
 from .layer_files import (
     HeldLayerFile,
     LayerFile,
@@ -66,7 +68,7 @@ def make_plan(
     Raises:
         ConfigError, ModelFileError: as `convert`.
     """
-    form = SourceFormat(checkpoint.config, checkpoint.tensors)
+    form = SourceFormat(checkpoint.config, checkpoint.tensors, FAMILIES[args.model_type].renames)
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
     resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}
@@ -84,7 +86,11 @@ def make_plan(
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
     _check_all_used(tensors, used)
-    units: tuple[Unit, ...] = (*resident.files(), *_experts_files(layers, share, also))
+    units: tuple[Unit, ...] = (
+        *resident.files(),
+        *aside_files(checkpoint.tensors.values(), args.num_hidden_layers),
+        *_experts_files(layers, share, also),
+    )
     quantization = _with_experts(resident.quantization(), layout, share is not None or bool(also))
     quantized = resident.quantized(wanted.resident)
     return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also))

@@ -203,7 +203,7 @@ def plan_resident(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFo
     pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in fused_paths}
     sources: list[Source] = []
     lossy: list[str] = []
-    as_stored = any(name.endswith(".scales") for name in tensors)
+    as_stored = wanted.keeps_floats or any(name.endswith(".scales") for name in tensors)
     for path, pieces in (pieces_of | fused).items():
         shape = matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),
@@ -279,7 +279,7 @@ def _plain_source(
 
 
 @dataclass(frozen=True)
-class ResidentFile:
+class TensorFile:
     """One safetensors file: an 8-byte length, a JSON header, then the tensors without gaps."""
 
     name: str
@@ -306,8 +306,12 @@ class ResidentFile:
         yield self.header
         for source in self.sources:
             for array, written in zip(source.arrays(), source.written, strict=True):
-                assert (DTYPES[array.dtype], tuple(array.shape)) == (written.dtype, written.shape), written.name
+                assert array.nbytes == written.nbytes, written.name
                 yield array_bytes(array)
+
+
+class ResidentFile(TensorFile):
+    """One that a model has in memory."""
 
 
 def array_bytes(array: mx.array) -> memoryview:

@@ -20,7 +20,7 @@ from ..files import sync, sync_folder
 from ..formats.packed import FOLDER, LAYOUT
 from .journal import Journal
 from .layer_files import LayerFile
-from .resident import ResidentFile, Source, array_bytes
+from .resident import Source, TensorFile, array_bytes
 from .supply import Supply
 from .unit import Bytes, Unit
 from .writer import READ_BYTES, Output, begin_again, check_space, deletes_source, writing
@@ -39,13 +39,13 @@ class Job:
 
 def jobs_of(unit: Unit) -> Iterator[Job]:
     """Everything that a file consists of, but for zeros."""
-    if isinstance(unit, ResidentFile):
-        return _resident_jobs(unit)
+    if isinstance(unit, TensorFile):
+        return _tensor_jobs(unit)
     assert isinstance(unit, LayerFile), "what is packed already has no shards"
     return _layer_jobs(unit)
 
 
-def _resident_jobs(unit: ResidentFile) -> Iterator[Job]:
+def _tensor_jobs(unit: TensorFile) -> Iterator[Job]:
     yield Job(unit, frozenset(), lambda: iter([(0, unit.header)]))
     start = len(unit.header)
     for source in unit.sources:
@@ -67,9 +67,9 @@ def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
     needs: dict[tuple[str, ...], frozenset[str]] = {}
     for expert in range(unit.layout.num_experts):
         for index, part in enumerate(unit.experts.parts(expert)):
-            key = tuple(tensor.name for tensor in part.matrix.tensors)
+            key = tuple(tensor.name for tensor in part.tensors)
             places.setdefault(key, []).append((expert, index))
-            needs[key] = frozenset(tensor.file.name for tensor in part.matrix.tensors)
+            needs[key] = frozenset(tensor.file.name for tensor in part.tensors)
     return (Job(unit, needs[key], partial(_in_records, unit, where)) for key, where in places.items())
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError
+from ..families.names import Renames, renamed
 from ..formats.checkpoint import Tensor
-from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries, is_computed
+from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries
 
 NONE: Mapping[str, Tensor] = {}
 METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4"
@@ -24,10 +25,11 @@ class SourceFormat:
     block: rows and columns that share one scale of an fp8 checkpoint.
     """
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor] = NONE):
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor] = NONE, renames: Renames = ()):
         """Args:
             config: of the checkpoint.
             tensors: by name, as far as they are known, so that a message can name one.
+            renames: the family's; `of` takes module paths of the model.
 
         Raises:
             ConfigError: a quantisation that is not known.
@@ -36,6 +38,8 @@ class SourceFormat:
         quants = entries(config)
         if not quants and hub and "quant_method" not in hub:
             quants = entries({"quantization": hub})
+        # A rename may end in the dot that follows a module's path in a tensor's name.
+        quants = {renamed(f"{path}.", renames)[:-1]: quant for path, quant in quants.items()}
         self.mlx = bool(quants)
         self.method, self.block = "", (128, 128)
         self.stated: Quantization | None = None
@@ -73,7 +77,7 @@ class SourceFormat:
     def not_computed(self) -> tuple[str, Quant] | None:
         """A module's path ("" for the whole model) and its form, if some codes cannot be copied into a packed model."""
         stated = {} if self.stated is None else {"": self.stated.default, **self.stated.overrides}
-        return next(((path, one) for path, one in stated.items() if one is not None and not is_computed(one)), None)
+        return next(((path, one) for path, one in stated.items() if one is not None and not one.is_computed), None)
 
     def mode(self, path: str) -> str:
         stated = self.of(path)

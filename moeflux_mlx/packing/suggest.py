@@ -7,7 +7,7 @@ from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
-from ..quant import COMPUTED_MODES, EXPERTS, SUPPORTED, is_computed, unquantized
+from ..quant import COMPUTED_MODES, EXPERTS, SUPPORTED, unquantized
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 
@@ -53,7 +53,7 @@ def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     if form.stated is not None:
         for layer in args.moe_layers:
             stated = stated_quants(form.stated, layer, args.experts.matrices)
-            quants[layer] = tuple(one if one is not None and is_computed(one) else EXPERTS for one in stated)
+            quants[layer] = tuple(one if one is not None and one.is_computed else EXPERTS for one in stated)
     return ExpertLayout.from_args(args, quants or None)
 
 

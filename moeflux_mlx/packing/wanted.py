@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..formats.record import Quants
-from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant, is_computed
+from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Wanted:
     requantize: whether codes that cannot be kept are quantised again.
     named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.
+    keeps_floats: whether resident matrices that come as floats stay floats.
     """
 
     resident: Quant
@@ -24,6 +25,7 @@ class Wanted:
     requantize: bool = False
     named: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    keeps_floats: bool = False
 
     @classmethod
     def of(
@@ -66,6 +68,6 @@ def _with_bits(quant: Quant, bits: int | None) -> Quant:
 
 
 def _checked(quant: Quant) -> Quant:
-    if not is_computed(quant):
+    if not quant.is_computed:
         raise ConfigError(f"{quant.mode}: {quant} is not computed; supported: {SUPPORTED}")
     return quant

@@ -6,7 +6,6 @@ from typing import cast
 
 from ..engine.generation import GenerationResponse
 from ..engine.sampling import likeliest
-from ..text.calls.dialect import Dialect
 from ..text.calls.reader import AnswerReader
 from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from ..text.stop import StopTexts
@@ -24,7 +23,6 @@ class Answering:
     Args:
         prepared: what is answered.
         tokenizer: spells tokens for log-probabilities.
-        dialect: how the model calls tools; None: it does not.
 
     Attributes:
         done: nothing more is wanted.
@@ -34,7 +32,6 @@ class Answering:
 
     prepared: Prepared
     tokenizer: TokenizerWrapper
-    dialect: Dialect | None
     done: bool = False
     is_calling: bool = False
     raw: str = ""
@@ -51,7 +48,11 @@ class Answering:
         self._reader: AnswerReader | None = None
         if request.prompt is None:
             self._reader = AnswerReader(
-                self.dialect, tools, self.prepared.inside_reasoning, request.parallel_tool_calls
+                self.prepared.dialect,
+                tools,
+                self.prepared.inside_reasoning,
+                request.parallel_tool_calls,
+                self.tokenizer.channels,
             )
 
     def begin(self) -> list[ServerEvent]:

@@ -239,7 +239,7 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
     answered = {(("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()}
     values: dict[str, Any] = {
         "requests_total": answered,
-        "requests_running": int(state.running is not None),
+        "requests_running": len(state.running),
         "requests_waiting": served.worker.queue,
         "requests_cancelled_total": totals.cancelled,
         "requests_failed_total": totals.failed,

@@ -68,7 +68,7 @@ class Guard:
     ):
         self.app, self.rules = app, rules
         self.max_body, self.body_seconds, self.max_bodies = max_body, body_seconds, max_bodies
-        self._held = 0  # bytes of all bodies
+        self.held = 0  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,7 +88,7 @@ class Guard:
             try:
                 await self.app(scope, body, send)
             finally:
-                self._held -= body.size
+                self.held -= body.size
 
     def hold(self, nbytes: int) -> None:
         """More of a body has come, and is held until its request is answered.
@@ -96,8 +96,8 @@ class Guard:
         Raises:
             BodyError: all bodies together have become too large.
         """
-        self._held += nbytes
-        if self._held > self.max_bodies:
+        self.held += nbytes
+        if self.held > self.max_bodies:
             raise BodyError(503, BUSY)
 
     def _refusal(
@@ -127,7 +127,7 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.max_body:
             return 413, "request_too_large", f"the body may have {self.max_body} bytes"
-        if length.isdecimal() and self._held + int(length) > self.max_bodies:
+        if length.isdecimal() and self.held + int(length) > self.max_bodies:
             return 503, "overloaded", BUSY
         return None
 

@@ -1,7 +1,6 @@
 """One request on its way: what was asked for, who hears of it, and whether anybody still does."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,8 +18,6 @@ class Job:
     prepared: Prepared
     emit: Callable[[ServerEvent], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
-    asked_at: float = field(default_factory=time.perf_counter)
-    overtaken: int = 0  # how often others ran while its prompt was half computed
     raw: str = ""  # what the model wrote, once the last event is told
 
     def cancel(self) -> None:

@@ -13,12 +13,14 @@ from typing import Any, cast
 from ..engine.sampling import make_sampler
 from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
 from ..text.boundaries import Messages, Rendering
-from ..text.channels import opens_thinking
+from ..text.calls.dialect import Dialect
+from ..text.calls.registry import CALL_MARKERS
 from ..text.events import CallEnd
 from ..text.grammar import is_strict
 from ..text.history import History
-from ..text.replay import Answer, AnswerStore, opened_by
+from ..text.replay import Answer, AnswerStore
 from ..text.structured import Constrainer, Mask, is_installed
+from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
 from .request import Request, Sampling
 from .wire.replies import context_exceeded
@@ -53,7 +55,8 @@ class Prepared:
         inside_reasoning: the prompt has opened the reasoning.
         opening: what the end of the prompt says in the model's name: the beginning of a call that must be made.
         mask: makes what says which tokens may come, for one answer; None: all may.
-        opened: tags of reasoning that the template's part of the prompt ends with.
+        opened: what the template's part of the prompt ends with, as `Channels.opened_by` says.
+        dialect: how the model calls tools; None: it does not.
     """
 
     request: Request
@@ -64,6 +67,7 @@ class Prepared:
     opening: str = ""
     mask: Callable[[], Mask] | None = None
     opened: str = ""
+    dialect: Dialect | None = None
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,11 @@ class Preparer:
     def _chat(self, request: Request) -> Prepared:
         messages = list(request.messages)
         begun = messages.pop() if _is_begun(messages) else None
-        variables: dict[str, Any] = {**self.defaults.variables, **request.template_variables}
-        if request.thinking is not None:
-            variables.setdefault("enable_thinking", request.thinking)
+        wanted = switches(self.tokenizer.chat_template or "", request.thinking, request.effort)
+        variables: dict[str, Any] = {**self.defaults.variables, **wanted, **request.template_variables}
         rendering = _Rendered(self.history, list(request.tools), variables)
         marked = rendering.text(messages)
-        inside = opens_thinking(self.history.plain(marked))
+        inside = self.tokenizer.channels.opens(self.history.plain(marked))
         if begun is not None:
             marked, inside = self.history.begun(marked, begun)
         text = self.history.plain(marked)
@@ -174,8 +177,10 @@ class Preparer:
             opening = self._call_opening(request, inside)
             tokens = [*tokens, *self.tokenizer.encode_after(opening)]
         boundaries = _boundaries(rendering, messages, tokens)
-        mask = self._mask(request, inside, opening, begun["content"] if begun is not None else "")
-        return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened_by(text))
+        said = begun["content"] if begun is not None else ""
+        mask = self._mask(request, inside, opening, self.tokenizer.channels.lead + said if said else "")
+        opened = self.tokenizer.channels.opened_by(text)
+        return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened, self.dialect)
 
     def remember(self, prepared: Prepared, answer: Written) -> None:
         """Keeps an answer with calls as it was written, for when the history comes back."""
@@ -192,7 +197,8 @@ class Preparer:
         if not demanded and not (opening and is_installed()):
             return None
         with self._lock:
-            self._constrainer = self._constrainer or Constrainer(self.tokenizer)
+            markers = CALL_MARKERS | (self.dialect.markers if self.dialect else frozenset())
+            self._constrainer = self._constrainer or Constrainer(self.tokenizer, markers)
         constrainer = self._constrainer
         schema = None if opening else request.schema
         grammar = constrainer.grammar(schema, tools, self.dialect, required=bool(opening))
@@ -213,7 +219,7 @@ class Preparer:
         if self.dialect is None:
             raise BadRequestError(f"tool_choice is {request.tool_choice!r}; this model calls no tools", "tool_choice")
         named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
-        return self.dialect.prefix(named, inside_reasoning)
+        return self.dialect.prefix(named, inside_reasoning, self.tokenizer.channels)
 
     def _sampling(self, asked: Sampling) -> Sampling:
         given = {name: value for name, value in vars(asked).items() if value is not None}

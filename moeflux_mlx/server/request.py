@@ -46,6 +46,7 @@ class Request:
         stop: texts that end the answer and are not part of it.
         template_variables: given to the template, checked for reserved names.
         thinking: whether the model is to reason before it answers; None leaves it to the template.
+        effort: how much it is to reason, "none" for not at all; None leaves it to the template.
         schema: what the answer must conform to as JSON: a JSON schema, True for any object, None for any text.
         stream: whether events are sent as they come.
         session: what the client names its conversation, if it does.
@@ -64,6 +65,7 @@ class Request:
     sampling: Sampling = Sampling()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
+    effort: str | None = None
     schema: Mapping[str, Any] | bool | None = None
     stream: bool = False
     session: str | None = None

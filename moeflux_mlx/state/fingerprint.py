@@ -21,7 +21,9 @@ from . import flat_fields
 
 SAMPLE_BYTES = 4096
 RESIDENT_SAMPLES, EXPERT_SAMPLES = 256, 8  # per file; an expert layer is one of dozens of files
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "special_tokens_map.json",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

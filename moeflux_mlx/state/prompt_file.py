@@ -1,4 +1,4 @@
-"""One saved prompt: an MFLX snapshot in a container that says which tokens and which model it belongs to.
+"""One saved prompt: a snapshot in a container that says which tokens and which model it belongs to.
 
 Little-endian:
 
@@ -6,7 +6,7 @@ Little-endian:
     metadata  JSON, padded with spaces: {"fingerprint": {...}, "extra": {...}}
     tokens    u32 each
     u32       CRC-32 of everything so far
-    body      the MFLX snapshot
+    body      the snapshot
     u32       CRC-32 of the body
 
 A file appears under its name complete or not at all, whenever the writer dies. No length in a file is

@@ -1,16 +1,18 @@
 """Ways back to earlier positions of a model's caches.
 
-Attention caches go back to any position by forgetting what follows. A recurrent state has absorbed its
-tokens for good, so copies of it are kept at chosen positions and the way back leads to the nearest of them.
-A kept state is a reference to arrays that the model never writes to again: keeping one costs memory, no
-time. Nothing here knows about tokens; that the text up to a position is the same is the caller's business.
+Most attention caches go back to any position by forgetting what follows, that of a window only a few positions. A
+recurrent state has absorbed its tokens for good. Of such caches copies are kept at chosen positions, and the way back
+leads to the nearest of them. A kept state is a reference to arrays that the model never writes to again: keeping one
+costs memory, no time. Nothing here knows about tokens; that the text up to a position is the same is the caller's
+business.
 """
 
 from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .cache import Cache, Pair
+from .cache import Cache
+from .layer_cache import Pair
 
 
 class RewindPoints:
@@ -40,7 +42,8 @@ class RewindPoints:
 
     @property
     def nbytes(self) -> int:
-        return len(self._kept) * self._state_bytes()
+        arrays = (array for states in self._kept.values() for pair in states.values() for array in pair)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def choose(self, start: int, end: int, wanted: Sequence[int], every: int, state_bytes: int) -> list[int]:
         """Positions after `start`, up to `end`, whose states are worth keeping while tokens up to `end` are absorbed.
@@ -81,7 +84,7 @@ class RewindPoints:
 
     def nearest(self, position: int) -> int:
         """The last position that can be reached without passing `position`; 0 always can."""
-        if self.can_trim:
+        if all(self.cache[i].reaches(position) for i in self._untrimmable):
             return position
         return max((kept for kept in self._kept if kept <= position), default=0)
 
@@ -104,11 +107,6 @@ class RewindPoints:
     def drop_after(self, position: int) -> None:
         """Forgets the states of later positions."""
         self._kept = {kept: state for kept, state in self._kept.items() if kept <= position}
-
-    def _state_bytes(self) -> int:
-        """Of one kept state; all are alike."""
-        state = next(iter(self._kept.values()), {})
-        return sum(array.nbytes for pair in state.values() for array in pair if array is not None)
 
     def _most_crowded(self) -> int:
         """The kept position, not the last one unless alone, whose neighbours are closest together."""

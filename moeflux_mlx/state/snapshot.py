@@ -1,4 +1,4 @@
-"""MFLX snapshots: the state of a model's caches as bytes that moeflux and flash-moe read too.
+"""Snapshots: the state of a model's caches as bytes, in MFLX, which moeflux and flash-moe read too, where it suffices.
 
 Little-endian. A header of 32-bit words, then every layer in order:
 
@@ -13,10 +13,19 @@ Little-endian. A header of 32-bit words, then every layer in order:
     latent attention  i32 length, then float32 latents [length, kv_lora_rank] (normed), then rotated keys
                       [length, qk_rope_head_dim]; version 2 only
 
-Version 2 is written, versions 1 and 2 are read. The position is the length of the attention layers: there is
-no other. Nothing marks a snapshot's weights or its way of rotating: moeflux rotates Cogito's keys by halves
-instead of by pairs, so snapshots of Cogito that moeflux wrote pass every check and give wrong text; they
-must not be loaded. Nothing here knows about files, tokens or fingerprints; `prompt_file` does.
+Version 2 is written, versions 1 and 2 are read. MFLX has one number and width of heads and one interval for all
+layers. A model that it cannot express (attention with a window, heads that differ by layer, layers in another order)
+has a snapshot that only this package reads: the layers are the same, behind a header of three words,
+
+    magic 0x58544154 | version 1 | num_hidden_layers
+
+and a layer with a window has its length like the others, but only the last min(length, window - 1) keys and values.
+What such a header leaves out must be known: prompt files have a fingerprint.
+
+The position is the length of the attention layers: there is no other. Nothing marks a snapshot's weights or its way of
+rotating: moeflux rotates Cogito's keys by halves instead of by pairs, so snapshots of Cogito that moeflux wrote pass
+every check and give wrong text; they must not be loaded. Nothing here knows about files, tokens or fingerprints;
+`prompt_file` does.
 """
 
 import io
@@ -39,13 +48,15 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..kinds import Attention, Delta, Latent
+from ..kinds import Attention, Delta, GroupedQuery, Latent, Mixer
 from ..spec import ModelArgs
-from .cache import Cache, State, make_cache
+from .cache import Cache, make_cache
+from .layer_cache import State
 
 MAGIC = 0x4D464C58
 VERSION = 2
-HEADER_WORDS = {1: 8, 2: 10}
+OTHER_MAGIC, OTHER_VERSION = 0x58544154, 1  # of what MFLX cannot express
+HEADER_WORDS = {MAGIC: {1: 8, 2: 10}, OTHER_MAGIC: {1: 3}}
 FIELDS = (
     "magic",
     "version",
@@ -79,7 +90,7 @@ def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[Cache] | i
     """Bytes of `save_state`, for these caches or for a state of that many positions.
 
     Raises:
-        SnapshotError: the model's layers cannot be expressed.
+        SnapshotError: no layer has attention.
     """
     args = model if isinstance(model, ModelArgs) else model.args
     length = cache_or_length if isinstance(cache_or_length, int) else _length(args, cache_or_length)
@@ -91,12 +102,12 @@ def _layer_bytes(layer: Cache, length: int) -> int:
 
 
 def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
-    """The state of `cache` (from `model.make_cache`, batch 1) as one MFLX version 2 snapshot.
+    """The state of `cache` (from `model.make_cache`, batch 1) as one snapshot, MFLX version 2 where that suffices.
 
     bfloat16 and float16 caches survive exactly: every value is written as float32.
 
     Raises:
-        SnapshotError: the model's layers or the caches' contents cannot be expressed.
+        SnapshotError: the caches' contents cannot be expressed, or no layer has attention.
     """
     whole = io.BytesIO()
     for part in state_parts(model, cache):
@@ -130,9 +141,9 @@ def load_state(model: Stateful, cache: Sequence[Cache], data: bytes | bytearray 
     args = model.args
     _check_caches(args, cache)
     view = memoryview(data).cast("B")
-    version, length = _checked(args, view)
+    start, length = _checked(args, view)
     _wait_for_all(model, cache)
-    states = _read(cache, view, 4 * HEADER_WORDS[version], length, model.activation_dtype)
+    states = _read(cache, view, start, length, model.activation_dtype)
     mx.eval([array for state in states for array in state[:2] if array is not None])
     for layer, state in zip(cache, states, strict=True):
         layer.state = state
@@ -148,11 +159,14 @@ def snapshot_length(model: Stateful, data: bytes | bytearray | memoryview) -> in
 
 
 def _header(args: ModelArgs) -> tuple[int, ...]:
+    interval = _interval(args)
+    if interval is None:
+        return OTHER_MAGIC, OTHER_VERSION, args.num_hidden_layers
     return (
         MAGIC,
         VERSION,
         args.num_hidden_layers,
-        _interval(args),
+        interval,
         args.num_key_value_heads,
         args.head_dim,
         *_linear_bytes(args),
@@ -160,16 +174,21 @@ def _header(args: ModelArgs) -> tuple[int, ...]:
     )
 
 
-def _interval(args: ModelArgs) -> int:
-    """n, where exactly the layers n - 1, 2n - 1, ... have full attention."""
+def _interval(args: ModelArgs) -> int | None:
+    """n, where exactly the layers n - 1, 2n - 1, ... have full attention, all alike; None: MFLX cannot express them."""
     full = [i for i, mixer in enumerate(args.mixers) if isinstance(mixer, Attention)]
-    interval = full[0] + 1 if full else 0
-    if not interval or full != list(range(interval - 1, args.num_hidden_layers, interval)):
-        raise SnapshotError(
-            f"full attention in layers {full} of {args.num_hidden_layers} is no regular interval, "
-            "and a snapshot can express nothing else"
-        )
-    return interval
+    if not full:
+        raise SnapshotError("no layer has attention, so nothing in a snapshot would tell its length")
+    interval = full[0] + 1
+    attention = [args.mixers[i] for i in full]
+    is_alike = len({make_cache(mixer).stored_shapes(1) for mixer in attention}) == 1
+    is_regular = full == list(range(interval - 1, args.num_hidden_layers, interval))
+    return interval if is_alike and is_regular and all(map(_is_plain, attention)) else None
+
+
+def _is_plain(mixer: Mixer) -> bool:
+    """Whether MFLX expresses attention of this kind."""
+    return not isinstance(mixer, GroupedQuery) or (mixer.window is None and mixer.value_width == mixer.head_dim)
 
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
@@ -230,36 +249,39 @@ def _bytes(array: mx.array) -> memoryview:
 
 
 def _checked(args: ModelArgs, view: memoryview) -> tuple[int, int]:
-    """(version, length) of a snapshot that is known to be complete and to fit the model."""
-    version = _check_header(args, view)
-    lengths = [length for _, length in _attention_lengths(args, view, 4 * HEADER_WORDS[version])]
+    """Where the layers begin, and the length, of a snapshot that is known to be complete and to fit the model."""
+    start = _check_header(args, view)
+    lengths = [length for _, length in _attention_lengths(args, view, start)]
     if len(set(lengths)) > 1:
         raise ShapeMismatchError(
             f"layers of the snapshot have {min(lengths)} to {max(lengths)} positions; they must agree",
             "length",
         )
-    return version, lengths[0]
+    return start, lengths[0]
 
 
 def _check_header(args: ModelArgs, view: memoryview) -> int:
+    """Its length in bytes."""
     wanted = _header(args)
+    versions = HEADER_WORDS[wanted[0]]
     if len(view) < 8:
         raise BufferTooSmallError(f"a snapshot of {len(view)} bytes is shorter than any header")
     magic, version = struct.unpack_from("<2I", view)
-    if magic != MAGIC:
-        raise BadMagicError(f"the snapshot begins with {magic:#010x} instead of {MAGIC:#010x}; is it MFLX?")
+    if magic != wanted[0]:
+        raise BadMagicError(f"the snapshot begins with {magic:#010x} instead of {wanted[0]:#010x}; is it this model's?")
     is_latent = isinstance(args.attention, Latent)
-    if version not in HEADER_WORDS or (version == 1 and is_latent):
-        known = "2" if is_latent else "1 and 2"
-        raise BadVersionError(f"the snapshot has version {version}; this model's snapshots have {known}")
-    words = HEADER_WORDS[version]
+    known = [one for one in versions if one > 1 or not (is_latent and wanted[0] == MAGIC)]
+    if version not in known:
+        names = " and ".join(map(str, known))
+        raise BadVersionError(f"the snapshot has version {version}; this model's snapshots have {names}")
+    words = versions[version]
     if len(view) < 4 * words:
         raise BufferTooSmallError(f"a snapshot of {len(view)} bytes is shorter than its header of {4 * words}")
     header = struct.unpack_from(f"<{words}I", view)
     for field, got, want in list(zip(FIELDS, header, wanted, strict=False))[2:]:
         if got != want:
             raise ShapeMismatchError(f"the snapshot has {field} {got}; this model has {want}", field)
-    return version
+    return 4 * words
 
 
 def _attention_lengths(args: ModelArgs, view: memoryview, offset: int) -> Iterator[tuple[int, int]]:

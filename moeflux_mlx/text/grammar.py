@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from .calls import deepseek, xml_form
-from .calls.dialect import QWEN_JSON, QWEN_XML, TOOL_CALL, Dialect
+from .calls.dialect import Dialect
 from .calls.schema import parameter_types, variants
+from .calls.tagged import Tags
 
 Schema = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -34,35 +34,46 @@ class Grammar:
     schemas: tuple[str, ...]
 
 
-def json_grammar(schema: Schema | bool) -> Grammar:
-    """JSON that conforms to `schema`, and any object for True; spaces may stand before it."""
+def json_grammar(schema: Schema | bool, lead: str = "") -> Grammar:
+    """JSON that conforms to `schema`, and any object for True; spaces may stand before it, or free text and `lead`."""
     source = json_schema(schema)
-    return Grammar(f"{HEAD}start: SPACE json\njson: %json {source}\n", (source,))
+    return Grammar(f"{HEAD}start: {_led(lead)} json\n{_lead(lead)}json: %json {source}\n", (source,))
 
 
 def calls_grammar(
-    tools: Tools, dialect: Dialect, *, required: bool = False, schema: Schema | bool | None = None
+    tools: Tools,
+    dialect: Dialect,
+    *,
+    required: bool = False,
+    schema: Schema | bool | None = None,
+    lead: str = "",
 ) -> Grammar:
     """Free text with calls of `tools`, the arguments of strict ones under their schemas.
 
     Args:
         required: the answer is a call, without text before it.
         schema: the answer is a call, or else JSON that conforms to this.
+        lead: what stands before such JSON, behind free text; then that may stand before a call, too.
     """
     schemas: list[str] = []
     calls = [_call(function, dialect, schemas) for function in _functions(tools)]
-    opening = _quoted(_opening(dialect))
+    opening = _quoted(dialect.opening)
     rules = [f"call: {' | '.join(f'call_{n}' for n in range(len(calls)))}"]
     rules += [f"call_{n}: {call}" for n, call in enumerate(calls)]
-    rules += [f"open[lazy]: TEXT {opening}", 'value[lazy]: TEXT "\\n</parameter>\\n"', 'key[lazy]: /[^>\\n]+/ ">\\n"']
-    first = f"SPACE {_quoted(dialect.begin.partition(_opening(dialect))[0] + _opening(dialect))} call"
+    rules.append(f"open[lazy]: TEXT {opening}")
+    if dialect.tags is not None:
+        rules += [f"value[lazy]: TEXT {_quoted(_value_end(dialect.tags))}"]
+        rules += [f"key[lazy]: /[^<>\\n]+/ {_quoted(dialect.tags.key[1])}"]
+    before = (dialect.begin + dialect.named).partition(dialect.opening)[0]
+    first = "open call" if lead and not required else f"SPACE {_quoted(before + dialect.opening)} call"
     start = "(open call)* TEXT"
     if required or schema is not None:
         start = f"{first} {start}"
     if schema is not None and not required:
         schemas.append(json_schema(schema))
         rules.append(f"json: %json {schemas[-1]}")
-        start = f"SPACE json | {start}"
+        rules.append(_lead(lead))
+        start = f"{_led(lead)} json | {start}"
     return Grammar("\n".join([f"{HEAD}start: {start}", *rules, ""]), tuple(schemas))
 
 
@@ -96,44 +107,58 @@ def _functions(tools: Tools) -> Iterator[Mapping[str, Any]]:
         yield tool.get("function") or tool
 
 
-def _opening(dialect: Dialect) -> str:
-    """What ends free text."""
-    if dialect is QWEN_XML:
-        return xml_form.FUNCTION
-    return TOOL_CALL if dialect is QWEN_JSON else deepseek.CALL_BEGIN
+def _led(lead: str) -> str:
+    return "lead" if lead else "SPACE"
+
+
+def _lead(lead: str) -> str:
+    """The rule of what stands before JSON, if anything does."""
+    return f"lead[lazy]: TEXT {_quoted(lead)}\n" if lead else ""
 
 
 def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> str:
     """What follows the opening, for one tool."""
     name, strict = function["name"], is_strict(function)
     schema = parameters_of(function) if strict else ANY_OBJECT
-    if dialect is QWEN_XML:
-        parameters = " ".join(_parameters(schema, schemas)) if strict else '("<parameter=" key value)*'
-        begin, end = f"{name}>\n", f"{xml_form.END_FUNCTION}\n{xml_form.END}"
-        return f"{_quoted(begin)} {parameters} {_quoted(end)}"
-    schemas.append(json_schema(schema))
-    begin = (dialect.begin + dialect.named.replace("NAME", name)).split(_opening(dialect), 1)[1]
-    return f"{_quoted(begin)} %json {schemas[-1]} {_quoted(_closing(dialect))}"
+    begin = (dialect.begin + dialect.named).split(dialect.opening, 1)[1].replace("NAME", name)
+    if dialect.tags is None:
+        schemas.append(json_schema(schema))
+        close = _quoted(dialect.close) if dialect.close else ""
+        return f"{_quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
+    key, value = _quoted(dialect.tags.key[0]), " ".join(_value_begin(dialect.tags))
+    free = f"({key} key {value} value {_gap(dialect.tags)})*"
+    parameters = " ".join(_parameters(schema, dialect.tags, schemas)) if strict else free
+    return f"{_quoted(begin.rstrip())} {_gap(dialect.tags)} {parameters} {_quoted(dialect.close)}"
 
 
-def _closing(dialect: Dialect) -> str:
-    if dialect is QWEN_JSON:
-        return f"}}\n{xml_form.END}"
-    fence = f"\n{deepseek.FENCE}" if deepseek.FENCE in dialect.named else ""
-    return fence + deepseek.CALL_END
+def _gap(tags: Tags) -> str:
+    """What stands between two tags."""
+    return _quoted("\n") if tags.lined else "SPACE"
 
 
-def _parameters(schema: Schema, schemas: list[str]) -> Iterator[str]:
+def _value_begin(tags: Tags) -> Iterator[str]:
+    """What stands between a key's closing tag and the value."""
+    if tags.lined:
+        yield _gap(tags)
+    elif tags.value[0]:
+        yield f"SPACE {_quoted(tags.value[0])}"
+
+
+def _value_end(tags: Tags) -> str:
+    return ("\n" if tags.lined else "") + tags.value[1]
+
+
+def _parameters(schema: Schema, tags: Tags, schemas: list[str]) -> Iterator[str]:
     """The parameters in the schema's order; those that are not required may be left out."""
     required = schema.get("required") or ()
     for name, own in (schema.get("properties") or {}).items():
-        begin = _quoted(f"{xml_form.PARAMETER}{name}>\n")
-        rule = f"({begin} {_parameter_value(name, own, schema, schemas)})"
+        begin = " ".join([_quoted(f"{tags.key[0]}{name}{tags.key[1]}"), *_value_begin(tags)])
+        rule = f"({begin} {_parameter_value(name, own, schema, tags, schemas)} {_gap(tags)})"
         yield rule if name in required else f"{rule}?"
 
 
-def _parameter_value(name: str, own: Any, schema: Schema, schemas: list[str]) -> str:
-    end = _quoted(f"\n{xml_form.END_PARAMETER}\n")
+def _parameter_value(name: str, own: Any, schema: Schema, tags: Tags, schemas: list[str]) -> str:
+    end = _quoted(_value_end(tags))
     if "string" not in parameter_types(name, schema):
         whole = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | dict(own)
         schemas.append(json_schema(whole))

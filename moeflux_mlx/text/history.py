@@ -1,9 +1,9 @@
 """Makes a prompt of a chat with tools, whatever form its template wants the messages in.
 
-What a template takes is found once, by rendering small chats: whether a call's arguments are an object or text, and
-whether a system message may come later than first. Texts and names of users, systems and tools never become control
-tokens, nor does an assistant's text but for its tags of reasoning and calls. Answers with calls are shown as the model
-wrote them.
+What a template takes is found once, by rendering small chats: whether a call's arguments are an object or text, whether
+a call may come with both reasoning and text, and whether a system message may come later than first. Texts and names of
+users, systems and tools never become control tokens, nor does an assistant's text but for its tags of reasoning and
+calls. Answers with calls are shown as the model wrote them.
 """
 
 import json
@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ..errors import MoefluxError
-from .calls.dialect import dialect_of
-from .channels import END, START, opens_thinking
+from .calls.registry import dialect_of
+from .channels import ASSISTANT, HARMONY
 from .chat_template import REASONING_KEYS
-from .replay import Answer, AnswerStore, StandIn, opened_by
+from .replay import Answer, AnswerStore, StandIn
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
@@ -32,9 +32,13 @@ class History:
 
     def __init__(self, tokenizer: TokenizerWrapper, store: AnswerStore | None = None):
         self._tokenizer, self._store = tokenizer, store or AnswerStore()
-        self.dialect = dialect_of(tokenizer.chat_template)
-        self._guard = Guard(tokenizer)
-        self._takes_objects = self.dialect is None or self._takes(PROBE)
+        self.channels = tokenizer.channels
+        shown = self._called(PROBE)
+        takes_objects = "probed" in shown and str(PROBE) not in shown
+        self.dialect = dialect_of((tokenizer.chat_template or "") + (shown or self._called(json.dumps(PROBE))))
+        self._guard = Guard(tokenizer, self.channels.tags | (self.dialect.markers if self.dialect else set()))
+        self._takes_objects = self.dialect is None or takes_objects
+        self._takes_both = not shown or bool(self._called(PROBE, content="said", thinking="why"))
         self._takes_systems = self._takes_later_systems()
 
     def text(
@@ -79,7 +83,7 @@ class History:
         normal = self.normalised(messages)
         known = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
         answers = {n: replace(answer, raw=self._guard.protect(answer.raw, own=True)) for n, answer in known.items()}
-        normal = [self._protected(one) for one in normal]
+        normal = [self._protected(one) for one in self._numbered(normal, known)]
         tools, variables = self._guard.protect(tools) if tools else None, self._guard.protect(variables)
         return self._replayed(
             normal, answers, lambda shown: self._render(shown, tools, add_generation_prompt, variables)
@@ -93,19 +97,22 @@ class History:
         (message,) = map(self._protected, self.normalised([message]))
         thought, text = next((message[key] for key in REASONING_KEYS if message.get(key)), ""), message["content"]
         prompt = self.plain(marked)
-        if thought and self._tokenizer.has_thinking and not opened_by(prompt):
-            marked += f"{START}\n"
-        elif not opens_thinking(prompt):
-            return marked + text, False
-        return marked + thought + (f"\n{END}\n\n{text}" if text else ""), not text
+        lead = self.channels.lead
+        unopened = self.channels.opened_by(prompt).strip() in ("", ASSISTANT)
+        if thought and (lead or self._tokenizer.has_thinking) and unopened:
+            marked += self.channels.opening
+        elif not self.channels.opens(prompt):
+            return marked + (lead + text if text else ""), False
+        return marked + thought + (self.channels.closing + text if text else ""), not text
 
     def _replayed(self, messages: Messages, answers: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
         """The prompt with the `answers` as they were written, but for those that the template hides."""
         if self.dialect is None:
             return render(messages)
         arguments: Any = {} if self._takes_objects else "{}"
-        stand_ins = {n: StandIn(answer, self.dialect, arguments) for n, answer in answers.items()}
-        prompt = render([stand_ins[n].message(one) if n in stand_ins else one for n, one in enumerate(messages)])
+        stand_ins = {n: StandIn(answer, self.dialect, self.channels, arguments) for n, answer in answers.items()}
+        shown = [self._fitted(stand_ins[n].message(one) if n in stand_ins else one) for n, one in enumerate(messages)]
+        prompt = render(shown)
         hidden = set()
         for n, stand_in in stand_ins.items():
             replaced = stand_in.put_back(prompt)
@@ -118,7 +125,7 @@ class History:
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message that holds no marker but what the model may have written: of a call, its arguments alone."""
-        own = message["role"] == "assistant"
+        own = message["role"] == "assistant" and self.channels is not HARMONY  # whose text has no tags
         done = {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
         for call in done.get("tool_calls", ()):
             call["id"] = self._guard.protect(call["id"])
@@ -152,6 +159,33 @@ class History:
             arguments = json.dumps(arguments or {}, ensure_ascii=False)
         return {"id": f"call_{n}", "type": "function", **call, "function": {**function, "arguments": arguments}}
 
+    def _numbered(self, messages: list[dict[str, Any]], known: Mapping[int, Answer]) -> list[dict[str, Any]]:
+        """The messages with ids of calls as the model writes them, or has written them where the answer is `known`."""
+        if self.dialect is None or self.dialect.id is None or self.dialect.id_form is None:
+            return messages
+        count, ids = 0, dict[str, str]()
+        numbered: list[dict[str, Any]] = []
+        for n, message in enumerate(messages):
+            calls = message.get("tool_calls", ())
+            written = self.dialect.id_form.findall(known[n].raw) if n in known else []
+            for k, call in enumerate(calls):
+                own = self.dialect.id.replace("NAME", call["function"].get("name", "")).replace("INDEX", str(count))
+                ids[call["id"]] = written[k] if len(written) == len(calls) else own
+                count += 1
+            if calls:
+                message = {**message, "tool_calls": [{**call, "id": ids[call["id"]]} for call in calls]}
+            elif message.get("tool_call_id") in ids:
+                message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+            numbered.append(message)
+        return numbered
+
+    def _fitted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with a call, its text put behind the reasoning where the template takes one of them only."""
+        thought = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
+        if self._takes_both or not message.get("tool_calls") or not thought or not message["content"]:
+            return message
+        return {**message, **dict.fromkeys(REASONING_KEYS, f"{thought}\n\n{message['content']}"), "content": ""}
+
     def _folded(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Later system messages become part of the user's turn after them, or one of their own."""
         if self._takes_systems:
@@ -170,19 +204,18 @@ class History:
             folded.append(message)
         return [*folded, {"role": "user", "content": waiting}] if waiting else folded
 
-    def _takes(self, arguments: Any) -> bool:
-        """Whether the template renders a call with such arguments, and not as Python would print them."""
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    def _called(self, arguments: Any, **said: str) -> str:
+        """A chat with a call of such arguments as the template renders it, "" if it refuses."""
+        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
         chat: list[Mapping[str, Any]] = [
             ASKED,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "r"},
+            {"role": "assistant", "content": "", **said, "tool_calls": [call]},
+            {"role": "tool", "content": "r", "tool_call_id": call["id"]},
         ]
         try:
-            prompt = self._render(chat)
+            return self._render(chat)
         except MoefluxError:
-            return False
-        return "probed" in prompt and str(PROBE) not in prompt
+            return ""
 
     def _takes_later_systems(self) -> bool:
         """Whether a second system message stays where it is."""

@@ -6,20 +6,17 @@ writes its message, reasoning included if the template still shows it there.
 """
 
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .calls import deepseek, json_form
-from .calls.dialect import TOOL_CALL, Dialect
-from .channels import END, START
+from .calls.dialect import Dialect
+from .channels import Channels
 from .chat_template import REASONING_KEYS
 from .latest import Latest
 
 Message = Mapping[str, Any]
-OPENED = re.compile(rf"{START}\s*(?:{END}\s*)?\Z")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Answer:
         calls: (name, arguments as JSON text) of each.
         text: what the client was given as text.
         raw: all that the model wrote, after what began it for the model.
-        opened: the tags of reasoning that the prompt ended with, as `opened_by` says.
+        opened: what the prompt ended with, as `Channels.opened_by` says.
     """
 
     ids: tuple[str, ...]
@@ -40,26 +37,12 @@ class Answer:
     raw: str
     opened: str = ""
 
-    @property
-    def visible(self) -> str | None:
-        """What was written after the reasoning; None if that never ended."""
-        if not self.opened.rstrip().endswith(START) and not self.raw.lstrip().startswith(START):
-            return self.raw
-        _, ended, rest = self.raw.partition(END)
-        return rest.lstrip("\n") if ended else None
-
     def is_of(self, message: Message) -> bool:
         """Whether a message of the history says the same, as far as a client can tell."""
         calls = [call.get("function") or {} for call in message["tool_calls"]]
         said = [(call.get("name"), _loaded(call.get("arguments"))) for call in calls]
         same = [(name, _loaded(arguments)) for name, arguments in self.calls]
         return said == same and (message.get("content") or "").strip() == self.text.strip()
-
-
-def opened_by(prompt: str) -> str:
-    """The tags of reasoning at the end of a prompt, with the spaces round them."""
-    match = OPENED.search(prompt)
-    return match.group() if match else ""
 
 
 class AnswerStore:
@@ -88,19 +71,18 @@ class StandIn:
         arguments: of its call, in the form that the template takes.
     """
 
-    def __init__(self, answer: Answer, dialect: Dialect, arguments: Any):
-        self._answer = answer
+    def __init__(self, answer: Answer, dialect: Dialect, channels: Channels, arguments: Any):
+        self._answer, self._channels = answer, channels
         self._reasoning, self._content, self._name = (
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
         )
-        tagged = dialect.begin.startswith(TOOL_CALL)
-        self._begin = TOOL_CALL if tagged else deepseek.SECTION_BEGIN
-        self._end = json_form.END if tagged else deepseek.SECTION_END
+        self._begin, self._end = dialect.section
+        self._id = (dialect.id or "NAME").replace("NAME", self._name)
         self._arguments = arguments
 
     def message(self, message: Message) -> dict[str, Any]:
         function = {"name": self._name, "arguments": self._arguments}
-        call = {**message["tool_calls"][0], "function": function}
+        call = {**message["tool_calls"][0], "id": self._id, "function": function}
         return {
             **message,
             **dict.fromkeys(REASONING_KEYS, self._reasoning),
@@ -113,18 +95,18 @@ class StandIn:
         name, reasoned = prompt.find(self._name), prompt.find(self._reasoning)
         start = prompt.find(self._content) if self._answer.text else prompt.rfind(self._begin, 0, name)
         end = prompt.find(self._end, name)
-        counts = [prompt.count(word) for word in (self._name, self._content, self._reasoning)]
+        counts = [prompt.count(word, 0, end) for word in (self._name, self._content, self._reasoning)]
         if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
             return None
-        shown = self._answer.visible if reasoned < 0 else self._answer.opened + self._answer.raw
-        start = start if reasoned < 0 else _tag_before(prompt, reasoned)
-        return None if shown is None else prompt[:start] + shown + prompt[end + len(self._end) :]
-
-
-def _tag_before(prompt: str, at: int) -> int:
-    """Where the tag that opens the reasoning at `at` begins, `at` if there is none."""
-    before = prompt[:at].rstrip()
-    return len(before) - len(START) if before.endswith(START) else at
+        opened, raw = self._answer.opened, self._answer.raw
+        shown = self._channels.visible(opened, raw) if reasoned < 0 else opened + raw
+        start = start if reasoned < 0 else self._channels.begin_of(prompt, reasoned)
+        # What ends the turn was the end of the answer, and is not in it.
+        end += 0 if self._end in self._channels.ends else len(self._end)
+        if shown is None:
+            return None
+        # Some templates name the tool again with its result.
+        return prompt[:start] + shown + prompt[end:].replace(self._name, self._answer.calls[0][0])
 
 
 def _loaded(arguments: Any) -> Any:

@@ -5,14 +5,14 @@ token may come but the end of an answer that is still owed. llguidance is loaded
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import RequestError
-from .calls.dialect import CALL_TAGS, Dialect
-from .channels import END
+from .calls.dialect import Dialect
+from .calls.registry import CALL_MARKERS
 from .grammar import Grammar, Schema, calls_grammar, is_strict, json_grammar, json_schema, parameters_of
 from .tokenizer import TokenizerWrapper
 
@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 class Constrainer:
     """Makes masks for one tokenizer; making one of these takes about as long as loading the tokenizer.
 
+    Args:
+        tokenizer: of the model.
+        markers: special tokens that stand in grammars.
+
     Raises:
         RequestError: llguidance is not installed, or the tokenizer has no token that ends an answer.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper):
+    def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str] = CALL_MARKERS):
         _check_installed()
         from llguidance import LLTokenizer
         from llguidance import TokenizerWrapper as Adapter
@@ -35,7 +39,9 @@ class Constrainer:
         if not tokenizer.eos_token_ids:
             raise RequestError("structured output needs a token that ends an answer; the model's files name none")
         self.tokenizer = tokenizer
-        self.tokens: LLTokenizer = LLTokenizer(Adapter(_Words(tokenizer)), eos_token=sorted(tokenizer.eos_token_ids))
+        self.tokens: LLTokenizer = LLTokenizer(
+            Adapter(_Words(tokenizer, markers)), eos_token=sorted(tokenizer.eos_token_ids)
+        )
 
     def grammar(
         self,
@@ -55,10 +61,11 @@ class Constrainer:
         """
         for tool in filter(is_strict, tools):
             self._check_schema(json_schema(parameters_of(tool)))
+        lead = self.tokenizer.channels.lead
         if dialect is None or not tools:
-            grammar = None if schema is None else json_grammar(schema)
+            grammar = None if schema is None else json_grammar(schema, lead)
         elif schema is not None or required or any(is_strict(tool) for tool in tools):
-            grammar = calls_grammar(tools, dialect, required=required, schema=schema)
+            grammar = calls_grammar(tools, dialect, required=required, schema=schema, lead=lead)
         else:
             grammar = None
         if grammar is not None:
@@ -154,7 +161,7 @@ class Mask:
         self._begun = True
 
     def _reason(self, data: bytes) -> None:
-        end = END.encode()
+        end = self._tokenizer.channels.end.encode()
         self._tail += data
         if end not in self._tail:
             self._tail = self._tail[-len(end) :]
@@ -173,9 +180,9 @@ class Mask:
 class _Words:
     """A tokenizer as llguidance wants it."""
 
-    def __init__(self, tokenizer: TokenizerWrapper):
+    def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str]):
         names = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-        special = {i for i in tokenizer.all_special_ids if names.get(i) not in CALL_TAGS}  # those are in grammars
+        special = {i for i in tokenizer.all_special_ids if names.get(i) not in markers}
         self.eos_token_id, self.bos_token_id = min(tokenizer.eos_token_ids), tokenizer.bos_token_id
         self.special_token_ids = sorted(special)
         self.tokens = [

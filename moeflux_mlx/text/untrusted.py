@@ -14,20 +14,20 @@ import secrets
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from .calls.dialect import CALL_TAGS
-from .tokenizer import THINK_TAGS, TokenizerWrapper
+from .tokenizer import TokenizerWrapper
 
 
 class Guard:
     """Args:
     tokenizer: encodes, and knows its markers.
+    own: markers that the model writes for its reasoning and its calls.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper):
+    def __init__(self, tokenizer: TokenizerWrapper, own: Set[str] = frozenset()):
         self._tokenizer = tokenizer
         self._mark = f"mark{secrets.token_hex(12)}"
         markers = {marker for marker in tokenizer.markers | _control(tokenizer) if len(marker) > 1}
-        self._any, self._others = _start_of(markers), _start_of(markers - CALL_TAGS.union(THINK_TAGS))
+        self._any, self._others = _start_of(markers), _start_of(markers - own)
         self._ids = {tokenizer.convert_tokens_to_ids(marker) for marker in tokenizer.markers}
         longest_first = sorted(map(re.escape, tokenizer.markers), key=len, reverse=True)
         self._whole = re.compile("|".join(longest_first) or r"\Z.")

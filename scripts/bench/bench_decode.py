@@ -36,6 +36,7 @@ from moeflux_mlx.quant import DEFAULT, Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 PROMPT, TOKENS, WARMUP = 512, 96, 16
+STEPS = {"scales": 1.0, "biases": -7.5}  # of codes; what a product adds is 0
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
@@ -44,7 +45,7 @@ class RandomExperts(MappedExperts):
 
     def __init__(self, layout: ExpertLayout):
         super().__init__(PackedExperts(layout, {}))
-        self._layers = {layer: random_blob(layout) for layer in layout.moe_layers}
+        self.layers = {layer: random_blob(layout) for layer in layout.moe_layers}
 
 
 def random_blob(layout: ExpertLayout) -> mx.array:
@@ -53,7 +54,7 @@ def random_blob(layout: ExpertLayout) -> mx.array:
     blob = random_words(layout.num_experts, record.stride // 4)
     for c in record.fields:
         if c.dtype == "BF16":
-            value = record.hidden_size**-0.5 / 4.6 * (1 if c.name.endswith("scales") else -7.5)
+            value = record.hidden_size**-0.5 / 4.6 * STEPS.get(c.part, 0.0)
             words = mx.full((layout.num_experts, c.size // 2), value, mx.bfloat16).view(mx.uint32)
             blob[:, c.offset // 4 : c.end // 4] = words
     mx.eval(blob)

@@ -394,7 +394,7 @@ def compare(chain: Callable, x: mx.array, launches: int, name: str, size: float)
 
 def set_tile(kernel: str, tile: Tile) -> None:
     TILES[backend.name()][kernel] = tile
-    for plan in (dequantize._plan, delta._plan_tokens, experts._plan_gate_up):
+    for plan in (dequantize.plan, delta.plan_tokens, experts.plan_gate_up):
         plan.cache_clear()
 
 

@@ -98,7 +98,7 @@ def small_cases(rng):
     conv, mixed, taps = normal(3, 8192), normal(1, 8192), normal(4, 8192)
     return {
         "rms_norm 2048": lambda: native.rms_norm(x, x[0], 1e-6),
-        "silu_mul 8x768": lambda: native.silu_mul(x[:, :768], x[:, 768:1536]),
+        "activate 8x768": lambda: native.activate(x[:, :768], x[:, 768:1536]),
         "attend 32/4 heads, 1024 tokens": lambda: native.attend(q, cache[0], cache[1], 1024, 0.1, out),
         "gated_delta 32 heads 128x128": lambda: native.gated_delta(state, keys, keys, wide, half, half, wide * 1),
         "conv_silu 8192": lambda: native.conv_silu(conv, mixed, taps),

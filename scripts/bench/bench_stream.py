@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -74,6 +75,13 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = made.add_subparsers(required=True)
+    add_streaming(commands)
+    add_places(commands)
+    add_processes(commands)
+    return made
+
+
+def add_streaming(commands: Any) -> None:
     loader = commands.add_parser("loader")
     loader.add_argument("--folder", type=Path, default=Path(), help="on the drive to measure; 2 GB are written there")
     loader.add_argument("--rounds", type=int, default=5)
@@ -102,6 +110,9 @@ def parser() -> argparse.ArgumentParser:
     pool.add_argument("--damping", type=float, default=1.0)
     pool.add_argument("--ways", nargs="+", choices=WAYS, default=["none", "lookahead"])
     pool.set_defaults(run=bench_pool)
+
+
+def add_places(commands: Any) -> None:
     places = commands.add_parser("places")
     places.add_argument("--model", type=Path, required=True)
     places.add_argument("--checkpoint", type=Path, required=True)
@@ -132,6 +143,10 @@ def parser() -> argparse.ArgumentParser:
     host.add_argument("--max-tokens", type=int, default=32)
     host.add_argument("--prefetch", choices=("auto", "previous", "off"), default="auto")
     host.set_defaults(run=bench_host)
+
+
+def add_processes(commands: Any) -> None:
+    """What other commands start."""
     drive = commands.add_parser("drive", help="the drive's speed for `decode`; prints JSON")
     drive.add_argument("--model", type=Path, required=True)
     drive.set_defaults(run=run_drive)
@@ -147,7 +162,6 @@ def parser() -> argparse.ArgumentParser:
     worker.add_argument("--expert-io", default="pread")
     worker.add_argument("--share", type=float, help="of the experts that the pool holds; default: planned")
     worker.set_defaults(run=run_worker)
-    return made
 
 
 # The loader against the drive.

@@ -8,7 +8,7 @@
 A trace is an array [tokens, layers, K] of expert ids. The replay prints, for pools of several sizes shared
 by all layers, the hit rate of least-recently-used order and of Belady's (which knows the future and bounds
 every policy), and what reading ahead would have found: of the misses under LRU, the share that the previous
-token's experts contain, and the share that a foreseen set with the given recall contains.
+token's experts contain, and the share that a predicted set with the given recall contains.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made_up.set_defaults(run=run_synthesize)
     again = commands.add_parser("replay", help="against pools of several sizes, as a table and a line of JSON")
     again.add_argument("--slots", type=int, nargs="+", help="pool sizes; default: shares of all experts")
-    again.add_argument("--recall", type=float, default=0.8, help="of the foreseen experts (%(default)s)")
+    again.add_argument("--recall", type=float, default=0.8, help="of the predicted experts (%(default)s)")
     again.set_defaults(run=run_replay)
     for command, text in ((record, "to write"), (made_up, "to write"), (again, "to read")):
         command.add_argument("trace", type=Path, help=text)
@@ -130,14 +130,14 @@ def run_replay(options: argparse.Namespace) -> None:
     total = trace.shape[1] * experts
     reuse = previous_recall(trace)
     print(f"{trace.shape[0]} tokens, {trace.shape[1]} layers; the previous token had {reuse:.1%} of a token's experts")
-    print(f"{'slots':>8} {'share':>6} {'LRU':>7} {'Belady':>7} {'misses found by previous':>25} {'by foreseen':>12}")
+    print(f"{'slots':>8} {'share':>6} {'LRU':>7} {'Belady':>7} {'misses found by previous':>25} {'by predicted':>12}")
     rows = []
     for slots in options.slots or [max(int(total * share), trace.shape[2]) for share in SHARES]:
         row = replay(trace, experts, slots, options.recall)
         rows.append(row)
         print(
             f"{slots:8} {slots / total:6.1%} {row['lru']:7.1%} {row['belady']:7.1%} "
-            f"{row['previous']:25.1%} {row['foreseen']:12.1%}"
+            f"{row['previous']:25.1%} {row['predicted']:12.1%}"
         )
     print(json.dumps({"previous_recall": reuse, "recall": options.recall, "rows": rows}))
 
@@ -148,18 +148,18 @@ def previous_recall(trace: np.ndarray) -> float:
 
 
 def replay(trace: np.ndarray, experts: int, slots: int, recall: float) -> dict:
-    """Hit rates of a pool of `slots` blocks, and what was foreseen of the misses."""
+    """Hit rates of a pool of `slots` blocks, and what was predicted of the misses."""
     keys = trace + experts * np.arange(trace.shape[1])[None, :, None]
     hits = lru(keys.reshape(-1), slots).reshape(trace.shape)
     known = (trace[1:, :, :, None] == trace[:-1, :, None, :]).any(-1)
     misses = ~hits[1:]
-    foreseen = np.random.default_rng(0).random(trace.shape) < recall
+    predicted = np.random.default_rng(0).random(trace.shape) < recall
     return {
         "slots": slots,
         "lru": float(hits.mean()),
         "belady": float(belady(keys.reshape(-1), slots).mean()),
         "previous": float((known & misses).sum() / max(misses.sum(), 1)),
-        "foreseen": float((foreseen & ~hits).sum() / max((~hits).sum(), 1)),
+        "predicted": float((predicted & ~hits).sum() / max((~hits).sum(), 1)),
     }
 
 

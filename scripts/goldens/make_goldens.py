@@ -1,19 +1,24 @@
 """Make the golden logits of tests/fixtures/models with Hugging Face transformers.
 
-Needs torch and transformers (not needed by the tests):
+Needs torch and transformers (not needed by the tests), and for g9v3, which transformers does not have, the packages
+rapid-mlx 0.16.10 and mlx-lm:
 
-    python scripts/goldens/make_goldens.py [--checkpoints DIR]
+    python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
 For each family and golden it loads the dequantised weights of `tests/goldens.py`, in the published
 layout and in float32, into the transformers model with eager attention, and stores tokens and logits (and,
 for the main golden, the residual stream after each layer). It also stores the config as transformers 5
 saves it and the checksums of the weights. `--checkpoints` keeps the bf16 hub checkpoints in DIR as well.
 
+Of `goldens.KIN` it stores the names and shapes of their tensors too, as transformers saves them, and chooses tokens by
+what its own routers compute, because there is no oracle of these.
+
 Refuses to store a golden when a tensor is missing or unexpected, when a token's routing is nearly tied in
 any layer, when logits are not of order 1, or when transformers saves other tensor names than ours.
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -31,13 +36,16 @@ import oracle  # noqa: E402
 LENGTH = 40
 REPEATED = slice(20, 28)
 MARGIN = 1e-4
-CANDIDATES = 500
+CANDIDATES, CANDIDATES_OF_KIN = 500, 100
 CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # by transformers
+OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
+FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 
 
 def candidate_tokens(seed, vocab):
@@ -82,16 +90,23 @@ def choose_tokens(family, weights):
     return candidate_tokens(best[1], c["vocab_size"]), best[0]
 
 
+def write_config(family, folder):
+    """The hub's, as transformers knows it; returns the model's class."""
+    config = goldens.config(family)
+    config["model_type"] = KNOWN_AS.get(config["model_type"], config["model_type"])
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return getattr(transformers, CLASSES.get(family) or config["architectures"][0])
+
+
 def load_model(family, weights, folder):
     """The transformers model with these float weights, read from a checkpoint in the published layout."""
     goldens.write_safetensors(
         Path(folder) / "model.safetensors", {n: ("F32", w.astype(np.float32)) for n, w in weights.items()}
     )
-    (Path(folder) / "config.json").write_text(json.dumps(goldens.config(family)))
-    model, info = getattr(transformers, CLASSES[family]).from_pretrained(
+    model, info = write_config(family, folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    missing = [n for n in info["missing_keys"] if not n.startswith(("model.visual.", "mtp."))]
+    missing = [n for n in info["missing_keys"] if not n.startswith((*OTHER_PARTS, "mtp."))]
     problems = {k: v for k, v in info.items() if k != "missing_keys" and v}
     if missing or problems:
         raise SystemExit(f"{family}: missing {missing}, {problems}")
@@ -132,6 +147,131 @@ def save_transformers5(family, model):
     (goldens.FIXTURES / family / "config_transformers5.json").write_text(text)
 
 
+class Margins:
+    """The smallest gap of the scores that choose experts, of all routers of a model that runs inside."""
+
+    def __init__(self, model, k):
+        self.k, self.found, self.hooks = k, [], []
+        for name, module in model.named_modules():
+            stem, _, last = name.rpartition(".")
+            if last in ("gate", "router"):
+                owner = module if hasattr(module, "e_score_correction_bias") else model.get_submodule(stem)
+                bias = getattr(owner, "e_score_correction_bias", None)
+                self.hooks.append(module.register_forward_hook(functools.partial(self.look, bias)))
+
+    def look(self, bias, module, inputs, output):
+        logits = output[0].double()
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid() + bias
+        self.found.append(gap(scores.numpy().reshape(-1, scores.shape[-1]), self.k))
+
+    def __enter__(self):
+        return self.found
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def of_transformers(family, weights):
+    """(tokens -> logits [T, V], margin) by transformers."""
+    folder = tempfile.mkdtemp()
+    model, first = load_model(family, weights, folder), FIRST.get(family, 0)
+
+    def logits(tokens):
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        with torch.no_grad(), Margins(model, goldens.text_config(family)["num_experts_per_tok"]) as found:
+            given = {"position_ids": torch.arange(first, first + len(tokens))[None]} if first else {}
+            return model(ids, **given).logits[0].numpy(), min(found)
+
+    return logits
+
+
+def of_rapid_mlx(family, weights):
+    """The same by Rapid-MLX, in float32."""
+    import mlx.core as mx
+    from rapid_mlx.models import g9v3
+
+    margins, choose = [], g9v3.group_expert_select
+    model = g9v3.Model(g9v3.ModelArgs.from_dict(goldens.config(family)))
+    model.load_weights(list(model.sanitize({n: mx.array(w, mx.float32) for n, w in weights.items()}).items()))
+
+    def looking(logits, bias, k, *rest):
+        margins.append(gap(np.array(mx.sigmoid(logits) + bias, np.float64).reshape(-1, logits.shape[-1]), k))
+        return choose(logits, bias, k, *rest)
+
+    def logits(tokens):
+        margins.clear()
+        g9v3.group_expert_select = looking
+        found = np.array(model(mx.array(tokens)[None])[0])
+        return found, min(margins)
+
+    return logits
+
+
+def tensors_of_g9v3(c):
+    """{name: shape}, as its modelling code and that of Rapid-MLX read them."""
+    D, d, E = c["hidden_size"], c["head_dim"], c["n_routed_experts"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    shapes = {"model.embed_tokens": (c["vocab_size"], D), "model.norm": (D,), "lm_head": (c["vocab_size"], D)}
+    for i in range(c["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{norm}_layernorm": (D,) for norm in ("input", "post_attention")}
+        for name, shape in {"q": (2 * q, D), "k": (kv, D), "v": (kv, D), "o": (D, q)}.items():
+            shapes[f"model.layers.{i}.self_attn.{name}_proj"] = shape
+        stem, width = f"model.layers.{i}.mlp.", c["moe_intermediate_size"]
+        mlps = {f"{stem}experts.{e}.": width for e in range(E)} | {f"{stem}shared_experts.": width}
+        if i < c["first_k_dense_replace"]:
+            mlps = {stem: c["intermediate_size"]}
+        else:
+            shapes |= {f"{stem}gate": (E, D), f"{stem}gate.e_score_correction_bias": (E,)}
+        for prefix, wide in mlps.items():
+            shapes |= {f"{prefix}gate_proj": (wide, D), f"{prefix}up_proj": (wide, D), f"{prefix}down_proj": (D, wide)}
+    return {name if name.endswith("bias") else f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def in_order(name):
+    """A key that sorts the numbers in names as numbers."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def store_kin(family):
+    """tensors.json of a family, and the configuration as transformers saves it."""
+    store = goldens.folder(family)
+    if family == "g9v3":
+        shapes, text = tensors_of_g9v3(goldens.config(family)), json.dumps(goldens.config(family))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            kind = write_config(family, folder)
+            kind(kind.config_class.from_pretrained(folder)).to(torch.bfloat16).save_pretrained(folder)
+            text = (Path(folder) / "config.json").read_text()
+            with safe_open(Path(folder) / "model.safetensors", "np") as file:
+                shapes = {n: file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118 (not a dict)
+    shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
+    for shape in (
+        shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"
+    ):
+        shape[1:] = shape[:0:-1]  # as the hub has it; transformers reads both
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
+    (store / "tensors.json").write_text(f"{{\n{lines}\n}}\n")
+    (store / "config_transformers5.json").write_text(text)
+
+
+def make_kin(family):
+    """Store what there is of one of the kin."""
+    store_kin(family)
+    run_model = (of_rapid_mlx if family == "g9v3" else of_transformers)(family, goldens.dequantised(family))
+    vocab, best = goldens.text_config(family)["vocab_size"] - 8, (-1.0, None)  # images' markers come last
+    for seed in range(CANDIDATES_OF_KIN):
+        tokens = candidate_tokens(seed, vocab)
+        best = max(best, (run_model(tokens)[1], seed))
+    tokens = candidate_tokens(best[1], vocab)
+    logits, _ = run_model(tokens)
+    print(f"{family:14s} margin {best[0]:.1e} logits std {logits.std():.2f}")
+    if best[0] < MARGIN or not 0.5 < logits.std() < 2:
+        raise SystemExit(f"{family}: unsuitable, change the weights' seed")
+    arrays = {"tokens": tokens, "logits": logits.astype(np.float32)}
+    np.savez(goldens.golden_path(family, "hub"), **arrays, **({"first": FIRST[family]} if family in FIRST else {}))
+
+
 def make(family, variant):
     """Store one golden."""
     weights = goldens.dequantised(family, variant)
@@ -154,9 +294,13 @@ def make(family, variant):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoints", type=Path, help="also write the bf16 hub checkpoints here")
+    parser.add_argument("--only", nargs="+", default=(*goldens.FAMILIES, *goldens.KIN), metavar="FAMILY")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for family in goldens.families():
+    for family in arguments.only:
+        if family in goldens.KIN:
+            make_kin(family)
+            continue
         own = [v for v in goldens.variants(family) if v in goldens.OWN_GOLDEN]
         for variant in ("hub", "dense", *own):
             make(family, variant)

@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import mlx.core as mx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from styles import style_tokenizer
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import chat, model_fingerprint, stream_generate
@@ -27,7 +29,9 @@ from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError
 from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.text.boundaries import Rendering
-from moeflux_mlx.text.channels import ThinkingSplitter, opens_thinking
+from moeflux_mlx.text.calls.reader import AnswerReader
+from moeflux_mlx.text.channels import THINK
+from moeflux_mlx.text.events import Reasoning
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 PROMPT = r"\x1b\[\?2004h"  # bracketed paste goes on when a line can be typed
@@ -211,9 +215,9 @@ def test_places_where_prompts_part():
 @settings(max_examples=200)
 def test_reasoning_is_found_however_the_text_is_cut(parts, cuts, inside):
     def split(pieces):
-        splitter, said = ThinkingSplitter(inside), {True: "", False: ""}
-        for text, thinking in [p for piece in pieces for p in splitter.feed(piece)] + splitter.finish():
-            said[thinking] += text
+        reader, said = AnswerReader(None, inside_reasoning=inside), {True: "", False: ""}
+        for event in [e for piece in pieces for e in reader.feed(piece)] + reader.finish():
+            said[isinstance(event, Reasoning)] += event.text
         return said
 
     text, pieces, at = "".join(parts), [], 0
@@ -221,6 +225,24 @@ def test_reasoning_is_found_however_the_text_is_cut(parts, cuts, inside):
         pieces.append(text[at : at + cut])
         at += cut
     assert split([*pieces, text[at:]]) == split([text])
+
+
+def test_channels_of_messages_are_told_apart(tmp_path):
+    said = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+
+    class Says:
+        tokens, model = (), types.SimpleNamespace(args=types.SimpleNamespace(max_position_embeddings=4096))
+
+        def respond(self, prompt, **_):
+            yield from (types.SimpleNamespace(text=char, finish_reason=None) for char in said)
+            yield types.SimpleNamespace(text="", finish_reason="stop")
+
+    talk = Conversation(Says(), style_tokenizer(tmp_path, "harmony_style"), {})
+    pieces = list(talk.ask("Hello?"))
+    assert "".join(piece for piece, thinking in pieces if thinking) == "why"
+    assert "".join(piece for piece, thinking in pieces if not thinking) == "Hi."
+    assert talk.turns[-1] == {"role": "assistant", "content": "Hi.", "reasoning_content": "why"}
+    assert "<|channel|>final<|message|>Hi.<|end|>" in talk.rendering.text([*talk.messages, talk.turns[0]])
 
 
 def test_reasoning_is_shown_dimmed_tagged_or_not_at_all():
@@ -241,7 +263,7 @@ def test_reasoning_is_shown_dimmed_tagged_or_not_at_all():
     Display(terminal, False).piece("a\x1b[2J\x9b\tb\n", False)
     assert terminal.getvalue() == "a[2J\tb\n"
     assert shown(io.StringIO(), True) == shown(Terminal(), True) == "Yes\n"
-    assert opens_thinking("<|im_start|>assistant\n<think>\n") and not opens_thinking("<think>\n\n</think>\n\n")
+    assert THINK.opens("<|im_start|>assistant\n<think>\n") and not THINK.opens("<think>\n\n</think>\n\n")
 
 
 # ---- the command, through pipes ----

@@ -362,7 +362,7 @@ def test_layout_that_lies(capfd, copy_dir):
 
 @pytest.mark.parametrize(
     "change, words",
-    [({"model_type": "llama"}, "model_type 'llama'"), ({"text_config": {}}, "is missing")],
+    [({"model_type": "llama", "text_config": None}, "model_type 'llama'"), ({"text_config": {}}, "is missing")],
 )
 def test_config_that_is_not_implemented(capfd, copy_dir, change, words):
     edit_json(copy_dir / "config.json", **change)

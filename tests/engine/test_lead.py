@@ -14,7 +14,8 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.follow import Follower
 from moeflux_mlx.engine.lead import Lead, LeadSession
 from moeflux_mlx.engine.orders import Order, receive_order, send_order
-from moeflux_mlx.engine.session import Session, Stopped
+from moeflux_mlx.engine.running_text import Stopped
+from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import ExpertIOError, RankError
 from moeflux_mlx.experts.group import Exchange
 from moeflux_mlx.experts.ranks import Owners
@@ -136,7 +137,7 @@ def test_a_prompt_that_was_stopped_goes_on_where_it_was():
     with Pair("qwen3_moe") as pair:
         session, prompt = pair.session(), prompt_of(48)
         answer(session, prompt, stop_at=20)
-        assert session._half is not None and pair.follower.sessions[session.number]._half is not None
+        assert session.points.set_aside > 0 and pair.follower.sessions[session.number]._half is not None
         alone = Session(load_model(tiny_directory("qwen3_moe"), dtype=mx.float32, span=16), pair.tokenizer)
         assert answer(session, prompt) == answer(alone, prompt)
 

@@ -219,7 +219,7 @@ def test_a_choice_reaches_launches_and_ends_with_its_block(host):
     form = linear.Form(quant, s.dtype)
 
     def rows():
-        return linear._plan("metal", x.shape, x.dtype, w.shape, s.shape, form).template["R"]
+        return linear.plan("metal", x.shape, x.dtype, w.shape, s.shape, form).template["R"]
 
     before = rows()
     with using(Tiles({f"qmv 64x128 {form}": Tile(rows=8, lanes=8, simdgroups=2)})):
@@ -247,7 +247,7 @@ def test_bits_under_one_choice_do_not_depend_on_where_records_lie(host):
     code = outputs()[0]
     with using(Tiles(others)):
         by_id, by_slot = outputs()
-        launch = experts._plan_gate_up("metal", x.shape, x.dtype, whole.blob.shape, (1, 2), record)
+        launch = experts.plan_gate_up("metal", x.shape, x.dtype, whole.blob.shape, (1, 2), record)
     assert (launch.template["R"], launch.template["L"]) == (1, 2), "the other tiles are used"
     assert mx.array_equal(by_id, by_slot) and trials.difference(by_id, code) < 1e-2
 

@@ -28,7 +28,7 @@ def stacks(tmp_path):
     return write_stacks(tmp_path)
 
 
-REAL = batch._reads
+REAL = batch.extension
 
 
 class Faulty:
@@ -52,7 +52,7 @@ def test_what_fails_is_read_with_care(stacks, tmp_path, monkeypatch, fault):
     (tmp_path / "short").write_bytes(bytes(100))
     short = os.open(tmp_path / "short", os.O_RDONLY)
     faulty = Faulty(short if fault == "short" else -1)
-    monkeypatch.setattr(batch, "_reads", faulty)
+    monkeypatch.setattr(batch, "extension", faulty)
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS))), truth[0])
     assert faulty.missed and loader.note == ""
@@ -68,7 +68,7 @@ def test_without_a_queue_reads_go_one_after_the_other(stacks, monkeypatch, way):
         def queue(self):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(batch, "_reads", Refusing() if way == "refused" else None)
+    monkeypatch.setattr(batch, "extension", Refusing() if way == "refused" else None)
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
     loader.close()
@@ -86,11 +86,11 @@ def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch):
             calls.append(REAL.read(*args))
             return calls[-1]
 
-    monkeypatch.setattr(batch, "_reads", Counting())
+    monkeypatch.setattr(batch, "extension", Counting())
     monkeypatch.setattr(OpenFiles, "read", None)  # nothing needs care
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
-    kept = loader._reader._in_pieces
+    kept = loader.reader._in_pieces
     assert kept and all(sum(map(sys.getsizeof, (key, shares, *shares))) < READS_BYTES for key, shares in kept.items())
     assert len(calls) == EXPERTS and loader.stats.bytes_read == sum(came for came, missed in calls)
     loader.close()

@@ -112,7 +112,7 @@ class BreathingMachine(RuleBasedStateMachine):
 
     def check_given_back(self):
         """Free rows read as zeros; behind the limit there is only what cannot be moved."""
-        assert not self.pool.rows[self.pool._free].any()
+        assert not self.pool.rows[self.pool.free_rows].any()
         for key in self.pool.records():
             moves = self.pool[key].read is None and not self.pool.pinned(key)
             assert self.pool[key].row < self.loader.slots or not moves
@@ -127,7 +127,7 @@ class BreathingMachine(RuleBasedStateMachine):
         slots = [self.pool[key] for key in self.pool.records()]
         assert len(slots) <= self.loader.slots <= ALL
         used = [slot.row for slot in slots if slot.row != NOWHERE]
-        assert sorted([*self.pool._free, *used]) == list(range(len(self.pool.rows)))
+        assert sorted([*self.pool.free_rows, *used]) == list(range(len(self.pool.rows)))
 
     def teardown(self):
         self.faults.plan = []

@@ -24,7 +24,7 @@ def test_what_is_known_stays_and_the_rest_is_even(asked, ranks, slots):
     home = {}
     for layer, experts in asked:
         ids = np.array([experts])
-        before = dict(dealing._home)
+        before = dict(dealing.home)
         dealt = dealing.deal(layer, ids)
         assert np.array_equal(dealt, twin.deal(layer, ids))
         for expert, rank in zip(experts, dealt[0].tolist(), strict=True):
@@ -33,9 +33,9 @@ def test_what_is_known_stays_and_the_rest_is_even(asked, ranks, slots):
         new = [rank for expert, rank in zip(experts, dealt[0].tolist(), strict=True) if (layer, expert) not in before]
         loads = np.bincount(new, minlength=ranks)
         assert loads.max() - loads.min() <= 1
-        assert max(map(len, dealing._held)) <= max(int(slots * 7 / 8), 1)
-        assert {key: rank for rank, held in enumerate(dealing._held) for key in held} == dealing._home
-        assert all(home[key] == rank for key, rank in dealing._home.items())
+        assert max(map(len, dealing.held)) <= max(int(slots * 7 / 8), 1)
+        assert {key: rank for rank, held in enumerate(dealing.held) for key in held} == dealing.home
+        assert all(home[key] == rank for key, rank in dealing.home.items())
 
 
 def test_who_has_a_larger_share_reads_more():

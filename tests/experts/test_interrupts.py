@@ -72,7 +72,7 @@ def check_pools(loader):
     for one in getattr(loader, "pools", ()):
         assert not one.in_flight() and not one.pinned_besides([])
         rows = [slot.row for slot in map(one.get, one.records()) if slot.row != NOWHERE]
-        assert sorted([*one._free, *rows]) == list(range(len(one.rows)))
+        assert sorted([*one.free_rows, *rows]) == list(range(len(one.rows)))
 
 
 def slow(fd, buffers, offset):
@@ -197,7 +197,7 @@ def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypa
     """A turn ends by evaluating what still reads the pool; nobody else can."""
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
     for one in model.experts.pools:  # as on Metal, MLX reads the pool's own memory
-        one.rows, one._adopted = staging_memory(*one.rows.shape)
+        one.rows, one.adopted = staging_memory(*one.rows.shape)
     want = run(model, TOKENS[:, :3], 1)
 
     def broken_off(*arrays):

@@ -28,7 +28,7 @@ def filled(slots, copied=False):
 @pytest.mark.parametrize("for_guess", [False, True])
 def test_a_pinned_block_is_no_victim(copied, for_guess):
     pool = filled(3, copied)
-    pool._finish_copies()
+    pool.finish_copies()
     first, second, third, again = ([(0, expert)] for expert in (0, 1, 2, 0))
     pool.pin(first)
     pool.pin(second)

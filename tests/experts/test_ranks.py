@@ -84,7 +84,7 @@ def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device
     monkeypatch.setattr(grouped, "LEAST_STEP", 1)
     monkeypatch.setattr(waves, "WAVE_BYTES", 5 * 10240)
     right, made = grouped.dense_ffn, set()
-    monkeypatch.setattr(grouped, "dense_ffn", lambda *given: made.add(tuple(a.shape for a in given)) or right(*given))
+    monkeypatch.setattr(grouped, "dense_ffn", lambda *a: made.add(tuple(one.shape for one in a[:3])) or right(*a))
     family = "qwen3_5_moe"
     alone = logits_of(load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="pread"), (1, 9, 60), 1)
     expected = made.copy()

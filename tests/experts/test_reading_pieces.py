@@ -165,7 +165,7 @@ def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatc
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
     wanted = [run for e in range(EXPERTS) for run in runs_of(where.pieces(1, e), 1 << 20)]
-    assert loader._reader.direct and loader.stats.bytes_read == sum(run.stop - run.start for run in wanted)
+    assert loader.reader.direct and loader.stats.bytes_read == sum(run.stop - run.start for run in wanted)
     loader.close()
 
 
@@ -187,7 +187,7 @@ def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
     loader = StreamedExperts(where, reader=ExpertReader(where, workers=1, preadv=slow))
     lease = loader.request(0, np.arange(EXPERTS))
     time.sleep(0.03)  # the first record is on its way
-    loader._reader.close()
+    loader.reader.close()
     with pytest.raises(ExpertIOError):
         lease.wait()
     loader.close()
@@ -256,7 +256,7 @@ def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
             begun.append(first)
             yield Portion(0, rows, first, stop)
 
-    for i, portion in enumerate(resident._touched(portions()), 1):
+    for i, portion in enumerate(resident.touched(portions()), 1):
         pages = portion.records.view(np.uint8).reshape(-1, mmap.PAGESIZE)
         assert len(pages) == 8 * i and pages[:, 4].all()
         assert pages[:, 0].all() if i == 1 else not pages[:, 0].any()
@@ -277,22 +277,22 @@ def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, devic
         assert np.array_equal(rows, truth[layer][first : first + len(rows)])
         time.sleep(0.02)  # what is under way by now arrives
 
-    def kept(rows, right=resident._kept):
+    def kept(rows, right=resident.kept):
         seen.append("kept")
         return right(rows)
 
-    monkeypatch.setattr(resident, "_kept", kept)
+    monkeypatch.setattr(resident, "kept", kept)
     source = ResidentExperts(where, check=check)
     assert seen == [one for layer in range(4) for one in ((layer, 0), (layer, 3), "kept")]
     for layer in range(4):
-        assert np.array_equal(np.array(source._layers[layer]), truth[layer])
+        assert np.array_equal(np.array(source.layers[layer]), truth[layer])
     source.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
 def test_so_many_begin_before_one_is_given(count):
     begun = []
-    given = resident._begun_ahead(map(begun.append, range(5)), count)
+    given = resident.begun_ahead(map(begun.append, range(5)), count)
     assert [len(begun) for _ in given] == [min(i + count, 5) for i in range(1, 6)]
 
 

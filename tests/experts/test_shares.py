@@ -259,7 +259,7 @@ class MixedMachine(RuleBasedStateMachine):
             slots = [pool[key] for key in pool.records()]
             assert len(slots) <= pool.slots <= pool.most
             used = [slot.row for slot in slots if slot.row != NOWHERE]
-            assert sorted([*pool._free, *used]) == list(range(len(pool.rows)))
+            assert sorted([*pool.free_rows, *used]) == list(range(len(pool.rows)))
 
     def teardown(self):
         self.faults.plan = []

@@ -236,7 +236,7 @@ def test_direct_io_that_is_refused_at_every_read(packed):
     for _ in range(20):
         loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=True, preadv=preadv))
         assert np.array_equal(blocks(loader.request(0, np.arange(EXPERTS)))[:, :size], records(packed, 0)[:, :size])
-        assert "page cache" in loader.note and not loader._reader.direct
+        assert "page cache" in loader.note and not loader.reader.direct
         loader.close()
 
 
@@ -357,11 +357,11 @@ def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(mx, "eval", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pool._finish_copies()
+            pool.finish_copies()
     for start in (2, 1, 0):
         wanted = np.arange(start, start + 4)
         assert np.array_equal(blocks(loader.request(1, wanted)), records(packed, 1)[wanted])
-    rows = pool._free + [slot.row for slot in pool._copying]
+    rows = pool.free_rows + [slot.row for slot in pool.copying]
     assert len(set(rows)) == len(rows) <= len(pool.rows)
     loader.close()
 
@@ -385,7 +385,7 @@ def test_evicted_blocks_do_not_stay_in_device_memory(packed):
     for layer, start in ((1, 0), (0, 2), (1, 1)):
         blocks(loader.request(layer, np.arange(start, start + 4)))
         kept = {id(pool[key].device) for key in pool.records()}
-        assert {id(slot.device) for slot in pool._copying} <= kept
+        assert {id(slot.device) for slot in pool.copying} <= kept
     loader.close()
 
 
@@ -394,7 +394,7 @@ def test_closing_wakes_whoever_waits(packed):
     lease = loader.request(0, np.arange(EXPERTS))
     waiting = threading.Thread(target=lambda: pytest.raises(ExpertIOError, lease.wait))
     waiting.start()
-    loader._reader.close()
+    loader.reader.close()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
     loader.close()
@@ -436,7 +436,7 @@ def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):
 
     loader = StreamedExperts(packed)
     loader.request(0, np.arange(EXPERTS))
-    descriptors = list(loader._reader._files._descriptors)
+    descriptors = list(loader.reader._files._descriptors)
     assert readers() and descriptors
     del loader
     gc.collect()

@@ -149,7 +149,7 @@ def merciless(loader):
     """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
     unpin = loader.unpin
     for pool in loader.pools:
-        pool.rows, pool._adopted = staging_memory(*pool.rows.shape)
+        pool.rows, pool.adopted = staging_memory(*pool.rows.shape)
 
     def overwrite(keys, out):
         unpin(keys, out)
@@ -175,7 +175,7 @@ def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, 
     model.experts.close()
 
 
-# What is foreseen.
+# What is predicted.
 
 
 def prefetching(model):
@@ -224,7 +224,7 @@ def test_the_next_layers_router_looks_through_its_own_norm(family):
     model.experts.close()
 
 
-def test_what_is_foreseen_is_read_for_the_next_layer():
+def test_what_is_predicted_is_read_for_the_next_layer():
     model = streamed(tiny_directory("qwen3_moe"), least_slots=8 * TOP_K, cache_bytes=1)
     routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
     cache, seen = model.make_cache(), []
@@ -340,7 +340,7 @@ def test_nothing_is_read_once_everything_is_there():
     model.experts.close()
 
 
-def test_nothing_is_foreseen_where_every_expert_is_in_memory():
+def test_nothing_is_predicted_where_every_expert_is_in_memory():
     """A guess costs a product and a wait; it is made again once a record is gone."""
     model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
     routed, source, layers = model.layers[0].mlp.experts, model.experts, model.args.moe_layers
@@ -447,7 +447,7 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("family", goldens.families())
 def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
-    """As on a GPU, in a pool that does not hold all experts, so that some are foreseen."""
+    """As on a GPU, in a pool that does not hold all experts, so that some are predicted."""
     options = {"least_slots": 8 * TOP_K, "cache_bytes": 1, "copied": copied}
     plain, compiled = (streamed(tiny_directory(family), **options) for _ in range(2))
     routed = compile_layers(compiled)
@@ -678,18 +678,18 @@ def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     """On Metal no request for a layer comes by while a token runs as one graph."""
     path, file, data = replaceable
-    real = mapped._map
+    real = mapped.map_file
     with monkeypatch.context() as patch:
-        patch.setattr(mapped, "_map", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
+        patch.setattr(mapped, "map_file", lambda *args: (mx.array(real(*args)[0]), real(*args)[1]))
         model = load_model(path, dtype=mx.float32, expert_io="mmap")
     cache = model.make_cache()
     for _ in range(2):
         mx.eval(model(mx.array([[1]]), cache))
     os.truncate(file, len(data) + 1)
-    model.experts._checked_at = 0.0
+    model.experts.checked_at = 0.0
     mx.eval(model(mx.array([[1]]), cache))
     os.truncate(file, len(data) // 2)
-    model.experts._checked_at = 0.0
+    model.experts.checked_at = 0.0
     with pytest.raises(ExpertIOError, match="layer 1 has .* cut short"):
         model(mx.array([[1]]), cache)
 

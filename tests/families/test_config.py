@@ -27,10 +27,12 @@ from moeflux_mlx.model.latent import softmax_scale
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant, entries
-from moeflux_mlx.spec import ModelArgs, variants
+from moeflux_mlx.spec import ModelArgs, family_name, variants
 
 GIB = 2**30
+EVERY = (*goldens.FAMILIES, *goldens.KIN)
 # name: expert bytes, layer file bytes, MoE layers, total GiB (arithmetic on the published shapes)
+BLOCK = 4096  # bytes; records of biased experts are padded to a multiple
 SIZES = {
     "qwen3-30b-a3b": (2654208, 339738624, 48, 15.19),
     "qwen3-235b-a22b": (10616832, 1358954496, 94, 118.97),
@@ -40,6 +42,22 @@ SIZES = {
     "qwen3.5-122b-a10b": (5308416, 1358954496, 48, 60.75),
     "qwen3.5-397b-a17b": (7077888, 3623878656, 60, 202.50),
     "cogito-v2-671b": (24772608, 6341787648, 58, 342.56),
+    "g9v3-39b-a5b": (1769472, 566231040, 37, 19.51),
+    "glm-4.5-air": (9732096, 1245708288, 45, 52.21),
+    "glm-4.5v": (9732096, 1245708288, 45, 52.21),
+    "glm-4.7": (13271040, 2123366400, 89, 176.00),
+    "glm-4.7-flash": (5308416, 339738624, 46, 14.55),
+    "hy3-295b-a21b": (10616832, 2038431744, 79, 149.98),
+    "kimi-k2.6": (24772608, 9512681472, 60, 531.56),
+    "minimax-m2-230b-a10b": (7962624, 2038431744, 62, 117.70),
+    "mistral-small-4-119b": (14155776, 1811939328, 36, 60.75),
+    "qwen3-vl-30b-a3b": (2654208, 339738624, 48, 15.19),
+    "gpt-oss-20b": (14016512, 448528384, 24, 10.03),
+    "gpt-oss-120b": (14016512, 1794113536, 36, 60.15),
+    "mimo-v2-flash-309b": (14155776, 3623878656, 47, 158.62),
+    "step-3.5-flash-196b": (8847360, 2548039680, 42, 99.67),
+    "laguna-xs-2.1-33b": (1769472, 452984832, 39, 16.45),
+    "solar-open-100b": (8847360, 1132462080, 48, 50.62),
 }
 
 
@@ -58,7 +76,7 @@ def test_variants_are_the_named_ones():
 def test_sizes(name):
     layout = ExpertLayout.from_args(ModelArgs.from_variant(name))
     expert, layer, count, total = SIZES[name]
-    assert layout.record.size == layout.expert_stride == expert
+    assert layout.expert_stride == expert == -(-layout.record.size // BLOCK) * BLOCK
     assert layout.largest_layer == layer
     assert len(layout.moe_layers) == count
     assert round(layout.total_bytes / GIB, 2) == total
@@ -168,6 +186,18 @@ def test_unknown_storage_names_its_module(entry):
         ("qwen3-30b-a3b", {"head_dim": None, "num_attention_heads": 0}, "'num_attention_heads' is 0"),
         ("cogito-v2-671b", {"topk_group": 9}, "topk_group 9"),
         ("cogito-v2-671b", {"n_group": 0}, "'n_group' is 0"),
+        ("cogito-v2-671b", {"n_group": None}, "'n_group' is missing"),
+        ("cogito-v2-671b", {"mlp_layer_types": ["sparse"]}, "'mlp_layer_types' has 1 entries for 61 layers"),
+        ("cogito-v2-671b", {"mlp_layer_types": ["moe"] * 61}, "'mlp_layer_types' has ['moe'"),
+        ("minimax-m2-230b-a10b", {"attn_type_list": [0] * 62}, "'attn_type_list' has [0"),
+        ("minimax-m2-230b-a10b", {"qk_norm_type": "per_head"}, "'qk_norm_type' is 'per_head'"),
+        ("minimax-m2-230b-a10b", {"rotary_dim": 129}, "'rotary_dim' is 129"),
+        ("hy3-295b-a21b", {"moe_router_use_sigmoid": False}, "'moe_router_use_sigmoid' is False"),
+        ("hy3-295b-a21b", {"qk_norm": False}, "'qk_norm' is False"),
+        ("glm-4.5-air", {"attention_bias": None}, "'attention_bias' is missing"),
+        ("solar-open-100b", {"use_qk_norm": True}, "'use_qk_norm' is True"),
+        ("g9v3-39b-a5b", {"attention_bias": True}, "'attention_bias' is True"),
+        ("g9v3-39b-a5b", {"num_experts_per_tok": 321}, "num_experts_per_tok 321"),
         ("cogito-v2-671b", {"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
         (
             "qwen3-30b-a3b",
@@ -237,8 +267,25 @@ def test_from_file_reads_generation_config(tmp_path):
 
 
 def test_every_family_has_goldens():
-    """Most tests are of `goldens.families()`, and so of all that run."""
-    assert set(goldens.families()) == set(FAMILIES)
+    """Most tests are of `goldens.families()`, the others have some of their own. Names that are read alike need one."""
+    stored = {family_name(goldens.config(family)) for family in EVERY}
+    assert {FAMILIES[name] for name in stored} == set(FAMILIES.values())
+
+
+@pytest.mark.parametrize("family", goldens.KIN)
+def test_what_transformers_saves_reads_the_same(family):
+    saved, published = (ModelArgs.from_dict(goldens.variant_config(family, form)) for form in ("transformers5", "hub"))
+    different = dict.fromkeys(("model_type", "eos_token_ids"))
+    assert dataclasses.replace(saved, **different) == dataclasses.replace(published, **different)
+
+
+def test_the_text_part_decides_whose_family_it_is():
+    config = config_of("kimi-k2.6")
+    assert ModelArgs.from_dict(config).model_type == "kimi_k2"
+    assert ModelArgs.from_dict(config["text_config"]) == ModelArgs.from_dict({**config, "model_type": "other"})
+    config["text_config"]["model_type"] = "llama"
+    with pytest.raises(ConfigError, match="model_type 'kimi_k25' is not supported"):
+        ModelArgs.from_dict(config)
 
 
 # ---- any value in any field
@@ -256,8 +303,10 @@ def small(config):
     config = copy.deepcopy(config)
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
-    if body.get("layer_types"):
-        body["layer_types"] = body["layer_types"][:4]
+    lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
+    for name in (*lists, "mlp_layer_types"):
+        if isinstance(body.get(name), list):
+            body[name] = (body[name] * 4)[:4]
     return config
 
 
@@ -336,13 +385,13 @@ def fuzzed(config):
 
 
 @pytest.mark.parametrize("each", [5, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", goldens.families())
+@pytest.mark.parametrize("family", EVERY)
 def test_any_value_in_any_field_is_usable_or_refused(family, each):
     """Each field meets every fifth value, the families begin at others: the fields that they share meet most."""
     config = fuzzed(goldens.config(family))
     cases = [(path, value) for path in places(config) for value in VALUES]
     assert len(cases) > 1000
-    cases = cases[goldens.families().index(family) % each :: each]
+    cases = cases[EVERY.index(family) % each :: each]
     refused = sum(is_refused(with_value(config, *case)) for case in cases)
     assert len(cases) / 4 < refused < len(cases) * 0.9
 

@@ -72,9 +72,9 @@ def test_a_wrong_scale_shows(made, tmp_path):
     path, tokens, wanted = made("qwen3_moe", "mxfp4")
     model = load_model(path, dtype=mx.float32, expert_io="mmap")
     projection = model.experts.layout.records[1].down
-    blob = np.array(model.experts._layers[1])
+    blob = np.array(model.experts.layers[1])
     blob.view(np.uint8)[:, projection.fields[1].offset : projection.fields[1].offset + 8] += 1
-    model.experts._layers[1] = mx.array(blob) if isinstance(model.experts._layers[1], mx.array) else blob
+    model.experts.layers[1] = mx.array(blob) if isinstance(model.experts.layers[1], mx.array) else blob
     assert np.abs(run(model, mx.array(tokens).reshape(1, -1), 40) - wanted).max() > 10 * TOLERANCE
     model.experts.close()
 

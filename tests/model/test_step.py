@@ -14,7 +14,6 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops import backend, linear
-from moeflux_mlx.state.cache import RecurrentCache
 
 PROMPT = list(range(5, 25))
 
@@ -85,7 +84,7 @@ def plain_model(family):
 
 
 @pytest.mark.parametrize("kind", ["native", "plain"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "mimo_v2_flash"])
 def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     model = tiny_model(family, mx.float32) if kind == "native" else plain_model(family)
     alone = Alone(model)
@@ -98,7 +97,7 @@ def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     rows_and_rewinds()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     model = make_resident(monkeypatch, family)
     plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), ([(1,), (2,)], [1, 1])]
@@ -108,7 +107,7 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss"])
 def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
     """Metal's text executed by the harness."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
@@ -129,15 +128,16 @@ def test_a_text_goes_on_with_a_prompt_after_rows_were_taken_back():
         made.rewind(0, 0)
 
 
-def test_what_a_step_keeps_is_said_and_goes_with_the_next():
+def test_what_a_step_keeps_is_said_and_goes_with_its_rows():
     model = tiny_model("qwen3_next", mx.float32)
     cache = start(model, PROMPT)
-    before = [layer.nbytes for layer in cache]
+    before = sum(layer.nbytes for layer in cache)
     for rows in ([1, 2, 3, 4], [1, 2], [1]):
-        step(model, (cache, rows))
-        grown = [layer.nbytes - n for layer, n in zip(cache, before, strict=True)]
-        assert grown == [len(rows) * layer.row_bytes(4) for layer in cache]
-    assert sum(grown) == sum(isinstance(layer, RecurrentCache) for layer in cache) * grown[0] > 0
+        made = step(model, (cache, rows))
+        assert made.nbytes == len(rows) * sum(layer.row_bytes(4) for layer in cache) > 0
+        assert sum(layer.nbytes for layer in cache) == before
+        made.rewind(0, 0)
+        assert made.nbytes == 0
 
 
 def test_what_makes_no_step_is_refused_before_anything_changes():
@@ -191,3 +191,20 @@ def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch):
     alone = Alone(model)
     for got, prompt, token in zip(check_again.logits, [tuple(PROMPT), ()], [1, 3], strict=True):
         assert same(got, alone.logits(prompt, (token,)))
+
+
+def test_a_step_whose_text_was_written_anew_is_not_taken_back():
+    """As many tokens, but others."""
+    model = tiny_model("qwen3_moe", mx.float32)
+    cache = start(model, PROMPT)
+    made = step(model, (cache, [1, 2]))
+    for layer in cache:
+        layer.go_back(10, None)
+    mx.eval(model(mx.array([list(range(30, 42))]), cache))
+    assert {layer.offset for layer in cache} == {len(PROMPT) + 2}
+    with pytest.raises(RequestError, match="went on"):
+        made.rewind(0, 1)
+    made = step(model, (cache, [1, 2]))
+    mx.eval(model(mx.array([[3]]), cache))
+    with pytest.raises(RequestError, match="went on"):
+        made.rewind(0, 2)

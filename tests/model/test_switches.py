@@ -1,6 +1,7 @@
 """Switches of the parts that a layer is made of, each against float64, natively, by plain operations and by kernels."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 
 from metal import msl
 from moeflux_mlx.errors import ConfigError
-from moeflux_mlx.kinds import GroupedQuery, Rotation
+from moeflux_mlx.formats.layout_file import from_json, to_json
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.kinds import Activation, Experts, GroupedQuery, Rotation, Router, SharedExpert
 from moeflux_mlx.model.attention import Attention
 from moeflux_mlx.model.layers import MLP, Linear, RMSNorm, Stack
+from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.rope import Rope
@@ -20,6 +24,7 @@ from moeflux_mlx.state.cache import make_cache
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HIDDEN, EPS = 48, 1e-2
 PLAIN = GroupedQuery(4, 2, 32, Rotation(16, 1e4))
+CUTS = (0, 5, 6, 7, 21, 22, 23)  # of a text that fills the ring of a small window
 CASES = {
     "norm of each head": PLAIN,
     "flat norms": replace(PLAIN, norm="flat"),
@@ -27,6 +32,15 @@ CASES = {
     "no rotation": replace(PLAIN, rotation=None),
     "neither": replace(PLAIN, norm=None, rotation=None),
     "biases and a gate": replace(PLAIN, bias=True, output_bias=True, gate="joined"),
+    "sinks": replace(PLAIN, sinks=True),
+    "window": replace(PLAIN, window=3),
+    "window of one": replace(PLAIN, window=1, sinks=True),
+    "a window that the text ends in": replace(PLAIN, window=7),
+    "sigmoid of each head": replace(PLAIN, gate="sigmoid head"),
+    "softplus of each head": replace(PLAIN, gate="softplus head"),
+    "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
+    "gpt-oss": replace(PLAIN, norm=None, bias=True, output_bias=True, window=4, sinks=True),
+    "MiMo": replace(PLAIN, norm=None, head_dim=64, value_dim=32, value_scale=0.7, window=5, sinks=True),
 }
 
 
@@ -70,7 +84,7 @@ def wanted(layer, part, norm, x):
     h, L, D = normed(x, norm), len(x), part.head_dim
     q, k, v = (projected(layer[f"{name}_proj"], h) for name in "qkv")
     q, gate = np.split(q.reshape(L, part.heads, -1), [D], axis=-1)
-    k, v = k.reshape(L, -1, D), v.reshape(L, -1, D)
+    k, v = k.reshape(L, -1, D), part.value_scale * v.reshape(L, -1, part.value_width)
     if part.norm == "flat":
         q = normed(q.reshape(L, -1), layer.q_norm).reshape(q.shape)
         k = normed(k.reshape(L, -1), layer.k_norm).reshape(k.shape)
@@ -79,12 +93,18 @@ def wanted(layer, part, norm, x):
     if part.rotation:
         q, k = turned(q, part.rotation), turned(k, part.rotation)
     k, v = (np.repeat(one, part.heads // part.kv_heads, axis=1) for one in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(D)
+    scores = np.einsum("qhd,khd->hqk", q, k) * (part.scale or D**-0.5)
     scores[:, ~np.tri(L, dtype=bool)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
-    if part.gate:
+    if part.window:
+        scores[:, np.tri(L, k=-part.window, dtype=bool)] = -np.inf
+    weights = np.exp(scores)
+    total = weights.sum(-1, keepdims=True) + (np.exp(wide(layer.sinks))[:, None, None] if part.sinks else 0)
+    out = np.einsum("hqk,khd->qhd", weights / total, v)
+    if part.gate == "joined":
         out = out / (1 + np.exp(-gate))
+    if part.gate in ("sigmoid head", "softplus head"):
+        gate = projected(layer.g_proj, h)[..., None]
+        out = out * (1 / (1 + np.exp(-gate)) if part.gate == "sigmoid head" else np.log1p(np.exp(gate)))
     return x + projected(layer.o_proj, out.reshape(L, -1))
 
 
@@ -106,13 +126,17 @@ def array(request, monkeypatch):
 def test_attention_with_each_switch(case, array):
     part = CASES[case]
     layer, norm, cache = filled(Attention(part, HIDDEN, EPS)), RMSNorm(HIDDEN, EPS), make_cache(part)
-    x = np.random.default_rng(1).normal(size=(1, 7, HIDDEN)).astype(np.float32)
-    parts = [layer(array(x[:, start:end]), norm, cache) for start, end in ((0, 5), (5, 6), (6, 7))]
+    x = np.random.default_rng(1).normal(size=(1, CUTS[-1], HIDDEN)).astype(np.float32)
+    parts = [layer(array(x[:, start:end]), norm, cache) for start, end in pairwise(CUTS)]
     got, want = np.concatenate([wide(one) for one in parts], axis=1)[0], wanted(layer, part, norm, wide(x[0]))
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("switch", [{"norm": "flat"}, {"norm": None}, {"rotation": None}, {"bias": True}])
+DIFFERENT = [{"norm": "flat"}, {"norm": None}, {"rotation": None}, {"bias": True}, {"sinks": True}, {"window": 4}]
+DIFFERENT += [{"gate": "sigmoid head"}, {"gate": "softplus head"}, {"value_scale": 0.7}, {"scale": 0.1}]
+
+
+@pytest.mark.parametrize("switch", DIFFERENT)
 def test_each_switch_makes_a_difference(switch):
     """Else the comparison above would prove nothing."""
     x = wide(np.random.default_rng(1).normal(size=(7, HIDDEN)))
@@ -125,15 +149,40 @@ def test_each_switch_makes_a_difference(switch):
     assert np.abs(one - other).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("name", ["silu", "gelu"])
 def test_activations_by_name(name, array):
-    mlp = filled(MLP(32, 48, name))
+    mlp = filled(MLP(32, 48, Activation(name)))
     x = np.random.default_rng(2).normal(size=(3, 32)).astype(np.float32)
     gate, up = (wide(x) @ wide(layer.weight).T for layer in (mlp.gate_proj, mlp.up_proj))
     tanh = np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))
     act = gate / (1 + np.exp(-gate)) if name == "silu" else 0.5 * gate * (1 + tanh)
     want = (act * up) @ wide(mlp.down_proj.weight).T
     assert np.abs(wide(mlp(array(x))) - want).max() < 1e-5 * np.abs(want).max()
+
+
+ROUTERS = [
+    Router(24, 4, logit_bias=True),
+    Router(24, 4, "sigmoid", True, logit_bias=True, scale=2.5),
+    Router(24, 4, "sigmoid", True, softcap=0.5, logit_bias=True),
+]
+
+
+@pytest.mark.parametrize("rule", ROUTERS, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_routers_with_biases_and_limits_of_their_logits(rule, gated, array):
+    """gpt-oss takes the softmax of the best logits: that of all, normalised over the best."""
+    shared, rng = SharedExpert(32, gated=True) if gated else None, np.random.default_rng(4)
+    moe, norm = filled(MoE(Experts(rule, 32, shared), 64, 0, None)), RMSNorm(64, EPS)
+    x = rng.normal(size=(1, 3, 64)).astype(np.float32)
+    ids, weights = (np.array(part)[0] for part in moe.prepare(array(x), norm)[2:4])
+    logits = normed(wide(x[0]), norm) @ wide(moe.gate.weight).T + wide(moe.gate.bias)
+    if rule.softcap:
+        logits = rule.softcap * np.tanh(logits / rule.softcap)
+    scores = np.exp(logits) if rule.score == "softmax" else 1 / (1 + np.exp(-logits))
+    order = np.argsort(-scores - (wide(moe.e_score_correction_bias) if rule.correction_bias else 0))[:, :4]
+    picked = np.take_along_axis(scores, order, -1)
+    assert np.array_equal(ids, order)
+    np.testing.assert_allclose(weights, rule.scale * picked / picked.sum(-1, keepdims=True), rtol=1e-4)
 
 
 def test_layers_that_differ_in_their_biases_are_not_joined():
@@ -157,18 +206,24 @@ def test_heads_and_widths_differ_by_layer_and_biases_are_tensors_of_their_own():
     assert "model.layers.1.self_attn.q_proj.bias" not in plain
 
 
-REFUSED = [
-    {"window": 128},
-    {"sinks": True},
-    {"gate": "sigmoid head"},
-    {"value_dim": 64},
-    {"scale": 1.0},
-    {"value_scale": 0.5},
-    {"value_is_key": True},
-]
+def test_layers_may_differ_in_their_limits_alone():
+    args = ModelArgs.from_variant("qwen3-30b-a3b")
+    experts = args.experts
+    layers = [replace(experts, activation=Activation("silu then clip", limit)) for limit in (7.0, 16.0)]
+    shared = [replace(one, shared=SharedExpert(64, activation=one.activation)) for one in layers]
+    for parts in (layers, shared, [experts, layers[0]]):
+        made = replace(args, layers=tuple(replace(args.layers[0], feed_forward=part) for part in parts))
+        _check(made)
+        layout = ExpertLayout.from_args(made)
+        assert [layout.records[i].activation for i in (0, 1)] == [part.activation for part in parts]
+        stated = to_json(layout)
+        assert stated["format_version"] == 1 and from_json(stated, made, "layout.json") == layout
+    for other in (replace(experts, width=64), replace(experts, biases=True), shared[0]):
+        with pytest.raises(ConfigError, match="layer 1 has other experts than layer 0"):
+            _check(replace(args, layers=(args.layers[0], replace(args.layers[0], feed_forward=other))))
 
 
-@pytest.mark.parametrize("switch", REFUSED)
+@pytest.mark.parametrize("switch", [{"value_is_key": True}])
 def test_a_switch_that_is_not_computed_is_refused(switch):
     ((name, value),) = switch.items()
     with pytest.raises(ConfigError, match=f"layer 0 has {name} {value!r}, which is not implemented"):

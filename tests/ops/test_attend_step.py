@@ -12,17 +12,21 @@ from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.ops.rope import Rope
-from moeflux_mlx.state.cache import KVCache
+from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value
 YARN = Yarn(4.0, 32, attention_factor=1.7)
-CASES = {  # heads, kv heads, width, gates, rotation
-    "one group": (4, 2, 64, False, Rotation(64, 1e6)),
-    "gates": (3, 1, 32, True, Rotation(16, 1e4)),
-    "two threadgroups to a key head": (18, 1, 32, True, Rotation(32, 1e4, interleaved=True)),
-    "YaRN": (2, 2, 128, False, Rotation(64, 1e6, YARN)),
-    "more than 128 columns": (2, 1, 160, True, Rotation(32, 1e4)),
+CASES = {  # heads, kv heads, width, gates, rotation, switches
+    "one group": (4, 2, 64, False, Rotation(64, 1e6), {}),
+    "gates": (3, 1, 32, True, Rotation(16, 1e4), {}),
+    "two threadgroups to a key head": (18, 1, 32, True, Rotation(32, 1e4, interleaved=True), {}),
+    "YaRN": (2, 2, 128, False, Rotation(64, 1e6, YARN), {}),
+    "more than 128 columns": (2, 1, 160, True, Rotation(32, 1e4), {}),
+    "sinks": (4, 2, 64, False, Rotation(64, 1e6), {"sinks": True}),
+    "window": (4, 2, 32, True, Rotation(32, 1e6), {"window": 50}),
+    "window, sinks, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "sinks": True, "value_dim": 32}),
+    "narrow values of a wide head": (4, 1, 192, False, Rotation(64, 1e4), {"value_dim": 128, "norm": None}),
 }
 
 
@@ -39,19 +43,20 @@ def wide(a):
 class Layer:
     """Random norms and tokens of one attention layer."""
 
-    def __init__(self, heads, kv_heads, width, gates, rotation, dtype=mx.float32):
+    def __init__(self, heads, kv_heads, width, gates, rotation, switches, dtype=mx.float32):
         self.rng = np.random.default_rng([heads, width])
         self.dtype, self.sizes = dtype, (heads, kv_heads, width, gates)
-        self.norms = [RMSNorm(width, 1e-2), RMSNorm(width, 1e-2)]
-        for norm in self.norms:
+        self.part = GroupedQuery(heads, kv_heads, width, rotation, **switches)
+        self.norms = [RMSNorm(width, 1e-2), RMSNorm(width, 1e-2)] if self.part.norm else [None, None]
+        for norm in filter(None, self.norms):
             norm.weight = self.normal(width)
+        self.sinks = 2 * self.normal(heads) if self.part.sinks else None  # of both signs
         self.rope, self.rotation = Rope(rotation), rotation
         self.interleaved = rotation.interleaved
         self.tokens, self.positions = [], []
 
     def cache(self):
-        heads, kv_heads, width, _ = self.sizes
-        return KVCache(GroupedQuery(heads, kv_heads, width, self.rotation))
+        return make_cache(self.part)
 
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
@@ -59,7 +64,7 @@ class Layer:
     def feed(self, cache, tokens):
         """Attends with `tokens` new ones; what comes of the last."""
         heads, kv_heads, width, gates = self.sizes
-        shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, width)
+        shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, self.part.value_width)
         parts = [self.normal(1, tokens, *shape) for shape in shapes]
         self.positions += range(cache.position, cache.position + tokens)
         self.tokens += [[wide(part)[0, t] for part in parts] for t in range(tokens)]
@@ -67,10 +72,12 @@ class Layer:
 
     def run(self, parts, cache):
         q_norm, k_norm = self.norms
-        return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, rope=self.rope, scale=0.3)
+        more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks}
+        return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, **more)
 
     def turned(self, x, norm, position):
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * wide(norm.weight)
+        if norm is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * wide(norm.weight)
         angle = position * np.frombuffer(self.rope.frequencies)
         pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
         first, second = pairs.T if self.interleaved else pairs
@@ -83,14 +90,14 @@ class Layer:
         """The last token's, in float64."""
         heads, kv_heads, width, gates = self.sizes
         q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], self.positions[-1])
-        k = np.array(
-            [self.turned(token[1], self.norms[1], p) for p, token in zip(self.positions, self.tokens, strict=True)]
-        )
-        v = np.array([token[2] for token in self.tokens])
+        seen = list(zip(self.positions, self.tokens, strict=True))[-(self.part.window or len(self.tokens)) :]
+        k = np.array([self.turned(token[1], self.norms[1], p) for p, token in seen])
+        v = np.array([token[2] for _, token in seen])
         k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
         scores = 0.3 * np.einsum("hd,phd->hp", q, k)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out = np.einsum("hp,phd->hd", weights / weights.sum(-1, keepdims=True), v)
+        weights = np.exp(scores)
+        total = weights.sum(-1, keepdims=True) + (np.exp(wide(self.sinks))[:, None] if self.part.sinks else 0)
+        out = np.einsum("hp,phd->hd", weights / total, v)
         if gates:
             out /= 1 + np.exp(-self.tokens[-1][0][:, width:])
         return out.reshape(-1)
@@ -108,10 +115,20 @@ def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("heads, kv_heads, width", [(32, 4, 128), (64, 4, 128), (16, 2, 256), (32, 2, 256)])
-def test_at_the_shapes_of_named_models(host, heads, kv_heads, width):
+GPT_OSS = {"window": 128, "sinks": True, "norm": None}
+MIMO = {"window": 129, "sinks": True, "norm": None, "value_dim": 128}
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, width, switches",
+    [
+        *[(32, 4, 128, {}), (64, 4, 128, {}), (16, 2, 256, {}), (32, 2, 256, {})],
+        *[(64, 8, 64, GPT_OSS), (64, 8, 192, MIMO), (96, 8, 128, {"window": 512})],
+    ],
+)
+def test_at_the_shapes_of_named_models(host, heads, kv_heads, width, switches):
     """What a threadgroup keeps must fit in Metal's 32 KB."""
-    layer = Layer(heads, kv_heads, width, width == 256, Rotation(width // 4, 1e7), mx.bfloat16)
+    layer = Layer(heads, kv_heads, width, width == 256, Rotation(width // 4, 1e7), switches, mx.bfloat16)
     assert layer.error([3, 1]) < LIMITS[mx.bfloat16]
 
 
@@ -119,6 +136,31 @@ def test_at_the_shapes_of_named_models(host, heads, kv_heads, width):
 def test_wherever_pieces_and_arrays_end(host, lengths):
     """A piece of the context, the newest keys' array and the capacity."""
     assert Layer(*CASES["gates"]).error(lengths) < LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("lengths", [[1], [4, 1], [5, 1], [13, 1], [31, *[1] * 40], [2, 1, 9, 1, 300, 1, 1]])
+@pytest.mark.parametrize("window", [1, 5, 40, 128])
+def test_wherever_a_window_and_its_ring_end(host, window, lengths):
+    layer = Layer(2, 1, 32, False, Rotation(32, 1e4), {"window": window, "sinks": True})
+    assert layer.error(lengths) < LIMITS[mx.float32]
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_bits_of_a_window_depend_on_the_position_alone(host, window):
+    """And not on how the text was cut, on what was taken back, or on where the newest keys lie."""
+    cut, whole = (Layer(2, 1, 32, False, Rotation(32, 1e4), {"window": window}) for _ in range(2))
+    one, other = cut.cache(), whole.cache()
+    parts = [[cut.normal(1, 1, heads, 32) for heads in (2, 1, 1)] for _ in range(100)]
+    for at, part in enumerate(parts):
+        want = whole.run(part, other)
+        got = cut.run(part, one)
+        assert mx.array_equal(got, want)
+        if at % 9 == 8:
+            mx.eval(one.state[:2])  # moves the newest keys into the ring
+            assert one.trim(at % 8) == at % 8
+            for again in parts[at + 1 - at % 8 : at + 1]:
+                got = cut.run(again, one)
+            assert mx.array_equal(got, want)
 
 
 @pytest.mark.parametrize("shift", [70, -15])
@@ -200,13 +242,15 @@ def test_a_late_token_is_turned_as_many_are(host):
     """Their angles have the same float32 rounding, so queries and keys of all positions fit together."""
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
-    step, _ = attend._plan(backend.name(), q.shape, k.shape, (q.dtype, q.dtype), 32, 64, False)
+    step, _ = attend.plan(
+        backend.name(), (q.shape, k.shape, v.shape), (q.dtype, q.dtype), 32, (64, False), (None, False)
+    )
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
-    kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros((2, 2, attend.RECENT, 64))
+    kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)
     *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent)
     want = layer.rope(layer.norms[1](k).transpose(0, 2, 1, 3), late)
-    assert np.abs(np.array(recent)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4
+    assert np.abs(np.array(recent).reshape(2, 2, -1, 64)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4
 
 
 FAULTS = {
@@ -218,9 +262,21 @@ FAULTS = {
     "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
-    "values of the newest": ("attend_step", "values_later + (p - begun) * D", "values_later + row * D"),
+    "values of the newest": ("attend_step", "values_later + (p - begun) * V", "values_later + row * V"),
     "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
-    "later positions": ("attend_step", "row < own ? even", "row < P ? even"),
+    "later positions": ("attend_step", "row < own && top", "row < P && top"),
+    "a window too wide": ("attend_step", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
+    "a window too narrow": ("attend_step", "top + row >= low", "top + row > low"),
+    "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * D", "(kept + p % WINDOW) * D"),
+    "values out of order": (
+        "attend_step",
+        "values + (kept + (WINDOW ? p % capacity : p)) * V :",
+        "values + kept * V :",
+    ),
+    "no sinks": ("attend_combine", "total += metal::exp(sink - largest)", "total += 0"),
+    "sinks of the other sign": ("attend_combine", "exp(sink -", "exp(-sink -"),
+    "the first pieces": ("attend_combine", "(WINDOW && offset >= WINDOW", "(!WINDOW && offset >= WINDOW"),
+    "values as wide as keys": ("attend_step", "KV * RECENT * D + kv * RECENT * V", "KV * RECENT * D + kv * RECENT * D"),
     "missing barrier": ("attend_step", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "a piece too few": ("attend_combine", "/ P + 1", "/ P"),
     "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),

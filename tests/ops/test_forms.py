@@ -226,7 +226,7 @@ def test_a_row_that_is_too_long_for_the_memory_is_no_integers():
     for columns, header in ((8192, "planes"), (65536, "affine")):
         record = Record.make(columns, 64, (Quant(2, 64),) * 3)
         blob = 4, record.stride // 4
-        assert experts._plan_gate_up("cuda", (1, columns), mx.float32, blob, (1, 2), record).kernel.form == header
+        assert experts.plan_gate_up("cuda", (1, columns), mx.float32, blob, (1, 2), record).kernel.form == header
 
 
 INTEGER_FAULTS = {

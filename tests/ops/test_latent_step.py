@@ -9,7 +9,7 @@ from grids import drawn
 from test_attend_step import check_stand_in
 
 from metal import msl
-from moeflux_mlx.kinds import Latent, Rotation, Yarn
+from moeflux_mlx.kinds import Latent, QueryScale, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
@@ -52,7 +52,7 @@ class Layer:
         parts = [self.matrix(quant, *shape) for quant, shape in zip(quants, shapes, strict=True)]
         self.norm, norm = RMSNorm(width, 0.1), RMSNorm(columns, 0.1)
         self.norm.weight, norm.weight = self.normal(width), self.normal(columns)
-        self.queries = latent.Queries(parts[0], norm, heads)
+        self.queries = latent.Queries(heads, latent.Up(parts[0], norm))
         self.key = latent.HeadMatrices(parts[1], heads, transposed=transposed)
         self.value = latent.HeadMatrices(parts[2], heads)
         self.rope, self.interleaved = Rope(rotation), rotation.interleaved
@@ -104,8 +104,11 @@ class Layer:
     def want(self):
         """The last token's, in float64."""
         key, value, last = dense(self.key), dense(self.value), len(self.tokens) - 1
-        q = dense(self.queries) @ normed(self.tokens[-1][0], self.queries.norm)
+        q, up, by = self.tokens[-1][0], self.queries.up, self.queries.scale
+        q = q if up is None else dense(up) @ normed(q, up.norm)
         q = q.reshape(self.heads, -1)
+        if by is not None:
+            q = q * (1 + by.beta * np.log(1 + last // by.original_max_position_embeddings))
         split = [np.split(kv, [self.width]) for _, kv in self.tokens]
         latents = np.array([normed(x, self.norm) for x, _ in split])
         keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(split)])
@@ -148,6 +151,17 @@ def test_at_the_shape_of_a_named_model(host, transposed):
     rotation = Rotation(64, 1e4, YARN, interleaved=True)
     layer = Layer(8, 128, 512, 128, 1536, rotation, (Quant(4, 64),) * 3, transposed, mx.bfloat16)
     assert layer.error(3, 1) < LIMITS[mx.bfloat16]
+
+
+@pytest.mark.parametrize("is_kernel", [True, False])
+@pytest.mark.parametrize("has_latent, scale", [(False, None), (True, QueryScale(0.7, 3)), (False, QueryScale(0.7, 3))])
+def test_queries_without_a_latent_and_scaled_by_position(is_kernel, has_latent, scale):
+    heads, nope, *_, rotation, _, _ = case = CASES["values"]
+    columns = case[4] if has_latent else heads * (nope + rotation.dims)
+    layer = Layer(*case[:4], columns, *case[5:])
+    layer.queries = latent.Queries(heads, layer.queries.up if has_latent else None, scale)
+    with msl.launching() if is_kernel else contextlib.nullcontext():
+        assert layer.error(10, 2) < LIMITS[mx.float32]
 
 
 @pytest.mark.parametrize("before, steps", [(0, 1), (31, 2), (127, 2), (200, 34), (254, 3)])
@@ -212,9 +226,10 @@ def test_a_late_token_is_turned_as_many_are(host):
     q, kv = layer.draw()
     keys, target = layer.key.stored(), "metal" if msl.AVAILABLE else "cuda"
     sizes, types = (3, 3 * 20, 44, 80, 256), (q.dtype, q.dtype)
-    query, *_ = latent._plan(target, sizes, types, None, (keys.form, keys.form), (5, False), (8, True))
+    query, *_ = latent.plan(target, sizes, types, None, (keys.form, keys.form), (5, False), (8, True))
     positions, numbers = mx.array([late, late, 256, late], mx.int32), (0.1, 1.0, 0.3)
-    inputs = layer.queries(q), kv, layer.queries.norm.weight, layer.norm.weight, layer.rope.periods, positions, *numbers
+    norms = layer.queries.up.norm.weight, layer.norm.weight
+    inputs = layer.queries(q), kv, *norms, layer.rope.periods, positions, *numbers
     rows, token = query(*inputs, latent._nothing(), q, q, *keys.arrays)
     _, q_pe, _, k_pe = latent._parts(layer.queries(q), kv, layer.norm, layer.rope, late)
     assert np.abs(np.array(rows)[:, 72:] - 0.3 * np.array(q_pe)[0, :, 0]).max() < 1e-4

@@ -13,7 +13,7 @@ from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
 
 from metal import msl
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import Router
+from moeflux_mlx.kinds import Activation, Router
 from moeflux_mlx.ops import backend, combine, experts, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.experts import Records, Shared
@@ -56,7 +56,9 @@ def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
     rng = np.random.default_rng([T, O, bits])
     w, values = router(rng, O, H, bits, group)
     h, norm = random(rng, T, H, dtype=dtype), random(rng, H, dtype=dtype)
+    bias = random(rng, O)
     x, logits = router_logits(h, norm, 1e-6, w)
+    assert error(router_logits(h, norm, 1e-6, w, bias)[1], wide(logits) + wide(bias)) < 1e-6
     want = wide(h) / np.sqrt((wide(h) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
     assert x.dtype == dtype and error(x, want) < LIMITS[dtype]
     assert error(logits, wide(x) @ values.T) < 2e-5, "logits are of the row as it is stored"
@@ -79,7 +81,10 @@ def test_kernel_and_twin_of_the_router_agree(dtype):
 
 @settings(max_examples=12)
 @given(
-    st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([(16, 4), (40, 10), (128, 8), (512, 10)]), st.booleans()
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.sampled_from([(16, 4), (40, 10), (119, 8), (128, 8), (288, 4), (320, 32), (512, 22)]),
+    st.booleans(),
 )
 def test_softmax_topk(seed, T, shape, norm):
     E, K = shape
@@ -97,7 +102,18 @@ def test_softmax_topk(seed, T, shape, norm):
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),
-    st.sampled_from([(8, 8, 4, 8), (4, 40, 2, 4), (2, 16, 1, 3), (1, 24, 1, 5), (8, 32, 4, 8), (16, 1, 9, 3)]),
+    st.sampled_from(
+        [
+            (8, 8, 4, 8),
+            (4, 40, 2, 4),
+            (2, 16, 1, 3),
+            (1, 24, 1, 5),
+            (8, 32, 4, 8),
+            (16, 1, 9, 3),
+            (1, 320, 1, 32),
+            (1, 119, 1, 8),
+        ]
+    ),
     st.floats(-3, 3),
 )
 def test_groups_of_sigmoids(seed, T, shape, shift):
@@ -271,7 +287,10 @@ NAMED = {  # hidden size, expert width, rule, bits of the router, gate of the sh
     "Qwen3.6-35B-A3B": (2048, 512, Router(256, 8), 8, True),
     "Qwen3.5-397B-A17B": (4096, 1024, Router(512, 10), 8, True),
     "Cogito-671B": (7168, 2048, Router(256, 8, "sigmoid", True, 8, 4, scale=2.5), 0, False),
+    "G9v3-39B-A5B": (2048, 512, Router(320, 32, "sigmoid", True, scale=3.66), 0, None),
+    "gpt-oss-120b": (2880, 2880, Router(128, 4, logit_bias=True), 8, None),
 }
+BIASED = {"quants": (Quant(4, 32, "mxfp4"),) * 3, "has_bias": True, "activation": Activation("clip then swish", 7.0)}
 
 
 def stored(rows, columns, bits=4):
@@ -289,11 +308,12 @@ def test_an_moe_layer_is_three_launches(monkeypatch, name):
     """Whose text compiles at every variant."""
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     H, I, rule, bits, gate = NAMED[name]
-    record, h = Record.make(H, I), mx.zeros((1, H), mx.bfloat16)
+    record, h = Record.make(H, I, **(BIASED if rule.logit_bias else {})), mx.zeros((1, H), mx.bfloat16)
     records = Records(mx.zeros((rule.experts, record.stride // 4), mx.uint32), record)
     bias = mx.zeros((rule.experts,)) if rule.correction_bias else None
     with msl.launching(msl.TextKernel):
-        x, logits = router_logits(h, mx.ones((H,), mx.bfloat16), 1e-6, stored(rule.experts + bool(gate), H, bits))
+        norm, added = mx.ones((H,), mx.bfloat16), mx.zeros((rule.experts,)) if rule.logit_bias else None
+        x, logits = router_logits(h, norm, 1e-6, stored(rule.experts + bool(gate), H, bits), added)
         shared = None if gate is None else Shared(fail, stored(2 * I, H), stored(H, I), logits if gate else None)
         out = experts.chosen_ffn(x, Choice(logits, rule, bias), records, h, shared)
     assert out.shape == (1, H) and len(msl.TextKernel.texts) == 3

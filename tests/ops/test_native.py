@@ -49,6 +49,7 @@ else:
 import oracle  # noqa: E402
 
 from moeflux_mlx.formats.record import Record  # noqa: E402
+from moeflux_mlx.kinds import SILU  # noqa: E402
 from moeflux_mlx.ops.tiles import MAX_TOKENS  # noqa: E402
 from moeflux_mlx.quant import EXPERTS, Quant  # noqa: E402
 
@@ -191,7 +192,7 @@ def check_experts(tokens, top_k, hidden, width, records, padding, seed, with_sha
 def check_small(tokens, rows, width, seed):
     rng = np.random.default_rng(seed)
     gate, up = 4 * rng.standard_normal((2, rows, 16 * width + 5), dtype=np.float32)
-    assert close(native.silu_mul(gate, up), oracle.silu(gate.astype(float)) * up, np.abs(gate * up))
+    assert close(native.activate(gate, up), oracle.silu(gate.astype(float)) * up, np.abs(gate * up))
     x, w = rng.standard_normal((rows, 16 * width), dtype=np.float32), rng.random(16 * width, dtype=np.float32)
     expected = oracle.rms_norm(x.astype(float), w, 1e-6)
     assert close(native.rms_norm(x, w, 1e-6), expected, np.abs(expected))
@@ -210,36 +211,54 @@ def check_small(tokens, rows, width, seed):
     assert (following == np.concatenate([state, x])[-3:]).all()
 
 
-def check_attend(tokens, kv_heads, group, length, spare, dk, dv, seed):
+def check_attend(tokens, kv_heads, group, length, spare, dk, dv, window, seed):
+    """With sinks of both signs and a window, or without (None)."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((tokens, kv_heads * group, dk), dtype=np.float32)
     k = rng.standard_normal((kv_heads, length + spare, dk), dtype=np.float32)
     v = rng.standard_normal((kv_heads, length + spare, dv), dtype=np.float32)
-    out = native.attend(q, k, v, length, dk**-0.5)
+    sinks = None if window is None else 3 * rng.standard_normal(kv_heads * group, dtype=np.float32)
+    out = native.attend(q, k, v, length, dk**-0.5, window=window, sinks=sinks)
     for t in range(tokens):
-        seen = length - tokens + t + 1
+        end = length - tokens + t + 1
+        seen = slice(0 if window is None else max(end - window, 0), end)
         for h in range(kv_heads * group):
-            p = oracle.softmax(k[h // group, :seen].astype(float) @ q[t, h] * dk**-0.5)
-            assert close(out[t, h], p @ v[h // group, :seen], np.abs(v).max(), 4e-6)
+            scores = k[h // group, seen].astype(float) @ q[t, h] * dk**-0.5
+            p = oracle.softmax(scores if sinks is None else np.append(scores, sinks[h]))[: len(scores)]
+            assert close(out[t, h], p @ v[h // group, seen], np.abs(v).max(), 4e-6)
 
 
-def check_attend_step(kv_heads, group, begun, used, width, half, seed):
-    """Bit by bit what the single operations give, wherever the newest positions lie."""
+def check_attend_step(kv_heads, group, begun, used, widths, half, window, seed):
+    """Bit by bit what the single operations give, wherever the newest positions lie, in a ring too."""
     rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((n, width), dtype=np.float32) for n in (kv_heads * group, kv_heads, kv_heads))
-    q_norm, k_norm = rng.random((2, width), dtype=np.float32)
+    heads, shapes, length = kv_heads * group, [(kv_heads, width) for width in widths], begun + used + 1
+    q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in ((heads, widths[0]), *shapes))
+    weights = None if seed % 3 else rng.random((2, widths[0]), dtype=np.float32)
     cosine, sine = rng.standard_normal((2, 1, half), dtype=np.float32)
-    past = rng.standard_normal((2, kv_heads, begun + used + 1, width), dtype=np.float32)
-    recent = np.full((2, kv_heads, used + 3, width), np.nan, np.float32)
-    recent[:, :, :used] = past[:, :, begun:-1]
-    seen = [np.ascontiguousarray(part[:, : begun + 1]) for part in past]  # room for one that does not count
-    args = (q_norm, k_norm, 1e-6), (cosine, sine, seed % 2 == 1), (*seen, begun), recent, begun + used + 1, 0.3
-    out = native.attend_step(q, k, v, *args)
-    q, k = (native.rms_norm(x, weight, 1e-6)[None] for x, weight in ((q, q_norm), (k, k_norm)))
-    q, k = (native.rope(x, cosine, sine, seed % 2 == 1) for x in (q, k))
-    assert (recent[:, :, used] == [k[0], v]).all() and np.isnan(recent[:, :, used + 1 :]).all()
-    past[:, :, -1] = k[0], v
-    assert (out == native.attend(q, *past, begun + used + 1, 0.3)[0]).all()
+    sinks = None if window is None else 3 * rng.standard_normal(heads, dtype=np.float32)
+    past = [rng.standard_normal((n, length, width), dtype=np.float32) for n, width in shapes]
+    room = [np.full((n, used + 3, width), np.nan, np.float32) for n, width in shapes]
+    for new, old in zip(room, past, strict=True):
+        new[:, :used] = old[:, begun:-1]
+    recent = np.concatenate([part.reshape(-1) for part in room])
+    capacity = begun + 1 if window is None else window + 8  # with room for one that does not count
+    rows = np.arange(max(begun - capacity, 0), begun)
+    seen = [np.full((n, capacity, width), np.nan, np.float32) for n, width in shapes]
+    for kept, old in zip(seen, past, strict=True):
+        kept[:, rows % capacity] = old[:, rows]
+    norms = None if weights is None else (*weights, 1e-6)
+    args = norms, (cosine, sine, seed % 2 == 1), (*seen, begun), recent, length, 0.3
+    out = native.attend_step(q, k, v, *args, window=window, sinks=sinks)
+    if weights is not None:
+        q, k = (native.rms_norm(x, weight, 1e-6) for x, weight in zip((q, k), weights, strict=True))
+    q, k = (native.rope(x[None], cosine, sine, seed % 2 == 1) for x in (q, k))
+    for old, new in zip(past, (k[0], v), strict=True):
+        old[:, -1] = new
+    parts = np.split(recent, [room[0].size])
+    for part, empty, old in zip(parts, room, past, strict=True):
+        assert (part.reshape(empty.shape)[:, : used + 1] == old[:, begun:]).all()
+        assert np.isnan(part.reshape(empty.shape)[:, used + 1 :]).all()
+    assert (out == native.attend(q, *past, length, 0.3, window=window, sinks=sinks)[0]).all()
 
 
 def check_choose(tokens, experts, more, top_k, seed):
@@ -312,8 +331,8 @@ def sweep():
             check_rope(tokens, 2, 17, 3, True, 8)
             check_rope(tokens, 2, 17, 3, False, 8)
             check_small(tokens, 3, 3, 4)
-            check_attend(tokens, 2, 13, 11 + tokens, 2, 48, 16, 5)
-            check_attend_step(2, 3, 5 * tokens, tokens - 1, 48, 17, tokens)
+            check_attend(tokens, 2, 13, 11 + tokens, 2, 48, 16, None, 5)
+            check_attend_step(2, 3, 5 * tokens, tokens - 1, (48, 16), 17, 6, tokens)
             check_choose(tokens, 37, 2, 5, 1)
             check_around(tokens, 133, 3, 1)
             check_delta(tokens, 2, 3, 32, 8, 6)
@@ -342,6 +361,7 @@ if __name__ == "__main__":
 # ---- properties ----
 
 seeds = st.integers(0, 2**32 - 1)
+windows = st.none() | st.integers(1, 40)
 # The path stays forced for all examples of a property, which is what the health check asks about.
 few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -471,10 +491,11 @@ def test_small_operations(path, tokens, rows, width, seed):
     st.integers(0, 3),
     st.sampled_from([16, 48, 64]),
     st.sampled_from([16, 80]),
+    windows,
     seeds,
 )
-def test_attend(path, tokens, kv_heads, group, length, spare, dk, dv, seed):
-    check_attend(tokens, kv_heads, group, length, spare, dk, dv, seed)
+def test_attend(path, tokens, kv_heads, group, length, spare, dk, dv, window, seed):
+    check_attend(tokens, kv_heads, group, length, spare, dk, dv, window, seed)
 
 
 @few
@@ -483,12 +504,13 @@ def test_attend(path, tokens, kv_heads, group, length, spare, dk, dv, seed):
     st.integers(1, 17),
     st.integers(0, 70),
     st.integers(0, 31),
-    st.sampled_from([16, 80]),
+    st.tuples(st.sampled_from([16, 80]), st.sampled_from([16, 48])),
     st.integers(0, 8),
+    windows,
     seeds,
 )
-def test_attend_step(path, kv_heads, group, begun, used, width, half, seed):
-    check_attend_step(kv_heads, group, begun, used, width, half, seed)
+def test_attend_step(path, kv_heads, group, begun, used, widths, half, window, seed):
+    check_attend_step(kv_heads, group, begun, used, widths, half, window, seed)
 
 
 @few
@@ -523,7 +545,7 @@ def test_gated_delta(path, tokens, k_heads, group, dk, dv, seed):
 
 def test_silu_at_the_ends(path):
     gate = np.array([[-1e5, -200, -88, -1e-20, 0, 1e-20, 88, 200, 1e30, np.nan]], np.float32)
-    out = native.silu_mul(gate, np.ones_like(gate))
+    out = native.activate(gate, np.ones_like(gate))
     expected = np.array([0, 0, 0, -5e-21, 0, 5e-21, 88, 200, 1e30], np.float32)
     np.testing.assert_allclose(out[0, :9], expected, rtol=1e-6, atol=1e-30)
     assert np.isnan(out[0, 9])
@@ -665,14 +687,17 @@ def expert_arguments():
     }
 
 
-def claimed(words, quant=EXPERTS, dtype="BF16"):
+def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
     """A projection that lies where it says."""
-    return types.SimpleNamespace(words=words, quant=quant, fields=[types.SimpleNamespace(dtype=dtype)] * 2)
+    fields = [types.SimpleNamespace(dtype=dtype)] * 2
+    field = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))
+    return types.SimpleNamespace(words=words, quant=quant, fields=fields, codes=[*fields, None], bias=field)
 
 
-def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120)):
-    """What a record of hidden size 64 could claim: its width, and words to the parts of gate and up."""
-    return types.SimpleNamespace(moe_intermediate_size=width, gate=claimed(gate), up=claimed(up))
+def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120), bias=None, activation=SILU):
+    """What a record of hidden size 64 could claim: its width, words to the parts of gate and up, what joins them."""
+    parts = {"gate": claimed(gate, bias=bias), "up": claimed(up, bias=bias)}
+    return types.SimpleNamespace(moe_intermediate_size=width, activation=activation, interleaved=False, **parts)
 
 
 @any_path
@@ -706,6 +731,10 @@ def test_slots_out_of_range_are_refused(path, slot):
         {"record": lying(gate=(0, 2**62, 544))},
         {"record": lying(up=(3 * 576 - 511, 1088, 1120))},
         {"record": lying(up=(576, 1088, 3 * 576 - 31))},
+        {"record": lying(bias=3 * 576 - 63)},
+        {"record": lying(bias=-2)},
+        {"record": lying(bias=2**62)},
+        {"record": lying(activation=types.SimpleNamespace(form="silu", limit="seven"))},
         {"record": lying(up=())},
         {"record": lying(up=(576, 1088, 1.0))},
         {"record": lying(up=(576, 1088, 2**64))},
@@ -714,7 +743,8 @@ def test_slots_out_of_range_are_refused(path, slot):
 def test_bad_expert_calls_are_refused(path, change):
     arguments = expert_arguments()
     assert (native.expert_gate_up(**arguments) == 0).all()
-    assert (native.expert_gate_up(**(arguments | {"record": lying(up=(1152, 1696, 1664))})) == 0).all()
+    for right in (lying(up=(1152, 1696, 1664)), lying(bias=3 * 576 - 64)):
+        assert (native.expert_gate_up(**(arguments | {"record": right})) == 0).all()
     with pytest.raises(REFUSED):
         native.expert_gate_up(**(arguments | change))
 
@@ -754,15 +784,18 @@ def test_bad_cache_lengths_are_refused(path, length):
         {"norms": (np.ones(16, F), np.ones(15, F), 1e-6)},
         {"turn": (*np.zeros((2, 1, 9), F), False)},
         {"turn": (*np.zeros((2, 2, 4), F), False)},
-        {"recent": np.zeros((1, 2, 3, 16), F)},
-        {"recent": np.zeros((2, 2, 3, 32), F)},
-        {"recent": read_only((2, 2, 3, 16))},
+        {"recent": np.zeros((12, 16), F)},
+        {"recent": np.zeros(12 * 16 + 8, F)},
+        {"recent": read_only((12 * 16,))},
+        {"window": -1},
+        {"sinks": np.zeros(3, F)},
+        {"sinks": np.zeros((4, 1), F)},
     ],
 )
 def test_bad_steps_are_refused(path, change):
     arguments = {"q": np.zeros((4, 16), F), "k": np.zeros((2, 16), F), "v": np.zeros((2, 16), F)}
     arguments |= {"norms": (*np.ones((2, 16), F), 1e-6), "turn": (*np.zeros((2, 1, 4), F), False), "length": 5}
-    arguments |= {"seen": (*np.zeros((2, 2, 4, 16), F), 4), "recent": np.zeros((2, 2, 3, 16), F), "scale": 1.0}
+    arguments |= {"seen": (*np.zeros((2, 2, 4, 16), F), 4), "recent": np.zeros(12 * 16, F), "scale": 1.0}
     assert (native.attend_step(**arguments) == 0).all()
     with pytest.raises(REFUSED):
         native.attend_step(**(arguments | change))
@@ -775,7 +808,7 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.rms_norm(x, None, 1e-6),
         lambda: native.rms_norm(np.zeros((2, 32), F), np.zeros(31, F), 1e-6),
         lambda: native.rms_norm(np.zeros((2, 32), F), None, "eps"),
-        lambda: native.silu_mul(x, np.zeros((2, 25), F)),
+        lambda: native.activate(x, np.zeros((2, 25), F)),
         lambda: native.conv_silu(np.zeros((3, 24), F), x, np.zeros((4, 24), F)),
         lambda: native.conv_silu(np.zeros((2, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F)),
         lambda: native.conv_silu(np.zeros((3, 32), F), np.zeros((1, 32), F), np.zeros((4, 32), F), read_only((1, 32))),

@@ -19,11 +19,16 @@ NORMS = mx.bfloat16, mx.bfloat16, mx.uint32
 
 
 def logits(target, tokens, hidden, rows=16):
-    return route._plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
+    return route.plan_logits(target, (tokens, hidden), NORMS, (rows, hidden), FORM)
 
 
-def gate_up(target, record):
-    return experts._plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, 2), record)
+def gate_up(target, record, slots=2):
+    return experts.plan_gate_up(target, (1, 256), mx.bfloat16, (4, record.stride // 4), (1, slots), record)
+
+
+def down(slots):
+    shapes, blob = ((1, slots, 128), (1, 256)), (4, RECORD.stride // 4)
+    return experts.plan_down("metal", *shapes, blob, (1, slots), (mx.float32, mx.float32, None), RECORD)
 
 
 @pytest.mark.parametrize(
@@ -35,17 +40,16 @@ def gate_up(target, record):
         (linear.refusal("metal", 1, (512, 96), Quant(4, 32), 0), "in rows of 96 columns"),
         (linear.refusal("cuda", MAX_TOKENS + 1, (512, 512), EXPERTS, 0), f"more than {MAX_TOKENS} rows"),
         (linear.refusal("cuda", 8, (512, 512), EXPERTS, 10**6), "262,144 weights are fewer than 1,000,000"),
-        (linear._plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
-        (attend.refusal("ops", True, 64), NO_KERNELS),
-        (attend.refusal("metal", False, 64), "several tokens"),
-        (attend.refusal("metal", True, 320), "head width 320 is above 256"),
-        (attend.refusal("metal", True, 48), "head width 48 is no multiple of 32"),
+        (linear.plan("metal", (1, 64), mx.float32, (7, 8), (7, 1), FORM), "7 scales are fewer than 8"),
+        (attend.refusal("ops", True, 64, 64), NO_KERNELS),
+        (attend.refusal("metal", False, 64, 64), "several tokens"),
+        (attend.refusal("metal", True, 320, 320), "head width 320 is above 256"),
+        (attend.refusal("metal", True, 64, 48), "head width 48 is no multiple of 32"),
+        (attend.refusal("metal", True, 64, 96), "values of 96 are wider than keys of 64"),
         (latent.refusal("cuda", False, 512, 64), "several tokens"),
         (latent.refusal("cuda", True, 4096, 64), "latents of 4096 and keys of 64 values do not fit"),
         (latent.refusal("cuda", True, 512, 60), "512 and 60 are no multiples of 8"),
-        (attend.native_refusal(False, True, True), "attend_step takes a single token"),
-        (attend.native_refusal(True, False, True), "are not normed here"),
-        (attend.native_refusal(True, True, False), "are not turned here"),
+        (attend.native_refusal(False), "attend_step takes a single token"),
         (latent.native_refusal(9), "for more than 8 tokens"),
         (linear.native_refusal(Quant(4, 16, "nvfp4"), 256), "mode nvfp4 in rows of 256 columns"),
         (experts.native_refusal(NARROW), "down_proj has rows of 96 columns in 4 bits"),
@@ -59,9 +63,11 @@ def gate_up(target, record):
         (logits("metal", 1, 96), "96 columns are no multiple of 64"),
         (logits("metal", 1, 64, rows=4), "4 rows of 64 columns"),
         (gate_up("ops", RECORD), NO_KERNELS),
+        (gate_up("cuda", RECORD, 33), "a token has 33 experts, more than 32"),
+        (down(33), "a token has 33 experts, more than 32"),
         (gate_up("metal", NARROW), "down_proj has rows of 96 columns in 4 bits"),
-        (combine._plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
-        (dequantize._plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
+        (combine.plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
+        (dequantize.plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
     ],
 )
 def test_a_refusal_names_what_is_in_the_way(reason, words):
@@ -70,6 +76,6 @@ def test_a_refusal_names_what_is_in_the_way(reason, words):
 
 def test_what_is_taken_has_no_reason():
     assert linear.refusal("metal", 8, (512, 512), EXPERTS, 512 * 512) is None
-    assert attend.refusal("cuda", True, 256) is None and latent.refusal("metal", True, 512, 64) is None
+    assert attend.refusal("cuda", True, 256, 128) is None and latent.refusal("metal", True, 512, 64) is None
     assert delta.refusal("cuda", 1, 128) is None and route.refusal("metal", RULE) is None
     assert isinstance(gate_up("metal", RECORD), Launch) and isinstance(logits("cuda", 8, 256), Launch)

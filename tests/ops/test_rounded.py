@@ -107,7 +107,7 @@ def test_experts_are_their_products(bits, quant, kind, tokens):
         rows = []
         for t, k in np.ndindex(made.slots.shape):
             gate, up, down = (matrix.parts for matrix in made.matrices[made.slots[t, k]])
-            inner = native.silu_mul(*(native.linear(made.x[t : t + 1], quant, *parts) for parts in (gate, up)))
+            inner = native.activate(*(native.linear(made.x[t : t + 1], quant, *parts) for parts in (gate, up)))
             assert np.array_equal(inner[0], act[t, k])
             rows.append(native.linear(inner, quant, *down)[0])
     where = np.arange(len(rows), dtype=np.int32).reshape(made.slots.shape)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_forms import FEW, Stored
+from test_expert_switches import ACTIVATIONS
+from test_forms import FEW, Stored, narrow
 from test_native import PATHS, force
 
 from metal import msl
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import Router
+from moeflux_mlx.kinds import SILU, Router
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import elementwise, experts, linear, native
 from moeflux_mlx.ops import route as routes
@@ -42,11 +43,13 @@ class Step:
     Args:
         make: what the backend computes with, from a numpy array of rows.
         size: hidden size and expert width.
+        experts: whether they have biases, what joins gate and up, and whether rows of these alternate.
     """
 
-    def __init__(self, rng, form, rows, size, make=mx.array):
+    def __init__(self, rng, form, rows, size, make=mx.array, experts=(False, SILU, False)):
         self.rng, self.form, self.rows, self.make = rng, form, rows, make
         self.hidden, self.inner = size
+        self.switches, self.activation = experts, experts[1]
 
     def normal(self, *shape):
         return self.rng.standard_normal(shape, dtype=np.float32)
@@ -76,8 +79,8 @@ class Step:
         return lambda x: [weight(x)], self.arrays(1, self.hidden)
 
     def router(self):
-        w, norm = self.matrix(17, self.hidden), mx.array(self.normal(self.hidden))
-        return lambda h: routes.router_logits(h, norm, 1e-6, w), self.arrays(1, self.hidden)
+        w, norm, bias = self.matrix(17, self.hidden), mx.array(self.normal(self.hidden)), mx.array(self.normal(17))
+        return lambda h: routes.router_logits(h, norm, 1e-6, w, bias), self.arrays(1, self.hidden)
 
     def choice(self, rule):
         bias = mx.array(self.normal(rule.experts)) if rule.correction_bias else None
@@ -92,19 +95,20 @@ class Step:
     def records(self, count=16):
         quant, kind = self.form
         form = quant or Quant(4, 64)
-        record = Record.make(self.hidden, self.inner, (form,) * 3, None, "BF16" if quant is None else kind)
+        kind = kind if quant is not None and kind != "U8" else "BF16"
+        record = Record.make(self.hidden, self.inner, (form,) * 3, None, kind, *self.switches)
         blob = np.stack([self._record(record) for _ in range(count)])
         return Records(self.make(blob, np.uint32), record)
 
     def _record(self, record):
-        kinds = [record.gate, record.up, record.down]
-        parts = [
-            part.reshape(-1).view(np.uint32)
-            for one in kinds
-            for part in Stored(self.rng, one.rows, one.columns, one.quant, one.fields[1].dtype).parts
-        ]
-        words = np.concatenate(parts)
-        return np.concatenate([words, np.zeros(record.stride // 4 - len(words), np.uint32)])
+        words = np.zeros(record.stride // 4, np.uint32)
+        for one in record.projections:
+            parts = Stored(self.rng, one.rows, one.columns, one.quant, one.fields[1].dtype).parts
+            if one.bias is not None:
+                parts = [*parts, narrow(self.normal(one.rows), one.bias.dtype)[0]]
+            for field, part in zip(one.fields, parts, strict=True):
+                words[field.words] = part.reshape(-1).view(np.uint32)
+        return words
 
     def shared(self, gated):
         """A function of the gates' columns, which gives a shared expert."""
@@ -112,10 +116,10 @@ class Step:
 
         def layer(x, scale):
             gate, up = elementwise.split(linear.linear(x, gate_up), self.inner)
-            out = linear.linear(elementwise.silu_mul(gate, up), down)
+            out = linear.linear(elementwise.activate(gate, up, self.activation), down)
             return out if scale is None else out * scale.astype(out.dtype)
 
-        return lambda gates: Shared(layer, gate_up, down, gates if gated else None)
+        return lambda gates: Shared(layer, gate_up, down, gates if gated else None, self.activation)
 
     def ffn(self, gated):
         records, shared = self.records(), self.shared(gated)
@@ -189,7 +193,8 @@ def name(form):
 
 def draw_step(draw, form, make):
     size = size_for(form, draw(st.integers(1, 5)), draw(st.integers(1, 4)))
-    return Step(np.random.default_rng(draw(st.integers(0, 2**32))), form, draw(st.integers(2, MAX_TOKENS)), size, make)
+    rng, rows = np.random.default_rng(draw(st.integers(0, 2**32))), draw(st.integers(2, MAX_TOKENS))
+    return Step(rng, form, rows, size, make, draw(SWITCHES))
 
 
 @pytest.fixture(params=PATHS)
@@ -199,6 +204,7 @@ def path(request):
     force(PATHS[0])
 
 
+SWITCHES = st.tuples(st.booleans(), st.sampled_from(ACTIVATIONS), st.booleans())
 few = settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 around = st.tuples(st.booleans(), st.booleans())
 
@@ -241,10 +247,10 @@ SMALL = {
 def kernels(monkeypatch):
     monkeypatch.setitem(TILES, "metal", TILES["metal"] | SMALL)
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
-    linear._plan.cache_clear()
+    linear.plan.cache_clear()
     with msl.launching():
         yield
-    linear._plan.cache_clear()
+    linear.plan.cache_clear()
 
 
 @pytest.mark.parametrize("i", range(len(FORMS) - 1))
@@ -254,14 +260,14 @@ def test_products(kernels, monkeypatch, i):
     step = Step(rng, form, count, size_for(form, 4, 1), mlx_rows(DTYPES[i % 3]))
     holds(step.linear(i % 2, i // 2 % 2))
     monkeypatch.setattr(linear, "LARGE", 0)
-    linear._plan.cache_clear()
+    linear.plan.cache_clear()
     holds(step.linear(True, True))
 
 
 @pytest.mark.parametrize("i", range(4))
 def test_moe_layers(kernels, i):
-    form = FORMS[2 * i]
-    step = Step(np.random.default_rng(i), form, 3 - i % 2, size_for(form, 2, 1), mlx_rows(DTYPES[i % 3]))
+    form, size, switches = FORMS[2 * i], size_for(FORMS[2 * i], 2, 1), (i == 2, ACTIVATIONS[-i], i == 3)
+    step = Step(np.random.default_rng(i), form, 3 - i % 2, size, mlx_rows(DTYPES[i % 3]), switches)
     holds(step.router())
     holds(step.choice(RULES[i]))
     holds(step.ffn(gated=i % 2))

@@ -16,7 +16,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import GenerationResponse
-from moeflux_mlx.engine.session import Reuse, Stopped
+from moeflux_mlx.engine.running_text import Reuse, Stopped
 from moeflux_mlx.experts.source import LoaderStats
 from moeflux_mlx.server.app import Served, make_app
 from moeflux_mlx.server.guard import Rules
@@ -119,7 +119,10 @@ class FakeSession:
     def keep(self):
         pass
 
-    def respond(self, prompt, *, boundaries, prompt_progress_callback, max_tokens, sampler, logits_processors):
+    def answer(self, prompt, *, boundaries, prompt_progress_callback, max_tokens, sampler, logits_processors):
+        return FakeAnswer(self, lambda: self._respond(prompt, prompt_progress_callback, max_tokens))
+
+    def _respond(self, prompt, prompt_progress_callback, max_tokens):
         self.engine.asked.append(list(prompt))
         known = self.known(prompt)
         self.reuse = Reuse(len(prompt), known)
@@ -150,6 +153,25 @@ class FakeSession:
             if reason:
                 return
             self.tokens.append(token)
+
+
+class FakeAnswer:
+    """One of a `FakeSession`: the responses that `respond` yields, which begin anew after an exception."""
+
+    def __init__(self, session, respond):
+        self.session, self._respond, self._responses = session, respond, None
+
+    def advance(self):
+        self._responses = self._responses or self._respond()
+        try:
+            return next(self._responses)
+        except BaseException:
+            self._responses = None
+            raise
+
+    def close(self):
+        if self._responses is not None:
+            self._responses.close()
 
 
 class FakeExperts:

@@ -202,15 +202,15 @@ def test_bodies_are_bounded_together():
         padded = CHAT + b" " * 600
         with socket.create_connection(("127.0.0.1", live.port), timeout=5) as half:
             half.sendall(request(PATHS[0], padded)[:-10])
-            wait_for(lambda: guard._held > 500)
+            wait_for(lambda: guard.held > 500)
             status, headers, body = answer(live, request("/v1/messages", MESSAGES + b" " * 600))
             assert status == 503 and int(headers["retry-after"]) >= 1 and b"overloaded_error" in body
             received = chunked(live, b" " * 600, 1)
             assert received.startswith(b"HTTP/1.1 503") and b"retry-after: " in received.lower()
             assert answer(live, request(PATHS[0]))[0] == 200
-        wait_for(lambda: not guard._held)
+        wait_for(lambda: not guard.held)
         assert answer(live, request(PATHS[0], padded))[0] == 200
-        wait_for(lambda: not guard._held)
+        wait_for(lambda: not guard.held)
 
 
 def test_floods_of_headers_and_no_http(live):

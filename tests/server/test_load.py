@@ -71,7 +71,7 @@ def test_clients_that_vanish():
                 connection.settimeout(rng.choice([0.001, 0.01, 0.05]))
                 with contextlib.suppress(TimeoutError):
                     connection.recv(rng.choice([1, 200, 4000]))
-        wait_for(lambda: live.worker.state.running is None and not live.worker.queue, 10)
+        wait_for(lambda: live.worker.state.running == [] and not live.worker.queue, 10)
         assert live.worker.state.totals.failed == 0
         with send(live, body(99)) as connection:
             assert b"[DONE]" in read_whole(connection)
@@ -83,7 +83,7 @@ def test_who_leaves_the_queue_takes_no_place_in_it():
         with send(live, body(2)):
             wait_for(lambda: live.worker.queue == 1)
         wait_for(lambda: not live.worker.queue, 2)
-        assert live.worker.state.running.prepared.request.messages[0]["content"] == "Client 1 asks."
+        assert live.worker.state.running[0].job.prepared.request.messages[0]["content"] == "Client 1 asks."
 
 
 def test_a_slow_reader_holds_nobody_up():
@@ -173,7 +173,7 @@ def test_no_answer_waits_for_what_is_counted(monkeypatch):
     with Live(lambda: FakeEngine(lambda prompt: ANSWER)) as live, ThreadPoolExecutor(2) as clients:
         counted = [clients.submit(live.post, "/v1/messages/count_tokens", count) for _ in range(2)]
         assert begun.wait(20)
-        wait_for(lambda: live.listener.config.app.app._held > 600)
+        wait_for(lambda: live.listener.config.app.app.held > 600)
         with pytest.raises(HTTPError, match="503") as busy:
             live.post("/tokenize", {"content": "a" * 500})
         assert b"try again later" in busy.value.read()

@@ -134,7 +134,7 @@ def open_page(browser):
         driven.until(lambda: driven.see("#model") != "No model yet")
         yield driven
         browser.get("about:blank")
-        unexpected = [entry for entry in browser.get_log("browser") if not driven.foreseen(entry["message"])]
+        unexpected = [entry for entry in browser.get_log("browser") if not driven.is_expected(entry["message"])]
         assert unexpected == []
 
 
@@ -145,7 +145,7 @@ class Page:
         self.browser, self.server = browser, server
         self.failures = ()  # parts of messages in the browser's log that the test brings about
 
-    def foreseen(self, message):
+    def is_expected(self, message):
         return any(part in message for part in self.failures)
 
     def run(self, code, *arguments):

@@ -140,7 +140,7 @@ def test_what_only_the_server_s_owner_can_mend_is_in_its_log(chat, monkeypatch, 
     def ends(*_, **__):
         raise DeviceError("computing failed: Caused GPU Timeout Error; give a smaller --prefill-step-size")
 
-    monkeypatch.setattr(Session, "respond", ends)
+    monkeypatch.setattr(Session, "answer", ends)
     with pytest.raises(openai.InternalServerError, match="computing failed .DeviceError.") as told:
         chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=4)
     assert "--prefill-step-size" in capfd.readouterr().err and "--prefill" not in str(told.value)
@@ -330,8 +330,8 @@ def test_a_client_that_leaves_stops_the_work(live):
         sent = body[:-1] + b', "stream": ' + stream + b"}"
         with socket.create_connection(("127.0.0.1", live.port)) as connection:
             connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(sent) + sent)
-            wait_for(lambda: live.worker.state.running is not None)
-        wait_for(lambda: live.worker.state.running is None, 5)
+            wait_for(lambda: live.worker.state.running)
+        wait_for(lambda: live.worker.state.running == [], 5)
     assert live.worker.state.totals.cancelled == before + 2
 
 

@@ -1,5 +1,6 @@
 """Requests that meet in one model: whoever goes first, the answers are those of a server of their own."""
 
+import contextlib
 import threading
 from urllib.error import HTTPError
 
@@ -49,17 +50,18 @@ def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
     with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
         engine = live.worker.state.engine
         (pool,) = engine.experts.pools
-        evicted, tokens, serve, short_job = [], [], live.worker._serve, engine.experts.short_job
-        # One expert of each layer in place of a token's 4, so that a request's 16 are the limit.
-        engine.experts.short_job = lambda per_layer: tokens.append(per_layer) or short_job(1)
+        evicted, tokens, short_job = [], [], engine.experts.short_job
 
-        def counting(job, may_give_way=True):
+        @contextlib.contextmanager
+        def counting(per_layer):
+            """One expert of each layer in place of a token's 4, so that a request's 16 are the limit."""
             before, misses = set(pool.records()), engine.experts.stats.misses
-            serve(job, may_give_way)
-            if not may_give_way:
-                evicted.append((len(before - set(pool.records())), engine.experts.stats.misses - misses))
+            with short_job(1):
+                yield
+            tokens.append(per_layer)
+            evicted.append((len(before - set(pool.records())), engine.experts.stats.misses - misses))
 
-        live.worker._serve = counting
+        engine.experts.short_job = counting
         answers = []
         long = threading.Thread(target=lambda: answers.append(ask(live, LONG)[0]))
         long.start()
@@ -107,7 +109,7 @@ def test_a_client_that_comes_back_goes_on(alone):
         def look_and_leave(progress):
             look(progress)
             if progress is not None and 300 < progress[0] < progress[1]:
-                live.worker.state.running.cancel()
+                live.worker.state.running[0].job.cancel()
 
         live.worker._look = look_and_leave
         with pytest.raises(HTTPError, match="503"):

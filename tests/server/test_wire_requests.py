@@ -52,7 +52,7 @@ def test_chat():
     assert request.tools == [{"type": "function", "function": {**READ_TOOL, "strict": True}}]
     assert (request.tool_choice, request.parallel_tool_calls, request.max_tokens) == (["Read"], False, 7)
     assert request.sampling == Sampling(0.5, 0.9, 40, 0.1, None, 1.0, -1.0, {17: -100.0}, 2**64 - 1, 2)
-    assert request.template_variables == {"reasoning_effort": "low", "preserve_thinking": True}
+    assert (request.template_variables, request.effort) == ({"preserve_thinking": True}, "low")
     assert (request.thinking, request.schema, request.stop) == (True, {"type": "object"}, ("END",))
     assert (request.model, request.stream, request.session) == ("gpt-x", True, "k")
     assert request.extra == {"include_usage": True, "return_progress": False}
@@ -112,7 +112,7 @@ def test_responses():
     assert patch["parameters"]["required"] == ["input"] and "lark grammar:\nstart: x" in patch["description"]
     assert request.sampling.top_logprobs == 0 and request.thinking is True
     assert (request.max_tokens, request.schema, request.session) == (9, {"type": "object"}, "k")
-    assert request.template_variables == {"reasoning_effort": "medium"}
+    assert (request.template_variables, request.effort) == ({}, "medium")
 
 
 def test_agent_headers_stay_where_asked():
@@ -220,7 +220,8 @@ def test_structure(form, schema):
     assert of_chat(response_format=form).schema == schema
     assert of_input(text={"format": form}).schema == schema
     if form.get("json_schema") is None:
-        assert of_messages(output_config={"effort": "low", "format": form}).schema == schema
+        request = of_messages(output_config={"effort": "low", "format": form})
+        assert (request.schema, request.effort, request.thinking) == (schema, "low", None)
         assert of_messages(output_config={}, output_format=form).schema == schema
 
 

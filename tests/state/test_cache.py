@@ -6,7 +6,7 @@ import pytest
 
 from moeflux_mlx.kinds import GroupedQuery
 from moeflux_mlx.ops import backend
-from moeflux_mlx.state import cache
+from moeflux_mlx.state import growing
 from moeflux_mlx.state.cache import KVCache
 
 HEADS, WIDTH = 2, 8
@@ -56,7 +56,7 @@ def test_entries_that_were_trimmed_are_not_seen(on_gpu):
 
 
 def test_a_mask_that_shows_one_too_many_is_noticed(on_gpu, monkeypatch):
-    up_to = cache.up_to
-    monkeypatch.setattr(cache, "up_to", lambda position, capacity: up_to(position + 1, capacity))
+    up_to = growing.up_to
+    monkeypatch.setattr(growing, "up_to", lambda position, capacity: up_to(position + 1, capacity))
     with pytest.raises(AssertionError):
         test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same([5, 1], on_gpu)

@@ -123,7 +123,7 @@ def check_exact(model, cache):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "mimo_v2_flash"])  # two that MFLX cannot express
 @pytest.mark.parametrize("n", [0, 1, 100, 257, 400])
 def test_a_restored_state_gives_the_same_bits(family, n):
     model = tiny_model(family, mx.float32)
@@ -232,10 +232,8 @@ def test_layers_of_different_lengths_are_refused():
 
 def test_states_that_cannot_be_expressed():
     model = tiny_model("qwen3_next", mx.float32)
-    kinds = model.args.layers
-    for layers in (kinds[:3] + kinds[:1], kinds[::-1], (*kinds[1:], kinds[3])):
-        with pytest.raises(errors.SnapshotError, match="interval"):
-            state_size(replace(model.args, layers=layers), 0)
+    with pytest.raises(errors.SnapshotError, match="no layer has attention"):
+        state_size(replace(model.args, layers=model.args.layers[:3]), 0)
     cache = after(model, 4)
     cache[1].offset = 3
     with pytest.raises(errors.SnapshotError, match="3 to 4 tokens"):

@@ -1,18 +1,23 @@
 """Answers with calls: every dialect, every way in which they go wrong, and any cut of the text."""
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from styles import BETWEEN, written
 
-from moeflux_mlx.text.calls.dialect import DEEPSEEK_V3, DEEPSEEK_V31, DIALECTS, QWEN_JSON, QWEN_XML, dialect_of
+from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
+from moeflux_mlx.text.calls.harmony import GPT_OSS
+from moeflux_mlx.text.calls.hunyuan import hunyuan
+from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.minimax import MINIMAX
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
-from moeflux_mlx.text.channels import ThinkingSplitter
+from moeflux_mlx.text.calls.registry import DIALECTS, dialect_of
+from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import HARMONY, THINK, Channels, channels_of
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
-TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 PARAMETERS = {
     "type": "object",
     "$defs": {"flag": {"type": ["boolean", "null"]}},
@@ -34,12 +39,15 @@ TOOLS = [
 NASTY = [
     "</tool_call>", "<tool_call>", "<function=get_weather>", "<parameter=city>", "</parameter>", "</parameter>\n",
     "</think>", "<think>", '"', "\\", "\n", "{", "}", "```", "é", "🦊", "\u2028", "<｜tool▁call▁end｜>", "\t", "<", " ",
-    "<｜tool▁calls▁begin｜>", "x", "null", "3", '\\"', "</", "<tool_c",
+    "<｜tool▁calls▁begin｜>",
+    "</arg_value>", "<arg_key>", "<|tool_call_end|>", "[TOOL_CALLS]", "</parameter></invoke>",
+    "x", "null", "3", '\\"', "</", "<tool_c",
 ]  # fmt: skip
 
 
 def read(text, dialect, cuts=(), cut=False, **options):
     """All events of `text` given in pieces, put together."""
+    options = {"channels": HARMONY if dialect is GPT_OSS else THINK} | options
     reader = AnswerReader(dialect, options.pop("tools", TOOLS), **options)
     edges = [0, *sorted(cuts), len(text)]
     events = [event for a, b in zip(edges, edges[1:], strict=False) for event in reader.feed(text[a:b])]
@@ -59,35 +67,14 @@ def calls_of(events):
     return [(event.name, json.loads(event.arguments)) for event in events if isinstance(event, CallEnd)]
 
 
-def json_call(arguments, name="get_weather"):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
-
-
-def xml_call(arguments, name="get_weather"):
-    parameters = [
-        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-        for key, value in arguments.items()
-    ]
-    return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
-
-
-def section(body):
-    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-
-
-def deepseek_call(arguments, name="get_weather"):
-    return section(f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments, ensure_ascii=False)}\n```")
-
-
-def deepseek31_call(arguments, name="get_weather"):
-    return section(f"{name}<｜tool▁sep｜>{json.dumps(arguments, ensure_ascii=False)}")
-
-
-FORMS = [(QWEN_JSON, json_call), (QWEN_XML, xml_call), (DEEPSEEK_V3, deepseek_call), (DEEPSEEK_V31, deepseek31_call)]
+json_call, xml_call, deepseek_call = (written(dialect) for dialect in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3))
+FORMS = [(dialect, written(dialect)) for dialect in DIALECTS]
+TAGGED = [form for form in FORMS if form[0] is not GPT_OSS]  # those whose answers are not messages
 EVERY_FORM = pytest.mark.parametrize("dialect, write", FORMS, ids=[form[0].name for form in FORMS])
+EVERY_TAGGED_FORM = pytest.mark.parametrize("dialect, write", TAGGED, ids=[form[0].name for form in TAGGED])
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_reasoning_text_and_calls(dialect, write):
     first, second = write({"city": "Paris", "days": 3}), write({}, "get_time")
     events = read(f"<think>\nwhy\n</think>\n\nLet me see.\n\n{first}\n{second}", dialect)
@@ -98,7 +85,7 @@ def test_reasoning_text_and_calls(dialect, write):
     assert raws[0].startswith(first) and raws[1] == second
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_cut_changes_the_events(dialect, write, data):
@@ -114,46 +101,45 @@ def test_no_cut_changes_the_events(dialect, write, data):
     calls_of(whole)
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 @settings(max_examples=60, deadline=None)
 @given(value=st.lists(st.sampled_from(NASTY) | st.text(max_size=3), max_size=8).map("".join))
 def test_any_string_arrives_as_it_was_written(dialect, write, value):
-    ended = dialect is QWEN_XML and any(
-        value.replace(" ", "").replace("\t", "").replace("\n", "").replace("\u2028", "").find("</parameter>" + tag) >= 0
-        for tag in ("<parameter=", "</tool_call>", "</function>")
-    )
+    followers = () if dialect.tags is None else (dialect.tags.key[0], *dialect.tags.ends)
+    closing = "" if dialect.tags is None else dialect.tags.value[1]
+    ended = any("".join(value.split()).find(closing + "".join(tag.split())) >= 0 for tag in followers)
     surrogates = any("\ud800" <= char <= "\udfff" for char in value)
     if not ended and not surrogates and "\r" not in value:
         assert calls_of(read(write({"city": value}), dialect)) == [("get_weather", {"city": value})]
 
 
-@EVERY_FORM
 @settings(max_examples=80, deadline=None)
-@given(text=st.lists(st.sampled_from(NASTY), max_size=12).map("".join))
-def test_without_tools_it_splits_as_the_splitter_does(dialect, write, text):
-    splitter = ThinkingSplitter()
-    pieces = [*splitter.feed(text), *splitter.finish()]
-    events = read(text, dialect, tools=())
-    assert not calls_of(events)
-    for kind, thinking in ((Text, False), (Reasoning, True)):
-        expected = "".join(piece for piece, inside in pieces if inside == thinking)
+@given(text=st.lists(st.sampled_from(NASTY), max_size=12).map("".join), inside=st.booleans())
+def test_without_tools_only_reasoning_is_told_apart(text, inside):
+    events = read(text, QWEN_XML, tools=(), inside_reasoning=inside)
+    pieces, rest = {Text: "", Reasoning: ""}, text
+    while rest:
+        piece, _, rest = rest.partition("</think>" if inside else "<think>")
+        pieces[Reasoning if inside else Text] += piece
+        inside = not inside
+    for kind, expected in pieces.items():
         assert "".join("".join(e.text for e in events if isinstance(e, kind)).split()) == "".join(expected.split())
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_an_unknown_tool_stays_text(dialect, write):
     text = "So: " + write({"city": "Oslo"}, "unheard_of")
     assert read(text, dialect) == [Text(text)]
     assert read(text, None) == [Text(text)]
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_a_call_in_reasoning_counts(dialect, write):
     events = read("I call it.\n" + write({"city": "Oslo"}), dialect, inside_reasoning=True)
     assert events[0] == Reasoning("I call it.") and calls_of(events) == [("get_weather", {"city": "Oslo"})]
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_a_call_that_the_limit_cuts_is_none(dialect, write):
     text = write({"city": "Oslo"})
     for length in range(1, len(text) - 40):
@@ -162,7 +148,7 @@ def test_a_call_that_the_limit_cuts_is_none(dialect, write):
         assert not calls_of(events) and text_of(events) == ("" if announced else text[:length])
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_a_call_that_breaks_off_comes_back_as_text(dialect, write):
     text = write({"city": "Oslo"})
     for length in range(1, len(text) - 40):
@@ -170,7 +156,7 @@ def test_a_call_that_breaks_off_comes_back_as_text(dialect, write):
         assert not calls_of(events) and text_of(events) == text[:length]
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_only_one_call_if_they_may_not_be_parallel(dialect, write):
     reader = AnswerReader(dialect, TOOLS, parallel=False)
     events = reader.feed(write({"city": "A"}) + "\n" + write({"city": "B"}) + "more")
@@ -178,7 +164,7 @@ def test_only_one_call_if_they_may_not_be_parallel(dialect, write):
     assert calls_of(events + reader.finish()) == [("get_weather", {"city": "A"})]
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_a_prompt_can_begin_the_call(dialect, write):
     text = write({"city": "Oslo"})
     named = dialect.prefix("get_weather")
@@ -345,10 +331,117 @@ def test_it_is_known_whether_a_call_is_open():
     ]
 
 
-def test_dialects_are_known_by_their_templates():
-    names = {"qwen3_style": QWEN_JSON, "qwen35_style": QWEN_XML, "cogito_style": DEEPSEEK_V3}
-    for name, dialect in names.items():
-        assert dialect_of((TEMPLATES / f"{name}.jinja").read_text("utf-8")) is dialect
-    assert dialect_of("{{ '<｜tool▁call▁begin｜>' }}") is DEEPSEEK_V31
-    assert dialect_of("{{ messages }}") is None and dialect_of(None) is None
-    assert len({dialect.name for dialect in DIALECTS}) == 4
+def test_dialects_are_known_by_what_their_templates_write():
+    for dialect, write in FORMS:
+        assert dialect_of(write({"city": "Oslo"})) is dialect
+    assert dialect_of("<tool_calls:v2>\n<tool_call:v2>f<tool_sep:v2>") is hunyuan(":v2")
+    assert dialect_of("<tool_calls>\n<tool_call>f<tool_sep>") is hunyuan("")
+    assert dialect_of("<tool_calls>\n<tool_call>") is QWEN_JSON
+    assert dialect_of("{{ messages }}") is None and dialect_of("") is None
+    assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
+
+
+@pytest.mark.parametrize(
+    "dialect, text, arguments",
+    [
+        (GLM, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>A</arg_value></tool_call>", {"city": "A"}),
+        (GLM, "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value></tool_call>", {"days": 3}),
+        (GLM, "<tool_call>get_weather</tool_call>", {}),
+        (KIMI, f"<|tool_call_begin|>get_weather{BETWEEN['kimi'][1:]} {{}} <|tool_call_end|>", {}),
+        (KIMI, "<|tool_call_begin|>functions.get_weather:12<|tool_call_argument_begin|><|tool_call_end|>", {}),
+        (
+            MINIMAX,
+            '<invoke name="get_weather"><parameter name="city">\nA\n</parameter></invoke>\n</minimax:tool_call>',
+            {"city": "\nA\n"},
+        ),
+        (
+            hunyuan(""),
+            '<tool_call>get_weather<tool_sep>{"city": "A"}<end_of_tool_call>',
+            {"city": "A"},
+        ),
+        (
+            hunyuan(""),
+            "<tool_call>get_weather<arg_key>days</arg_key><arg_value>3</arg_value></tool_call></tool_calls>",
+            {"days": 3},
+        ),
+        (hunyuan(""), "<tool_calls>\n<tool_call>get_weather<tool_sep>\n</tool_call>\n</tool_calls>", {}),
+    ],
+)
+def test_other_spellings_of_newer_dialects(dialect, text, arguments):
+    events = read(text, dialect)
+    assert calls_of(events) == [("get_weather", arguments)] and text_of(events) == ""
+
+
+def test_several_calls_in_one_section():
+    one = '<invoke name="get_weather">\n<parameter name="city">A</parameter>\n</invoke>\n'
+    events = read(f"Look:\n<minimax:tool_call>\n{one}{one}</minimax:tool_call>", MINIMAX)
+    assert len(calls_of(events)) == 2 and text_of(events) == "Look:"
+    call = f"<|tool_call_begin|>functions.get_weather:{BETWEEN['kimi']}{{}}<|tool_call_end|>"
+    events = read(f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>", KIMI)
+    assert len(calls_of(events)) == 2 and text_of(events) == ""
+
+
+def test_reasoning_has_the_tags_of_the_vocabulary():
+    assert channels_of(frozenset({"<think>", "</think>"})) == channels_of(frozenset()) == THINK
+    suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
+    assert suffixed == Channels("<think:opensource>", "</think:opensource>")
+    assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
+    assert channels_of(HARMONY.tags) is HARMONY
+    assert read("[THINK]why[/THINK]A <think>", None, channels=Channels("[THINK]", "[/THINK]")) == [
+        Reasoning("why"),
+        Text("A <think>"),
+    ]
+
+
+CHANNEL_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}'
+MESSAGES = {
+    "<|channel|>final<|message|>Hi.": [Text("Hi.")],
+    "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hi": [
+        Reasoning("why"),
+        Text("Hi"),
+    ],
+    "<|channel|>commentary<|message|>Plan.<|end|><|start|>assistant<|channel|>final<|message|>Hi": [
+        Text("Plan.\n\nHi")
+    ],
+    "<|channel|>final<|message|>a < b <|x|>": [Text("a < b <|x|>")],
+    "<|channel|>analysis<|message|>why": [Reasoning("why")],
+    "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|chan": [Reasoning("why")],
+    "<|channel|>fin": [],
+    "<|start|>assistant to=functions.get_time<|channel|>commentary json<|message|>{}<|call|>": [("get_time", {})],
+    CHANNEL_CALL: [("get_weather", {"city": "Oslo"})],
+    f"<|channel|>analysis<|message|>why<|end|><|start|>assistant{CHANNEL_CALL}": [
+        Reasoning("why"),
+        ("get_weather", {"city": "Oslo"}),
+    ],
+    "<|channel|>commentary to=functions.unheard_of<|message|>{}": [
+        Text("<|channel|>commentary to=functions.unheard_of<|message|>{}")
+    ],
+}
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_messages_of_harmony(text):
+    events = read(text, GPT_OSS)
+    found = [event for event in events if isinstance(event, (Reasoning, Text))] + calls_of(events)
+    assert found == MESSAGES[text]
+    assert read(text, GPT_OSS, range(len(text))) == events
+    if not calls_of(events):
+        assert read(text, None, channels=HARMONY) == events
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_cut_changes_the_events_of_messages(data):
+    tags = [*sorted(HARMONY.tags), *MESSAGES, "analysis", "to=functions.get_time", "assistant", "<|", *NASTY]
+    text = "".join(data.draw(st.lists(st.sampled_from(tags), max_size=6)))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=10))
+    whole = read(text, GPT_OSS)
+    assert read(text, GPT_OSS, cuts) == whole == read(text, GPT_OSS, range(len(text)))
+
+
+def test_a_prompt_can_begin_a_message_with_a_call():
+    for inside in (False, True):
+        prefix = GPT_OSS.prefix("get_weather", inside, HARMONY)
+        events = read(prefix + '{"city": "Oslo"}', GPT_OSS, inside_reasoning=inside)
+        assert calls_of(events) == [("get_weather", {"city": "Oslo"})]
+    assert GPT_OSS.prefix("get_weather").startswith(GPT_OSS.prefix())

@@ -6,13 +6,17 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_calls import EVERY_FORM, calls_of, read
+from styles import written
+from test_calls import EVERY_TAGGED_FORM, calls_of, read
 from test_tokenizer import SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
 from moeflux_mlx.engine.constrained import make_constraint
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.text.calls.dialect import CALL_TAGS, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.calls.harmony import GPT_OSS
+from moeflux_mlx.text.calls.registry import CALL_MARKERS
+from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import CALL, HARMONY, RETURN
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -39,7 +43,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": TOOL}},
     {"type": "function", "function": {"name": "get_time", "parameters": SCHEMA}},
 ]
-SPECIAL = ["<think>", "</think>", *sorted(CALL_TAGS)]
+SPECIAL = ["<think>", "</think>", *sorted(CALL_MARKERS - HARMONY.tags)]
 
 
 def directory(path, kind):
@@ -144,7 +148,7 @@ def test_an_answer_that_may_be_empty_can_end_inside_its_reasoning(constrainer):
     assert mask.allowed().all() and mask.redirected() is None
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_strict_tools_get_what_their_schema_says(constrainer, dialect, write):
     if not can_write(constrainer, dialect):
         return
@@ -160,7 +164,7 @@ def test_strict_tools_get_what_their_schema_says(constrainer, dialect, write):
     assert not follows(constrainer, grammar, write({"city": "A"}, "unheard_of"))
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_a_call_can_be_required(constrainer, dialect, write):
     if not can_write(constrainer, dialect):
         return
@@ -175,7 +179,7 @@ def test_a_call_can_be_required(constrainer, dialect, write):
         assert not follows(constrainer, grammar, write({"town": "A"}).removeprefix(prefix), prefix=prefix)
 
 
-@EVERY_FORM
+@EVERY_TAGGED_FORM
 def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write):
     if not can_write(constrainer, dialect):
         return
@@ -183,6 +187,41 @@ def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write
     for good in ('{"city": "A"}', write({"city": "A"}), write({}, "get_time")):
         assert follows(constrainer, grammar, good)
     assert not follows(constrainer, grammar, "No.") and not follows(constrainer, grammar, write({"town": "A"}))
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory):
+    """A tokenizer that has the markers of messages."""
+    path = tmp_path_factory.mktemp("harmony")
+    tokenizer = train_bpe()
+    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in sorted(HARMONY.tags | HARMONY.ends)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {"eos_token": RETURN})
+    return Constrainer(load_tokenizer(path))
+
+
+def test_a_grammar_holds_in_the_messages_that_are_no_reasoning(harmony):
+    assert {harmony.tokenizer.convert_tokens_to_ids(end) for end in (CALL, RETURN)} == harmony.tokenizer.eos_token_ids
+    thought = '<|channel|>analysis<|message|>{"town"}<|end|><|start|>assistant'
+    final, write = "<|channel|>final<|message|>", written(GPT_OSS)
+    alone = harmony.grammar(SCHEMA)
+    both = harmony.grammar(SCHEMA, tools=TOOLS, dialect=GPT_OSS)
+    strict = harmony.grammar(tools=TOOLS, dialect=GPT_OSS)
+    required = harmony.grammar(tools=TOOLS[:1], dialect=GPT_OSS, required=True)
+    good, bad = f'{thought}{final}{{"city": "A"}}', f'{thought}{final}{{"town": "A"}}'
+    for grammar in (alone, both):
+        assert follows(harmony, grammar, good) and follows(harmony, grammar, good.removeprefix(thought))
+        assert not follows(harmony, grammar, bad) and not follows(harmony, grammar, thought)
+        prefix = thought[: len("<|channel|>analysis<|message|>")]
+        assert follows(harmony, grammar, good.removeprefix(prefix), prefix=prefix, inside_reasoning=True)
+    assert follows(harmony, strict, bad)
+    for grammar in (both, strict):
+        assert follows(harmony, grammar, thought + write({"city": "A", "days": 3}))
+        assert not follows(harmony, grammar, thought + write({"city": "A", "days": "x"}))
+        assert not follows(harmony, grammar, write({"city": "A"}, "unheard_of"))
+    assert follows(harmony, required, write({"city": "A"})) and not follows(harmony, required, bad)
+    prefix = GPT_OSS.prefix("get_weather")
+    assert follows(harmony, required, write({"city": "A"}).removeprefix(prefix), prefix=prefix)
 
 
 def test_nothing_to_enforce(constrainer):

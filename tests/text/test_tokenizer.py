@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,10 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from moeflux_mlx.errors import RequestError, TokenizerError
-from moeflux_mlx.text.tokenizer import _byte_alphabet, load_tokenizer
+from moeflux_mlx.text.byte_pairs import byte_alphabet
+from moeflux_mlx.text.tokenizer import VOCABULARY_FILES, load_tokenizer
 
+KIMI = Path(__file__).parents[1] / "fixtures" / "tokenizers" / "kimi"
 CORPUS = [
     "Once upon a time there was a fox named Ravi.\nThe fox liked the red ball very much.",
     "Ravi said hello to the moon, and the moon said: naïve! 日本語のテキスト 🙂",
@@ -104,6 +107,11 @@ def spms(spm_dirs):
     return {name: load_tokenizer(path) for name, path in spm_dirs.items()}
 
 
+@pytest.fixture(scope="session")
+def kimi():
+    return load_tokenizer(KIMI)
+
+
 @pytest.fixture(scope="session", params=["bpe", *SPACING])
 def any_tokenizer(request, bpe, spms):
     return bpe if request.param == "bpe" else spms[request.param]
@@ -171,7 +179,7 @@ class TestBytePair:
         assert tokenizer.decode(ids, skip_special_tokens=True) == "the <tool> fox"
 
     def test_byte_alphabet_is_the_library_s(self):
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         assert set(alphabet) == set(pre_tokenizers.ByteLevel.alphabet())
         assert sorted(alphabet.values()) == list(range(256))
         assert (alphabet["Ġ"], alphabet["Ċ"], alphabet["A"], alphabet["é"]) == (0x20, 0x0A, 0x41, 0xE9)
@@ -441,6 +449,60 @@ class TestChat:
             load_tokenizer(tmp_path).apply_chat_template(self.CHAT)
 
 
+class TestTiktoken:
+    """`tiktoken.model` of Kimi models; the goldens are tiktoken's."""
+
+    def test_ids_are_tiktoken_s(self, kimi):
+        for golden in json.loads((KIMI / "goldens.json").read_text("utf-8"))["goldens"]:
+            assert kimi.encode(golden["text"]) == golden["ids"], golden["text"]
+            assert kimi.decode(golden["ids"]) == golden["text"]
+
+    def test_special_tokens_are_those_of_the_files(self, kimi):
+        listed = json.loads((KIMI / "tokenizer_config.json").read_text("utf-8"))["added_tokens_decoder"]
+        for token_id, entry in listed.items():
+            assert kimi.convert_tokens_to_ids(entry["content"]) == int(token_id)
+            assert (int(token_id) in kimi.all_special_ids) == entry["special"]
+        assert kimi.eos_token_ids == {kimi.convert_tokens_to_ids("[EOS]")}
+        first = min(map(int, listed))
+        assert (
+            kimi.vocab_size == first + 256 and kimi.token_bytes(first + 1) == f"<|reserved_token_{first + 1}|>".encode()
+        )
+
+    @QUICK
+    @given(text=TEXTS)
+    def test_decode_inverts_encode(self, kimi, text):
+        assert kimi.decode(kimi.encode(text)) == text
+
+    def test_another_class_cuts_words_in_another_way(self, tmp_path):
+        shutil.copy(KIMI / "tiktoken.model", tmp_path)
+        write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "QWenTokenizer"})
+        with pytest.raises(TokenizerError, match=r"QWenTokenizer.*tokenizer\.json"):
+            load_tokenizer(tmp_path)
+
+    @pytest.mark.parametrize("spoil", [lambda lines: lines[1:], lambda lines: [*lines[:300], *lines[301:]]])
+    def test_ranks_that_are_missing(self, tmp_path, spoil):
+        lines = (KIMI / "tiktoken.model").read_bytes().splitlines(keepends=True)
+        (tmp_path / "tiktoken.model").write_bytes(b"".join(spoil(lines)))
+        with pytest.raises(TokenizerError, match="fetch it again"):
+            load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "files, ends",
+    [
+        ({"generation_config.json": {"eos_token_id": [400, 401, 402]}}, {400, 401, 402}),  # GLM's, with <|user|>
+        ({"generation_config.json": {"eos_token_id": 402}, "config.json": {"eos_token_id": 400}}, {402}),  # Kimi's
+        ({"config.json": {"eos_token_id": [401, 402]}}, {401, 402, None}),
+    ],
+)
+def test_ends_of_a_turn_are_those_of_the_files(tmp_path, files, ends):
+    copy_dir(KIMI, tmp_path)
+    for name, content in files.items():
+        write_json(tmp_path / name, content)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("[EOS]") if end is None else end for end in ends}
+
+
 class TestBadFiles:
     @pytest.mark.parametrize("listed", [[], {"x": {"content": "a"}}, {"5": {}}, {"5": {"content": 3}}, {"5": "a"}])
     def test_listed_tokens_of_another_form(self, bpe_dir, tmp_path, listed):
@@ -451,11 +513,11 @@ class TestBadFiles:
 
     def test_missing(self, tmp_path):
         for path in (tmp_path, tmp_path / "nowhere"):
-            with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+            with pytest.raises(TokenizerError, match=r"no tokenizer\.json or tiktoken\.model or tokenizer\.model"):
                 load_tokenizer(path)
 
     @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": "1.0"}', b"\x00" * 64])
-    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+    @pytest.mark.parametrize("name", VOCABULARY_FILES)
     def test_malformed_tokenizer(self, tmp_path, name, content):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TokenizerError, match=name) as caught:
@@ -497,7 +559,7 @@ def test_text_after_other_text_begins_with_no_space_of_its_own(any_tokenizer, te
 def test_long_text_is_encoded_as_short_text_is(bpe, monkeypatch):
     text = "<|im_start|>The owl flew é over\n\n\tthe lake. <think>"
     short = [bpe.encode(text, special) for special in (True, False)]
-    monkeypatch.setattr("moeflux_mlx.text.tokenizer.LONG_TEXT", 0)
+    monkeypatch.setattr("moeflux_mlx.text.byte_pairs.LONG_TEXT", 0)
     assert [bpe.encode(text, special) for special in (True, False)] == short
 
 

@@ -23,7 +23,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
     _refuse_threads(fields)
     variables = settings.template_variables(fields)
     offered, choice = tools.chosen(_tools(fields), tools.anthropic_choice(fields))
-    picked = fields.object("tool_choice")
+    picked, config = fields.object("tool_choice"), fields.object("output_config")
     return Request(
         api="messages",
         model=fields.text("model") or "",
@@ -36,6 +36,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         sampling=settings.sampling(fields),
         template_variables=variables,
         thinking=settings.thinking(fields, variables),
+        effort=config.text("effort") if config else None,
         schema=settings.structure(_format(fields)),
         stream=fields.flag("stream"),
     )

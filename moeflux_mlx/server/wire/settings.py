@@ -138,11 +138,6 @@ def thinking_effort(effort: str | None) -> bool | None:
     return None if effort is None else effort != "none"
 
 
-def with_effort(variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """The variables, and the effort for templates that know it."""
-    return {"reasoning_effort": effort, **variables} if effort and effort != "none" else dict(variables)
-
-
 def structure(form: Fields | None) -> Mapping[str, Any] | bool | None:
     """What `response_format` or `text.format` demands, as `Request.schema` has it."""
     kind = form.required_text("type") if form else "text"

@@ -1,6 +1,7 @@
 """DeepSeek's calls: V3's and Cogito's with a type and a fence round the JSON, V3.1's without either."""
 
 from .call import Call
+from .dialect import Body, Dialect
 from .steps import Steps, json_value, literal, optional, skip_space, until
 
 SECTION_BEGIN, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -41,3 +42,28 @@ def deepseek_section(call: Call) -> Steps[str]:
     """What follows `<｜tool▁calls▁begin｜>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from deepseek(call))
+
+
+_OPENINGS: dict[str, Body] = {SECTION_BEGIN: deepseek_section, CALL_BEGIN: deepseek}
+_SECTION = (SECTION_BEGIN, SECTION_END)
+_MARKERS = frozenset({*_SECTION, CALL_BEGIN, CALL_SEP, CALL_END})
+DEEPSEEK_V3 = Dialect(
+    name="deepseek_v3",
+    openings=_OPENINGS,
+    begin=f"{SECTION_BEGIN}{CALL_BEGIN}function{CALL_SEP}",
+    opening=CALL_BEGIN,
+    named=f"NAME\n{FENCE}json\n",
+    close=f"\n{FENCE}{CALL_END}",
+    section=_SECTION,
+    markers=_MARKERS,
+)
+DEEPSEEK_V31 = Dialect(
+    name="deepseek_v3.1",
+    openings=_OPENINGS,
+    begin=SECTION_BEGIN + CALL_BEGIN,
+    opening=CALL_BEGIN,
+    named=f"NAME{CALL_SEP}",
+    close=CALL_END,
+    section=_SECTION,
+    markers=_MARKERS,
+)

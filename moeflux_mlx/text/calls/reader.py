@@ -4,16 +4,18 @@ Every character is read by itself, so the events put together do not depend on h
 out to be none is given back as the text it is; if its start had been announced, there will be no `CallEnd` for it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ..channels import END, START
+from ..channels import HARMONY, THINK, Channels
 from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from .call import Call
 from .dialect import Body, Dialect
-from .steps import Malformed, Steps
+from .harmony import GPT_OSS
+from .steps import Malformed, Steps, Switched
 
 
 class AnswerReader:
@@ -22,6 +24,7 @@ class AnswerReader:
     tools: the declared ones, {"type": "function", "function": {"name", "parameters"}}; none reads no calls.
     inside_reasoning: the prompt has already opened the reasoning.
     parallel: False stops reading after the first call.
+    channels: how the model marks its reasoning.
 
     Attributes:
         done: nothing more will be read, so generation can end.
@@ -34,16 +37,20 @@ class AnswerReader:
         tools: Sequence[Mapping[str, Any]] = (),
         inside_reasoning: bool = False,
         parallel: bool = True,
+        channels: Channels = THINK,
     ):
         self.done, self.calls = False, 0
         self._inside, self._parallel = inside_reasoning, parallel
         self._schemas = schemas_of(tools)
-        self._dialect = dialect if self._schemas else None
+        self._channels = channels
+        # The headers of messages are no text, whether or not they may open a call.
+        self._dialect = GPT_OSS if channels is HARMONY else dialect if self._schemas else None
         self._events: list[Event] = []
         self._started = 0
         self._held, self._spaces = "", ""
         self._leading = inside_reasoning  # line breaks after a tag of reasoning are part of it
         self._after_call = False
+        self._said: set[bool] = set()  # whether there has been reasoning, or text
         self._markers = self._awaited()
         self._body: Steps[str] | None = None
         self._raw: list[str] = []  # characters of the call so far
@@ -62,7 +69,11 @@ class AnswerReader:
         """The rest. `cut`: a limit ended the answer, so a call that is not whole but announced is dropped."""
         while self._body is not None:
             announced = bool(self._call.name)
-            rest = self._at_end(self._body)
+            try:
+                rest = self._at_end(self._body)
+            except Switched:
+                self._body = None
+                break
             if rest is None and cut and announced:
                 self._body = None
             else:
@@ -77,7 +88,7 @@ class AnswerReader:
         """All of `text`, and again what a parser has read too far."""
         at = 0
         while at < len(text) and not self.done:
-            plain = 0 if self._held or self._body is not None else _before_tag(text, at)
+            plain = 0 if self._held or self._body is not None else self._before_tag(text, at)
             if plain:
                 self._say(text[at : at + plain])
                 at += plain
@@ -96,26 +107,39 @@ class AnswerReader:
         if self._held in self._markers:
             marker, self._held = self._held, ""
             body = self._markers[marker]
-            if body is None:
-                self._switch()
+            if isinstance(body, bool):
+                self._switch(body)
             else:
                 self._open_call(marker, body)
         return ""
 
-    def _switch(self) -> None:
-        """From reasoning to the answer, or back."""
+    def _switch(self, inside: bool) -> None:
+        """To reasoning, or to the answer."""
         if self._inside:
             self._spaces = ""
         self._flush_spaces()
-        self._inside, self._leading = not self._inside, True
+        self._inside, self._leading = inside, True
         self._markers = self._awaited()
 
-    def _awaited(self) -> dict[str, Body | None]:
-        """The tags that mean something here; those without a parser begin or end reasoning."""
-        tag: dict[str, Body | None] = {END if self._inside else START: None}
-        if self._dialect is None:
-            return tag
-        return tag | self._dialect.openings | ({} if self._inside else self._dialect.bare)
+    def _begin_message(self, inside: bool) -> str:
+        """After a header; a line stays free between two messages of one kind."""
+        self._body = None
+        self._switch(inside)
+        self._spaces = "\n\n" if inside in self._said else ""
+        return ""
+
+    def _awaited(self) -> dict[str, Body | bool]:
+        """The tags that mean something here: those that open a call, and whether reasoning follows the others."""
+        tags: dict[str, Body | bool] = {**self._channels.switches(self._inside)}
+        if self._dialect is not None:
+            tags |= {**self._dialect.openings, **({} if self._inside else self._dialect.bare)}
+        self._first = re.compile(f"[{re.escape(''.join({tag[0] for tag in tags}))}]")
+        return tags
+
+    def _before_tag(self, text: str, at: int) -> int:
+        """How many characters come before one that may begin a tag."""
+        found = self._first.search(text, at)
+        return (found.start() if found else len(text)) - at
 
     def _say(self, text: str) -> None:
         """Reasoning or text; spaces wait, because those before a call and at the end of reasoning are layout."""
@@ -125,6 +149,7 @@ class AnswerReader:
         if core:
             self._flush_spaces()
             self._leading = self._after_call = False
+            self._said.add(self._inside)
             self._events.append(Reasoning(core) if self._inside else Text(core))
         self._spaces += after
 
@@ -147,6 +172,8 @@ class AnswerReader:
             back = self._end_call(end.value)
         except Malformed as fault:
             back = self._give_back(fault.rest)
+        except Switched as header:
+            back = self._begin_message(header.inside)
         if self._call.name:
             self._started = self._call.index + 1
         return back
@@ -177,12 +204,6 @@ class AnswerReader:
     def _taken(self) -> list[Event]:
         taken, self._events[:] = merged(self._events), []
         return taken
-
-
-def _before_tag(text: str, at: int) -> int:
-    """How many characters come before one that may begin a tag."""
-    tag = text.find("<", at)
-    return (len(text) if tag < 0 else tag) - at
 
 
 def merged(events: Sequence[Event]) -> list[Event]:

@@ -26,6 +26,14 @@ class Malformed(Exception):
         self.rest = rest
 
 
+class Switched(Exception):
+    """The text was the header of a message: reasoning follows, or text for the user."""
+
+    def __init__(self, inside: bool):
+        super().__init__(inside)
+        self.inside = inside
+
+
 def skip_space() -> Steps[str]:
     """The first character that is no space."""
     char = yield

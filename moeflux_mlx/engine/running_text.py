@@ -1,0 +1,338 @@
+"""What a session knows: a model's caches, the tokens they have absorbed, and every way back.
+
+`sync` continues from the longest prefix that a new prompt shares with what is known, in memory or in a prompt
+store, and computes only the rest; `step` absorbs further tokens, `rewind` goes back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..errors import DeviceError, PromptCacheError, SnapshotError
+from ..model.decoder import Model
+from ..model.span import Span
+from ..model.step import SequenceRows, Step
+from ..state.cache import Cache, untrimmable_bytes
+from ..state.layer_cache import Pair
+from ..state.prompt_store import PromptStore, restore_prefix
+from ..state.rewind import RewindPoints
+from ..text.boundaries import shared_length
+from .generation import checked_prompt
+from .prefill import Prefill
+
+CHECKPOINT_BYTES = 1 << 30
+CHECKPOINT_EVERY = 1024  # tokens between kept states, besides those at the ends of prompts
+
+
+class Stopped(Exception):
+    """Raised by a caller's progress callback to leave a prompt half computed."""
+
+
+@dataclass
+class Reuse:
+    """Where the tokens of the last prompt came from; `out_of_reach` of the computed ones begin a saved prompt whose
+    state is that of a longer text and cannot be cut."""
+
+    prompt: int = 0
+    memory: int = 0
+    disk: int = 0
+    out_of_reach: int = 0
+
+    @property
+    def computed(self) -> int:
+        return self.prompt - self.memory - self.disk
+
+
+@dataclass
+class Half:
+    """A span that was left between two layers, and the tokens of it."""
+
+    span: Span
+    tokens: list[int]
+
+
+class RunningText:
+    """A text in progress.
+
+    Args:
+        store: looked at before computing a prompt, and given its state afterwards.
+        checkpoint_bytes: limit of the states kept in memory (recurrent models only).
+        checkpoint_every: tokens between kept states.
+        prefill_step_size: tokens of a prompt that a mixer handles at once, at most; None means what was planned.
+        span: tokens of a prompt that go through the model together, at most; None means what was planned.
+
+    Attributes:
+        tokens: what the caches have absorbed.
+        reuse: how the last prompt was come by.
+        save_error: why the store did not take the last prompt, if it did not.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        store: PromptStore | None = None,
+        checkpoint_bytes: int = CHECKPOINT_BYTES,
+        checkpoint_every: int = CHECKPOINT_EVERY,
+        prefill_step_size: int | None = None,
+        span: int | None = None,
+    ):
+        self.model, self.store = model, store
+        self.checkpoint_every = checkpoint_every
+        self.prefill_step_size, self.span = prefill_step_size, span
+        self.cache = model.make_cache()
+        self.points = RewindPoints(self.cache, checkpoint_bytes)
+        self.tokens: list[int] = []
+        self.reuse = Reuse()
+        self.save_error: PromptCacheError | SnapshotError | None = None
+        self._to_store: list[tuple[int, dict[int, Pair]]] = []  # lengths, and what cannot be cut to them later
+        self._half: Half | None = None
+        self._step: Step | None = None  # the last one, until the text does something else
+        self._answering = False  # whether tokens go through the model one by one
+
+    def sync(
+        self,
+        prompt: Sequence[int],
+        *,
+        boundaries: Sequence[int] = (),
+        prompt_progress_callback: Callable[[int, int], Any] | None = None,
+    ) -> mx.array:
+        """Brings the caches to `prompt`; the logits [1, vocab_size] after its last token.
+
+        An exception leaves a text that can go on. After `Stopped` a prompt that begins with the same tokens goes on in
+        the middle of the span where it stopped; DeviceError leaves no token.
+
+        Args:
+            boundaries: lengths of the prompt's prefixes that later prompts are likely to share; a state is
+                kept at each and given to the store. Without any, that of all tokens but the last is.
+            prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), what is known
+                already counted, and the second always more; may raise `Stopped`.
+
+        Raises:
+            RequestError: an empty prompt, or a token outside the vocabulary.
+            PromptCacheError: the store is one file and cannot be used.
+            ExpertIOError, DeviceError: as calling the model does.
+        """
+        prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
+        try:
+            return self._sync(prompt, boundaries, prompt_progress_callback or _ignore_progress)
+        except BaseException as error:
+            self._recover(error)
+            raise
+        finally:
+            self._save_states(prompt)
+
+    def _recover(self, error: BaseException) -> None:
+        """Makes a session that can go on of what `error` has left."""
+        self._agree_again(keep_half=isinstance(error, Stopped))
+        if isinstance(error, DeviceError):
+            self._go_back(0)  # arrays may be marked as computed that the GPU never wrote
+
+    def _agree_again(self, keep_half: bool) -> None:
+        """After an exception: caches and tokens become those of one text.
+
+        In an answer some layers may have seen a token that others have not; a prompt leaves whole spans behind, and one
+        that is half done.
+        """
+        if not keep_half:
+            self._drop_half()
+        apart = any(layer.offset != len(self.tokens) for layer in self.cache)
+        if self._answering or (apart and self._half is None):
+            self._go_back(len(self.tokens))
+
+    def step(self, tokens: Sequence[int]) -> mx.array:
+        """Absorbs the next tokens, at most `model.step.MAX_OF_SEQUENCE`; the logits [n, vocab_size] after each.
+
+        Until the session does something else, `rewind` leads back to each of them exactly.
+
+        Raises:
+            RequestError, ExpertIOError, DeviceError: as `Model.step`; what they leave behind, as `sync`.
+        """
+        self._drop_half()
+        self._answering, self._step = False, None
+        try:
+            step = self.model.step([SequenceRows(self.cache, tokens)])
+            self.tokens += [int(token) for token in tokens]
+            self._keep_if_due()
+        except BaseException as error:
+            self._recover(error)
+            raise
+        self._step = step
+        return step.logits
+
+    def rewind(self, length: int) -> int:
+        """Goes back to the first `length` tokens, or the nearest state before; returns the length reached."""
+        self._drop_half()
+        if length >= len(self.tokens):
+            return len(self.tokens)
+        if self._step is None or length < self._step.start(0):
+            return self._go_back(length)
+        del self.tokens[length:]
+        self.points.drop_after(length)
+        self._step.rewind(0, length - self._step.start(0))
+        return length
+
+    def keep(self) -> None:
+        """Keeps the state as it is now, so that another text can part from this one here."""
+        self.points.keep(len(self.tokens))
+
+    def _go_back(self, length: int) -> int:
+        self._step = None
+        del self.tokens[self.points.nearest(length) :]  # first: who is interrupted goes as far back the next time
+        return self.points.rewind(length)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the caches, the states kept on the way, those of the last step, and a span that is half done."""
+        half = self._half.span.nbytes if self._half is not None else 0
+        step = self._step.nbytes if self._step is not None else 0
+        return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + step + half
+
+    def known(self, prompt: Sequence[int]) -> int:
+        """How many tokens of `prompt` would not be computed, a half-done span counted by its layers."""
+        half = self._half
+        if half is not None and list(prompt[: len(self.tokens) + half.span.length]) == self.tokens + half.tokens:
+            return len(self.tokens) + half.span.length * half.span.layer // len(self.cache)
+        shared = shared_length(self.tokens, prompt[:-1])
+        return shared if shared == len(self.tokens) else self.points.nearest(shared)
+
+    def _sync(self, prompt: list[int], boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
+        """`sync`; whatever is raised leaves caches that may be apart."""
+        ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
+        if self.points.can_trim:  # the last state holds all the others
+            ends = ends[-1:]
+        self.save_error, self._to_store = None, []
+        prefill = self._prefill(prompt, ends)
+        start = len(self.tokens)
+        try:
+            return prefill.run(lambda done, total: report(start + done, len(prompt)))
+        finally:
+            self._absorbed(prompt, prefill, ends)
+
+    def _prefill(self, prompt: list[int], ends: list[int]) -> Prefill:
+        """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
+        self._answering, self._step = False, None
+        half = self._taken_up(prompt, ends)
+        if half is None:
+            self._drop_half()
+            if any(layer.offset != len(self.tokens) for layer in self.cache):  # going back was interrupted
+                self._go_back(len(self.tokens))
+            self._reuse(prompt)
+        else:
+            self.reuse = Reuse(len(prompt), len(self.tokens), 0)
+        start, self._half = len(self.tokens), None
+        keep = self._worth_keeping(len(prompt), ends)
+        self.points.set_apart(len(keep) * self._state_bytes())
+        return Prefill(
+            self.model,
+            self.cache,
+            mx.array(prompt[start:], mx.uint32),
+            span=self.span,
+            block=self.prefill_step_size,
+            keep=[position - start for position in keep],
+            half=half,
+        )
+
+    def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
+        """The span that is half done, if `prompt` begins with it and it keeps the states that are wanted at `ends`."""
+        if self._half is None:
+            return None
+        start, known = len(self.tokens), self.tokens + self._half.tokens
+        wanted = {n - start for n in self._worth_keeping(len(prompt), ends) if n in ends and n <= len(known)}
+        span = self._half.span
+        return span if prompt[: len(known)] == known and wanted <= set(span.keep) else None
+
+    def _worth_keeping(self, end: int, ends: list[int]) -> list[int]:
+        """Where states are kept while a prompt is absorbed up to `end`: at `ends` first."""
+        start = len(self.tokens)
+        keep = self.points.choose(start, end, ends, self.checkpoint_every, self._state_bytes())
+        if self.store is not None and not self.points.can_trim:
+            keep = sorted({*keep, *(n for n in ends if n > start)})
+        return keep
+
+    def _state_bytes(self) -> int:
+        """Of the layers that cannot be cut."""
+        return untrimmable_bytes(self.model.args.mixers, self.model.activation_dtype.size)
+
+    def _drop_half(self) -> None:
+        if self._half is not None:
+            self._half.span.drop(self.cache)
+            self._half = None
+            self.points.set_apart(0)
+
+    def _reuse(self, prompt: list[int]) -> None:
+        """Brings the caches to the longest known prefix of `prompt` that leaves a token to compute."""
+        before, shared = self.tokens, shared_length(self.tokens, prompt[:-1])
+        known = shared if shared == len(before) else self.points.nearest(shared)
+        restored = saved = 0
+        if self.store is not None:
+            self.tokens = []  # should what follows be interrupted, the caches may hold anything
+            try:
+                restored, saved = restore_prefix(self.model, self.cache, prompt, self.store, known)
+            except PromptCacheError:
+                self.tokens = before
+                raise
+        if restored:
+            self.points.drop_after(shared)
+            self.tokens = prompt[:restored]
+            self.points.keep(restored)
+        else:
+            self.tokens = before
+            if known < len(before):
+                self._go_back(known)
+        self.reuse = Reuse(len(prompt), 0 if restored else known, restored, max(saved - max(restored, known), 0))
+
+    def _absorbed(self, prompt: list[int], prefill: Prefill, ends: list[int]) -> None:
+        """Takes note of what `prefill` has done of `prompt`."""
+        start = len(self.tokens)
+        self.tokens = prompt[: start + prefill.done]
+        half, self._half = prefill.half, None
+        if half is not None:
+            at = len(self.tokens)
+            self._half = Half(half, prompt[at : at + half.length])
+        self.points.set_apart(half.nbytes if half is not None else 0)
+        kept = {start + n: states for n, states in prefill.kept.items()}
+        for position, states in sorted(kept.items()):
+            self.points.add(position, states)
+        prefill.kept.clear()
+        if half is not None and half.nbytes > self.points.max_bytes:
+            self._drop_half()
+        if self.store is not None:
+            self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
+
+    def _append(self, token: int) -> None:
+        """The caches have absorbed a token of an answer."""
+        self.tokens.append(token)
+        self._keep_if_due()
+
+    def _keep_if_due(self) -> None:
+        reached = self.cache[0].offset  # one token further where the next one is computed ahead
+        if reached - max(self.points.positions, default=0) >= self.checkpoint_every:
+            self.points.keep(reached)
+
+    def _save_states(self, prompt: list[int]) -> None:
+        """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""
+        for end, states in self._to_store:
+            caches = [_cut(layer, end, states.get(i)) for i, layer in enumerate(self.cache)]
+            if any(layer.offset != end for layer in caches):
+                continue  # a failure went back further, or the state was not kept
+            try:
+                assert self.store is not None
+                self.store.save(self.model, caches, prompt[:end])
+            except (PromptCacheError, SnapshotError) as error:
+                self.save_error = error
+        self._to_store = []
+
+
+def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
+    """The cache as it was at `length`: `kept`, or the same arrays as far as they had been filled."""
+    cut = layer.copy()
+    if kept is not None or (layer.is_trimmable() and layer.offset > length):
+        cut.go_back(length, kept)
+    return cut
+
+
+def _ignore_progress(done: int, total: int) -> None:
+    """A progress callback that does nothing."""

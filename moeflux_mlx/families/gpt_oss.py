@@ -1,0 +1,25 @@
+"""gpt-oss: windows in every other layer, sinks in all, biases everywhere, and clipped experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from ..kinds import Activation
+from .fields import FULL, SLIDING, Family, Fields, common, experts, grouped_query, layer_count, layer_kinds, layers
+
+ALPHA = 1.702  # of the sigmoid in its experts
+
+
+def _gpt_oss(read: Fields) -> dict[str, Any]:
+    read.must_equal("attention_bias", True)
+    read.must_equal("swiglu_alpha", ALPHA)
+    limit = read.number("swiglu_limit", 7.0, least=1e-3, most=1e6)
+    moe = experts(read, width="intermediate_size", logit_bias=True)
+    moe = replace(moe, activation=Activation("clip then swish", limit), biases=True)
+    full = grouped_query(read, norm=None, bias=True, output_bias=True, sinks=True)
+    parts = {FULL: full, SLIDING: replace(full, window=read.count("sliding_window"))}
+    alternating = [FULL if i % 2 else SLIDING for i in range(layer_count(read))]
+    kinds = layer_kinds(read, "layer_types", (FULL, SLIDING)) or alternating
+    return {**common(read), "layers": layers(read, [parts[kind] for kind in kinds], moe, range(len(kinds)))}
+
+
+FAMILIES = {"gpt_oss": Family(_gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True)}

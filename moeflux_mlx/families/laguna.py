@@ -1,0 +1,70 @@
+"""Laguna of poolside: windows, and a softplus gate for each head, of which layers have different numbers."""
+
+from typing import Any
+
+from ..errors import ConfigError
+from ..kinds import GroupedQuery, SharedExpert
+from .fields import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    after_dense_layers,
+    common,
+    experts,
+    layer_count,
+    layer_kinds,
+    layers,
+    of_kind,
+    rotation,
+    scale,
+)
+
+
+def _laguna(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        ("attention_bias", False),
+        ("qkv_bias", False),
+        ("moe_apply_router_weight_on_input", False),
+        ("moe_router_score_func", "sigmoid"),
+    ):
+        read.must_equal(name, wanted)
+    if read.config.get("gating", True) not in (True, "per-head"):
+        raise ConfigError(f"config field 'gating' is {read.config['gating']!r}; only 'per-head' is implemented")
+    shared = SharedExpert(read.count("shared_expert_intermediate_size"))
+    factor = scale(read, "moe_routed_scaling_factor")
+    softcap = read.number("moe_router_logit_softcapping", 0.0, least=0.0, most=1e6) or None
+    moe = experts(read, shared, score="sigmoid", correction_bias=True, scale=factor, softcap=softcap)
+    kinds = layer_kinds(read, "layer_types", (FULL, SLIDING)) or [FULL] * layer_count(read)
+    mixers = [_attention(read, kind, heads) for kind, heads in zip(kinds, _heads(read), strict=True)]
+    return {**common(read), "layers": layers(read, mixers, moe, after_dense_layers(read))}
+
+
+def _heads(read: Fields) -> list[int]:
+    """Of queries, by layer."""
+    name, count = "num_attention_heads_per_layer", layer_count(read)
+    by_layer = read.optional(name, list, [read.count("num_attention_heads")] * count)
+    if len(by_layer) != count:
+        raise ConfigError(f"config field {name!r} has {len(by_layer)} entries for {count} layers")
+    return [Fields({name: heads}).count(name) for heads in by_layer]
+
+
+def _attention(read: Fields, kind: str, heads: int) -> GroupedQuery:
+    width = read.count("head_dim")
+    return GroupedQuery(
+        heads=heads,
+        kv_heads=read.count("num_key_value_heads"),
+        head_dim=width,
+        rotation=rotation(of_kind(read, kind), width),
+        gate="softplus head",
+        window=read.count("sliding_window") if kind == SLIDING else None,
+    )
+
+
+RENAMES = (
+    (".mlp.experts.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+    (".mlp.gate.proj.", ".mlp.gate."),  # where mlx-lm's conversions have it
+    (".mlp.shared_experts.", ".mlp.shared_expert."),
+)
+FAMILIES = {"laguna": Family(_laguna, renames=RENAMES)}

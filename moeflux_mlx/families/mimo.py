@@ -1,0 +1,90 @@
+"""MiMo-V2-Flash: every layer but a few has a window, with sinks and key heads of its own."""
+
+from typing import Any
+
+from ..kinds import GroupedQuery
+from .fields import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    after_dense_layers,
+    common,
+    experts,
+    layer_count,
+    layer_kinds,
+    layers,
+    of_kind,
+    rotation,
+)
+
+
+def _mimo_v2_flash(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        ("topk_method", "noaux_tc"),
+        ("scoring_func", "sigmoid"),
+        ("attention_bias", False),
+        ("n_shared_experts", 0),
+    ):
+        read.must_equal(name, wanted)
+    moe = experts(
+        read,
+        score="sigmoid",
+        correction_bias=True,
+        groups=read.count("n_group", 1),
+        kept_groups=read.count("topk_group", 1),
+        normalise=read.optional("norm_topk_prob", bool, True),
+        scale=read.number("routed_scaling_factor", 1.0, least=1e-6, most=1e6),
+    )
+    parts = {FULL: _attention(read, is_sliding=False), SLIDING: _attention(read, is_sliding=True)}
+    mixers = [parts[kind] for kind in _kinds(read)]
+    return {**common(read), "layers": layers(read, mixers, moe, _moe_layers(read))}
+
+
+def _kinds(read: Fields) -> list[str]:
+    """Of attention, by layer; transformers has a pattern where the hub's own list is missing."""
+    hub = layer_kinds(read, "hybrid_layer_pattern", (0, 1))
+    if hub is not None:
+        return [SLIDING if one else FULL for one in hub]
+    plain = [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(layer_count(read))]
+    return layer_kinds(read, "layer_types", (FULL, SLIDING)) or plain
+
+
+def _moe_layers(read: Fields) -> list[int]:
+    hub = layer_kinds(read, "moe_layer_freq", (0, 1))
+    return list(after_dense_layers(read)) if hub is None else [i for i, one in enumerate(hub) if one]
+
+
+def _attention(read: Fields, is_sliding: bool) -> GroupedQuery:
+    """Of layers with a window, or of the others; what the hub's config has of the former is called `swa_`."""
+    of = of_kind(read, SLIDING if is_sliding else FULL)
+    if is_sliding and of is read and "swa_rope_theta" in read.config:
+        of = Fields({**read.config, "rope_theta": read.config["swa_rope_theta"]})
+    swa = "swa_{0}|{0}" if is_sliding else "{0}"
+    kv_heads, width = read.count("num_key_value_heads"), read.count(swa.format("head_dim"))
+    value = read.count(swa.format("v_head_dim"))
+    sinks = f"add_{'swa' if is_sliding else 'full'}_attention_sink_bias"
+    return GroupedQuery(
+        heads=read.count(swa.format("num_attention_heads")),
+        kv_heads=read.count("swa_num_key_value_heads", 2 * kv_heads) if is_sliding else kv_heads,
+        head_dim=width,
+        rotation=rotation(of, width, 0.334),
+        norm=None,
+        window=_window(read) if is_sliding else None,
+        sinks=read.optional(sinks, bool, is_sliding),
+        value_dim=None if value == width else value,
+        value_scale=read.number("attention_value_scale", 1.0, least=1e-6, most=1e6),
+    )
+
+
+def _window(read: Fields) -> int:
+    """`sliding_window_size` earlier positions and the query's own, as transformers has it; mlx-lm sees one fewer."""
+    earlier = read.count("sliding_window_size", None)
+    return read.count("sliding_window") if earlier is None else earlier + 1
+
+
+RENAMES = (
+    (".self_attn.attention_sink_bias", ".self_attn.sinks"),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+)
+FAMILIES = {"mimo_v2_flash": Family(_mimo_v2_flash, renames=RENAMES)}

@@ -1,0 +1,124 @@
+"""Step-3.5-Flash, and the text part of Step-3.7-Flash: layers with a window have more heads than the others."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ConfigError
+from ..kinds import SILU, Activation, Dense, Experts, GroupedQuery, LayerSpec, Router, SharedExpert
+from .fields import FULL, SLIDING, Family, Fields, common, layer_count, of_kind, out_of_range, rotation, scale
+
+
+def _step3p5(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_head_wise_attn_gate", True),
+        ("gating", True),
+        ("norm_expert_weight", True),
+    ):
+        read.must_equal(name, wanted)
+    count = layer_count(read)
+    kinds = _by_layer(read, "layer_types", FULL)
+    if not set(kinds) <= {FULL, SLIDING}:
+        raise out_of_range("layer_types", kinds, f"{FULL!r} or {SLIDING!r} for each layer")
+    sparse, moe = _moe_layers(read), _experts(read)
+    limits, shared = (_by_layer(read, name, None) for name in ("swiglu_limits", "swiglu_limits_shared"))
+    made = []
+    for i, kind in enumerate(kinds):
+        beside = _activation("swiglu_limits_shared", shared[i])
+        part: Dense | Experts = Dense(read.count("intermediate_size"), beside) if i not in sparse else replace(
+            moe,
+            activation=_activation("swiglu_limits", limits[i]),
+            shared=SharedExpert(read.count("share_expert_dim|share_expert_dims"), activation=beside),
+        )  # fmt: skip
+        made.append(LayerSpec(_attention(_of_layer(read, i, kind), kind), part))
+    assert len(made) == count
+    return {**common(read), "layers": tuple(made)}
+
+
+def _by_layer(read: Fields, name: str, missing: Any) -> list[Any]:
+    """A value for each layer; the hub's lists go on with those of layers that draft."""
+    count = layer_count(read)
+    values = read.optional(name, list, [missing] * count)
+    if len(values) < count:
+        raise ConfigError(f"config field {name!r} has {len(values)} entries for {count} layers")
+    return values[:count]
+
+
+def _moe_layers(read: Fields) -> set[int]:
+    kinds = read.optional("mlp_layer_types", list, None)
+    if kinds is not None:
+        return {i for i, kind in enumerate(kinds) if kind == "sparse"}
+    listed = read.optional("moe_layers_enum", str, None)
+    if listed is None:
+        return set(range(3, layer_count(read)))
+    try:
+        return {int(one) for one in listed.split(",") if one.strip()}
+    except ValueError:
+        raise out_of_range("moe_layers_enum", listed, "numbers of layers with commas between them") from None
+
+
+def _experts(read: Fields) -> Experts:
+    router = Router(
+        read.count("moe_num_experts|n_routed_experts"),
+        read.count("moe_top_k|num_experts_per_tok"),
+        score="sigmoid",
+        correction_bias=True,
+        scale=scale(read, "moe_router_scaling_factor"),
+    )
+    return Experts(router, read.count("moe_intermediate_size"))
+
+
+def _activation(name: str, limit: Any) -> Activation:
+    """0 and null stand for no limit."""
+    value = Fields({name: limit}).number(name, 0.0, least=0.0, most=1e6)
+    return Activation("silu then clip", value) if value else SILU
+
+
+def _of_layer(read: Fields, layer: int, kind: str) -> Fields:
+    """The fields as they are for one layer: the hub has lists of rotations, and scales those of some kinds only."""
+    of = of_kind(read, kind)
+    if of is not read:
+        return of
+    own: dict[str, Any] = {}
+    if isinstance(read.config.get("rope_theta"), list):
+        own["rope_theta"] = _by_layer(read, "rope_theta", None)[layer]
+    if read.config.get("partial_rotary_factors") is not None:
+        own["partial_rotary_factor"] = _by_layer(read, "partial_rotary_factors", 1.0)[layer]
+    if kind not in read.optional("yarn_only_types", list, [FULL]):
+        own["rope_scaling"] = None
+    return Fields({**read.config, **own})
+
+
+def _attention(read: Fields, kind: str) -> GroupedQuery:
+    other = Fields(read.optional("attention_other_setting", Mapping, {}) if kind == SLIDING else {})
+    heads = read.count("num_attention_heads")
+    if kind == SLIDING:
+        heads = read.count("num_sliding_attention_heads", None) or other.count("num_attention_heads", heads)
+    width = other.count("head_dim", read.count("head_dim"))
+    scalar = read.number("query_pre_attn_scalar", float(width), least=1e-6, most=1e9)
+    return GroupedQuery(
+        heads=heads,
+        kv_heads=other.count("num_attention_groups", read.count("num_attention_groups|num_key_value_heads")),
+        head_dim=width,
+        rotation=rotation(read, width),
+        gate="sigmoid head",
+        window=read.count("sliding_window") if kind == SLIDING else None,
+        scale=None if scalar == width else scalar**-0.5,
+    )
+
+
+ZERO_CENTRED = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", "k_norm")
+RENAMES = (
+    (".moe.router_bias", ".mlp.e_score_correction_bias"),
+    (".mlp.gate.router_bias", ".mlp.e_score_correction_bias"),  # where mlx-lm's conversions have it
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+    (".moe.gate.", ".mlp.gate."),
+    (".mlp.gate.gate.", ".mlp.gate."),
+    (".moe.", ".mlp.experts."),
+    (".mlp.share_expert.", ".mlp.shared_expert."),
+    (".mlp.shared_experts.", ".mlp.shared_expert."),
+    (".share_expert.", ".mlp.shared_expert."),
+)
+FAMILIES = {"step3p5": Family(_step3p5, ZERO_CENTRED, RENAMES)}

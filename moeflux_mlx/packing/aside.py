@@ -1,0 +1,42 @@
+"""What a checkpoint holds beside the text model, kept as it is in a file of its own: image encoders, heads that draft.
+
+Nothing here knows what a tensor is for; `families/names.py` does. Nobody reads the file yet.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..families.names import is_aside
+from ..formats.checkpoint import Tensor, read_bytes
+from .resident import TensorFile, Written
+
+NAME = "aside.safetensors"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A tensor under its own name, whatever its dtype is."""
+
+    tensor: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        return (Written(self.tensor.name, self.tensor.dtype, self.tensor.shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Its bytes."""
+        data = read_bytes(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
+        yield mx.array(np.frombuffer(data, np.uint8))
+
+
+def aside_files(tensors: Iterable[Tensor], layers: int) -> list[TensorFile]:
+    """The file of those `tensors` of a checkpoint that are kept; none if there are none. `layers`: of the model."""
+    kept = sorted((one for one in tensors if is_aside(one.name, layers)), key=lambda one: one.name)
+    return [TensorFile(NAME, tuple(map(Copied, kept)))] if kept else []

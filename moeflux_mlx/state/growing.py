@@ -1,0 +1,313 @@
+"""Caches that hold every position: keys and values, or latents and turned keys. They grow in steps and can be cut."""
+
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import GroupedQuery, Latent
+from ..ops import attend, backend, latent
+from ..ops.attend import RECENT, Held, Rows
+from ..ops.backend import view
+from .layer_cache import LayerCache, Pair, Part, Shape, State
+from .traced import FixedCache, FixedKeys, up_to
+
+
+class Growing(LayerCache[Part]):
+    """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
+
+    step = 256
+    counts: ClassVar[bool] = True  # a snapshot says how many positions there are
+
+    def __init__(self, part: Part):
+        super().__init__(part)
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = self._expected = 0
+
+    @property
+    def rows(self) -> Rows:
+        """(heads, width) of one position in each array."""
+        raise NotImplementedError
+
+    def bytes_for(self, positions: int, itemsize: int) -> int:
+        """What one text of that many positions takes, in entries of `itemsize` bytes."""
+        return -(-positions // self.step) * self.step * itemsize * sum(heads * width for heads, width in self.rows)
+
+    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
+        """Of the two float32 arrays that a snapshot holds."""
+        first, second = self.rows
+        return (length, *first), (length, *second)
+
+    def stored(self) -> Pair:
+        """What a snapshot holds of a single text; None: zeros."""
+        first, second = (
+            None if array is None else array[0, :, : self.offset].swapaxes(0, 1) for array in self.state[:2]
+        )
+        return first, second
+
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of, in entries of `dtype`."""
+        if not length:
+            return None, None, 0
+        pads = [(0, 0), (0, 0), (0, -length % self.step), (0, 0)]
+        keys, values = (mx.pad(mx.array(a).astype(dtype).swapaxes(0, 1)[None], pads) for a in (first, second))
+        return keys, values, length
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
+        """Appends [B, heads, L, width] to each array.
+
+        Returns:
+            Two arrays whose first rows are what the new positions may see, in order; how many rows these are.
+        """
+        self._settle()
+        start, self.offset = self.offset, self.offset + keys.shape[2]
+        length = max(self.offset, self._expected)
+        self._expected = length if length > self.offset else 0
+        self.keys = self._placed(self.keys, keys, start, length)
+        self.values = self._placed(self.values, values, start, length)
+        return self.keys, self.values, self.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions that the new ones
+        may see, or, for one token on a GPU, all there is room for."""
+        first, second, count = self.append(keys, values)
+        if sees_capacity(keys.shape[2]):
+            assert self.keys is not None and self.values is not None
+            return self.keys, self.values
+        return first[..., :count, :], second[..., :count, :]
+
+    def _placed(self, array: mx.array | None, new: mx.array, start: int, length: int) -> mx.array:
+        """`array` with the entries of positions from `start` on, and with room for `length` positions."""
+        room = _grown(array, new.shape, new.dtype, start, length, self.step)
+        room[..., start : start + new.shape[2], :] = new
+        return room
+
+    def _settle(self) -> None:
+        """Brings all entries into the two arrays."""
+
+    def step_arrays(self) -> list[mx.array | None]:
+        """The traced stand-in of the cache; there is room for its token."""
+        return [self.keys, self.values]
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """What the step has made of them."""
+        self.offset += 1
+        self.keys, self.values = arrays
+
+    def expect(self, n: int) -> None:
+        """n more positions are to come, in several calls: room is made for all of them at once."""
+        self._expected, self.last_step = max(self.offset + n, self._expected), None
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n more positions; there must be some already."""
+        assert self.keys is not None and self.values is not None
+        for name, array in (("keys", self.keys), ("values", self.values)):
+            B, heads, _, width = array.shape
+            shape = B, heads, n, width
+            setattr(self, name, _grown(array, shape, array.dtype, self.offset, self.offset + n, self.step))
+
+    def mask(self, length: int) -> mx.array | str | None:
+        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already."""
+        if sees_capacity(length):
+            assert self.keys is not None
+            return up_to(self.offset - 1, self.keys.shape[2])
+        return "causal" if length > 1 else None
+
+    @property
+    def state(self) -> State:
+        self._settle()
+        return self.keys, self.values, self.offset
+
+    @state.setter
+    def state(self, value: State) -> None:
+        self._become(value)
+
+    def _become(self, state: State) -> None:
+        self._settle()
+        self.keys, self.values, self.offset = state
+        self.last_step, self._shifts = None, ()
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    def reaches(self, position: int) -> bool:
+        """Whether it can go back to that position with nothing kept."""
+        return True
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forgets the last n positions; returns how many there were to forget."""
+        n = min(self.offset, n)
+        self.go_back(self.offset - n, None)
+        return n
+
+    def go_back(self, position: int, kept: Pair | None) -> None:
+        """To an earlier position; nothing need be kept for it."""
+        self._settle()
+        self.offset, self._expected, self.last_step = position, 0, None
+        self._shifts = self._shifts_at(position)
+
+    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+        """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
+        capacity = -(-position // self.step) * self.step
+        self._settle()
+        keys, values, _ = other.state
+        if position and keys is not None:
+            self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (keys, values))
+        self.offset, self.last_step, self._shifts = position, None, other._shifts_at(position)
+
+
+def sees_capacity(length: int) -> bool:
+    """One token on a GPU attends over the whole capacity, as in the compiled step: so its bits are the same whether the
+    experts are in memory or streamed."""
+    return length == 1 and backend.has_kernels()
+
+
+def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, length: int, step: int) -> mx.array:
+    """`array` with room for entries of shape `new` after its first `used` positions: if it has none, for `length`
+    positions in whole steps."""
+    B, heads, L, width = new
+    if array is not None and used + L <= array.shape[2]:
+        return array
+    capacity = (length + step - 1) // step * step
+    room = mx.zeros((B, heads, capacity - used, width), dtype)
+    return room if array is None else mx.concatenate([array[..., :used, :], room], axis=2)
+
+
+@lru_cache(8)
+def _positions(offset: int, begun: int, capacity: int, position: int) -> mx.array:
+    """Of `Held`, one array for all layers."""
+    return mx.array([offset, begun, capacity, position], mx.int32)
+
+
+@lru_cache(8)
+def _no_recent(shape: Shape, dtype: mx.Dtype) -> mx.array:
+    """Of `Held`, before the first token; evaluated, because what is not belongs to the thread that made it."""
+    recent = mx.zeros(shape, dtype)
+    mx.eval(recent)
+    return recent
+
+
+class Stepping(Growing[Part]):
+    """One that adds single tokens to `recent`, an array of their own, until it is full or somebody asks for the others:
+    on a GPU to a copy of it, on the CPU to a numpy array that nobody else has."""
+
+    traced_whole: Any = FixedCache  # the stand-in of one that does not take single tokens
+
+    def __init__(self, part: Part):
+        super().__init__(part)
+        self._recent: Any = None  # mx.array | np.ndarray | None
+        self._begun = 0  # the first position of `recent`
+
+    def takes_steps(self) -> bool:
+        """Whether there are kernels for a single token of this part."""
+        raise NotImplementedError
+
+    @property
+    def recent_shape(self) -> Shape:
+        raise NotImplementedError
+
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        """Of its first positions, [1, heads, length, .] for each array."""
+        raise NotImplementedError
+
+    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
+        """What there is before a token, in entries of `dtype`; `here`: as numpy arrays."""
+        if self._recent is None or self.offset - self._begun == RECENT:
+            self._settle()
+            if self.keys is None:
+                empty_rows = (mx.zeros((1, heads, 0, width), dtype) for heads, width in self.rows)
+                self.keys, self.values = (self._placed(None, array, 0, 1) for array in empty_rows)
+            shape = self.recent_shape
+            empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
+            self._recent, self._begun = empty, self.offset
+        assert self.keys is not None and self.values is not None
+        positions = self.offset, self._begun, self.keys.shape[2], self.position
+        if here:
+            return Held(view(self.keys), view(self.values), self._recent, positions)
+        return Held(self.keys, self.values, self._recent, _positions(*positions))
+
+    def advance(self, recent: Any) -> None:
+        """`recent` with one token more takes its place."""
+        self._recent = recent
+        self.offset += 1
+
+    @property
+    def traced(self) -> Any:
+        return FixedKeys if self.takes_steps() else self.traced_whole
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n more positions; there must be some already."""
+        if not self.takes_steps():
+            super().reserve(n)
+
+    def step_arrays(self) -> list[mx.array | None]:
+        if not self.takes_steps():
+            return super().step_arrays()
+        assert self.keys is not None
+        return list(self.held(self.keys.dtype))
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        if len(arrays) == FixedKeys.num_outputs:
+            self.advance(arrays[0])
+        else:
+            super().take_step(arrays)
+
+    def _settle(self) -> None:
+        if self._recent is None or self.offset == self._begun:
+            self._recent = None
+            return
+        kept = []
+        for array, part in zip(
+            (self.keys, self.values), self.parts(self._recent, self.offset - self._begun), strict=True
+        ):
+            new = mx.array(part) if isinstance(part, np.ndarray) else part
+            kept.append(self._placed(array, new, self._begun, self.offset))
+        (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
+
+
+class KVCache(Stepping[GroupedQuery]):
+    """Keys (after norm and rotation) and values of grouped-query attention."""
+
+    @property
+    def rows(self) -> Rows:
+        return (self.part.kv_heads, self.part.head_dim), (self.part.kv_heads, self.part.value_width)
+
+    def takes_steps(self) -> bool:
+        return attend.takes_step(self.part.head_dim, self.part.value_width)
+
+    @property
+    def recent_shape(self) -> Shape:
+        return (RECENT * sum(heads * width for heads, width in self.rows),)
+
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        (heads, width), (_, value_width) = self.rows
+        end = RECENT * heads * width
+        keys, values = (
+            recent[:end].reshape(1, heads, RECENT, width),
+            recent[end:].reshape(1, heads, RECENT, value_width),
+        )
+        return keys[:, :, :length], values[:, :, :length]
+
+
+class LatentCache(Stepping[Latent]):
+    """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
+
+    @property
+    def rows(self) -> Rows:
+        return (1, self.part.latent), (1, self.part.rotation.dims)
+
+    def takes_steps(self) -> bool:
+        return latent.takes_step(self.part.latent, self.part.rotation.dims)
+
+    @property
+    def recent_shape(self) -> Shape:
+        return RECENT, self.part.latent + self.part.rotation.dims
+
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        entries, width = recent[None, None, :length], self.part.latent
+        return entries[..., :width], entries[..., width:]

@@ -1,0 +1,98 @@
+"""The cache of a recurrent mixer: a state that has absorbed every token and cannot be cut."""
+
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import Delta
+from .layer_cache import FLOAT_BYTES, LayerCache, Pair, Shape, State
+from .traced import FixedState
+
+
+class RecurrentCache(LayerCache[Delta]):
+    """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
+    `recurrent`, float32 [B, value_heads, value_dim, key_dim]."""
+
+    counts: ClassVar[bool] = False
+    traced: Any = FixedState
+
+    def __init__(self, part: Delta):
+        super().__init__(part)
+        self.conv: mx.array | None = None
+        self.recurrent: mx.array | None = None
+        self.offset = 0
+
+    def bytes_for(self, positions: int, itemsize: int) -> int:
+        """What one text takes, however long it is; only the convolution's state has entries of `itemsize` bytes."""
+        conv, recurrent = (int(np.prod(shape)) for shape in self.stored_shapes(positions))
+        return conv * itemsize + recurrent * FLOAT_BYTES
+
+    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
+        """Of the two float32 arrays that a snapshot holds."""
+        part = self.part
+        return (part.taps - 1, part.channels), (part.value_heads, part.value_dim, part.key_dim)
+
+    def stored(self) -> Pair:
+        """What a snapshot holds of a single text; None: zeros."""
+        first, second = (None if array is None else array[0] for array in (self.conv, self.recurrent))
+        return first, second
+
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of, its convolution's part in `dtype`."""
+        return mx.array(first)[None].astype(dtype), mx.array(second)[None], length
+
+    @property
+    def state(self) -> State:
+        return self.conv, self.recurrent, self.offset
+
+    @state.setter
+    def state(self, value: State) -> None:
+        self.conv, self.recurrent, self.offset = value
+        self.last_step, self._shifts = None, ()
+
+    def way_back(self) -> Pair:
+        return self.conv, self.recurrent
+
+    def row_bytes(self, itemsize: int) -> int:
+        """What the way back to a row of the last step takes: a whole state."""
+        return self.bytes_for(1, itemsize)
+
+    def empty(self) -> bool:
+        return self.recurrent is None
+
+    def step_arrays(self) -> list[mx.array | None]:
+        """The traced stand-in of the cache."""
+        return [self.conv, self.recurrent]
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """What the step has made of them."""
+        self.conv, self.recurrent = arrays
+        self.offset += 1
+
+    def expect(self, n: int) -> None:
+        """Its size does not depend on positions."""
+        self.last_step = None
+
+    def reserve(self, n: int) -> None:
+        """Its size does not depend on positions."""
+
+    def reaches(self, position: int) -> bool:
+        """Whether it can go back to that position with nothing kept."""
+        return position == 0
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def trim(self, n: int) -> int:
+        return 0
+
+    def go_back(self, position: int, kept: Pair | None) -> None:
+        """To an earlier position, whose arrays were kept; None: to the beginning."""
+        self.conv, self.recurrent = kept or (None, None)
+        self.offset, self.last_step, self._shifts = position, None, self._shifts_at(position)
+
+    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+        """Becomes what `other` was at `position`, whose arrays are `kept`: nobody writes to them."""
+        self.go_back(position, kept)
+        self._shifts = other._shifts_at(position)

@@ -1,0 +1,51 @@
+"""Kimi's calls in a section: `<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{}<|tool_call_end|>`.
+
+NAME stands nowhere but in the id, whose INDEX counts the calls of the whole chat; the results name the id.
+"""
+
+import re
+
+from .call import Call
+from .dialect import Dialect
+from .json_form import arguments
+from .steps import Malformed, Steps, literal, optional, skip_space, until
+
+SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def kimi(call: Call) -> Steps[str]:
+    """What follows `<|tool_call_begin|>`."""
+    found = ID.fullmatch((yield from until(ARGUMENTS)).strip())
+    if found is None:
+        raise Malformed("")
+    call.start(found[1])
+    char = yield from skip_space()
+    if char != CALL_END[0]:
+        char = yield from arguments(call, char)
+        char = (yield from skip_space()) if char.isspace() else char
+    yield from literal([CALL_END], char)
+    call.check("")
+    return (yield from optional(SECTION_END, (yield)))
+
+
+def section(call: Call) -> Steps[str]:
+    """What follows `<|tool_calls_section_begin|>`."""
+    yield from literal([CALL_BEGIN], (yield from skip_space()))
+    return (yield from kimi(call))
+
+
+KIMI = Dialect(
+    name="kimi",
+    openings={SECTION_BEGIN: section, CALL_BEGIN: kimi},
+    begin=f"{SECTION_BEGIN}{CALL_BEGIN}functions.",
+    opening=CALL_BEGIN,
+    named="NAME:",
+    between=f'/[0-9]{{1,4}}/ "{ARGUMENTS}"',
+    close=CALL_END,
+    section=(SECTION_BEGIN, SECTION_END),
+    markers=frozenset({SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENTS, CALL_END}),
+    id="functions.NAME:INDEX",
+    id_form=re.compile(rf"{re.escape(CALL_BEGIN)}\s*(.*?)\s*{re.escape(ARGUMENTS)}"),
+)

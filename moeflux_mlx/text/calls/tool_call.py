@@ -1,0 +1,91 @@
+"""Calls that begin with `<tool_call>`: Qwen's in JSON, Qwen's in tags, and GLM's in pairs of keys and values.
+
+    <tool_call>                       <tool_call>                       <tool_call>get_weather
+    {"name": "get_weather",           <function=get_weather>            <arg_key>city</arg_key>
+     "arguments": {"city": "Oslo"}}   <parameter=city>                  <arg_value>Oslo</arg_value>
+    </tool_call>                      Oslo                              </tool_call>
+                                      </parameter>
+                                      </function>
+                                      </tool_call>
+
+One parser reads all three, because the models mix them up.
+"""
+
+from . import json_form
+from .call import Call
+from .dialect import Body, Dialect
+from .json_form import END
+from .steps import MAX_NAME, Malformed, Steps, literal, optional, skip_space, until
+from .tagged import Tags, parameters
+
+TOOL_CALL = "<tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+LINES = Tags(("<parameter=", ">"), ("", "</parameter>"), (END_FUNCTION, END), lined=True)
+PAIRS = Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), (END,))
+
+
+def tool_call(call: Call) -> Steps[str]:
+    """What follows `<tool_call>`: JSON, tags, or the name of a tool and its arguments in pairs, if any."""
+    char = yield from skip_space()
+    if char == "{":
+        return (yield from json_form.qwen_json(call))
+    if char == "<":
+        yield from literal([FUNCTION], char)
+        return (yield from function(call))
+    call.start((yield from bare_name(char)))
+    yield from parameters(call, PAIRS, "<")
+    return ""
+
+
+def bare_name(text: str) -> Steps[str]:
+    """The name that begins with `text`, up to the next tag, whose first character is read."""
+    while not text.endswith("<"):
+        char = yield
+        if not char or len(text) > MAX_NAME:
+            raise Malformed(char)
+        text += char
+    return text[:-1].strip()
+
+
+def function(call: Call) -> Steps[str]:
+    """What follows `<function=`."""
+    call.start((yield from until(">")).strip())
+    tag = yield from parameters(call, LINES)
+    return "" if tag == END else (yield from optional(END, (yield)))
+
+
+_OPENINGS: dict[str, Body] = {TOOL_CALL: tool_call}
+_SECTION = (TOOL_CALL, END)
+QWEN_JSON = Dialect(
+    name="qwen_json",
+    openings=_OPENINGS,
+    begin=f"{TOOL_CALL}\n",
+    opening=TOOL_CALL,
+    named='{"name": "NAME", "arguments": ',
+    close=f"}}\n{END}",
+    section=_SECTION,
+    markers=frozenset(_SECTION),
+)
+QWEN_XML = Dialect(
+    name="qwen_xml",
+    openings=_OPENINGS,
+    bare={FUNCTION: function},
+    begin=f"{TOOL_CALL}\n",
+    opening=FUNCTION,
+    named=f"{FUNCTION}NAME>\n",
+    close=f"{END_FUNCTION}\n{END}",
+    section=_SECTION,
+    markers=frozenset(_SECTION),
+    tags=LINES,
+)
+GLM = Dialect(
+    name="glm",
+    openings=_OPENINGS,
+    begin=TOOL_CALL,
+    opening=TOOL_CALL,
+    named="NAME\n",
+    close=END,
+    section=_SECTION,
+    markers=frozenset({*_SECTION, *PAIRS.key, *PAIRS.value}),
+    tags=PAIRS,
+)

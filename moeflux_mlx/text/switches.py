@@ -1,0 +1,43 @@
+"""Whether and how much a model is to reason, in the words of its chat template."""
+
+from typing import Any
+
+OFF = ("none", "no_think")
+LADDER = (*OFF, "minimal", "low", "medium", "high", "xhigh", "max")
+SPOKEN = ("low", "medium", "high")  # what gpt-oss knows, whose template prints any word
+
+
+def switches(template: str, thinking: bool | None, effort: str | None) -> dict[str, Any]:
+    """Variables for `template` that say what a request wants; none where it says nothing.
+
+    `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Kimi) take the wish as it is. `reasoning_effort` takes that
+    of the words in the template's quotes which is nearest to `effort`; where it is the only switch, it also says
+    whether to reason.
+
+    Args:
+        thinking: whether to reason; None leaves it to the model.
+        effort: a word such as "low", "none" for no reasoning; None leaves it to the model.
+    """
+    given: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+    if "reasoning_effort" not in template:
+        return given
+    words = [word for word in LADDER if f"'{word}'" in template or f'"{word}"' in template]
+    if "enable_thinking" not in template and thinking is False:
+        effort = OFF[0]
+    elif "enable_thinking" not in template and thinking and effort is None and set(OFF) & set(words):
+        effort = "high"
+    return given if effort is None else given | {"reasoning_effort": _nearest(effort, words)}
+
+
+def _nearest(effort: str, words: list[str]) -> str:
+    """Of two words that are as near the one that means more."""
+    if effort in words or effort not in LADDER:
+        return effort
+    off = [word for word in words if word in OFF]
+    levels = [word for word in words if word not in OFF]
+    if not off and len(levels) < 2:
+        levels = list(SPOKEN)
+    if effort in OFF or not levels:
+        return (off or levels)[0]
+    place = LADDER.index(effort)
+    return min(levels, key=lambda word: (abs(LADDER.index(word) - place), -LADDER.index(word)))

@@ -1,0 +1,121 @@
+"""Decodings and answers that are advanced in turn, or together in one step, say what each says alone."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_decode import FAMILIES, make_resident
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx.engine.decoding import Decoding
+from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.engine.running_text import Stopped
+from moeflux_mlx.engine.session import Session
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+PROMPTS = [list(range(5, 25)), [3, 1, 4], list(range(60, 20, -3))]
+COUNT = 6
+
+
+def decoding_of(model, prompt):
+    cache, tokens = model.make_cache(), mx.array(prompt, mx.uint32)
+    return Decoding(model, cache, tokens, Prefill(model, cache, tokens).run())
+
+
+def decoded_alone(model, prompt):
+    return [(token, np.array(logprobs)) for token, logprobs in generate_step(prompt, model, max_tokens=COUNT)]
+
+
+def session_of(model, **options):
+    return Session(model, load_tokenizer(tiny_directory("qwen3_next")), **options)
+
+
+def answered_alone(model, prompt):
+    responses = session_of(model).respond(prompt, max_tokens=COUNT)
+    return [(response.token, np.array(response.logprobs)) for response in responses]
+
+
+def same(said, wanted):
+    assert [token for token, _ in said] == [token for token, _ in wanted]
+    return all(np.array_equal(np.array(one), other) for (_, one), (_, other) in zip(said, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_answers_share_a_step(family):
+    """The first tokens come from the prompts; each step then takes a row of every one."""
+    model = tiny_model(family, mx.float32)
+    decodings = [decoding_of(model, prompt) for prompt in PROMPTS]
+    said = [[decoding.advance()] for decoding in decodings]
+    for _ in range(COUNT - 1):
+        step = model.step([decoding.rows for decoding in decodings])
+        for i, decoding in enumerate(decodings):
+            decoding.take(step.logits[i : i + 1])
+            said[i].append(decoding.advance())
+    assert all(same(told, decoded_alone(model, prompt)) for told, prompt in zip(said, PROMPTS, strict=True))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_answers_in_turn_say_what_each_says_alone(monkeypatch, ahead):
+    model = make_resident(monkeypatch, "qwen3_next") if ahead else tiny_model("qwen3_next", mx.float32)
+    answers = [session_of(model).answer(prompt, max_tokens=COUNT) for prompt in PROMPTS]
+    said = [[] for _ in answers]
+    order = np.random.default_rng(0).permutation([i for i in range(len(answers)) for _ in range(COUNT)])
+    for i in order:
+        response = answers[i].advance()
+        said[i].append((response.token, response.logprobs))
+        assert response.finish_reason == (None if len(said[i]) < COUNT else "length")
+    for answer, told, prompt in zip(answers, said, PROMPTS, strict=True):
+        assert same(told, answered_alone(model, prompt))
+        assert answer.session.tokens == prompt + [token for token, _ in told[:-1]]
+        answer.close()
+        assert {layer.offset for layer in answer.session.cache} == {len(answer.session.tokens)}
+
+
+def test_an_answer_whose_prompt_was_left_goes_on():
+    """While it waits, another one is said from the first token to the last."""
+    model, told = tiny_model("qwen3_next", mx.float32), []
+    other = session_of(model).answer(PROMPTS[0], max_tokens=COUNT)
+
+    def leave_once(done, total):
+        told.append(done)
+        if done > 5 and len(said) < COUNT:
+            raise Stopped
+
+    said = []
+    session = session_of(model, span=20, prefill_step_size=8)
+    answer = session.answer(PROMPTS[0], max_tokens=COUNT, prompt_progress_callback=leave_once)
+    with pytest.raises(Stopped):
+        answer.advance()
+    assert session.last is None and session.known(PROMPTS[0]) > 0
+    while len(said) < COUNT:
+        said.append(other.advance().token)
+    before = max(told)
+    assert [answer.advance().token for _ in range(COUNT)] == said
+    assert told[-1] == len(PROMPTS[0]) and before < len(PROMPTS[0]), "a layer that was done is not computed again"
+
+
+def test_nothing_is_computed_before_an_answer_is_advanced():
+    session = session_of(tiny_model("qwen3_next", mx.float32))
+    answer = session.answer(PROMPTS[1])
+    assert session.tokens == [] and {layer.offset for layer in session.cache} == {0}
+    answer.close()
+    assert session.tokens == [] and session.last is None
+
+
+def test_an_answer_that_failed_leaves_a_session_that_goes_on():
+    session = session_of(tiny_model("qwen3_next", mx.float32))
+
+    def fails(tokens, logits):
+        if len(tokens) > len(PROMPTS[0]) + 2:
+            raise OSError("unplugged")
+        return logits
+
+    answer = session.answer(PROMPTS[0], logits_processors=[fails])
+    said = [answer.advance().token for _ in range(3)]
+    with pytest.raises(OSError, match="unplugged"):
+        answer.advance()
+    answer.close()
+    assert {layer.offset for layer in session.cache} == {len(session.tokens)}
+    wanted = [token for token, _ in answered_alone(session.model, PROMPTS[0])]
+    assert said == wanted[:3]
+    assert [response.token for response in session.respond(PROMPTS[0] + said, max_tokens=3)] == wanted[3:]

@@ -1,0 +1,243 @@
+"""Families that are made of the parts of others, in the forms in which publishers and mlx-lm write them."""
+
+import json
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from tiny_models import on_cpu, tiny_directory
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.families.registry import FAMILIES
+from moeflux_mlx.formats.checkpoint import read_bytes, read_header
+from moeflux_mlx.packing.source_format import SourceFormat
+from moeflux_mlx.quant import Quant
+
+TOLERANCE = 2e-4
+HEAD = "language_model.lm_head.weight"
+KIMI_K25 = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "group_size": 32, "symmetric": True, "strategy": "group", "type": "int"},
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}
+
+
+def logits(path, family, **options):
+    """[T, V] of the golden's tokens from position 0 on, one token alone among them."""
+    model = load_model(path, dtype=mx.float32, **options)
+    tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
+    rows = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+    model.experts.close()
+    return rows
+
+
+def write(path, config, tensors):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    goldens.write_safetensors(path / "model.safetensors", tensors)
+    return path
+
+
+def packed(source, **options):
+    with on_cpu():
+        convert(source, source.with_name(f"{source.name}-packed"), **options)
+    return source.with_name(f"{source.name}-packed")
+
+
+@pytest.mark.parametrize("family", goldens.KIN)
+def test_mlx_conversions_in_place_and_packed(tmp_path, family):
+    """Both have the bits of the packed model that is made of the floats."""
+    path = goldens.write_variant(tmp_path / "source", family, "mlx4")
+    wanted = logits(tiny_directory(family, "hub"), family)
+    if not goldens.first_position(family):
+        assert np.abs(wanted - goldens.golden(family)[1]).max() < TOLERANCE
+    for found in (
+        logits(tiny_directory(family), family),
+        logits(path, family, expert_io="pread", expert_cache_bytes=1),
+    ):
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("family", ["kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe"])
+def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
+    """Its overrides name modules as its own model does. MiniMax's routers have 8 bits, Mistral's 4."""
+    utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
+    model, config = utils.load_model(tiny_checkpoint(family, tmp_path / "floats"), lazy=True)
+    model, config = utils.quantize_model(model, config, 64, 4)
+    (tmp_path / "source").mkdir()
+    utils.save_model(tmp_path / "source", model, donate_model=False)
+    utils.save_config(config, tmp_path / "source" / "config.json")
+    model.set_dtype(mx.float32)
+    wanted = np.array(model(mx.array(goldens.golden(family)[0])[None])[0])
+    found = logits(tmp_path / "source", family)
+    assert np.abs(found - wanted).max() < TOLERANCE
+    assert np.array_equal(logits(packed(tmp_path / "source"), family), found)
+
+
+def tiny_checkpoint(family, path):
+    """The floats without what a text model skips, which mlx-lm does not always."""
+    return write(path, goldens.config(family), goldens.hub_tensors(family))
+
+
+@pytest.mark.parametrize(
+    "family, theirs, ours",
+    [
+        ("hy_v3", "model.layers.1.mlp.router.gate", "model.layers.1.mlp.gate"),
+        ("hy_v3", "model.layers.1.mlp.shared_mlp.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("minimax_m2", "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"),
+        ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("kimi_k2", "language_model.model.layers.1.mlp.gate", "model.layers.1.mlp.gate"),
+    ],
+)
+def test_overrides_name_modules_as_their_writer_does(family, theirs, ours):
+    config = {"quantization": {"group_size": 64, "bits": 4, theirs: {"group_size": 64, "bits": 8}}}
+    form = SourceFormat(config, renames=FAMILIES[family].renames)
+    assert form.of(ours) == Quant(8, 64) and form.of(f"{ours}_other") == Quant(4, 64)
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe"])
+def test_block_fp8_has_the_bits_of_its_values(tmp_path, family):
+    coded = goldens.fp8_tensors(family)
+    config = goldens.variant_config(family, "fp8")
+    found = packed(write(tmp_path / "fp8", config, {**coded, **goldens.skipped_tensors(family)}))
+    wanted = packed(write(tmp_path / "floats", goldens.config(family), goldens._from_fp8(coded)))
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
+def with_one_scale(tensors, endings):
+    """Each linear layer as float8 codes with one scale for a matrix, and a scale of activations; and their values.
+
+    `endings`: of the names of both scales, in place of the layer's own ending or behind it.
+    """
+    coded, values = {}, {}
+    for name, tensor in tensors.items():
+        w = goldens.as_float(tensor)
+        if w.ndim < 2 or not (name.endswith("proj.weight") or ".experts." in name):
+            coded[name] = values[name] = tensor
+            continue
+        scale = goldens._bf16(
+            np.abs(w).max(axis=(1, 2) if w.ndim == 3 else None, keepdims=w.ndim == 3) / np.float32(448)
+        )
+        codes = oracle.f32_to_e4m3(w / goldens.as_float(scale))
+        coded[name], values[name] = (
+            ("F8_E4M3", codes),
+            goldens._bf16(oracle.e4m3_values()[codes] * goldens.as_float(scale)),
+        )
+        for ending, one in zip(endings, (scale, goldens._bf16(np.ones(1, np.float32))), strict=True):
+            coded[name + ending if ending.startswith("_") else name.replace(".weight", ending)] = one
+    return coded, values
+
+
+TENCENTS, MISTRALS = (".weight_scale", ".input_scale"), ("_scale_inv", "_activation_scale")
+
+
+@pytest.mark.parametrize("family, endings", [("hy_v3", TENCENTS), ("mistral4", MISTRALS)])
+def test_fp8_with_one_scale_for_a_matrix(tmp_path, family, endings):
+    """As Tencent and Mistral publish it, with scales of activations that nobody needs here."""
+    coded, values = with_one_scale(goldens.hub_tensors(family), endings)
+    config = {**goldens.config(family), "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+    found = packed(write(tmp_path / "fp8", config, coded))
+    wanted = packed(write(tmp_path / "floats", goldens.config(family), values))
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
+def test_kimi_as_published(tmp_path):
+    """A text part under a prefix, experts of 4-bit integers, and an image encoder: the bits of MLX's form of it."""
+    family, rng = "kimi_k2", np.random.default_rng(7)
+    floats, ours = goldens.hub_tensors(family), goldens.mlx_tensors(family)
+    theirs = {f"language_model.{name}": tensor for name, tensor in floats.items() if ".experts." not in name}
+    theirs |= dict.fromkeys(("vision_tower.encoder.blocks.0.wo.weight", "mm_projector.proj.0.weight"), theirs[HEAD])
+    ours = {name: tensor for name, tensor in ours.items() if ".switch_mlp." not in name}
+    forms = {"group_size": 64, "bits": 4}
+    for name in (name for name in floats if ".experts." in name):
+        (rows, columns), path = floats[name][1].shape, name.removesuffix(".weight")
+        words = rng.integers(0, 2**32, (rows, columns // 8), np.uint32)
+        scale = goldens._bf16(rng.uniform(0.005, 0.02, (rows, columns // 32)).astype(np.float32))
+        stored = ("I32", words.view(np.int32)), scale, ("I32", np.array([rows, columns], np.int32))
+        parts = ("weight_packed", "weight_scale", "weight_shape")
+        theirs |= {f"language_model.{path}.{part}": one for part, one in zip(parts, stored, strict=True)}
+        biases = goldens._bf16(goldens.as_float(scale) * np.float32(-8))
+        ours |= {name: ("U32", words), f"{path}.scales": scale, f"{path}.biases": biases}
+        forms[path] = {"group_size": 32, "bits": 4}
+    nested = {**KIMI_K25, "text_config": {**goldens.config(family), "quantization_config": INT4}}
+    found = packed(write(tmp_path / "kimi", nested, theirs))
+    wanted = packed(write(tmp_path / "mlx", {**goldens.config(family), "quantization": forms}, ours))
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
+@pytest.mark.parametrize("width", [64, 192])
+def test_fused_experts_in_either_order_of_axes(tmp_path, width):
+    """As Qwen published them, and as transformers saves them: where gate and up are square, down tells."""
+    family, rng = "qwen3_vl_moe", np.random.default_rng(width)
+    config, shapes = goldens.config(family), {"gate_up_proj": (9, 128, 2 * width), "down_proj": (9, width, 128)}
+    config["text_config"]["moe_intermediate_size"] = width
+    theirs = dict(goldens.hub_tensors(family))
+    for name in [name for name in theirs if ".experts." in name]:
+        theirs[name] = goldens._bf16(rng.normal(0, 0.1, shapes[name.rpartition(".")[2]]).astype(np.float32))
+    turned = {name: one for name, one in theirs.items() if ".experts." in name}
+    turned = {name: (kind, np.ascontiguousarray(one.swapaxes(1, 2))) for name, (kind, one) in turned.items()}
+    published = packed(write(tmp_path / "published", config, theirs))
+    saved = packed(write(tmp_path / "saved", config, {**theirs, **turned}))
+    assert np.array_equal(logits(published, family), logits(saved, family))
+
+
+@pytest.mark.parametrize("count", [119, 96, 80])
+def test_numbers_of_experts_that_pruning_leaves(tmp_path, count):
+    """The golden's experts come last, behind others that their biases keep from being chosen."""
+    family, config, tensors = "hy_v3", goldens.config("hy_v3"), {}
+    more = count - config["num_experts"]
+    config["num_experts"] = count
+    for name, (kind, array) in goldens.hub_tensors(family).items():
+        stem, found, rest = name.partition(".experts.")
+        expert, _, rest = rest.partition(".")
+        if found:
+            tensors[f"{stem}.experts.{int(expert) + more}.{rest}"] = kind, array
+            tensors |= {f"{stem}.experts.{e}.{rest}": (kind, array) for e in range(more) if expert == "0"}
+        elif name.endswith(("router.gate.weight", "expert_bias")):
+            others = np.full((more, *array.shape[1:]), -10 if kind == "F32" else 0, array.dtype)
+            tensors[name] = kind, np.concatenate([others, array])
+        else:
+            tensors[name] = kind, array
+    found = logits(packed(write(tmp_path / "pruned", config, tensors)), family)
+    assert np.abs(found - goldens.golden(family)[1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "glm4v_moe", "hy_v3"])
+def test_image_encoders_and_drafting_heads_are_kept_aside(tmp_path, family):
+    """Under their own names, with their own bytes, and of no consequence for the model; in place nobody reads them."""
+    source = goldens.write_variant(tmp_path / "hub", family, "hub")
+    skipped = goldens.skipped_tensors(family)
+    kept = read_header(packed(source) / "aside.safetensors")
+    assert {name: (one.dtype, one.shape) for name, one in kept.items()} == {
+        name: (kind, array.shape) for name, (kind, array) in skipped.items()
+    }
+    for name, (kind, array) in skipped.items():
+        one = kept[name]
+        assert read_bytes(one.file, one.offset, one.nbytes) == array.astype(goldens.DTYPES[kind]).tobytes()
+    with_more = {**goldens.mlx_tensors(family), **skipped}
+    path = write(tmp_path / "mlx", goldens.variant_config(family, "mlx4"), with_more)
+    assert np.array_equal(logits(path, family), logits(packed(source), family))
+
+
+def test_any_dtype_is_kept_and_frequencies_are_not(tmp_path):
+    family = "qwen3_moe"
+    more = {
+        "mtp.fc.weight": ("F8_E4M3", np.arange(32, dtype=np.uint8).reshape(4, 8)),
+        "mtp.fc.weight_shape": ("I32", np.array([4, 8], np.int32)),
+        "mtp.layers.0.self_attn.rotary_emb.inv_freq": ("F32", np.ones(4, np.float32)),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", np.ones(4, np.float32)),
+    }
+    made = packed(write(tmp_path / "hub", goldens.config(family), {**goldens.hub_tensors(family), **more}), verify=True)
+    kept = read_header(made / "aside.safetensors")
+    assert {name: one.dtype for name, one in kept.items()} == {name: more[name][0] for name in list(more)[:2]}
+    assert not (tiny_directory(family, "hub") / "aside.safetensors").exists()

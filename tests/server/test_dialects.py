@@ -1,0 +1,96 @@
+"""Reasoning, text and calls of every dialect through the server, and the same again when the history comes back."""
+
+import json
+
+import openai
+import pytest
+from live_server import FakeEngine, Live
+from styles import STYLES, said_of, style_tokenizer, thought_of, written
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": SCHEMA}}
+QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
+ARGUMENTS = {"city": "Paris é", "days": 3}
+
+
+def says(name, asked):
+    """What a model of the style says: a thought and a call, or an answer once it has the result."""
+    dialect, _, channels = STYLES[name]
+
+    def script(prompt):
+        asked.append(prompt)
+        call = written(dialect)(ARGUMENTS, "weather")
+        for begun in (dialect.prefix("weather"), dialect.prefix()):
+            if prompt.endswith(begun):
+                return call.removeprefix(begun)
+        thought = "" if channels is None else thought_of(channels, prompt, "I look.")
+        if "18 C" in prompt:
+            return f"{thought}{'' if channels is None else channels.lead}It is 18 C."
+        return f"{thought}{said_of(channels, 'Let me see.')}{call}"
+
+    return script
+
+
+@pytest.fixture(scope="module", params=[name for name in STYLES if name != "text_only"])
+def style(request, tmp_path_factory):
+    """Its name, a client, and the prompts that the model was asked."""
+    asked = []
+
+    def load():
+        engine = FakeEngine(says(request.param, asked))
+        engine.tokenizer = style_tokenizer(tmp_path_factory.mktemp(request.param), request.param)
+        return engine
+
+    with Live(load) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
+        yield request.param, client, asked
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model="m", messages=messages, tools=[TOOL], **more).choices[0]
+
+
+def test_a_call_and_its_result(style):
+    name, client, asked = style
+    effort = {"reasoning_effort": "high"} if name == "hunyuan_style" else {}
+    first = ask(client, QUESTION, **effort)
+    (call,) = first.message.tool_calls
+    assert first.finish_reason == "tool_calls" and first.message.content == "Let me see."
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+    thought = getattr(first.message, "reasoning_content", None)
+    assert thought == (None if STYLES[name][2] is None else "I look.")
+    raw = asked[-1] + says(name, [])(asked[-1])
+    said = {"role": "assistant", "content": first.message.content, "tool_calls": [call.model_dump()]}
+    more = [*QUESTION, said, {"role": "tool", "tool_call_id": call.id, "content": "18 C"}]
+    second = ask(client, more, **effort)
+    assert second.message.content == "It is 18 C." and second.finish_reason == "stop"
+    assert asked[-1].startswith(raw)
+
+
+def test_a_call_streams(style):
+    _, client, _ = style
+    with client.chat.completions.stream(model="m", messages=QUESTION, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+    (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS
+    assert kinds.count("tool_calls.function.arguments.delta") > 3
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_demanded(style, choice):
+    _, client, _ = style
+    found = ask(client, QUESTION, tool_choice=choice)
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and json.loads(call.function.arguments) == ARGUMENTS
+
+
+def test_an_answer_that_has_begun_follows_its_schema(style):
+    _, client, asked = style
+    begun = [*QUESTION, {"role": "assistant", "content": '{"city": "Par'}]
+    client.chat.completions.create(model="m", messages=begun, response_format={"type": "json_object"})
+    assert asked[-1].endswith('{"city": "Par')
+
+
+def test_none_may_be_called(style):
+    _, client, _ = style
+    found = ask(client, QUESTION, tool_choice="none")
+    assert not found.message.tool_calls and found.finish_reason == "stop"

@@ -1,0 +1,95 @@
+"""Each dialect of calls as its models write it, and the chat templates of fixtures with tokenizers that suit them."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
+from moeflux_mlx.text.calls.harmony import GPT_OSS
+from moeflux_mlx.text.calls.hunyuan import HUNYUAN
+from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.minimax import MINIMAX
+from moeflux_mlx.text.calls.mistral import MISTRAL
+from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import HARMONY, THINK, Channels
+from moeflux_mlx.text.tokenizer import load_tokenizer
+
+TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
+BETWEEN = {"kimi": "0<|tool_call_argument_begin|>"}  # what a model says between the name and the arguments
+# How each template's model calls tools, the variables that switch its reasoning, and its tags of reasoning.
+QWEN = ({}, {"enable_thinking": False})
+STYLES = {
+    "qwen3_style": (QWEN_JSON, QWEN, THINK),
+    "qwen35_style": (QWEN_XML, QWEN, THINK),
+    "cogito_style": (DEEPSEEK_V3, [{}], None),
+    "text_only": (DEEPSEEK_V3, [{}], None),
+    "glm_style": (GLM, QWEN, THINK),
+    "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
+    "minimax_style": (MINIMAX, [{}], THINK),
+    "hunyuan_style": (
+        HUNYUAN,
+        [{"reasoning_effort": "high"}, {}],
+        Channels("<think:opensource>", "</think:opensource>"),
+    ),
+    "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
+    "harmony_style": (GPT_OSS, [{}], HARMONY),
+}
+# What DeepSeek's own template does: arguments are joined as text, and a missing content is an error.
+TEXT_ONLY = """{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content + '' }}{% if m.tool_calls %}
+{{- '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>'
+ + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}
+{{- '<｜tool▁calls▁end｜>' }}{% endif %}</a>{% else %}<{{ m.role }}>{{ m.content }}{{ m.tool_call_id }}{{ m.name }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
+
+
+def written(dialect):
+    """A function that writes a call as models of the dialect do."""
+
+    def write(arguments, name="get_weather"):
+        begin = (dialect.begin + dialect.named).replace("NAME", name) + BETWEEN.get(dialect.name, "")
+        if dialect.tags is None:
+            body = json.dumps(arguments, ensure_ascii=False)
+        else:
+            line = "\n" if dialect.tags.lined else ""
+            (key, key_end), (value, value_end) = dialect.tags.key, dialect.tags.value
+            body = "".join(
+                f"{key}{k}{key_end}{line}{value}{v if isinstance(v, str) else json.dumps(v)}{line}{value_end}\n"
+                for k, v in arguments.items()
+            )
+        end = dialect.section[1]
+        return begin + body + dialect.close + (end if end in dialect.markers and end not in dialect.close else "")
+
+    return write
+
+
+def thought_of(channels, prompt, text):
+    """Reasoning as a model writes it after a prompt."""
+    if channels is HARMONY:
+        return f"{channels.start}{text}{channels.end}<|start|>assistant"
+    opening = "" if channels.opens(prompt) else f"{channels.start}\n"
+    return f"{opening}{text}\n{channels.end}\n\n"
+
+
+def said_of(channels, text):
+    """Text for the user, as a model writes it before a call."""
+    return f"<|channel|>commentary<|message|>{text}<|end|><|start|>assistant" if channels is HARMONY else text
+
+
+def style_tokenizer(path, name):
+    """A tokenizer of single bytes with the markers that the template `name` needs, in the directory `path`."""
+    dialect, _, channels = STYLES[name]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<｜begin▁of▁sentence｜>"])
+    tags = (channels or THINK).tags | (channels or THINK).ends | {"<tool_response>"}
+    if dialect not in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3):
+        tags |= dialect.markers
+    bpe.add_tokens([AddedToken(tag, special=False) for tag in sorted(tags)])
+    bpe.save(str(path / "tokenizer.json"))
+    source = TEXT_ONLY if name == "text_only" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    config = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<|im_end|>", "chat_template": source}
+    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return load_tokenizer(path)

@@ -1,0 +1,68 @@
+"""What a request says of reasoning, in each template's words."""
+
+from pathlib import Path
+
+import pytest
+
+from moeflux_mlx.text.chat_template import ChatTemplate
+from moeflux_mlx.text.switches import LADDER, switches
+
+TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
+ON_OFF = {True: {"enable_thinking": True, "thinking": True}, False: {"enable_thinking": False, "thinking": False}}
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+def source(name):
+    return (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "name, thinking, effort, expected",
+    [
+        ("hunyuan_style", None, None, None),
+        ("hunyuan_style", True, None, "high"),
+        ("hunyuan_style", False, None, "no_think"),
+        ("hunyuan_style", False, "none", "no_think"),
+        ("hunyuan_style", False, "high", "no_think"),
+        ("hunyuan_style", True, "minimal", "low"),
+        ("hunyuan_style", True, "medium", "high"),
+        ("hunyuan_style", True, "xhigh", "high"),
+        ("mistral_style", True, "low", "high"),
+        ("mistral_style", False, None, "none"),
+        ("mistral_style", True, None, "high"),
+        ("harmony_style", None, None, None),
+        ("harmony_style", True, None, None),
+        ("harmony_style", False, None, "low"),
+        ("harmony_style", True, "low", "low"),
+        ("harmony_style", True, "minimal", "low"),
+        ("harmony_style", True, "max", "high"),
+        ("harmony_style", True, "utmost", "utmost"),
+        ("glm_style", True, "high", None),
+    ],
+)
+def test_the_effort_is_a_word_of_the_template(name, thinking, effort, expected):
+    wanted = {} if expected is None else {"reasoning_effort": expected}
+    assert switches(source(name), thinking, effort) == ON_OFF.get(thinking, {}) | wanted
+
+
+@pytest.mark.parametrize("name", ["hunyuan_style", "mistral_style", "harmony_style"])
+@pytest.mark.parametrize("effort", LADDER)
+def test_no_template_refuses_an_effort(name, effort):
+    template = ChatTemplate({"default": source(name)}, {"bos_token": "", "eos_token": ""})
+    assert template.render(CHAT, variables=switches(source(name), effort != "none", effort))
+
+
+@pytest.mark.parametrize(
+    "name, on, off",
+    [
+        ("glm_style", "Why?<|assistant|>", "Why?/nothink<|assistant|>\n<think></think>"),
+        ("kimi_style", "<|im_middle|>", "<|im_middle|><think></think>"),
+        ("qwen35_style", "<think>\n", "<think>\n\n</think>\n\n"),
+        ("hunyuan_style", "<think:opensource>", "<think:opensource></think:opensource>"),
+        ("mistral_style", '"high"}[/MODEL_SETTINGS][INST]Why?[/INST]', '"none"}[/MODEL_SETTINGS][INST]Why?[/INST]'),
+    ],
+)
+def test_reasoning_can_be_switched(name, on, off):
+    template = ChatTemplate({"default": source(name)}, {"bos_token": "", "eos_token": ""})
+    for thinking, end in ((True, on), (False, off)):
+        assert template.render(CHAT, variables=switches(source(name), thinking, None)).endswith(end)
