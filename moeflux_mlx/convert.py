@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("--yes", action="store_true", help="delete without asking")
     add("--ranks", type=int, metavar="N", help="with --rank: write only what that rank of several machines needs")
     add("--rank", type=int, metavar="I", help="which of them, from 0 on")
+    add("--also", nargs="+", default=[], metavar="DIR", help="on other drives: has experts too, by turns with OUT")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import add_dtype, add_expert_io, add_prompt_sizes
+from .cli.options import add_dtype, add_expert_io, add_memory, add_prompt_sizes, add_shards_in
 from .cli.planning import DISKS, run
 from .cli.run import Parser, execute
 from .spec import variants
@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         help="directory of a packed model or of an MLX checkpoint, or Hugging Face repo id org/name",
     )
+    add_shards_in(add)
     add("--variant", help=f"a known model by name: {', '.join(variants())}")
     add_dtype(add)
     add = made.add_argument_group("machine").add_argument
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add("--expert-cache-gb", type=float, metavar="GB", help="memory for streamed experts; default: what is left")
+    add_memory(add)
     add(
         "--context",
         type=int,

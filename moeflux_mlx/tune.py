@@ -1,4 +1,4 @@
-"""`python -m moeflux_mlx.tune`: the fastest tiles of the kernels on this GPU."""
+"""`python -m moeflux_mlx.tune`: the fastest tiles of the kernels on this GPU, and the best size of a pool."""
 
 import argparse
 import sys
@@ -13,12 +13,13 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "tune",
         "Try other tiles of each kernel on this GPU at a model's shapes, check their values, and keep the "
-        "fastest where load and the commands find them. Takes one to three minutes; the model's weights are not read. "
+        "fastest where load and the commands find them. Takes one to three minutes. A model in a directory that does "
+        "not fit memory is then run with pools of several sizes, and the best size is kept too. "
         "Other tiles may change the last bits of what a model computes, in all modes alike.",
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument(
-        "--model", help="directory, or Hugging Face repo id, of which no weights are read; default: demo"
+        "--model", help="directory, or Hugging Face repo id, of which only shapes are read; default: demo"
     )
     which.add_argument("--variant", choices=variants(), help="a named model's shapes; no files are needed")
     made.add_argument("--file", help="keep them here, for --tiles; default: in the user's directory for caches")

@@ -57,4 +57,5 @@ def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=remote.in_place,
     )
-    return memory_lines(plan_memory(args, layout, machine_figures(), demand), layout)
+    figures = machine_figures(gigabytes("--memory-gb", options.memory_gb))
+    return memory_lines(plan_memory(args, layout, figures, demand), layout)

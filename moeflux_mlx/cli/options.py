@@ -37,6 +37,7 @@ NOT_GIVEN = {
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
+    "shards_in": (),
 }  # what options are by default; None where it does not say
 
 
@@ -44,6 +45,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add_shards_in(add)
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
     add_activations(add)
@@ -56,6 +58,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
+    add_memory(add)
     add(
         "--prefetch",
         choices=("auto", "off"),
@@ -78,6 +81,25 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+    )
+
+
+def add_shards_in(add: Callable[..., Any]) -> None:
+    add(
+        "--shards-in",
+        nargs="+",
+        default=(),
+        metavar="DIR",
+        help="where safetensors files of the checkpoint --model lie that are not in it, on other drives perhaps",
+    )
+
+
+def add_memory(add: Callable[..., Any]) -> None:
+    add(
+        "--memory-gb",
+        type=float,
+        metavar="GB",
+        help="that all of the process may take, in units of 1e9 bytes; default: the machine's, less some for others",
     )
 
 
@@ -208,10 +230,12 @@ def open_optional(
         cpu_activations=options.cpu_activations,
         expert_io=options.expert_io,
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
         prefetch=options.prefetch,
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
+        shards_in=options.shards_in,
         tiles=options.tiles,
         pool_share=getattr(options, "pool_share", None),
         least_context=getattr(options, "least_context", 0),
@@ -352,6 +376,11 @@ def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
     lines = [f"expert I/O: {experts.mode.value}, {read}"]
     lines += [f"expert I/O: {experts.note}"] if experts.note else []
     if verbose and stats.bytes_read:
+        if stats.given_back:
+            lines.append(
+                f"memory: {stats.given_back / 1e9:.2f} GB of experts given back because the machine was short of it; "
+                f"the pool has {experts.pool_bytes / 1e9:.2f} GB now"
+            )
         lines.append(
             f"expert I/O: hit rate {stats.hit_rate:.1%}, {stats.gb_per_second:.2f} GB/s, "
             f"{stats.wait_seconds:.2f} s waited, {experts.slots} slots; read ahead: {stats.prefetched}, "

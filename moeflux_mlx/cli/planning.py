@@ -17,12 +17,14 @@ from ..engine.demand import demand_of
 from ..engine.expert_io import from_environment
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, machine_figures
+from ..engine.pool_sizes import best_pool
 from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader, Read
 from ..experts.source import IoMode
+from ..files import user_path
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
@@ -35,7 +37,7 @@ from .terminal import note
 HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 MEASURED_BYTES = 1 << 30
-IN_FLIGHT = 16  # reads queued at once when the disk is measured
+IN_FLIGHT = 16  # reads queued at once for each drive when it is measured
 DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
@@ -50,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
     expert_io, files, in_place = from_environment(options.expert_io), None, False
     lines: list[str] = []
+    measured = None
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
@@ -59,12 +62,14 @@ def run(options: argparse.Namespace) -> int:
         args, layout, shapes = remote.figures()
         resident, lines, in_place = resident_bytes(shapes, dtype), [remote.disk], remote.in_place
     else:
-        weights = open_weights(resolve(options.model))
+        folders = [user_path(folder) for folder in options.shards_in]
+        weights = open_weights(resolve(options.model, shards_in=folders), folders)
         weights.check_mode(expert_io)
         if options.ranks is None:
             weights.check_held(None)
-        args, files, in_place = weights.args, weights.experts, weights.in_place
+        args, files, in_place = weights.args, weights.experts, not weights.can_be_mapped
         layout, resident = files.layout, resident_bytes(weights.shapes, dtype)
+        measured = best_pool(weights.path, layout.total_bytes)
     demand = demand_of(
         args,
         resident,
@@ -76,7 +81,10 @@ def run(options: argparse.Namespace) -> int:
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=in_place,
     )
-    plan = plan_memory(args, layout, figures(options.ram_gb), demand)
+    if measured is not None and demand.expert_cache_bytes is None:
+        demand = replace(demand, best_pool=measured)
+        lines = [*lines, f"moeflux tune found a pool of {_gb(measured)} as fast as larger ones here"]
+    plan = plan_memory(args, layout, figures(options.ram_gb, options.memory_gb), demand)
     if plan.shortened:
         note(plan.shortened)
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
@@ -84,24 +92,28 @@ def run(options: argparse.Namespace) -> int:
     disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
     if options.measure_disk and files is not None:
         disks = [int(measure_disk(files))]
-        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts past the page cache"]
+        drives = f" of {len(drives_of(files))} drives together" if len(drives_of(files)) > 1 else ""
+        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts{drives} past the page cache"]
     if (machines := machines_of(options.ranks, options.link_us, options.link_gb_per_s)) is not None:
         own = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
-        each = plan_memory(args, own, figures(options.ram_gb), demand)
+        each = plan_memory(args, own, figures(options.ram_gb, options.memory_gb), demand)
         print("\n".join([*memory_lines(each, own), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
         return 0
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
     return 0
 
 
-def figures(ram_gb: float | None) -> Figures:
-    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion."""
-    nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures()
+def figures(ram_gb: float | None, memory_gb: float | None = None) -> Figures:
+    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion.
+
+    `memory_gb`: what all of the process may take.
+    """
+    nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures(gigabytes("--memory-gb", memory_gb))
     if nbytes is None:
         return own
     limits = (own.working_set, own.buffer)
     working_set, buffer = (None if limit is None else limit * nbytes // own.memory for limit in limits)
-    return Figures(nbytes, working_set, buffer, operations=own.operations)
+    return Figures(nbytes, working_set, buffer, operations=own.operations, limit=own.limit)
 
 
 def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
@@ -158,20 +170,28 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
     return lines
 
 
+def drives_of(files: ExpertFiles) -> set[int]:
+    """The devices that hold a model's experts."""
+    return {path.stat().st_dev for path in files.sizes}
+
+
 def measure_disk(files: ExpertFiles) -> float:
-    """Bytes per second of reading different experts of all layers in random order, up to a gibibyte."""
+    """Bytes per second of reading different experts of all layers in random order, up to a gibibyte: of all drives
+    that hold them together.
+    """
     layout, reader = files.layout, ExpertReader(files)
+    in_flight = IN_FLIGHT * reader.drives
     share = files.share if isinstance(files, PackedExperts) else None
     every = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
     every = [key for key in every if share is None or share.has(*key)]
     count = max(min(MEASURED_BYTES // layout.held_bytes, len(every)), 1)
-    memory, waiting, nbytes = page_aligned(IN_FLIGHT, layout.held_bytes // 4), deque[Read](), 0
+    memory, waiting, nbytes = page_aligned(in_flight, layout.held_bytes // 4), deque[Read](), 0
     start = time.perf_counter()
     for i, choice in enumerate(np.random.default_rng(0).permutation(len(every))[:count]):
-        if len(waiting) == IN_FLIGHT:  # the oldest read is the one that fills this row
+        if len(waiting) == in_flight:  # the oldest read is the one that fills this row
             nbytes += waiting.popleft().result()
         layer, expert = every[choice]
-        target = memoryview(memory[i % IN_FLIGHT]).cast("B")
+        target = memoryview(memory[i % in_flight]).cast("B")
         waiting.append(reader.submit(reader.prepare(layer, expert, target)))
     nbytes += sum(read.result() for read in waiting)
     seconds = time.perf_counter() - start

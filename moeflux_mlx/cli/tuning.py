@@ -1,7 +1,8 @@
-"""Finds tiles on this GPU, shows what was found, and forgets it, in lines for people."""
+"""Finds tiles on this GPU and the best size of a pool, shows what was found, and forgets it, in lines for people."""
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
@@ -10,42 +11,106 @@ from pathlib import Path
 import mlx.core as mx
 from tqdm import tqdm
 
+from ..engine.budget import plan_memory
+from ..engine.demand import demand_of
+from ..engine.engine import open_engine
+from ..engine.generation import generate_step
 from ..engine.locate import resolve
-from ..engine.machine import default_dtype
+from ..engine.machine import default_dtype, machine_figures
+from ..engine.needs import least_pool
+from ..engine.pool_sizes import best_of, keep_pool, pool_file, read_pools, sizes_to_try
 from ..engine.random_weights import Shapes
 from ..engine.remote import Remote, is_remote
+from ..engine.sampling import make_sampler
 from ..engine.tiles import default_file, gpu_name, keep, read_entries
 from ..engine.tuning import Result, crew, kept, samples
 from ..engine.weights import open_weights
 from ..errors import RequestError
+from ..experts.source import IoMode
 from ..files import user_path
 from ..formats.record import ExpertLayout
-from ..model.tensors import needed, stored_as
+from ..model.tensors import needed, resident_bytes, stored_as
 from ..ops import backend
 from ..ops.tiles import Tile
 from ..quant import Quantization
 from ..spec import ModelArgs
+
+PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
+ANSWER = 256  # tokens of an answer with which a pool is measured
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints what was found; returns 0."""
     file = default_file() if options.file is None else user_path(options.file)
     if options.show:
-        print("\n".join(shown(file)))
-    elif options.reset:
-        print(f"removed {file}" if file.exists() else f"there is no {file}")
-        file.unlink(missing_ok=True)
-    elif not backend.has_kernels():
-        print("there is nothing to tune: no GPU computes here, and the CPU's kernels have no tiles")
-    else:
+        print("\n".join([*shown(file), *shown_pools(pool_file())]))
+        return 0
+    if options.reset:
+        for one in (file, pool_file()):
+            print(f"removed {one}" if one.exists() else f"there is no {one}")
+            one.unlink(missing_ok=True)
+        return 0
+    if options.minutes <= 0:
+        raise RequestError(f"--minutes is {options.minutes}; it must be positive")
+    if backend.has_kernels():
         find(options, file)
+    else:
+        print("there are no tiles to tune: no GPU computes here, and the CPU's kernels have none")
+    if options.model is not None and Path(options.model).is_dir():
+        find_pool(Path(options.model), options.minutes)
     return 0
+
+
+def find_pool(path: Path, minutes: float) -> None:
+    """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
+    weights = open_weights(resolve(path))
+    args, layout, dtype = weights.args, weights.experts.layout, default_dtype()
+    demand = demand_of(
+        args,
+        resident_bytes(weights.shapes, dtype),
+        dtype,
+        context=None,
+        span=None,
+        prefill_step_size=None,
+        expert_io="auto",
+        expert_cache_bytes=None,
+        in_place=not weights.can_be_mapped,
+    )
+    plan = plan_memory(args, layout, machine_figures(), demand)
+    if plan.mode is not IoMode.PREAD:
+        print(f"there is no pool to size: {path} fits memory")
+        return
+    speeds: dict[int, float] = {}
+    sizes = sizes_to_try(plan.pool, least_pool(args, layout))
+    for pool in sizes:
+        speeds[pool] = speed_with(path, pool, 60 * minutes / len(sizes))
+        print(f"expert pool of {pool / 1e9:.2f} GB: {speeds[pool]:.2f} tokens/s", flush=True)
+    best = best_of(speeds)
+    keep_pool(path, layout.total_bytes, best)
+    print(f"a pool of {best / 1e9:.2f} GB is best for {path}; see {pool_file()}")
+
+
+def speed_with(path: Path, pool: int, seconds: float) -> float:
+    """Tokens a second of an answer with a pool of so many bytes, after a first half that fills the pool.
+
+    It has at most `ANSWER` tokens, and takes about `seconds` at most.
+    """
+    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool)
+    try:
+        start, times = time.perf_counter(), list[float]()
+        prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))
+        for _ in generate_step(prompt, engine.model, max_tokens=ANSWER, sampler=sampler):
+            times.append(time.perf_counter())
+            if times[-1] - start > seconds and len(times) > 2:
+                break
+        half = len(times) // 2
+        return (len(times) - 1 - half) / (times[-1] - times[half])
+    finally:
+        engine.experts.close()
 
 
 def find(options: argparse.Namespace, file: Path) -> None:
     """Searches every kernel at the shapes of the options' model, and keeps what is faster at once."""
-    if options.minutes <= 0:
-        raise RequestError(f"--minutes is {options.minutes}; it must be positive")
     shapes = shapes_of(options)
     spots, results = list(samples(shapes)), list[Result]()
     with (
@@ -92,6 +157,11 @@ def spelled(tile: Tile) -> str:
     """What of it is not 0."""
     values = ((one.name, getattr(tile, one.name)) for one in fields(tile))
     return " ".join(f"{name} {value}" for name, value in values if value)
+
+
+def shown_pools(file: Path) -> list[str]:
+    """The sizes of pools in the file."""
+    return [f"{one['model']}: a pool of {one['pool'] / 1e9:.2f} GB" for one in read_pools(file) if "pool" in one]
 
 
 def shown(file: Path) -> list[str]:

@@ -2,33 +2,55 @@
 
 import mlx.core as mx
 
+from ..errors import DeviceError
 from ..formats.record import ExpertLayout
 from ..model.span import PromptSizes
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from .budget import MemoryPlan
+from .machine import in_gb
 from .needs import KV_STEP, activation_bytes, least_pool, room, state_bytes
+from .pressure import PoolLimit
 
 
 class Breath:
-    """How much memory the pool of experts may have from call to call: what nobody else needs for the moment.
+    """How much memory the pool of experts may have: what nobody else in this process needs.
 
     Args:
         args, layout, plan: of the model.
+        limit: what the machine leaves to the pool.
     """
 
-    def __init__(self, args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan):
-        self.args, self.layout, self.plan = args, layout, plan
+    def __init__(self, args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, limit: PoolLimit):
+        self.args, self.layout, self.plan, self.limit = args, layout, plan, limit
+        self._least = least_pool(args, layout)
         self._needs: dict[int, int] = {}
 
     def __call__(self, tokens: int, held: int) -> int:
-        """Bytes of the pool during a call of so many tokens; `held` of MLX's arrays are the pool's own."""
-        used, cached = mx.get_active_memory() - self.plan.figures.others - held, mx.get_cache_memory()
+        """Bytes of the pool during a call of so many tokens; `held` of MLX's arrays are the pool's own.
+
+        Raises:
+            DeviceError: the machine has too little memory for the call, even with the smallest pool.
+        """
         rounded = -(-tokens // KV_STEP) * KV_STEP if tokens > MAX_TOKENS else MAX_TOKENS
         if rounded not in self._needs:
             self._needs[rounded] = self._need(rounded)
+        self._check(tokens, self._needs[rounded] + self._least)
+        self.limit.begin(self._needs[rounded])
+        if self.plan.most == self.plan.pool:
+            return self.plan.pool
+        used, cached = mx.get_active_memory() - self.plan.figures.others - held, mx.get_cache_memory()
         left = room(self.plan.figures) - self.plan.runtime - used - max(self._needs[rounded], cached)
-        return max(min(left, self.plan.most), least_pool(self.args, self.layout))
+        return max(min(left, self.plan.most), self._least)
+
+    def _check(self, tokens: int, need: int) -> None:
+        """Says so where the system would end the process."""
+        if need > self.limit.room:
+            raise DeviceError(
+                f"{tokens} tokens need {in_gb(need)} for computing and the smallest pool of experts, and the memory "
+                f"limit of this process leaves {in_gb(max(self.limit.room, 0))}; raise the limit, end other programs, "
+                "or give a smaller --span or a shorter prompt"
+            )
 
     def _need(self, tokens: int) -> int:
         """Temporaries, and what the caches grow by."""

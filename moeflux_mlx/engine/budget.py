@@ -269,9 +269,13 @@ def cuts(context: int, demand: Demand, longest: int) -> Iterator[PromptSizes]:
 
 
 def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Demand) -> int:
-    """Whole slots: what is asked for, or all that is to spare; never more than all experts take."""
+    """Whole slots: what is asked for, or all that is to spare, or as much of it as is worth it; never more than all
+    experts take.
+    """
     wanted = demand.expert_cache_bytes
     nbytes = max(spare, 0) if wanted is None else max(wanted, least_pool(args, layout))
+    if wanted is None and demand.best_pool is not None:
+        nbytes = min(nbytes, max(demand.best_pool, least_pool(args, layout)))
     return taken(layout, nbytes, least_slots(args)) if nbytes >= least_pool(args, layout) else 0
 
 
@@ -305,6 +309,8 @@ def _refusal(
     """
     least, kept = _least(args, layout, figures, mode), figures.memory - room(figures)
     why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
+    if room(figures) == figures.limit:
+        why = "beyond --memory-gb"
     pool = max(demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
     text = (
         f"this does not fit {figures.name} of {in_gb(figures.memory)}: {in_gb(demand.resident)} resident weights, "

@@ -22,7 +22,8 @@ class Demand:
         native: the CPU's native kernels compute, which read packed records where they are and keep no scores.
         expert_io: forces a mode; None or "auto" decides.
         expert_cache_bytes: forces the pool's size.
-        in_place: experts lie in pieces in a checkpoint, so that files cannot be mapped.
+        best_pool: the size from which on a larger pool is no faster, where that was measured.
+        in_place: experts lie in pieces in a checkpoint, or in several directories, so that files cannot be mapped.
     """
 
     resident: int
@@ -34,6 +35,7 @@ class Demand:
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
     in_place: bool = False
+    best_pool: int | None = None
 
     @property
     def forced(self) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
+from ..files import user_path
 from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
@@ -39,6 +40,8 @@ from .lead import Lead, LeadSession
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .needs import least_slots
+from .pool_sizes import best_pool
+from .pressure import PoolLimit, sources
 from .ranks import Ranks, io_mode, meet
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
@@ -110,18 +113,21 @@ def open_engine(
     span: int | None = None,
     prefill_step_size: int | None = None,
     revision: str | None = None,
+    shards_in: Sequence[str | Path] = (),
     tiles: str | Path = "auto",
     pool_share: float | None = None,
     least_context: int = 0,
     progress: Progress | None = None,
+    memory_bytes: int | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
     claim_process()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
-    path = resolve(path_or_hf_repo, revision)
-    weights, mode = open_weights(path), from_environment(expert_io)
+    folders = [user_path(folder) for folder in shards_in]
+    path = resolve(path_or_hf_repo, revision, folders)
+    weights, mode = open_weights(path, folders), from_environment(expert_io)
     weights.check_mode(mode)
     if ranks is None:
         weights.check_held(None)
@@ -138,9 +144,11 @@ def open_engine(
         prefill_step_size=prefill_step_size,
         expert_io=mode,
         expert_cache_bytes=expert_cache_bytes,
-        in_place=weights.in_place,
+        in_place=not weights.can_be_mapped,
     )
-    figures = machine_figures()
+    if expert_cache_bytes is None:
+        demand = replace(demand, best_pool=best_pool(path, weights.experts.layout.total_bytes))
+    figures = machine_figures(memory_bytes)
 
     def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
         if wanted.context is None and pool_share is not None:
@@ -195,12 +203,14 @@ def open_experts(
             whole = files.check_scales if isinstance(files, InPlaceExperts) else None
             experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
         else:
+            limit = PoolLimit(sources(plan.figures), plan.most)
             experts = StreamedExperts(
                 files,
                 plan.decision,
                 cache_bytes=plan.pool,
                 most_bytes=plan.most,
-                allowance=Breath(args, files.layout, plan) if plan.most > plan.pool else None,
+                allowance=Breath(args, files.layout, plan, limit),
+                limit=limit,
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
                 check=files.check_record if isinstance(files, InPlaceExperts) else None,
@@ -258,7 +268,10 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             computes it has no effect.
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
-        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM.
+        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM,
+            or less where `moeflux tune` found that less is as fast.
+        memory_bytes: that all of the process may take: weights, caches, experts and Python; None: what the machine has,
+            less some for others. Files that are mapped count only for the choice to map them.
         prefetch: "auto" (read ahead what the next layer's router is predicted to choose), "previous" (what the layer
             used for the previous token) or "off"; only when reading (pread), and never a different result.
         context: positions for which memory is planned; None means 8192, or the model's own limit if less, or what
@@ -269,6 +282,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             means 4096, or what there is room for; on a Mac it is less where the GPU would take too long. It does not
             bound a span.
         revision: of the Hugging Face repo.
+        shards_in: directories, on other drives perhaps, in which safetensors files of a checkpoint lie that are not in
+            its own; drives are read together.
         tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
             wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
             GPU. Other tiles may change the last bits of a result.

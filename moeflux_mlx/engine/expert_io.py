@@ -50,6 +50,8 @@ def reason_to_read(
     if (figures.copies or in_place) and fixed + total + headroom > figures.memory:
         rest = f"{in_gb(fixed)} of resident weights and state"
         return f"experts and {rest} leave less than {in_gb(headroom)} of {figures.name}"
+    if figures.limit is not None and fixed + total > figures.limit:
+        return f"experts and {in_gb(fixed)} of resident weights and state exceed --memory-gb {figures.limit / 1e9:g}"
     usable = figures.usable_working_set
     if usable is not None and fixed + total > usable:
         return (

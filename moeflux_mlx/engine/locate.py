@@ -4,6 +4,7 @@ That is a packed model, or a checkpoint that runs as it lies. Anything else is r
 packed model of it, before any weight is downloaded.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ModelFileError, MoefluxError
@@ -16,8 +17,8 @@ from ..packing.suggest import not_packed_error, unfinished_error
 from .remote import fetch
 
 
-def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> Path:
-    """The local directory of a model, downloading it if need be."""
+def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None, shards_in: Sequence[Path] = ()) -> Path:
+    """The local directory of a model, downloading it if need be; `shards_in` as for `open_weights`."""
     if path_or_hf_repo is None:
         return directory("demo")
     path = user_path(path_or_hf_repo)
@@ -32,7 +33,7 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None) -> 
     if not (path / FOLDER / LAYOUT).exists():
         if (path / STATE).exists():
             raise unfinished_error(path)
-        if (path / "config.json").exists() and runs_in_place(path):
+        if (path / "config.json").exists() and runs_in_place(path, shards_in):
             return path
         for folder in (path, path / "mlx"):  # the second is moeflux's
             if (folder / "config.json").exists():

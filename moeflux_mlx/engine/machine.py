@@ -3,10 +3,11 @@
 It reads the system's figures; it does not know what they are for.
 """
 
+import contextlib
 import os
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # of activations
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+GROUP_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # files of a group, versions 2 and 1
 # Address space of the threads that begin with a model, MLX's and the readers': a stack of 8 MiB and an arena of 64 MiB
 # each. 965 MB on two cores, where experts are read; with less MLX hangs, or the process ends without a word.
 THREADS_BYTES = 1 << 30
@@ -38,6 +40,7 @@ class Figures:
         copies: mapping a file takes of `memory` (an NVIDIA GPU, address space); elsewhere the page cache holds it.
         others: bytes of MLX's arrays that are not part of `memory`: what was in use when it was measured.
         operations: floating-point operations that one command buffer may hold (Metal).
+        limit: that the user sets for all of the process; the headroom is not taken from it.
     """
 
     memory: int
@@ -47,6 +50,7 @@ class Figures:
     copies: bool = False
     others: int = 0
     operations: float | None = None
+    limit: int | None = None
 
     @property
     def breathes(self) -> bool:
@@ -64,8 +68,16 @@ def in_gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f} GB"
 
 
-def machine_figures() -> Figures:
-    """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory."""
+def machine_figures(limit: int | None = None) -> Figures:
+    """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory.
+
+    Args:
+        limit: bytes that the process may take, where the user says so (on an NVIDIA GPU: of its memory).
+    """
+    return replace(_device_figures(), limit=limit)
+
+
+def _device_figures() -> Figures:
     if not backend.has_kernels():
         return min([Figures(usable_ram_bytes()), *limited_address_space()], key=lambda figures: figures.memory)
     info = mx.device_info()
@@ -134,7 +146,12 @@ def limited_address_space() -> list[Figures]:
 
 
 def group_limits(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
-    """Limits in bytes of this process's memory group and of those above it, versions 1 and 2.
+    """Limits in bytes of this process's memory group and of those above it, versions 1 and 2."""
+    return [limit for folder in memory_groups(groups, membership) if (limit := limit_of(folder)) is not None]
+
+
+def memory_groups(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[Path]:
+    """Folders of this process's memory group and of those above it, versions 1 and 2.
 
     Inside a container the group's own path may not be visible; then the root that is visible counts.
     """
@@ -142,28 +159,33 @@ def group_limits(groups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    limits = []
+    folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            limits += _limits(groups, path, "memory.max")
+            folders += _upwards(groups, path)
         elif "memory" in controllers.split(","):
-            limits += _limits(groups / "memory", path, "memory.limit_in_bytes")
-    return limits
+            folders += _upwards(groups / "memory", path)
+    return folders
 
 
-def _limits(root: Path, path: str, name: str) -> list[int]:
-    limits, folder = [], root / path.lstrip("/")
-    for place in [folder, *folder.parents]:
-        if place == root or root in place.parents:
-            limits += _read_limit(place / name)
-    return limits
+def _upwards(root: Path, path: str) -> list[Path]:
+    folder = root / path.lstrip("/")
+    return [place for place in [folder, *folder.parents] if place == root or root in place.parents]
 
 
-def _read_limit(file: Path) -> list[int]:
-    """One number, or none: no such group, or no limit ("max")."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return []
-    return [int(text)] if text.isdigit() else []
+def limit_of(folder: Path) -> int | None:
+    """Bytes that a memory group may take; None: there is no such group, or no limit ("max")."""
+    limits = []
+    for name in GROUP_LIMITS:
+        with contextlib.suppress(OSError):
+            limits.append((folder / name).read_text().strip())
+    return min((int(text) for text in limits if text.isdigit()), default=None)
+
+
+def used_memory() -> int:
+    """Bytes that this process holds; where the system does not say, those of MLX's arrays."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    return mx.get_active_memory() + mx.get_cache_memory()

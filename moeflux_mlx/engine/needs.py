@@ -39,9 +39,9 @@ def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
 
 
 def room(figures: Figures) -> int:
-    """Bytes that this process may take: what the headroom leaves, and no more than a Mac's GPU may use."""
-    free = figures.memory - headroom_bytes(figures.memory)
-    return free if figures.usable_working_set is None else min(free, figures.usable_working_set)
+    """Bytes that this process may take: what the headroom leaves, no more than a Mac's GPU may use or the user says."""
+    limits = [figures.memory - headroom_bytes(figures.memory), figures.usable_working_set, figures.limit]
+    return min(limit for limit in limits if limit is not None)
 
 
 def headroom_bytes(memory: int) -> int:

@@ -3,7 +3,7 @@
 Opening reads headers and checks every length; tensors are read when they are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,12 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..files import user_path
 from ..formats.owners import RankShare
-from ..formats.packed import FOLDER, LAYOUT, PackedExperts
+from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
 from ..formats.pieces import ExpertFiles
 from ..model.weights import read_resident
 from ..ops import native
 from ..packing.in_place import InPlace, open_in_place
+from ..packing.samples import LayerSamples
 from ..packing.suggest import packing_command
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, packed_fingerprint
@@ -43,6 +44,11 @@ class Weights:
         return self.checkpoint is not None
 
     @property
+    def can_be_mapped(self) -> bool:
+        """Whether each layer's experts are one file."""
+        return isinstance(self.experts, PackedExperts)
+
+    @property
     def convert_command(self) -> str:
         """What makes a packed model of the checkpoint."""
         return packing_command(self.path)
@@ -57,6 +63,11 @@ class Weights:
 
     def check_mode(self, expert_io: str) -> None:
         """Raises RequestError: experts cannot be had in this way."""
+        if isinstance(self.experts, StripedExperts) and expert_io == "mmap":
+            raise RequestError(
+                f"expert_io mmap needs each layer in one file, and the experts of {self.path} lie in several "
+                "directories; leave it at auto"
+            )
         if self.in_place and expert_io == "mmap":
             raise RequestError(
                 f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, read as it lies; "
@@ -84,18 +95,21 @@ class Weights:
             ModelFileError: a file cannot be read.
         """
         if self.checkpoint is None:
-            return packed_fingerprint(self.path, self.args, dtype, bits)
+            return _packed_fingerprint(self.path, self.args, self.experts, dtype, bits)
         return self.checkpoint.fingerprint(dtype, bits)
 
 
-def open_weights(path: Path) -> Weights:
-    """Raises:
+def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
+    """Args:
+        shards_in: other directories in which a checkpoint's safetensors files may lie.
+
+    Raises:
     ConfigError, ModelFileError: a file is missing or wrong, or holds what is not implemented.
     """
     if _is_packed(path):
         args = ModelArgs.from_file(path)
-        return Weights(path, args, PackedExperts.open(path, args), read_resident(path))
-    in_place = open_in_place(path)
+        return Weights(path, args, open_packed(path, args), read_resident(path))
+    in_place = open_in_place(path, shards_in)
     return Weights(path, in_place.args, in_place.experts, in_place.shapes(), in_place)
 
 
@@ -111,8 +125,18 @@ def model_fingerprint(path: str | Path, dtype: mx.Dtype, cpu_activations: int = 
     """
     path = user_path(path)
     if _is_packed(path):
-        return packed_fingerprint(path, ModelArgs.from_file(path), dtype, cpu_activations)
+        args = ModelArgs.from_file(path)
+        return _packed_fingerprint(path, args, open_packed(path, args), dtype, cpu_activations)
     return open_in_place(path).fingerprint(dtype, cpu_activations)
+
+
+def _packed_fingerprint(path: Path, args: ModelArgs, experts: ExpertFiles, dtype: mx.Dtype, bits: int) -> Fingerprint:
+    """The same wherever a packed model's records lie."""
+    layers = None
+    if isinstance(experts, StripedExperts):
+        names = {experts.layout.file_name(layer): layer for layer in experts.layout.moe_layers}
+        layers = [LayerSamples(name, experts, layer) for name, layer in sorted(names.items())]
+    return packed_fingerprint(path, args, dtype, bits, layers)
 
 
 def _is_packed(path: Path) -> bool:

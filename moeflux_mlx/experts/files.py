@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,13 @@ QUEUED_BYTES = 1 << 20  # of a run where a thread has several under way, so that
 assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
+DriveOf = Callable[[Path, os.stat_result], Hashable]  # what is the same for files of one drive
 ReadShare = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
+
+
+def device_of(path: Path, stat: os.stat_result) -> Hashable:
+    """The device of the file system that holds the file, as its drive."""
+    return stat.st_dev
 
 
 class _Opened(NamedTuple):
@@ -49,12 +55,20 @@ class OpenFiles:
         direct: bypass the page cache (O_DIRECT, F_NOCACHE), which is right when the caller keeps a cache
             of its own. Refused by some file systems; then `direct` becomes False and `note` says why.
         preadv: the system call, replaceable in tests: then all reads are made by it.
+        drive_of: tells drives apart, replaceable in tests.
 
     Raises:
         ExpertIOError: a file cannot be opened, or has another length.
     """
 
-    def __init__(self, sizes: Mapping[Path, int], *, direct: bool = True, preadv: Preadv = os.preadv):
+    def __init__(
+        self,
+        sizes: Mapping[Path, int],
+        *,
+        direct: bool = True,
+        preadv: Preadv = os.preadv,
+        drive_of: DriveOf = device_of,
+    ):
         self.note = ""
         self._sizes, self._preadv = sizes, preadv
         self._opening = threading.Lock()
@@ -63,12 +77,20 @@ class OpenFiles:
         self._paths = list(sizes)
         self._numbers = {path: i for i, path in enumerate(self._paths)}
         self._descriptors: list[int] = []
+        self._drive_of, self._drives = drive_of, dict[Path, Hashable]()
         self._identity: dict[Path, tuple[int, ...]] = {}
         try:
             self._opened = self._open(direct)
         except ExpertIOError:
             self.close()
             raise
+        numbers = {drive: i for i, drive in enumerate(dict.fromkeys(self._drives.values()))}
+        self._drive_numbers = {path: numbers[drive] for path, drive in self._drives.items()}
+        self.drives = max(len(numbers), 1)
+
+    def drive(self, path: Path) -> int:
+        """The number of the drive that holds the file, from 0 on, of `drives`."""
+        return self._drive_numbers[path]
 
     @property
     def direct(self) -> bool:
@@ -207,7 +229,7 @@ class OpenFiles:
 
     def _check(self, path: Path, stat: os.stat_result) -> None:
         """The file has its length, and is the one that was opened first: old and new bytes never mix."""
-        wanted = self._sizes[path]
+        wanted, self._drives[path] = self._sizes[path], self._drive_of(path, stat)
         if stat.st_size != wanted:
             raise ExpertIOError(f"{path} has {stat.st_size} bytes; the layout needs {wanted}")
         identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)

@@ -4,9 +4,12 @@ The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets
 its own in device memory, because updating an array that others refer to would copy all of it; there the
 host's memory is only for staging: the GPU reads it over the bus. It knows neither files nor threads, only reads.
 
-A pool that breathes is resized while the model runs. On the CPU its rows are address space for the largest size. A
-system gives a large page back only as a whole, whatever it says of the parts, so the records that stay are moved
-together, into the first rows (results.tsv, "pool resize").
+A pool is resized while the model runs. On Linux's CPUs its rows are address space for the largest size. A system takes
+a large page back only as a whole, whatever it says of the parts, so the records that stay are moved together, into the
+first rows (results.tsv, "pool resize"). Memory that Metal has adopted goes back only as a whole, and so does any on a
+system that keeps the pages of a mapping: there a pool gets new memory of the size that is wanted while nobody reads its
+records, and these are read again. MLX frees the buffer that it made of the old memory with the last array that refers
+to it; this has not run on an Apple GPU.
 
 Whoever calls may be interrupted between any two bytecodes. The table of records says who owns a row and what is being
 read, and each change of it is one step; the rest is kept for speed, and `reconcile` finds it again from the table.
@@ -53,7 +56,7 @@ def whole_pages(rows: int, nbytes: int) -> int:
 
 
 def can_breathe(copied: bool) -> bool:
-    """Whether a pool can be resized here: memory that Metal has adopted stays as it is."""
+    """Whether a pool keeps its records when it is resized here: memory that Metal has adopted is replaced."""
     return backend.name() != "metal" and (copied or GIVES_BACK)
 
 
@@ -68,7 +71,7 @@ class SlotPool:
         most: what `resize` may grow to; as many as `slots` if the pool does not breathe.
 
     Attributes:
-        breathes: whether `resize` is offered.
+        breathes: whether records stay when the pool is resized, so that it can follow what a prompt leaves.
         rows: the memory, a record in each.
         free_rows: of them, those that nobody owns.
         adopted: the memory as an array of Metal's.
@@ -83,22 +86,28 @@ class SlotPool:
         self._pages: mmap.mmap | None = None
         self.copying: list[Slot] = []  # whose rows the device may still read
         self._staging: mx.array | None = None
+        self.adopted: mx.array | None = None
+        self.rows: np.ndarray
+        self.free_rows: list[int]  # a heap: the first rows are used first
         if staging is not None and backend.name() == "cuda":
             self.rows, self._staging = staging_memory(staging, nbytes // 4)
+            self.free_rows = list(range(staging))
         else:
-            rows = self.most if staging is None else staging
-            if backend.name() == "metal":  # it adopts whole pages only
-                rows = whole_pages(rows, nbytes)
-            self._pages = private_pages(rows * nbytes)
-            self.rows = np.frombuffer(self._pages, np.uint32).reshape(rows, -1)
-        self.adopted = adopt(self.rows, "the expert pool") if backend.name() == "metal" else None
-        self.free_rows = list(range(len(self.rows)))  # a heap: the first rows are used first
+            self._take_memory(self.most if staging is None else staging)
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
         self._short_job_keys: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
         self._short_job_limit: int | None = None  # how many of them replace others; None: nobody interrupts
+
+    def _take_memory(self, count: int) -> None:
+        """New memory for `count` records in place of what there was, in one step."""
+        rows = whole_pages(count, self.nbytes) if backend.name() == "metal" else count  # it adopts whole pages only
+        pages = private_pages(rows * self.nbytes)
+        memory = np.frombuffer(pages, np.uint32).reshape(rows, -1)
+        adopted = adopt(memory, "the expert pool") if backend.name() == "metal" else None
+        self.__dict__.update(_pages=pages, rows=memory, adopted=adopted, free_rows=list(range(rows)))
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -230,6 +239,11 @@ class SlotPool:
             mx.eval(slot.guard)  # usually long done; if another computation reads it too, both must end
         slot.guard = guard
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether somebody may still read a record."""
+        return bool(self._leased)
+
     def pinned(self, key: Key) -> bool:
         return any(key in keys for keys in list(self._leased.values()))
 
@@ -283,12 +297,15 @@ class SlotPool:
     def resize(self, slots: int, evict: Callable[[Key], object]) -> int:
         """Keeps at most `slots` records from now on, and no memory for more; returns how many it came to.
 
-        That is more only where more records are pinned.
+        That is more only where more records are pinned, and as many as before where memory that a device has adopted
+        is pinned.
 
         Args:
             evict: drops a record, its read being cancelled or over.
         """
-        assert self.breathes and 0 < slots <= self.most
+        assert 0 < slots <= self.most
+        if not self.breathes:
+            return self._replace(slots, evict)
         if len(self._used) > slots:
             self.finish_copies()  # else `victim` would look for one that leaves its staging row
         while len(self._used) > slots and (key := self.victim(for_guess=False)) is not None:
@@ -298,6 +315,16 @@ class SlotPool:
             self._compact(reached)
         self.slots = reached
         return reached
+
+    def _replace(self, slots: int, evict: Callable[[Key], object]) -> int:
+        """Other memory for `slots` records; none stays. Nothing, while somebody reads a record."""
+        if slots != self.slots and not self._leased:
+            for key in self.records():
+                evict(key)
+            if not self._used:
+                self._take_memory(slots)
+                self.slots = slots
+        return self.slots
 
     def _compact(self, slots: int) -> None:
         """Moves what lies behind the first `slots` rows into them, and gives back the memory of all that are free.

@@ -15,6 +15,7 @@ from .pool import SlotPool, can_breathe
 from .shares import SizeClass, divide, size_classes
 
 WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it is not resized for each token
+WORTH_REPLACING = 8  # a pool that loses its records when it is resized shrinks by at least this part of itself
 
 
 class Pools(list[SlotPool]):
@@ -50,14 +51,19 @@ class Pools(list[SlotPool]):
         return sum(pool.slots for pool in self)
 
     @property
-    def breathes(self) -> bool:
-        """Whether all of them can be resized."""
-        return all(pool.breathes for pool in self)
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return sum(pool.slots * pool.nbytes for pool in self)
 
     @property
     def copied_bytes(self) -> int:
         """Of records that are MLX's arrays."""
         return sum(len(pool) * pool.nbytes for pool in self if pool.copied)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the records that are in memory or on their way."""
+        return sum(len(pool) * pool.nbytes for pool in self)
 
     def shares(self, nbytes: int) -> list[int]:
         """Slots of each pool; those of one class have the same."""
@@ -66,9 +72,12 @@ class Pools(list[SlotPool]):
             shares += [min(max(slots // len(part), min(self._least, pool.most)), pool.most) for pool in part]
         return shares
 
-    def is_due(self, nbytes: int) -> bool:
+    def is_due(self, nbytes: int, may_grow: bool = True) -> bool:
         """Whether pools that may have so many bytes are to be resized."""
-        return any(map(_is_due, self, self.shares(nbytes)))
+        return any(
+            _is_due(pool, share) and (may_grow or share < pool.slots)
+            for pool, share in zip(self, self.shares(nbytes), strict=True)
+        )
 
     def in_flight(self) -> list[Key]:
         return [key for pool in self for key in pool.in_flight()]
@@ -109,6 +118,8 @@ class Pools(list[SlotPool]):
 def _is_due(pool: SlotPool, share: int) -> bool:
     """Whether a pool that may have `share` slots is to be resized."""
     grown = share - pool.slots
+    if not pool.breathes:
+        return -grown * WORTH_REPLACING >= pool.slots or grown > 0 and share == pool.most
     return grown < 0 or grown >= max(pool.slots / WORTH_GROWING, 1) or grown > 0 and share == pool.most
 
 

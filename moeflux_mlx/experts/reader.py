@@ -1,31 +1,37 @@
 """Reads expert records from files into caller's memory, on a few threads, past the page cache if asked.
 
-Reads that somebody waits for overtake speculative ones in the queue. A record that lies in several places is read by
-several threads. It knows files and pieces; what is worth keeping is the pool's business.
+Each drive that holds files has threads and a queue of its own, so that a slow one keeps no other waiting. Reads that
+somebody waits for overtake speculative ones in a queue. A record that lies in several places is read by several
+threads. It knows files and pieces; what is worth keeping is the pool's business.
 
 Whoever asks for a read may be interrupted between any two bytecodes, so it takes no lock that a reading thread needs:
 it and the threads meet in deques, dicts and queues, each call of which is one step.
 """
 
+import errno
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 
 from ..errors import ExpertIOError, ModelFileError
 from ..formats.pieces import ExpertFiles, Run, runs_of
 from ..formats.record import ExpertLayout, Key
 from ..process import check_process
-from .files import SCRATCH_BYTES, OpenFiles, Preadv, ReadShare
+from .files import SCRATCH_BYTES, DriveOf, OpenFiles, Preadv, ReadShare, device_of
 from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
 BATCH_BYTES = 2 << 20  # the same where a thread has its reads under way together; its scratch memory holds more
 READS_BYTES = 5 << 8  # of what is kept of one expert in pieces: 0.8 to 1.1 KB where they are nine
+LOST = errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE  # what a system says of a drive that is gone
 Check = Callable[[int, int, memoryview], None]
-DEFAULT_WORKERS = 8  # reads at once: from eight on, records of megabytes reach the ceiling of every drive seen
+Shares = Mapping[int, Sequence[ReadShare]]  # by the number of their drive
+DEFAULT_WORKERS = (
+    8  # reads at once of a drive: from eight on, records of megabytes reach the ceiling of every drive seen
+)
 
 
 class Read:
@@ -35,20 +41,20 @@ class Read:
         is_queued: whether threads will come to it; whoever submits it may be interrupted before.
     """
 
-    def __init__(self, layer: int, expert: int, target: memoryview, shares: Sequence[ReadShare]):
+    def __init__(self, layer: int, expert: int, target: memoryview, shares: Shares):
         self.layer, self.expert, self.target = layer, expert, target
         self.is_queued = False
         self._error: ExpertIOError | None = None
-        self._shares = deque(shares)  # not begun
-        self._left, self._got = len(shares), 0  # shares that are not over; bytes that have come
+        self._shares = {drive: deque(some) for drive, some in shares.items()}  # not begun
+        self._left, self._got = sum(map(len, shares.values())), 0  # shares that are not over; bytes that have come
         self._fate: dict[str, bool] = {}  # "begun": whether a thread came first, or `cancel`
         self._over = False
         self._waiters: list[SimpleQueue[Read]] = []  # those who wait
 
     @property
-    def waiting(self) -> int:
-        """Shares that no thread has begun."""
-        return len(self._shares)
+    def waiting(self) -> dict[int, int]:
+        """Shares of each drive that no thread has begun."""
+        return {drive: len(shares) for drive, shares in self._shares.items()}
 
     @property
     def is_cancelled(self) -> bool:
@@ -70,12 +76,12 @@ class Read:
         self.settle()
         return True
 
-    def take(self) -> ReadShare | None:
-        """A share for the thread that calls; None: it is cancelled, or others have them all."""
+    def take(self, drive: int) -> ReadShare | None:
+        """A share for the thread that calls, of its drive; None: it is cancelled, or others have them all."""
         if not self._fate.setdefault("begun", True):
             return None
         try:
-            return self._shares.popleft()
+            return self._shares[drive].popleft()
         except IndexError:
             return None
 
@@ -129,16 +135,45 @@ def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
             yield read
 
 
+class DriveQueue:
+    """Reads that wait for a drive: those that are wanted now before speculative ones, each once for each share.
+
+    Attributes:
+        wake: each item wakes a thread, which looks until nothing is queued.
+    """
+
+    def __init__(self) -> None:
+        self._queue: tuple[deque[Read], ...] = (deque(), deque())
+        self.wake: SimpleQueue[None] = SimpleQueue()
+
+    def put(self, read: Read, count: int, speculative: bool) -> None:
+        self._queue[speculative].extend([read] * count)
+        for _ in range(count):
+            self.wake.put(None)
+
+    def promote(self, read: Read, count: int) -> None:
+        self._queue[False].extend([read] * count)  # who comes to its old place finds nothing to take
+
+    def next(self) -> Read | None:
+        for queue in self._queue:
+            try:
+                return queue.popleft()
+            except IndexError:
+                continue
+        return None
+
+
 class ExpertReader:
     """Worker threads over the open files of one model.
 
     Args:
         files: where its experts lie.
         direct: bypass the page cache, as for `OpenFiles`.
-        workers: threads.
+        workers: threads of each drive.
         preadv: the system call, replaceable in tests.
         check: looks at each record (layer, expert, its memory) when it has come for the first time; a ModelFileError
             of its ends the read.
+        drive_of: tells drives apart, as for `OpenFiles`.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -152,19 +187,22 @@ class ExpertReader:
         workers: int = DEFAULT_WORKERS,
         preadv: Preadv = os.preadv,
         check: Check | None = None,
+        drive_of: DriveOf = device_of,
     ):
         self.layout = files.layout
         self._check, self._checked = check, set[Key]()
-        self._in_pieces: dict[Key, tuple[ReadShare, ...]] = {}
-        self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv)
-        self._queue: tuple[deque[Read], ...] = (deque(), deque())  # wanted now, speculative; once for each share
-        self._wake: SimpleQueue[None] = SimpleQueue()  # each item wakes a thread, which looks until nothing is queued
+        self._in_pieces: dict[Key, Shares] = {}
+        self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv, drive_of=drive_of)
+        self._drives = [DriveQueue() for _ in range(self._files.drives)]
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.Lock()  # of the threads among themselves
         self._busy = 0, 0.0, 0.0  # shares under way, seconds until there last were none, since when there are some
-        names = [f"expert-reader-{i}" for i in range(workers)]
-        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        self._threads = [
+            threading.Thread(target=self._work, args=(drive,), name=f"expert-reader-{drive}-{i}", daemon=True)
+            for drive in range(self.drives)
+            for i in range(workers)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -172,6 +210,11 @@ class ExpertReader:
     def direct(self) -> bool:
         """Whether reads go past the page cache."""
         return self._files.direct
+
+    @property
+    def drives(self) -> int:
+        """How many hold files."""
+        return len(self._drives)
 
     @property
     def note(self) -> str:
@@ -206,10 +249,8 @@ class ExpertReader:
 
     def submit(self, read: Read, speculative: bool = False) -> Read:
         """Queues what `prepare` gave. Raises ExpertIOError: the reader is closed."""
-        count = read.waiting
-        self._queue[speculative].extend([read] * count)
-        for _ in range(count):
-            self._wake.put(None)
+        for drive, count in read.waiting.items():
+            self._drives[drive].put(read, count, speculative)
         read.is_queued = True
         if self._closed:  # perhaps since the threads looked last
             read.cancel()
@@ -220,54 +261,58 @@ class ExpertReader:
         if self._closed:
             raise ExpertIOError(CLOSED)
 
-    def _shares(self, layer: int, expert: int, room: int) -> tuple[ReadShare, ...]:
+    def _shares(self, layer: int, expert: int, room: int) -> Shares:
         """What each of some threads reads of the record; kept where it took longer to make than to find again."""
         shares = self._in_pieces.get((layer, expert))
         if shares is None:
             worth = BATCH_BYTES if self._files.reads_at_once else SHARE_BYTES
-            runs = runs_of(self._where.pieces(layer, expert), room, self._files.run_bytes)
-            shares = tuple([self._files.share(some) for some in shares_of(runs, worth)])
+            runs, by_drive = (
+                runs_of(self._where.pieces(layer, expert), room, self._files.run_bytes),
+                dict[int, list[Run]](),
+            )
+            for run in runs:
+                by_drive.setdefault(self._files.drive(run.path), []).append(run)
+            shares = {
+                drive: tuple([self._files.share(some) for some in shares_of(of_drive, worth)])
+                for drive, of_drive in by_drive.items()
+            }
             if len(runs) > 1 and self._files.reads_at_once:
                 self._in_pieces[layer, expert] = shares
         return shares
 
     def promote(self, read: Read) -> None:
         """A queued speculative read, or what is left of it, joins those that somebody waits for."""
-        self._queue[False].extend([read] * read.waiting)  # who comes to its old place finds nothing to take
+        for drive, count in read.waiting.items():
+            self._drives[drive].promote(read, count)
 
     def close(self) -> None:
         """Cancels what is queued, waits for what is running, closes the files. More than once does no harm."""
         if os.getpid() != self._process:
             return
         self._closed = True
-        self._wake.put(None)
+        for queue in self._drives:
+            queue.wake.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may call from anywhere
                 thread.join()
-        while (read := self._next()) is not None:  # submitted meanwhile
-            read.cancel()
+        for queue in self._drives:
+            while (read := queue.next()) is not None:  # submitted meanwhile
+                read.cancel()
         self._files.close()
 
-    def _next(self) -> Read | None:
-        for queue in self._queue:
-            try:
-                return queue.popleft()
-            except IndexError:
-                continue
-        return None
-
-    def _work(self) -> None:
+    def _work(self, drive: int) -> None:
+        queue = self._drives[drive]
         while not self._closed:
-            self._wake.get()
-            while (read := self._next()) is not None:
-                self._serve(read)
-        self._wake.put(None)  # the others are to see it too
+            queue.wake.get()
+            while (read := queue.next()) is not None:
+                self._serve(read, drive)
+        queue.wake.put(None)  # the others are to see it too
 
-    def _serve(self, read: Read) -> None:
-        """Reads one share, if there is one left; once the reader is closed, none is begun."""
+    def _serve(self, read: Read, drive: int) -> None:
+        """Reads one share of the drive, if there is one left; once the reader is closed, none is begun."""
         if self._closed:
             read.cancel()
-        share = read.take()
+        share = read.take(drive)
         if share is None:
             return
         with self._lock:
@@ -306,6 +351,10 @@ class ExpertReader:
         try:
             return self._files.read_all(share, read.target)
         except Exception as error:
+            if self.drives > 1 and isinstance(error, OSError) and error.errno in LOST:
+                folders = {str(piece.path.parent) for piece in self._where.pieces(read.layer, read.expert)}
+                where = " or ".join(sorted(folders))
+                return ExpertIOError(f"the drive of {where} is lost ({error}): connect it, and load the model again")
             return ExpertIOError(f"reading expert {read.expert} of layer {read.layer} failed: {error}")
 
 

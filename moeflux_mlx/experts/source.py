@@ -48,6 +48,7 @@ class LoaderStats:
 
     A hit was in the pool when asked for; `prefetch_hits` are those that a prefetch brought. `late` are
     misses that a prefetch had already begun to read. `wasted` were read ahead and dropped unused.
+    `given_back` is what the pool shrank by because the machine was short of memory.
     `wait_seconds` is what the computation waited for reads, `busy_seconds` how long the drive was reading.
     """
 
@@ -58,6 +59,7 @@ class LoaderStats:
     prefetched: int = 0
     wasted: int = 0
     bytes_read: int = 0
+    given_back: int = 0
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
 
@@ -149,12 +151,14 @@ class ExpertLoader(ABC):
         decision: one line that says why this mode.
         note: what the user should know once; empty if nothing.
         slots: records that the pool holds; 0 when every expert is in memory.
+        pool_bytes: memory of as many records.
         reads_ahead: whether `hint` does anything.
     """
 
     mode: IoMode
     note: str = ""
     slots: int = 0
+    pool_bytes: int = 0
     reads_ahead: bool = False
 
     def __init__(self, layout: ExpertLayout, decision: str):

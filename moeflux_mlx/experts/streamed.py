@@ -27,6 +27,7 @@ from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
 
 DEFAULT_CACHE_BYTES = 2 << 30
+WATCH_SECONDS = 0.5  # between two looks while nothing is computed
 
 
 class StreamedExperts(ExpertLoader):
@@ -37,6 +38,8 @@ class StreamedExperts(ExpertLoader):
         most_bytes: what it may grow to; None is `cache_bytes`. Where the pool does not breathe, this says nothing.
         allowance: gives the bytes that the pool may have during a call of so many tokens, while so many bytes of
             MLX's arrays are the pool's own. It is asked at every call, so it should take no more than microseconds.
+        limit: gives the bytes that the machine leaves to the pool, whose records take so many bytes. It is asked at
+            every call and every request, and by a thread of its own while nothing is computed.
         least_slots: records that one request may ask for; the pool is never smaller.
         buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
             some of the layers. Layers whose records have other sizes have a pool of their own in any case.
@@ -60,6 +63,7 @@ class StreamedExperts(ExpertLoader):
         cache_bytes: int | None = None,
         most_bytes: int | None = None,
         allowance: Callable[[int, int], int] | None = None,
+        limit: Callable[[int], int] | None = None,
         least_slots: int | None = None,
         buffer_bytes: int | None = None,
         workers: int = DEFAULT_WORKERS,
@@ -79,7 +83,9 @@ class StreamedExperts(ExpertLoader):
         least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, least, buffer_bytes, copied)
-        self._allowance = allowance if self.breathes else None
+        self._allowance, self._limit = allowance, limit
+        if limit is not None:
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="pool-watch", daemon=True).start()
 
     @property
     def stats(self) -> LoaderStats:
@@ -105,9 +111,8 @@ class StreamedExperts(ExpertLoader):
         return self.pools.slots
 
     @property
-    def breathes(self) -> bool:
-        """Whether `resize` is offered."""
-        return self.pools.breathes
+    def pool_bytes(self) -> int:  # type: ignore[override]
+        return self.pools.nbytes
 
     def resize(self, nbytes: int) -> int:
         """Gives the pool so many bytes: whole records, at least as many as a request may ask for, at most what the
@@ -115,19 +120,50 @@ class StreamedExperts(ExpertLoader):
         """
         with self._alone():
             self._check_open()
-            self._collect()
-            return sum(
-                pool.resize(share, functools.partial(self._evict, pool))
-                for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
-            )
+            return self._resize(nbytes)
+
+    def _resize(self, nbytes: int) -> int:
+        self._collect()
+        return sum(
+            pool.resize(share, functools.partial(self._evict, pool))
+            for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
+        )
 
     def _breathe(self, tokens: int) -> None:
         """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
+        with self._alone():
+            self._relieve(may_grow=self._allowance is None)
         if self._allowance is None:
             return
         nbytes = self._allowance(tokens, self.pools.copied_bytes)
+        if self._limit is not None:
+            nbytes = min(nbytes, self._limit(self.pools.held_bytes))
         if self.pools.is_due(nbytes):
             self.resize(nbytes)
+
+    def _relieve(self, may_grow: bool = False) -> None:
+        """Gives back what the machine is short of, in the middle of a call or between two."""
+        if self._limit is None:
+            return
+        nbytes, before = self._limit(self.pools.held_bytes), self.pools.nbytes
+        if self.pools.is_due(nbytes, may_grow):
+            self._resize(nbytes)
+            mx.clear_cache()
+            self._stats.given_back += max(before - self.pools.nbytes, 0)
+
+    def relieve_between_calls(self) -> None:
+        """`_relieve`, unless a call is under way, which does it itself, or was interrupted."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._is_sound and not self._closed:
+                    with self._alone():
+                        self._relieve()
+            finally:
+                self._lock.release()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     @property
     def in_flight(self) -> list[Key]:
@@ -179,6 +215,8 @@ class StreamedExperts(ExpertLoader):
         keys, inverse = asked_for(layer, ids)
         ready = [True] * len(keys)
         lease = Lease(self, keys, inverse, ready)
+        if not any(pool.is_leased for pool in self.pools):  # with another lease, the least is not enough for this one
+            self._relieve()
         self._collect()
         try:
             self._admit(self.pools.of[layer], keys, ready)
@@ -419,3 +457,11 @@ class StreamedExperts(ExpertLoader):
         for key in pool.records():
             self._stats.wasted += pool[key].speculative
             pool.drop(key)
+
+
+def _watch(loader: "weakref.ref[StreamedExperts]") -> None:
+    """A thread that gives memory back while nothing is computed, until the loader is closed or forgotten."""
+    while (experts := loader()) is not None and not experts.is_closed:
+        experts.relieve_between_calls()
+        del experts
+        time.sleep(WATCH_SECONDS)

@@ -8,7 +8,7 @@ out of place. Nothing here knows what a tensor is for.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,11 @@ class Checkpoint:
     packed: Path | None = None
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     """Finds out what `path` holds, and reads headers and config.json but no tensor.
+
+    Args:
+        shards_in: other directories in which safetensors files may lie.
 
     Raises:
         ModelFileError: nothing that can be converted is there, or a header contradicts its file.
@@ -123,7 +126,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ModelFileError(f"{path} is already packed; there is nothing to convert")
     if _find(path, "model_weights.json", "artifacts") or _find(path, "model_weights.bin", "artifacts"):
         return _open_moeflux(path)
-    files = safetensors_files(path)
+    files = safetensors_files(path, shards_in)
     if not files:
         raise ModelFileError(
             f"{path} holds no checkpoint: neither *.safetensors nor model_weights.bin with packed_experts/"
@@ -140,13 +143,25 @@ def has_weights(path: Path) -> bool:
 # ---- safetensors ----
 
 
-def safetensors_files(path: Path) -> list[Path]:
-    """The files that the index names, or all of `model*.safetensors`, or all of `*.safetensors`."""
-    names = shard_names(path, [file.name for file in path.glob("*.safetensors")])
-    for name in names:
-        if not (path / name).is_file():
-            raise ModelFileError(f"{path / name} does not exist; {INDEX} lists it: download the checkpoint again")
-    return [path / name for name in names]
+def safetensors_files(path: Path, shards_in: Sequence[Path] = ()) -> list[Path]:
+    """The files that the index in `path` names, or all of `model*.safetensors`, or all of `*.safetensors`.
+
+    Each is looked for in `path`, then in `shards_in`.
+    """
+    for folder in shards_in:
+        if not folder.is_dir():
+            raise ModelFileError(f"{folder} is not a directory; --shards-in takes directories of safetensors files")
+    places = (path, *shards_in)
+    present = {file.name for folder in places for file in folder.glob("*.safetensors")}
+    return [_find_shard(name, places) for name in shard_names(path, present)]
+
+
+def _find_shard(name: str, places: Sequence[Path]) -> Path:
+    for folder in places:
+        if (folder / name).is_file():
+            return folder / name
+    others = f", nor is it in {', '.join(map(str, places[1:]))}" if len(places) > 1 else ""
+    raise ModelFileError(f"{places[0] / name} does not exist{others}; {INDEX} lists it: download the checkpoint again")
 
 
 def shard_names(path: Path, present: Iterable[str]) -> list[str]:

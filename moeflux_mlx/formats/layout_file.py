@@ -19,15 +19,18 @@ are `bias` [rows] and `global_scale` [1], a float32, of a matrix (which then has
 `mode`), and records without a gate. Fields begin at multiples of 16 bytes and do not overlap; what lies between two is
 zero. A geometry may name `experts`, those of its `layers` that have it; where it does not, all have. In each layer
 every expert has one geometry, and its record begins where the record before it ends: at the sum of the
-`record_stride`s of the experts with smaller numbers. It is written only where versions 1 to 3 cannot say the geometry.
-A new field, key, dtype or mode needs no further version: a reader refuses what it does not expect.
+`record_stride`s of the experts with smaller numbers. A geometry may name `directories`, which have the records of its
+layers by turns: of n of them, number i has those of the experts i, i + n, i + 2n, ... back to back, in a file of the
+layer's usual name. The first is ".", where layout.json is; the others are paths. It is written only where versions 1
+to 3 cannot say the geometry. A new field, key, dtype or mode needs no further version: a reader refuses what it does
+not expect.
 
 We read no records yet that differ within a layer. Nothing in such a file is believed but strides and the dtype of
 floating scales: the rest must be what the model's config.json gives, field by field.
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,13 +54,24 @@ from .record import (
 )
 
 UNIFORM_VERSION, VERSION, SHARE_VERSION, OPEN_VERSION = VERSIONS = 1, 2, 3, 4
-GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields")
+GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields", "directories")
+OWN_DIRECTORY = "."
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
-def to_json(layout: ExpertLayout, share: RankShare | None = None) -> dict[str, Any]:
-    """The contents of `layout.json`; with `share`, of a directory that holds no more than that."""
+def to_json(layout: ExpertLayout, share: RankShare | None = None, also: Sequence[str] = ()) -> dict[str, Any]:
+    """The contents of `layout.json`.
+
+    Args:
+        share: what the directory holds, where it is no more than that.
+        also: the other directories that hold records.
+    """
     version = _least_version(layout)
+    if also:
+        content = _varied(layout, OPEN_VERSION)
+        for geometry in content["geometries"]:
+            geometry["directories"] = [OWN_DIRECTORY, *also]
+        return content
     if share is not None:
         held = {"shares": list(share.owners.shares), "rank": share.rank}
         return {**_varied(layout, max(version, SHARE_VERSION)), "held": held}
@@ -92,6 +106,26 @@ def held_by(content: Mapping[str, Any], where: object) -> RankShare | None:
     if type(rank) is not int or not 0 <= rank < len(shares) <= MOST_RANKS:
         raise ModelFileError(f"{where}: held {reprlib.repr(held)} names no rank of its {len(shares)}")
     return RankShare(Owners(tuple(shares)), rank)
+
+
+def directories_of(content: Mapping[str, Any], where: object) -> list[str]:
+    """The directories that hold records beside that of the file `where`; of a content that `from_json` has read.
+
+    Raises:
+        ModelFileError: it names none that make sense, or others for some layers.
+    """
+    stated = [geometry.get("directories", [OWN_DIRECTORY]) for geometry in content.get("geometries", [{}])]
+    names = stated[0]
+    if any(one != names for one in stated):
+        raise ModelFileError(f"{where}: its geometries name other directories; that is not implemented")
+    if (
+        not isinstance(names, list)
+        or names[:1] != [OWN_DIRECTORY]
+        or not all(isinstance(name, str) and name for name in names)
+        or len(set(names)) < len(names)
+    ):
+        raise ModelFileError(f'{where}: directories {reprlib.repr(names)} are not different paths, the first "."')
+    return names[1:]
 
 
 def from_json(content: Mapping[str, Any], args: ModelArgs, where: object) -> ExpertLayout:

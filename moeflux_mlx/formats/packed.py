@@ -3,12 +3,13 @@
 It knows files and sizes; what a record means is `record`'s, when to read it is the expert source's.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ModelFileError
 from ..files import read_json
 from ..spec import ModelArgs
-from .layout_file import from_json, held_by
+from .layout_file import directories_of, from_json, held_by
 from .owners import RankShare
 from .pieces import FilePiece
 from .record import ExpertLayout
@@ -46,6 +47,62 @@ class PackedExperts:
         for layer, path in paths.items():
             check_length(path, layout.layer_bytes(layer))
         return cls(layout, paths, share)
+
+
+class StripedExperts:
+    """The layer files of one model whose records lie in several directories by turns, so that each drive reads a part
+    of every layer.
+
+    Args:
+        folders: of n of them, number i has a file of each layer with the experts i, i + n, i + 2n, ...
+    """
+
+    def __init__(self, layout: ExpertLayout, folders: Sequence[Path]):
+        self.layout = layout
+        self.folders = tuple(folders)
+
+    @property
+    def sizes(self) -> dict[Path, int]:
+        """Bytes of every file."""
+        return {
+            folder / self.layout.file_name(layer): self.layout.records[layer].stride * len(self.experts_in(number))
+            for layer in self.layout.moe_layers
+            for number, folder in enumerate(self.folders)
+        }
+
+    def experts_in(self, number: int) -> range:
+        """The experts of each layer whose records are in directory `number`."""
+        return range(number, self.layout.num_experts, len(self.folders))
+
+    def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
+        """The expert's record, which lies in one piece."""
+        index, number = divmod(expert, len(self.folders))
+        path = self.folders[number] / self.layout.file_name(layer)
+        return (FilePiece(path, self.layout.start(layer, index), self.layout.records[layer].size, 0),)
+
+
+def open_packed(model_path: str | Path, args: ModelArgs) -> PackedExperts | StripedExperts:
+    """The experts of a packed model directory.
+
+    Raises:
+        ModelFileError: a file or a directory is missing, a file has the wrong length, or layout.json disagrees.
+    """
+    folder = Path(model_path) / FOLDER
+    layout_file = folder / LAYOUT
+    content = read_json(layout_file)
+    layout, also = from_json(content, args, layout_file), directories_of(content, layout_file)
+    if not also:
+        return PackedExperts.open(model_path, args)
+    for other in map(Path, also):
+        if not other.is_dir():
+            raise ModelFileError(
+                f"{other}, which has some of the experts, does not exist: connect its drive, or, if it lies elsewhere "
+                f"now, change its path in {layout_file}"
+            )
+    experts = StripedExperts(layout, [folder, *map(Path, also)])
+    for path, size in experts.sizes.items():
+        check_length(path, size)
+    return experts
 
 
 def check_length(path: Path, wanted: int) -> None:

@@ -8,7 +8,7 @@ running it again; `layout.json` is written last, so an unfinished directory is n
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..errors import ConfigError, ModelFileError
 from ..files import user_path
 from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
-from ..formats.packed import FOLDER, LAYOUT, STATE, PackedExperts
+from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
 from ..spec import ModelArgs
 from .layer_files import (
@@ -28,8 +28,9 @@ from .plan import ConversionPlan, make_plan, read_args
 from .shards import Scattering
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
+from .unit import Unit
 from .wanted import Wanted
-from .writer import Output, check_space, reserved
+from .writer import Output, check_space, reserved, writing
 
 Progress = Callable[[int, int, str], None]
 
@@ -74,6 +75,7 @@ def convert(
     delete_source: bool = False,
     ranks: int | None = None,
     rank: int | None = None,
+    also: Sequence[str | Path] = (),
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -96,6 +98,8 @@ def convert(
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
             are links, or have another name, are refused.
         ranks, rank: write no more of the experts than that rank of so many owns; the others' places stay empty.
+        also: directories on other drives, new or empty: these and `mlx_path` have the experts of each layer by turns,
+            so that all drives are read together.
         progress: called with bytes done, bytes in all, and the name of the file.
 
     Raises:
@@ -103,16 +107,22 @@ def convert(
         is unusable, damaged or too large for the disk.
     """
     wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
-    share = _share(ranks, rank, is_here=user_path(hf_path).exists() and not delete_source)
-    path = user_path(mlx_path)
+    is_here = user_path(hf_path).exists() and not delete_source
+    share = _share(ranks, rank, is_here)
+    path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
+    _check_also(path, folders, share, is_here)
     with reserved(path):  # before anything is read that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
-        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share)
+        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
-        options = {**wanted.options, **_of_rank(share)}
+        options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
-            check_space(path, output.missing_bytes(plan.units) - _left_out(output, plan))
+            check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
+            for folder in folders:
+                with writing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                check_space(folder, output.missing_bytes(_in_folder(plan, folder)))
         output.write_state()
         given = output, plan, checkpoint, progress or _ignore_progress, verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
@@ -144,6 +154,26 @@ def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | No
     if not is_here:
         raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
     return RankShare(Owners((1,) * ranks), rank)
+
+
+def _check_also(path: Path, folders: Sequence[Path], share: RankShare | None, is_here: bool) -> None:
+    """Raises ConfigError, ModelFileError: the experts cannot be spread over these directories."""
+    if folders and (share is not None or not is_here):
+        raise ConfigError("--also converts a whole directory that stays: leave out --ranks and --delete-source")
+    if len({path.absolute(), *folders}) <= len(folders):
+        raise ConfigError("--also and --mlx-path name a directory twice; give different ones, on different drives")
+    for folder in folders:
+        if folder.exists() and not (path / STATE).exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ModelFileError(f"{folder} is not an empty directory; choose another one for --also")
+
+
+def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
+    """The files that go into one of the other directories, or (None) into the model's own."""
+    return [one for one in plan.units if (Path(one.name).parent if Path(one.name).is_absolute() else None) == folder]
+
+
+def _of_others(folders: Sequence[Path]) -> dict[str, list[str]]:
+    return {"also": list(map(str, folders))} if folders else {}
 
 
 def _of_rank(share: RankShare | None) -> dict[str, int]:
@@ -182,7 +212,7 @@ def _by_shards(
 def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> None:
     """The small files, and with the last of them a model, which is opened once."""
     _write_small_files(output, checkpoint, plan)
-    PackedExperts.open(output.path, ModelArgs.from_file(output.path))
+    open_packed(output.path, ModelArgs.from_file(output.path))
 
 
 def _open(
@@ -255,7 +285,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share)
+    files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
     return files
 
 

@@ -74,13 +74,16 @@ def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
     return sorted(files, key=lambda file: file.name)
 
 
-def runs_in_place(path: Path) -> bool:
-    """Whether config.json and files in `path` look like a checkpoint that MLX quantised, in forms that are computed.
+def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
+    """Whether what lies in `path` looks like a checkpoint that MLX quantised, in forms that are computed.
+
+    Args:
+        shards_in: other directories of its safetensors files.
 
     Raises:
         ModelFileError: config.json cannot be read. ConfigError: it is of a model that does not run.
     """
-    if not safetensors_files(path) or any(path.glob("resident*.safetensors")):  # nothing, or half a packed model
+    if any(path.glob("resident*.safetensors")) or not safetensors_files(path, shards_in):  # half a packed model
         return False
     return states_mlx(read_json(path / "config.json"))
 
@@ -96,14 +99,14 @@ def states_mlx(config: Mapping[str, Any]) -> bool:
     return form.method == "mxfp4" or form.mlx and form.not_computed is None
 
 
-def open_in_place(path: Path) -> InPlace:
-    """Reads all headers, and no tensor.
+def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
+    """Reads all headers, and no tensor; `shards_in` as for `open_checkpoint`.
 
     Raises:
         ConfigError, ModelFileError: the checkpoint is damaged.
     NotPackedError: it does not run as it lies; the message has the command.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, shards_in)
     args = read_args(checkpoint)
     plan = make_plan(checkpoint, args, replace(Wanted.of(), keeps_floats=True))
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))

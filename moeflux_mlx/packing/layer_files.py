@@ -5,7 +5,7 @@ keeps experts one by one, stacked, or with gate and up fused.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -386,6 +386,24 @@ class HeldLayerFile:
         return [slice(first, last) for first, last in ends if first < last]
 
 
+class StripedLayerFile:
+    """The records of a layer that one of several directories has: the experts `number`, `number` + `of`, ...
+
+    Args:
+        folder: of the directory, absolute; None: the model's own.
+    """
+
+    link: Path | None = None
+
+    def __init__(self, whole: LayerFile | PackedLayerFile, number: int, of: int, folder: Path | None):
+        self.whole, self._experts = whole, range(number, whole.layout.num_experts, of)
+        self.name = whole.name if folder is None else str(folder / whole.layout.file_name(whole.layer))
+        self.size = len(self._experts) * whole.geometry.stride
+
+    def chunks(self) -> Iterator[Bytes]:
+        return map(self.whole.record, self._experts)
+
+
 def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[PackedLayerFile]:
     """The files of another tool's `packed_experts/`, of version 1.
 
@@ -399,5 +417,5 @@ def packed_layers(layout: ExpertLayout, folder: Path, args: ModelArgs) -> list[P
     return [PackedLayerFile(layout, source, layer, folder) for layer in layout.moe_layers]
 
 
-def layout_json(layout: ExpertLayout, share: RankShare | None) -> bytes:
-    return json.dumps(to_json(layout, share), indent=2).encode()
+def layout_json(layout: ExpertLayout, share: RankShare | None, also: Sequence[Path] = ()) -> bytes:
+    return json.dumps(to_json(layout, share, [str(folder) for folder in also]), indent=2).encode()

@@ -3,8 +3,9 @@
 Opening a checkpoint in place and planning a download ask here too, so nothing in this file writes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError
@@ -16,7 +17,15 @@ from ..formats.record import ExpertLayout, expert_path
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
 from .aside import aside_files
-from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, find_experts, packed_layers, plan_experts
+from .layer_files import (
+    HeldLayerFile,
+    LayerFile,
+    PackedLayerFile,
+    StripedLayerFile,
+    find_experts,
+    packed_layers,
+    plan_experts,
+)
 from .resident import override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
@@ -35,6 +44,7 @@ class ConversionPlan:
     quantized: int
     made_experts: bool
     share: RankShare | None = None
+    also: tuple[Path, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -47,9 +57,13 @@ def read_args(checkpoint: Checkpoint) -> ModelArgs:
 
 
 def make_plan(
-    checkpoint: Checkpoint, args: ModelArgs, wanted: Wanted, share: RankShare | None = None
+    checkpoint: Checkpoint,
+    args: ModelArgs,
+    wanted: Wanted,
+    share: RankShare | None = None,
+    also: Sequence[Path] = (),
 ) -> ConversionPlan:
-    """Finds and checks every tensor before a byte is written.
+    """Finds and checks every tensor before a byte is written. `also`: directories that get experts by turns.
 
     Raises:
         ConfigError, ModelFileError: as `convert`.
@@ -72,16 +86,30 @@ def make_plan(
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
     _check_all_used(tensors, used)
-    held = layers if share is None else [HeldLayerFile(layer, share) for layer in layers]
-    units = (*resident.files(), *aside_files(checkpoint.tensors.values(), args.num_hidden_layers), *held)
-    quantization = _with_experts(resident.quantization(), layout, share)
+    units: tuple[Unit, ...] = (
+        *resident.files(),
+        *aside_files(checkpoint.tensors.values(), args.num_hidden_layers),
+        *_experts_files(layers, share, also),
+    )
+    quantization = _with_experts(resident.quantization(), layout, share is not None or bool(also))
     quantized = resident.quantized(wanted.resident)
-    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share)
+    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also))
 
 
-def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, share: RankShare | None) -> dict[str, Any]:
+def _experts_files(
+    layers: Sequence[LayerFile | PackedLayerFile], share: RankShare | None, also: Sequence[Path]
+) -> Sequence[Unit]:
+    if share is not None:
+        return [HeldLayerFile(layer, share) for layer in layers]
+    if also:
+        folders = (None, *also)
+        return [StripedLayerFile(layer, i, len(folders), one) for layer in layers for i, one in enumerate(folders)]
+    return layers
+
+
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, is_varied: bool) -> dict[str, Any]:
     """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
-    if layout.is_uniform and share is None:
+    if layout.is_uniform and not is_varied:
         return quantization
     usual = parse("the model", quantization)
     for layer, record in layout.records.items():

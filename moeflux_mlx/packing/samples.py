@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Protocol
 
 from ..formats.checkpoint import Tensor, read_bytes
-from ..formats.in_place import InPlaceExperts
+from ..formats.pieces import ExpertFiles
 from .matrix import Matrix
 from .resident import MatrixSource, PlainSource, ResidentFile, Source, array_bytes
 
@@ -122,7 +122,7 @@ class LayerSamples:
         name: of the file, with its folder.
     """
 
-    def __init__(self, name: str, experts: InPlaceExperts, layer: int):
+    def __init__(self, name: str, experts: ExpertFiles, layer: int):
         self.name = PurePosixPath(name).name
         self.size = experts.layout.layer_bytes(layer)
         self._experts, self._layer, self._stride = experts, layer, experts.layout.records[layer].stride

@@ -24,11 +24,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..engine.engine import Engine
+from ..engine.machine import used_memory
 from ..errors import BadRequestError
 from . import page
 from .errors import error_body
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
-from .live import EVERY, used_memory
+from .live import EVERY
 from .log import LEFT, RequestLog
 from .prepare import Defaults, Prepared, Preparer
 from .reply import EVENTS, KEEPALIVE, Events, EventStream, whole
@@ -253,7 +254,8 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
         stats, plan = state.engine.experts.stats, state.engine.plan
         values |= {
             "memory_planned_bytes": plan.total,
-            "expert_pool_bytes": plan.pool,
+            "expert_pool_bytes": state.engine.experts.pool_bytes,
+            "expert_bytes_given_back_total": stats.given_back,
             "expert_hits_total": stats.hits,
             "expert_misses_total": stats.misses,
             "expert_bytes_read_total": stats.bytes_read,

@@ -4,15 +4,12 @@ A picture is taken by the thread that runs the model, and only while somebody lo
 """
 
 import base64
-import sys
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ..engine.engine import Engine
+from ..engine.machine import used_memory
 from ..experts.source import LoaderStats
 from .running import Totals
 
@@ -98,18 +95,10 @@ class Watch:
             "map": base64.b64encode(states.tobytes()).decode(),
             **counts.rates_since(before),
             "request": counts.rates_since(self._request),
-            "memory": {"used": used_memory(), "planned": engine.plan.total, "pool": engine.plan.pool},
+            "memory": {"used": used_memory(), "planned": engine.plan.total, "pool": engine.experts.pool_bytes},
             "prompt": {"done": done, "total": total} if done < total else None,
         }
 
 
 def _counts(engine: Engine, totals: Totals) -> Counts:
     return Counts(replace(engine.experts.stats), replace(totals))
-
-
-def used_memory() -> int:
-    """Bytes that this process holds; where the system does not say, those of MLX's arrays."""
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * 4096
-    return mx.get_active_memory() + mx.get_cache_memory()

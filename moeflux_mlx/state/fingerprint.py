@@ -7,7 +7,7 @@ of one shape differ in nearly every sample, so a wrong match would take a change
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,10 +120,14 @@ def fingerprint_of(
         raise ModelFileError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
 
 
-def packed_fingerprint(path: Path, args: ModelArgs, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
-    """Of a packed model directory; as `fingerprint_of`."""
-    resident, layers = (sorted(path.glob(pattern)) for pattern in ("resident*.safetensors", f"{FOLDER}/*.bin"))
-    return fingerprint_of(args, map(SampledFile, resident), map(SampledFile, layers), path, dtype, bits)
+def packed_fingerprint(
+    path: Path, args: ModelArgs, dtype: mx.Dtype, bits: int = native.EXACT, layers: Sequence[Sampled] | None = None
+) -> Fingerprint:
+    """Of a packed model directory; as `fingerprint_of`. `layers`: its files of experts, if they are not all in it."""
+    resident = map(SampledFile, sorted(path.glob("resident*.safetensors")))
+    if layers is None:
+        layers = [SampledFile(file) for file in sorted(path.glob(f"{FOLDER}/*.bin"))]
+    return fingerprint_of(args, resident, layers, path, dtype, bits)
 
 
 def _shape(args: ModelArgs) -> dict[str, Any]:

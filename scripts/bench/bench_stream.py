@@ -5,6 +5,7 @@
     scripts/bench/bench_stream.py decode --model DIR --limit-gb 1.3 [--busy-disk]
     scripts/bench/bench_stream.py pool --model DIR --shares 0.25 0.5
     scripts/bench/bench_stream.py places --model DIR --checkpoint DIR [--share 0.25] [--drive-mbps 500]
+    scripts/bench/bench_stream.py drives --model DIR --one DIR [--drive-mbps 150]
     scripts/bench/bench_stream.py load --model DIR
     scripts/bench/bench_stream.py host --model DIR
 
@@ -16,10 +17,11 @@ against the time a token took), what computing alone costs (the same run with ev
 peak rss + shmem beside the plan's figure. `pool` does the same without a limit, the pool holding a share of the
 experts: for GPUs, whose peak memory it reports. `places` compares the speed of a packed model with that of the
 checkpoint of the same weights, read in place, in alternating rounds of one process (make_random_model.py writes
-both). `load` reads all experts of a model into memory and, in turn, the same files with bare parallel reads, into
-memory that is used again and into memory that is new. `host` decodes with every expert in the pool and nothing to read,
-and says what each part of the pool's work takes of a layer, and on a GPU what a token takes beyond one whose experts
-are resident. Reported are medians; the last line is JSON.
+both). `drives` compares a model whose experts lie on several drives (`convert --also`) with the same on one, in decode
+and in a prompt that begins with an empty pool. `load` reads all experts of a model into memory and, in turn, the same
+files with bare parallel reads, into memory that is used again and into memory that is new. `host` decodes with every
+expert in the pool and nothing to read, and says what each part of the pool's work takes of a layer, and on a GPU what
+a token takes beyond one whose experts are resident. Reported are medians; the last line is JSON.
 """
 
 import argparse
@@ -121,6 +123,16 @@ def add_places(commands: Any) -> None:
     places.add_argument("--prefetch", choices=("auto", "off"), default="auto")
     places.add_argument("--drive-mbps", type=float, help="slows the drive down to this (blkio control group)")
     places.set_defaults(run=bench_places)
+    drives = commands.add_parser("drives")
+    drives.add_argument("--model", type=Path, required=True, help="on several drives")
+    drives.add_argument("--one", type=Path, required=True, help="the same on one")
+    drives.add_argument("--share", type=float, default=0.25, help="of the experts that the pool holds")
+    drives.add_argument("--rounds", type=int, default=5)
+    drives.add_argument("--max-tokens", type=int, default=16)
+    drives.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    drives.add_argument("--temp", type=float, default=5.0)
+    drives.add_argument("--drive-mbps", type=float, help="slows each drive down to this (blkio control group)")
+    drives.set_defaults(run=bench_drives)
     load = commands.add_parser("load")
     load.add_argument("--model", type=Path, required=True)
     load.add_argument("--rounds", type=int, default=5)
@@ -365,6 +377,41 @@ def bench_places(options: argparse.Namespace) -> dict:
     return {"bench": "places", **table, "ratio": ratio}
 
 
+def bench_drives(options: argparse.Namespace) -> dict:
+    """Tokens per second of a model on several drives and of the same on one, alternating in each round."""
+    if options.drive_mbps:
+        names = ("model", "one", "share", "rounds", "max_tokens", "prompt", "temp")
+        given = [text for name in names for text in (f"--{name.replace('_', '-')}", getattr(options, name))]
+        return inside(["drives", *given], throttle([options.model, options.one], options.drive_mbps))
+    engines = {}
+    for name, path in (("one", options.one), ("several", options.model)):
+        pool = int(options.share * open_weights(path).experts.layout.total_bytes)
+        engines[name] = open_engine(path, expert_io="pread", expert_cache_bytes=pool, context=512)
+    runs: dict[str, list] = {name: [] for name in engines}
+    for i in range(-1, options.rounds):  # the first round warms up
+        for name in sorted(engines, reverse=bool(i % 2)):
+            row = decode_once(engines[name].model, options, seed=i + 1) | prompt_once(engines[name].model, options)
+            runs[name] += [row] if i >= 0 else []
+    table = {name: medians(rows) for name, rows in runs.items()}
+    for name, row in table.items():
+        print(f"{name:10} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
+    ratios = {
+        key: quartiles([b[key] / a[key] for a, b in zip(runs["one"], runs["several"], strict=True)])
+        for key in ("tok/s", "prompt tok/s")
+    }
+    for key, ratio in ratios.items():
+        print("several / one, {}: {:.3f} ({:.3f}-{:.3f})".format(key, *ratio))
+    return {"bench": "drives", **table, "ratios": ratios}
+
+
+def prompt_once(model, options: argparse.Namespace) -> dict:
+    """One prompt from an empty pool."""
+    model.experts.invalidate()
+    prompt, start = np.random.default_rng(0).integers(0, 256, options.prompt).tolist(), time.perf_counter()
+    next(generate_step(prompt, model, max_tokens=1))
+    return {"prompt tok/s": options.prompt / (time.perf_counter() - start)}
+
+
 def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
     """One generation from an empty pool; the prompt is left out of the count."""
     model.experts.invalidate()
@@ -556,10 +603,15 @@ def limits(options: argparse.Namespace, memory: bool = True) -> dict[str, str]:
     """Files of version 1 control groups and what is written there."""
     files = {"memory/memory.limit_in_bytes": str(int(options.limit_gb * 1e9))} if memory else {}
     if options.drive_mbps:
-        device = options.model.stat().st_dev
-        speed = f"{os.major(device)}:{os.minor(device)} {int(options.drive_mbps * 1e6)}"
-        files["blkio/blkio.throttle.read_bps_device"] = speed
+        files |= throttle([options.model], options.drive_mbps)
     return files
+
+
+def throttle(models: list[Path], mbps: float) -> dict[str, str]:
+    """The same for the speed of each drive that holds experts of these."""
+    devices = {path.stat().st_dev for model in models for path in open_weights(model).experts.sizes}
+    lines = [f"{os.major(device)}:{os.minor(device)} {int(mbps * 1e6)}" for device in sorted(devices)]
+    return {"blkio/blkio.throttle.read_bps_device": "\n".join(lines)}
 
 
 def inside(arguments: list, limits: dict[str, str]) -> dict:
@@ -569,7 +621,8 @@ def inside(arguments: list, limits: dict[str, str]) -> dict:
         controller, _, setting = file.partition("/")
         groups.append(GROUPS / controller / name)
         groups[-1].mkdir()
-        (groups[-1] / setting).write_text(value)
+        for line in value.splitlines():  # the kernel takes one device at a time
+            (groups[-1] / setting).write_text(line)
         enter += f"echo $$ > {groups[-1]}/cgroup.procs; "
     command = ["sh", "-c", f'{enter} exec "$@"', "sh", sys.executable, __file__, *map(str, arguments)]
     try:

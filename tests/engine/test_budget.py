@@ -28,6 +28,7 @@ from moeflux_mlx.engine.engine import load_model, open_engine
 from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.engine.machine import Figures, group_limits
 from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
+from moeflux_mlx.engine.pressure import PoolLimit
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.experts.reader import in_pieces_bytes
@@ -286,9 +287,9 @@ def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
     made = plan_memory(args, layout, Figures(memory), demand)
     span = min(tokens, made.sizes.span)
     held = int(state * (state_bytes(args, made.context, 4) - state_bytes(args, span + 256, 4)))
-    used = {"get_active_memory": lambda: GB + max(held, 0) + 12345, "get_cache_memory": lambda: 0}
+    used = {"get_active_memory": lambda: GB + max(held, 0), "get_cache_memory": lambda: 0}
     with mock.patch.multiple(mx, **used):
-        allowed = Breath(args, layout, made)(span, 12345)
+        allowed = Breath(args, layout, made, PoolLimit([], made.most))(span, 0)
     sizes = PromptSizes(span, min(made.sizes.block, span))
     need = activation_bytes(args, layout, demand, made.context, sizes) + state_bytes(args, span + 256, 4)
     assert allowed + GB + max(held, 0) + made.runtime + need <= room(made.figures) or allowed == least_pool(
@@ -304,6 +305,9 @@ def test_a_pool_that_metal_has_adopted_does_not_breathe():
     args, layout = named("qwen3-30b-a3b")
     made = plan_memory(args, layout, Figures(16 * GB, working_set=12 * GB), Demand(GB, itemsize=2))
     assert made.most == made.pool
+    allowance = Breath(args, layout, made, PoolLimit([], made.most))
+    with mock.patch.multiple(mx, get_active_memory=lambda: 100 * GB, get_cache_memory=lambda: 0):
+        assert allowance(8192, made.pool) == made.pool, "temporaries of the longest prompt are planned for"
     given_size = plan_memory(args, layout, Figures(16 * GB), Demand(GB, itemsize=2, expert_cache_bytes=4 * GB))
     assert given_size.most == given_size.pool
 
@@ -315,10 +319,12 @@ def test_a_forced_mapping_that_does_not_fit_warns():
 
 
 def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
-    monkeypatch.setattr(planning, "machine_figures", lambda: METAL)
+    monkeypatch.setattr(planning, "machine_figures", lambda limit: METAL)
     assert planning.figures(None) == METAL
     assert planning.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
-    monkeypatch.setattr(planning, "machine_figures", lambda: Figures(64 * GB, name="free GPU memory", copies=True))
+    monkeypatch.setattr(
+        planning, "machine_figures", lambda limit: Figures(64 * GB, name="free GPU memory", copies=True)
+    )
     assert planning.figures(16.0) == Figures(16 * GB)
 
 
@@ -343,7 +349,7 @@ def test_what_metal_may_wire():
 def test_models_share_what_metal_may_wire(monkeypatch):
     limits, load = [], importlib.import_module("moeflux_mlx.engine.engine")
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    monkeypatch.setattr(load, "machine_figures", lambda: replace(METAL, working_set=10**9))
+    monkeypatch.setattr(load, "machine_figures", lambda limit: replace(METAL, working_set=10**9))
     path = tiny_directory("qwen3_moe")
     first, second = (open_engine(path, dtype=mx.float32, expert_io="pread") for _ in range(2))
     one = first.plan.wired
@@ -421,11 +427,11 @@ def test_loading_follows_the_plan(monkeypatch):
     engine = open_engine(path, dtype=mx.float32, expert_io="pread", context=500)
     stride = engine.experts.layout.expert_stride
     assert engine.plan.demand.context == 500 and engine.experts.slots == engine.plan.slots == 3 * 16
-    monkeypatch.setattr(load, "machine_figures", lambda: Figures(310_000_000))
+    monkeypatch.setattr(load, "machine_figures", lambda limit: Figures(310_000_000))
     planned = open_engine(path, dtype=mx.float32, expert_io="pread").plan
     wanted = load_model(path, dtype=mx.float32, expert_io="pread", expert_cache_bytes=20 * stride)
     assert planned.figures.memory == 310_000_000 and wanted.experts.slots == 20
-    monkeypatch.setattr(load, "machine_figures", lambda: Figures(100_000_000))
+    monkeypatch.setattr(load, "machine_figures", lambda limit: Figures(100_000_000))
     with pytest.raises(RequestError, match="0.10 GB"):
         load_model(path, dtype=mx.float32)
     with pytest.raises(RequestError, match="context is 0"):

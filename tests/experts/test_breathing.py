@@ -1,10 +1,12 @@
 """The pool grows and shrinks while the model runs: the same bytes and bits, and memory that really goes."""
 
 import contextlib
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +19,7 @@ from test_source import EXPERTS, Evaluated, Faults, blocks, records, shared_file
 from test_streaming import TOP_K, run, streamed, tokens_of
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
+import moeflux_mlx.experts.streamed
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import waves
 from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages
@@ -286,17 +289,95 @@ def test_a_pool_without_a_larger_size_only_shrinks(packed):
     loader.close()
 
 
-def test_memory_that_metal_has_adopted_stays(packed, monkeypatch):
+def test_memory_that_metal_has_adopted_is_replaced_while_nobody_reads_it(packed, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(mx, "from_dlpack", lambda rows, copy: mx.array(rows))
+        patch.setattr(mx, "from_dlpack", lambda rows, copy: rows)
         patch.setattr(backend, "name", lambda: "metal")
-        loader, stride = breathing(packed, 4, allowance=lambda tokens, held: 1 << 40)
-        assert not loader.breathes and len(loader.pools[0].rows) == 4
-        with loader.turn(1):
-            assert loader.slots == 4
-        with pytest.raises(AssertionError):
-            loader.resize(4 * stride)
+        allowed, stride = [ALL], packed.layout.expert_stride
+        loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
+        pool = loader.pools[0]
+        before = weakref.ref(pool._pages)
+        assert not pool.breathes and len(pool.rows) == ALL
+        lease = read(loader, 0, [1, 3, 5])
+        for slots, reached in [(ALL - 1, ALL), (4, ALL)]:  # a little is not worth it; what is leased stays
+            allowed[0] = slots
+            loader.request(1, np.array([0])).release()
+            loader.drain()
+            assert loader.slots == reached and np.array_equal(blocks(lease), records(packed, 0)[[1, 3, 5]])
+        assert loader.resize(4 * stride) == ALL and np.array_equal(blocks(lease), records(packed, 0)[[1, 3, 5]])
+        lease.release()
+        del lease
+        loader.request(1, np.array([0])).release()
+        gc.collect()
+        assert loader.slots == len(pool.rows) == 4 and loader.stats.given_back == (ALL - 4) * stride
+        assert before() is None, "the system has the old memory"
+        for slots, reached in [(6, 4), (ALL, ALL)]:  # it grows to its full size only, because it loses its records
+            allowed[0] = slots
+            with loader.turn(1):
+                assert loader.slots == reached
+            assert np.array_equal(blocks(read(loader, 1, [2, 4])), records(packed, 1)[[2, 4]])
         loader.close()
+
+
+def test_memory_is_given_back_in_the_middle_of_a_call_and_comes_with_the_next(packed):
+    allowed, stride = [ALL], packed.layout.expert_stride
+    loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
+    with loader.turn(1):
+        read(loader, 0, range(EXPERTS)).release()
+        held = read(loader, 1, [0, 1, 2])
+        allowed[0] = 1
+        read(loader, 1, [2, 3]).release()
+        assert loader.slots == ALL, "with another lease the least, two, would not be enough for this request"
+        assert np.array_equal(blocks(held), records(packed, 1)[[0, 1, 2]])
+        held.release()
+        read(loader, 0, [4]).release()
+        assert loader.slots == 2 and loader.stats.given_back == (ALL - 2) * stride
+        allowed[0] = ALL
+        read(loader, 0, [5]).release()
+        assert loader.slots == 2, "a call in its middle does not grow"
+    with loader.turn(1):
+        assert loader.slots == ALL
+    loader.close()
+
+
+def test_memory_is_given_back_while_nothing_is_computed(packed, monkeypatch):
+    monkeypatch.setattr(moeflux_mlx.experts.streamed, "WATCH_SECONDS", 0.01)
+    allowed, stride, others = [ALL], packed.layout.expert_stride, threading.enumerate()
+    loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
+    watching = next(one for one in threading.enumerate() if one.name == "pool-watch" and one not in others)
+    read(loader, 0, range(EXPERTS)).release()
+    with loader.turn(1):
+        allowed[0] = 3
+        time.sleep(0.1)
+        assert loader.slots == ALL, "a call looks itself"
+    end = time.monotonic() + 10
+    while loader.slots > 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert loader.slots == 3 and len(loader.pools[0]) == 3
+    loader.close()
+    watching.join(10)
+    assert not watching.is_alive()
+
+
+def test_random_squeezes_change_no_token(monkeypatch):
+    """A hundred of them, in the middle of calls: between any two requests of a prompt or a token."""
+    rng, most = random.Random(3), 1 << 30
+    path, tokens = tiny_directory("qwen3_moe"), tokens_of("qwen3_moe")
+    monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
+    squeezes = []
+
+    def limit(held):
+        if rng.random() < 0.1:
+            squeezes.append(rng.choice([0, held // 2, most]))
+        return squeezes[-1] if squeezes else most
+
+    model = streamed(path, least_slots=2 * TOP_K, cache_bytes=most, limit=limit)
+    expected = run(tiny_model("qwen3_moe", mx.float32), tokens, 20), run(tiny_model("qwen3_moe", mx.float32), tokens, 1)
+    while len(squeezes) < 100:
+        for size, want in zip((20, 1), expected, strict=True):
+            assert np.array_equal(run(model, tokens, size), want)
+    assert model.experts.stats.given_back > 0
+    model.experts.close()
 
 
 # Memory.

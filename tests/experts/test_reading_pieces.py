@@ -64,14 +64,15 @@ def stacks(tmp_path):
     files=st.integers(1, 3),
     seed=st.integers(0, 99),
     direct=st.booleans(),
-    resident=st.booleans(),
+    kind=st.sampled_from(["resident", "one drive", "a drive for each file"]),
 )
-def test_records_are_put_together_from_any_place(tmp_path_factory, residues, files, seed, direct, resident):
+def test_records_are_put_together_from_any_place(tmp_path_factory, residues, files, seed, direct, kind):
     where, truth = write_stacks(tmp_path_factory.mktemp("stacks"), residues, files, seed)
-    if resident:
+    if kind == "resident":
         source = ResidentExperts(where, direct=direct)
     else:
-        source = StreamedExperts(where, cache_bytes=1, reader=ExpertReader(where, direct=direct, workers=2))
+        options = {} if kind == "one drive" else {"drive_of": lambda path, stat: path}
+        source = StreamedExperts(where, cache_bytes=1, reader=ExpertReader(where, direct=direct, workers=2, **options))
     for layer in (1, 0):
         assert np.array_equal(blocks(source.request(layer, np.arange(EXPERTS))), truth[layer])
     source.close()

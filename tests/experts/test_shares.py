@@ -240,7 +240,7 @@ class MixedMachine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1.1))
     def resize(self, share):
-        if not self.loader.breathes:
+        if not all(pool.breathes for pool in self.loader.pools):
             return
         nbytes = int(share * self.most)
         pinned = sum(pool.pinned_besides([]) * pool.nbytes for pool in self.loader.pools)

@@ -13,9 +13,9 @@ from urllib.error import HTTPError
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
+from moeflux_mlx.engine.machine import used_memory
 from moeflux_mlx.server import app, listen, reply
 from moeflux_mlx.server.listen import PatientProtocol
-from moeflux_mlx.server.live import used_memory
 from moeflux_mlx.server.prepare import Preparer
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -21,6 +21,7 @@ HELP = {
     "memory_used_bytes": "Memory that the process holds.",
     "memory_planned_bytes": "Memory that the plan gives it.",
     "expert_pool_bytes": "Memory for experts that are streamed.",
+    "expert_bytes_given_back_total": "Memory for experts that was given back because the machine was short of it.",
     "expert_hits_total": "Experts that were in memory when asked for.",
     "expert_misses_total": "Experts that were not.",
     "expert_bytes_read_total": "Bytes of experts that were read.",

@@ -1,0 +1,76 @@
+"""How large a pool of experts is best on this machine: what `moeflux tune` measured and keeps in a file.
+
+    {"version": 1, "found": [{"model": DIRECTORY, "experts": BYTES, "memory": BYTES, "pool": BYTES}, ...]}
+
+There is one entry for each directory of a model. It counts while the model's experts and the machine's memory have the
+sizes that are noted.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelFileError
+from ..files import read_json, replace_file
+from .machine import physical_ram_bytes
+from .tiles import default_file
+
+VERSION = 1
+SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # of the largest pool, that are measured
+WORTH = 0.03  # a larger pool is better if it is faster by more than this
+
+
+def pool_file() -> Path:
+    """Beside the tiles, in the user's directory for caches."""
+    return default_file().with_name("pools.json")
+
+
+def best_pool(model: Path, experts: int) -> int | None:
+    """Bytes of the pool that was fastest for the model in that directory, with `experts` bytes of experts; None: it was
+    not measured, or on another machine, or the file is damaged.
+    """
+    key = _key(model, experts)
+    entry = next((one for one in read_pools(pool_file()) if one.items() >= key.items()), {})
+    pool = entry.get("pool")
+    return pool if type(pool) is int and pool > 0 else None
+
+
+def keep_pool(model: Path, experts: int, pool: int) -> None:
+    """Notes the size that was fastest. The file appears whole or not at all."""
+    file = pool_file()
+    rows = [one for one in read_pools(file) if one.get("model") != str(model.resolve())]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {"version": VERSION, "found": [*rows, {**_key(model, experts), "pool": pool}]}
+    replace_file(file, [json.dumps(content, indent=1).encode()])
+
+
+def _key(model: Path, experts: int) -> dict[str, Any]:
+    return {"model": str(model.resolve()), "experts": experts, "memory": physical_ram_bytes()}
+
+
+def read_pools(file: Path) -> list[Mapping[str, Any]]:
+    """The entries; none where the file is missing or not one that this version wrote."""
+    try:
+        held = read_json(file) if file.exists() else {}
+    except ModelFileError:
+        return []
+    rows = held.get("found")
+    if held.get("version") != VERSION or not isinstance(rows, list):
+        return []
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def best_of(speeds: Mapping[int, float]) -> int:
+    """The smallest pool that is about as fast as the fastest.
+
+    Args:
+        speeds: tokens a second, by bytes of the pool.
+    """
+    fastest = max(speeds.values())
+    return min(pool for pool, speed in speeds.items() if speed * (1 + WORTH) >= fastest)
+
+
+def sizes_to_try(most: int, least: int) -> Sequence[int]:
+    """Bytes of pools, largest first, between the smallest that works and the largest that there is room for."""
+    return sorted({max(int(most * share), least) for share in SHARES}, reverse=True)

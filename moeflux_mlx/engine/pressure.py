@@ -1,0 +1,252 @@
+"""What the machine says of its memory while a model runs, and how large the pool of experts may be for that.
+
+A source answers one question: how many bytes may be taken, or are to be given back. It reads small files of the
+system, or asks its kernel, which takes microseconds. None of them knows what the pool is. On an NVIDIA GPU the pool is
+in the GPU's memory, of which they say nothing.
+"""
+
+import ctypes
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from .machine import Figures, limit_of, memory_groups, physical_ram_bytes, used_memory
+from .needs import headroom_bytes
+
+EVERY = 0.25  # seconds between two looks at the sources
+PATIENCE = 3.0  # seconds without pressure before the pool grows
+STEPS = 8  # in which it grows to its full size, one with each look
+WINDOW = 1.0  # seconds in which stalls are counted, and in which a cut may show before the next one
+STALLED = 0.1  # share of a window in which some process waited for memory: more is pressure
+CUT, DEEP_CUT = 8, 2  # one part in so many of the pool is given back: at a first warning, and at a last one
+COMPRESSED_SHARE = 0.01  # of memory, by which macOS's compressor grows in a window: more is pressure
+
+
+class Spare(NamedTuple):
+    """Bytes that may be taken; less than none are to be given back.
+
+    `hard`: bytes that can be taken before the system ends the process, infinite where it does not say.
+    """
+
+    nbytes: float = math.inf
+    hard: float = math.inf
+
+
+class Source(Protocol):
+    def spare(self, pool: int) -> Spare:
+        """What the machine has to spare while the pool takes `pool` bytes; infinite where the source knows nothing."""
+
+
+class Group:
+    """The limit of one control group of Linux, version 1 or 2 (memory.max and memory.high, memory.limit_in_bytes).
+
+    Half of the headroom that a plan leaves is kept free. Pages of files do not count as used: the kernel drops them.
+
+    Args:
+        folder: of the group; files that are missing say nothing.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def spare(self, pool: int) -> Spare:
+        limit, used = limit_of(self._folder), self._used()
+        if limit is None or used is None:
+            return Spare()
+        return Spare(limit - headroom_bytes(limit) // 2 - used, limit - used)
+
+    def _used(self) -> int | None:
+        counts = _numbers(self._folder / "memory.stat")
+        for name, prefix in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
+            total = _read(self._folder / name).strip()
+            if total.isdigit():
+                return int(total) - sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+        return None
+
+
+class Stalls:
+    """Linux's pressure stall information: the time in which some process waited for memory.
+
+    Args:
+        file: /proc/pressure/memory, or memory.pressure of a control group of version 2.
+        meminfo: /proc/meminfo, for the whole machine's stalls: they say nothing while it has memory, because a group at
+            a limit of its own causes them too.
+    """
+
+    def __init__(self, file: Path, meminfo: Path | None = None, clock: Callable[[], float] = time.monotonic):
+        self._file, self._meminfo, self._clock = file, meminfo, clock
+        self._since, self._before = clock(), self._total()
+
+    def spare(self, pool: int) -> Spare:
+        now, total = self._clock(), self._total()
+        seconds = now - self._since
+        if seconds < WINDOW:
+            return Spare()
+        stalled, self._since, self._before = (total - self._before) / 1e6 / seconds, now, total
+        return Spare(-pool // CUT) if stalled > STALLED and self._is_short() else Spare()
+
+    def _total(self) -> int:
+        """Microseconds since the system began; 0 where it does not count them."""
+        words = _read(self._file).partition("\n")[0].split()  # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
+        return int(words[-1].removeprefix("total=")) if words[:1] == ["some"] else 0
+
+    def _is_short(self) -> bool:
+        if self._meminfo is None:
+            return True
+        kilobytes = _numbers(self._meminfo)
+        return kilobytes["MemAvailable:"] * 1024 < headroom_bytes(kilobytes["MemTotal:"] * 1024)
+
+
+class MacOS:
+    """The level that macOS gives memory pressure (1 normal, 2 warning, 4 critical), and its compressor's growth: a Mac
+    ends programs when the compressor has no room left, however little of Metal's memory they use.
+
+    Args:
+        level, compressed: ask the system; compressed bytes.
+        memory: bytes of the machine.
+    """
+
+    def __init__(
+        self,
+        level: Callable[[], int],
+        compressed: Callable[[], int],
+        memory: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._level, self._compressed, self._memory, self._clock = level, compressed, memory, clock
+        self._since, self._before = clock(), compressed()
+
+    def spare(self, pool: int) -> Spare:
+        now, level = self._clock(), self._level()
+        if now - self._since < WINDOW:
+            return Spare()
+        held = self._compressed()
+        grown, self._since, self._before = held - self._before, now, held
+        if level >= 4:
+            return Spare(-pool // DEEP_CUT)
+        return Spare(-pool // CUT) if level >= 2 or grown > COMPRESSED_SHARE * self._memory else Spare()
+
+
+class Process:
+    """What the user lets this process have (`--memory-gb`)."""
+
+    def __init__(self, limit: int, used: Callable[[], int] = used_memory):
+        self._limit, self._used = limit, used
+
+    def spare(self, pool: int) -> Spare:
+        return Spare(self._limit - self._used())
+
+
+class PoolLimit:
+    """How large the pool may be beside all else that the machine runs; any thread may ask, at any time.
+
+    It shrinks at once, and leaves what the call that has begun may yet take. It grows again by steps, after some
+    seconds without pressure.
+
+    Args:
+        sources: that are asked; the one with least to spare decides.
+        most: bytes of the pool that is wanted.
+        used: gives the bytes that this process holds.
+
+    Attributes:
+        room: bytes that pool and computation together could have at the last look before the system ends the process.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        most: int,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], int] = used_memory,
+    ):
+        self._sources, self._most, self._clock, self._used = sources, most, clock, used
+        self._limit, self._now, self.room = float(most), float(most), math.inf
+        self._looked = self._pressed = -math.inf
+        self._pool = self._need = self._others = 0  # bytes: of the pool, of a call, and of the rest before the call
+
+    def begin(self, need: int) -> None:
+        """A call begins that takes up to `need` bytes: the pool leaves as much, until the next call begins."""
+        if need > self._need:
+            self._looked = -math.inf
+        self._need, self._others = need, self._used() - self._pool
+
+    def __call__(self, pool: int) -> int:
+        """Bytes that the pool, which takes `pool` bytes, may have."""
+        self._pool, now = pool, self._clock()
+        if now - self._looked >= EVERY:
+            self._look(now)
+        return int(self._now)
+
+    def _look(self, now: float) -> None:
+        spares = [source.spare(self._pool) for source in self._sources]
+        spare = min((one.nbytes for one in spares), default=math.inf)
+        taken = self._used() - self._pool - self._others
+        if spare < 0:
+            self._pressed = now
+        step = self._most / STEPS if now - self._pressed >= PATIENCE else 0
+        self._limit = max(min(self._limit + step, self._pool + spare, self._most), 0)
+        self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0)), 0)
+        self.room = self._pool + min((one.hard for one in spares), default=math.inf)
+        self._looked = now
+
+
+def sources(figures: Figures) -> list[Source]:
+    """All that this machine has; none on an NVIDIA GPU."""
+    given: list[Source] = [] if figures.limit is None else [Process(figures.limit)]
+    if figures.name == "free GPU memory":
+        return []
+    if sys.platform == "darwin":
+        return [*given, MacOS(_pressure_level, _compressed_bytes, physical_ram_bytes())]
+    groups = memory_groups()
+    stalls = [Stalls(groups[0] / "memory.pressure")] if groups else []
+    return [*given, *map(Group, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The first two words of each line: a name and a number."""
+    pairs = (line.split()[:2] for line in _read(file).splitlines() if line)
+    return {name: int(number) for name, number in pairs}
+
+
+def _pressure_level() -> int:
+    """sysctl kern.memorystatus_vm_pressure_level; 1 where the system refuses."""
+    level, size = ctypes.c_int(1), ctypes.c_size_t(4)
+    ask = ctypes.CDLL(None).sysctlbyname
+    ask(b"kern.memorystatus_vm_pressure_level", ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return level.value
+
+
+class VMStatistics(ctypes.Structure):
+    """`vm_statistics64` of <mach/vm_statistics.h>."""
+
+    _fields_ = (
+        ("free_active_inactive_wire", ctypes.c_uint32 * 4),
+        ("faults", ctypes.c_uint64 * 9),
+        ("purgeable_speculative", ctypes.c_uint32 * 2),
+        ("compressions_swaps", ctypes.c_uint64 * 4),
+        ("compressor_page_count", ctypes.c_uint32),
+        ("throttled_external_internal", ctypes.c_uint32 * 3),
+        ("total_uncompressed_pages", ctypes.c_uint64),
+    )
+
+
+HOST_VM_INFO64 = 4  # of <mach/host_info.h>
+
+
+def _compressed_bytes() -> int:
+    """Memory that macOS's compressor takes: `host_statistics64`; 0 where the system refuses."""
+    library, statistics = ctypes.CDLL(None), VMStatistics()
+    count = ctypes.c_uint32(ctypes.sizeof(statistics) // 4)
+    library.host_statistics64(library.mach_host_self(), HOST_VM_INFO64, ctypes.byref(statistics), ctypes.byref(count))
+    return int(statistics.compressor_page_count) * resource.getpagesize()

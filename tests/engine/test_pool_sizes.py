@@ -1,0 +1,118 @@
+"""The best size of a pool: how it is chosen, kept and used, and what is in the way of that."""
+
+import importlib
+import json
+from argparse import Namespace
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx import plan as plan_command
+from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.engine import pool_sizes
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.engine.machine import Figures
+from moeflux_mlx.engine.pool_sizes import best_of, best_pool, keep_pool, pool_file, sizes_to_try
+
+PATH = tiny_directory("qwen3_moe")
+OPTIONS = Namespace(file=None, show=False, reset=False, minutes=1.0, model=str(PATH), variant=None)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_smallest_of_the_fastest_is_best():
+    assert best_of({10: 5.0, 8: 6.0, 6: 5.9, 4: 5.0}) == 6
+    assert best_of({10: 7.0, 8: 6.0}) == 10
+    assert sizes_to_try(100, 50) == [100, 80, 60, 50]
+
+
+def test_what_is_kept_counts_for_the_same_model_and_machine(tmp_path, monkeypatch):
+    assert best_pool(PATH, 5000) is None
+    keep_pool(tmp_path, 5000, 70)
+    keep_pool(PATH, 5000, 80)
+    keep_pool(PATH, 5000, 90)
+    assert best_pool(PATH, 5000) == 90 and best_pool(tmp_path, 5000) == 70
+    assert best_pool(PATH, 5001) is None
+    monkeypatch.setattr(pool_sizes, "physical_ram_bytes", lambda: 1 << 30)
+    assert best_pool(PATH, 5000) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2, "found": []}', '{"version": 1, "found": 7}'])
+def test_a_damaged_file_is_no_file(text):
+    keep_pool(PATH, 5000, 80)
+    pool_file().write_text(text)
+    assert best_pool(PATH, 5000) is None
+    keep_pool(PATH, 5000, 80)
+    assert best_pool(PATH, 5000) == 80
+
+
+@pytest.mark.parametrize("pool", [0, -1, "7", None, 1.5, True])
+def test_a_size_that_is_none_is_not_used(pool):
+    keep_pool(PATH, 5000, 80)
+    held = json.loads(pool_file().read_text())
+    held["found"][0]["pool"] = pool
+    pool_file().write_text(json.dumps(held))
+    assert best_pool(PATH, 5000) is None
+
+
+def test_loading_takes_no_more_than_is_worth_it(capsys):
+    full = open_engine(PATH, dtype=mx.float32, expert_io="pread")
+    record = full.experts.layout.held_bytes
+    keep_pool(PATH, full.experts.layout.total_bytes, 20 * record)
+    measured = open_engine(PATH, dtype=mx.float32, expert_io="pread")
+    asked = open_engine(PATH, dtype=mx.float32, expert_io="pread", expert_cache_bytes=25 * record)
+    assert full.experts.slots == 48 and measured.experts.slots == 20 and asked.experts.slots == 25
+    assert measured.plan.most == measured.plan.pool and measured.plan.sizes == full.plan.sizes
+    assert plan_command.main(["--model", str(PATH), "--expert-io", "pread"]) == 0
+    out = capsys.readouterr().out
+    assert "moeflux tune found a pool of" in out and "20 slots" in out
+
+
+def test_a_model_that_is_streamed_is_measured(monkeypatch, capsys):
+    plan_memory = screen.plan_memory
+    monkeypatch.setattr(
+        screen, "plan_memory", lambda *given: plan_memory(*given[:3], replace(given[3], expert_io="pread"))
+    )
+    measured = []
+
+    def speed_with(path, pool, seconds):
+        measured.append(pool)
+        return 5.0 if pool < max(measured) else 4.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(screen, "speed_with", speed_with)
+        assert screen.run(OPTIONS) == 0
+    assert len(measured) > 2 and measured == sorted(measured, reverse=True)
+    layout = open_engine(PATH, dtype=mx.float32).experts.layout
+    assert best_pool(PATH, layout.total_bytes) == min(measured)
+    assert screen.speed_with(PATH, min(measured), 0.5) > 0
+    screen.run(Namespace(**{**vars(OPTIONS), "show": True}))
+    assert f"{PATH}: a pool of" in capsys.readouterr().out
+    screen.run(Namespace(**{**vars(OPTIONS), "reset": True}))
+    assert not pool_file().exists()
+
+
+def test_a_model_that_fits_memory_has_no_pool(capsys):
+    screen.run(OPTIONS)
+    assert f"there is no pool to size: {PATH} fits memory" in capsys.readouterr().out and not pool_file().exists()
+
+
+def test_the_limit_of_the_process_is_all_that_it_takes(monkeypatch):
+    """Everything counts, no headroom is taken from it, and experts that fit the machine but not the limit are read."""
+    load = importlib.import_module("moeflux_mlx.engine.engine")
+    limits = []
+    monkeypatch.setattr(load, "machine_figures", lambda limit: limits.append(limit) or Figures(1 << 40, limit=limit))
+    options = {"dtype": mx.float32, "context": 512, "span": 512, "prefill_step_size": 64}
+    free = open_engine(PATH, **options)
+    fixed, experts = free.plan.fixed, free.experts.layout.total_bytes
+    engine = open_engine(PATH, memory_bytes=fixed + experts // 2, **options)
+    assert limits == [None, fixed + experts // 2]
+    assert engine.plan.mode == "pread" and "exceed --memory-gb" in engine.plan.decision
+    assert fixed < engine.plan.total <= fixed + experts // 2
+    with pytest.raises(load.RequestError, match="beyond --memory-gb"):
+        open_engine(PATH, dtype=mx.float32, memory_bytes=50_000_000)

@@ -1,0 +1,232 @@
+"""What the machine says of memory, from files in a folder and stand-ins of a kernel, and what the pool makes of it."""
+
+import math
+import random
+
+import mlx.core as mx
+import pytest
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.breath import Breath
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.engine.pressure import EVERY, PATIENCE, STEPS, Group, MacOS, PoolLimit, Process, Spare, Stalls
+from moeflux_mlx.errors import DeviceError
+
+GB = 10**9
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def pass_by(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def write_group(folder, version, limit, used, files=0, high="max"):
+    """A control group's files: `files` of the used bytes are pages that the kernel can drop."""
+    folder.mkdir(exist_ok=True)
+    if version == 2:
+        texts = {"memory.max": limit, "memory.high": high, "memory.current": used}
+        stat = f"anon {used - files}\nactive_file {files - 7}\ninactive_file 7\n"
+    else:
+        texts = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used}
+        stat = f"active_file 1\ninactive_file 2\ntotal_active_file {files}\ntotal_inactive_file 0\n"
+    for name, number in {**texts, "memory.stat": stat}.items():
+        (folder / name).write_text(f"{number}\n")
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_group_keeps_half_of_the_headroom_and_counts_no_pages_of_files(tmp_path, version):
+    folder = write_group(tmp_path, version, 4 * GB, 3 * GB, files=GB)
+    assert Group(folder).spare(GB) == Spare(2 * GB - int(0.15 * 4 * GB) // 2, 2 * GB)
+    write_group(tmp_path, version, 2 * GB, 3 * GB, files=GB)
+    assert Group(folder).spare(GB) == Spare(-int(0.15 * 2 * GB) // 2, 0)
+
+
+def test_a_throttle_is_a_limit_and_no_limit_says_nothing(tmp_path):
+    assert Group(write_group(tmp_path, 2, 4 * GB, GB, high=2 * GB)).spare(0).hard == GB
+    assert Group(write_group(tmp_path, 2, "max", GB)).spare(0) == Spare(math.inf, math.inf)
+    assert Group(tmp_path / "none").spare(0) == Spare(math.inf, math.inf)
+
+
+def stalls_file(folder, microseconds):
+    (folder / "pressure").write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={microseconds}\nfull total=9\n")
+    return folder / "pressure"
+
+
+def test_stalls_of_a_tenth_of_the_time_are_pressure(tmp_path, clock):
+    stalls = Stalls(stalls_file(tmp_path, 5_000_000), clock=clock)
+    for seconds, total, spare in [
+        (0.5, 9_000_000, math.inf),  # too early to say
+        (0.5, 5_090_000, math.inf),
+        (2.0, 5_280_000, math.inf),
+        (2.0, 5_490_000, -100),
+        (1.0, 5_490_000, math.inf),
+    ]:
+        clock.pass_by(seconds)
+        stalls_file(tmp_path, total)
+        assert stalls.spare(800) == Spare(spare)
+    clock.pass_by(5)
+    (tmp_path / "pressure").unlink()
+    assert stalls.spare(800) == Spare()
+
+
+@pytest.mark.parametrize("available, spare", [(8_000_000, math.inf), (500_000, -100)])
+def test_stalls_of_the_machine_say_nothing_while_it_has_memory(tmp_path, clock, available, spare):
+    (tmp_path / "meminfo").write_text(f"MemTotal: 16000000 kB\nMemAvailable: {available} kB\nHugePages_Total: 0\n")
+    stalls = Stalls(stalls_file(tmp_path, 0), tmp_path / "meminfo", clock)
+    clock.pass_by(1)
+    stalls_file(tmp_path, 900_000)
+    assert stalls.spare(800) == Spare(spare)
+
+
+def test_levels_of_a_mac_and_a_compressor_that_grows(clock):
+    level, compressed = [1], [GB]
+    mac = MacOS(lambda: level[0], lambda: compressed[0], 16 * GB, clock)
+    for seconds, now, held, spare in [
+        (1, 1, GB, math.inf),
+        (1, 2, GB, -100),
+        (0.5, 4, GB, math.inf),  # the cut before has no effect yet
+        (0.5, 4, GB, -400),
+        (1, 1, GB + 100_000_000, math.inf),
+        (1, 1, GB + 300_000_000, -100),
+        (1, 1, GB, math.inf),
+    ]:
+        clock.pass_by(seconds)
+        level[0], compressed[0] = now, held
+        assert mac.spare(800) == Spare(spare)
+
+
+def test_the_process_has_what_its_user_allows():
+    assert Process(5 * GB, lambda: 4 * GB).spare(GB).nbytes == GB
+    assert Process(5 * GB, lambda: 6 * GB).spare(GB).nbytes == -GB
+
+
+class Machine:
+    """A group in which others take memory, and a pool that fills what it may have."""
+
+    def __init__(self, folder, version, most):
+        self.folder, self.version, self.clock = folder, version, Clock()
+        self.pool, self.most, self.limit, self.temporaries = most, most, 10 * GB, 0
+        self.write()
+        self.allowed = PoolLimit([Group(folder)], most, self.clock, self.used)
+
+    def used(self):
+        return GB + self.pool + self.temporaries
+
+    def write(self):
+        write_group(self.folder, self.version, self.limit, self.used())
+
+    def pass_by(self, seconds, filled=1.0):
+        """The pool shrinks at once, and fills some of what it may have."""
+        for _ in range(int(seconds / EVERY)):
+            self.clock.pass_by(EVERY)
+            self.write()
+            allowed = self.allowed(self.pool)
+            self.pool = min(allowed, max(self.pool, int(filled * allowed)))
+        self.write()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_pool_shrinks_at_once_and_is_back_within_ten_seconds(tmp_path, version):
+    machine = Machine(tmp_path, version, 6 * GB)
+    machine.pass_by(5)
+    assert machine.pool == 6 * GB
+    machine.limit = 4 * GB
+    machine.pass_by(2 * EVERY)
+    assert machine.pool == 3 * GB - int(0.15 * 4 * GB) // 2
+    machine.limit = 10 * GB
+    machine.pass_by(2)
+    assert machine.pool < 3 * GB, "growth waits"
+    machine.pass_by(8)
+    assert machine.pool == 6 * GB
+
+
+def test_a_pool_that_is_not_full_gets_no_more_than_there_is(tmp_path):
+    """What the pool may have is counted from what it takes: room in it that nobody has filled is not free memory."""
+    machine = Machine(tmp_path, 2, 6 * GB)
+    machine.limit = 4 * GB
+    machine.pass_by(2 * EVERY)
+    machine.limit = 6 * GB
+    for _ in range(40):
+        machine.pass_by(EVERY, filled=0.5)
+        assert GB + machine.allowed(machine.pool) <= 6 * GB
+
+
+def test_the_pool_leaves_what_a_call_may_yet_take(tmp_path):
+    """Temporaries come faster than anybody looks. While they are there, they are not counted twice; afterwards growth
+    need not wait, because nobody was short of memory."""
+    machine = Machine(tmp_path, 2, 6 * GB)
+    machine.limit = 8 * GB
+    machine.pass_by(1)
+    assert machine.pool == 6 * GB
+    machine.allowed.begin(2 * GB)
+    machine.pool = machine.allowed(machine.pool)
+    assert machine.pool == 8 * GB - int(0.15 * 8 * GB) // 2 - 3 * GB
+    for taken in (GB, 2 * GB):
+        before, machine.temporaries = machine.pool, taken
+        machine.pass_by(EVERY)
+        assert machine.pool == before and machine.used() <= machine.limit
+    machine.temporaries = 0
+    machine.write()
+    machine.allowed.begin(1000)
+    machine.pass_by(1)
+    assert machine.pool == 6 * GB
+
+
+def test_a_hundred_random_squeezes(tmp_path):
+    """Whatever is squeezed and released, the group stays within its limit from the next look on, and the pool is
+    never larger than wanted."""
+    rng, machine = random.Random(7), Machine(tmp_path, 2, 6 * GB)
+    for _ in range(100):
+        machine.limit = rng.choice([rng.randint(2 * GB, 10 * GB), 10 * GB])
+        machine.pass_by(rng.choice([2 * EVERY, 1, 5]), filled=rng.random())
+        assert 0 <= machine.pool <= 6 * GB and GB + machine.pool <= machine.limit
+    machine.limit = 10 * GB
+    machine.pass_by(PATIENCE + (STEPS + 2) * EVERY)
+    assert machine.pool == 6 * GB
+
+
+def test_the_sources_are_not_asked_at_every_call(clock):
+    class Counting:
+        asked = 0
+
+        def spare(self, pool):
+            self.asked += 1
+            return Spare(-10)
+
+    source = Counting()
+    limit = PoolLimit([source], 100, clock)
+    assert [limit(100), limit(100)] == [90, 90] and source.asked == 1
+    clock.pass_by(EVERY)
+    assert limit(90) == 80 and source.asked == 2
+
+
+def test_a_call_for_which_there_is_no_memory_is_refused(tmp_path):
+    """The error names what is needed and what there is; once there is memory again, the same call runs."""
+    path = tiny_directory("qwen3_moe")
+    engine = open_engine(path, dtype=mx.float32, expert_io="pread")
+    folder = write_group(tmp_path, 2, 10 * GB, GB)
+    clock = Clock()
+    limit = PoolLimit([Group(folder)], engine.plan.most, clock)
+    breath = Breath(engine.model.args, engine.experts.layout, engine.plan, limit)
+    engine.experts._allowance, engine.experts._limit = breath, limit
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    before = engine.model(tokens)
+    write_group(folder, 2, GB, GB - 100)
+    clock.pass_by(1)
+    with pytest.raises(DeviceError, match=r"5 tokens need .* GB .* leaves 0.00 GB; raise the limit, end other"):
+        engine.model(tokens)
+    write_group(folder, 2, 10 * GB, GB)
+    clock.pass_by(1)
+    assert mx.array_equal(engine.model(tokens), before)
+    engine.experts.close()
