@@ -99,10 +99,11 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
     try:
         start, times = time.perf_counter(), list[float]()
         prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))
-        for _ in generate_step(prompt, engine.model, max_tokens=ANSWER, sampler=sampler):
-            times.append(time.perf_counter())
-            if times[-1] - start > seconds and len(times) > 2:
-                break
+        with closing(generate_step(prompt, engine.model, max_tokens=ANSWER, sampler=sampler)) as steps:
+            for _ in steps:
+                times.append(time.perf_counter())
+                if times[-1] - start > seconds and len(times) > 2:
+                    break
         half = len(times) // 2
         return (len(times) - 1 - half) / (times[-1] - times[half])
     finally:

@@ -222,8 +222,8 @@ def _numbers(file: Path) -> dict[str, int]:
 def _pressure_level() -> int:
     """sysctl kern.memorystatus_vm_pressure_level; 1 where the system refuses."""
     level, size = ctypes.c_int(1), ctypes.c_size_t(4)
-    ask = ctypes.CDLL(None).sysctlbyname
-    ask(b"kern.memorystatus_vm_pressure_level", ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    sysctl = ctypes.CDLL(None).sysctlbyname
+    sysctl(b"kern.memorystatus_vm_pressure_level", ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
     return level.value
 
 

@@ -31,6 +31,8 @@ DEFAULTS = {
     "progress": None,
     "pool_share": None,
     "least_context": 0,
+    "memory_bytes": None,
+    "shards_in": (),
     "ranks": None,
 }
 
