@@ -876,6 +876,7 @@ def test_fork(path):
     run(sys.executable, "-W", "ignore", __file__, "fork")
 
 
+@pytest.mark.full
 @any_path
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="needs gcc's sanitizers")
 def test_sanitized_build(path, tmp_path):
@@ -893,9 +894,10 @@ def test_sanitized_build(path, tmp_path):
     run(sys.executable, __file__, "sweep", built, **options)
 
 
+@pytest.mark.full
 @any_path
 @pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang as a cross compiler")
-@pytest.mark.parametrize("target", ["aarch64-macos", pytest.param("aarch64-linux-gnu", marks=pytest.mark.full)])
+@pytest.mark.parametrize("target", ["aarch64-macos", "aarch64-linux-gnu"])
 def test_compiles_for_other_processors(path, tmp_path, target):
     # Debian's pyconfig.h looks for the target's own, which is not there; this machine's will do to compile.
     headers = Path(sysconfig.get_path("include"))
