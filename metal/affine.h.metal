@@ -1,5 +1,5 @@
 // needs: codes.h.metal
-// Codes of 2, 3, 5, 6 or 8 bits: weight = scale * code + bias.
+// Codes of 1, 2, 3, 5, 6 or 8 bits: weight = scale * code + bias.
 //
 // affine4.h.metal says how two codes become floats in one word of two bfloat16 over 128, without conversions. The same
 // is done here with codes i and i + HALF of a block of 2 HALF codes: so many that HALF of them fill SPAN halfwords.
@@ -14,10 +14,10 @@ constexpr int codes_half() {
   return BITS == 2 || BITS == 6 ? 8 : 16;
 }
 
-// Codes that one shift serves.
+// Codes that one shift serves; of one bit as many as of two, so that sums stay in registers.
 template <int BITS>
 constexpr int codes_places() {
-  return BITS < 7 ? 7 / BITS : 1;
+  return BITS == 1 ? 3 : BITS < 7 ? 7 / BITS : 1;
 }
 
 // At which of them code i lies.

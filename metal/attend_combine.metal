@@ -16,7 +16,7 @@
   float largest = -3.4e38f;
   _Pragma("unroll 1")
   for (uint i = thread_index_in_simdgroup; i < pieces; i += 32) {
-    const float top = parts[(i * H + head) * (V + 2) + V];
+    const float top = parts[(i * PIECE + head) * (V + 2) + V];
     largest = top > largest ? top : largest;
   }
   largest = lane_max(largest);
@@ -24,9 +24,9 @@
   largest = SINKS && sink > largest ? sink : largest;
   float sum = 0, total = 0;
   for (uint i = mine; i < pieces; i += SHARES) {
-    const float share = metal::exp(parts[(i * H + head) * (V + 2) + V] - largest);
-    total = metal::fma(share, parts[(i * H + head) * (V + 2) + V + 1], total);
-    sum = metal::fma(share, parts[(i * H + head) * (V + 2) + column], sum);
+    const float share = metal::exp(parts[(i * PIECE + head) * (V + 2) + V] - largest);
+    total = metal::fma(share, parts[(i * PIECE + head) * (V + 2) + V + 1], total);
+    sum = metal::fma(share, parts[(i * PIECE + head) * (V + 2) + column], sum);
   }
   if (mine > 0) {
     sums[(mine - 1) * C + at] = sum;

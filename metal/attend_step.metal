@@ -1,18 +1,20 @@
-// needs: codes.h.metal lane.h.metal
+// needs: codes.h.metal lane.h.metal kv_rows.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). Position p of H / KV query
 // heads' keys and values lies at keys[KV, capacity, D], values[KV, capacity, V] if p < begun, with WINDOW at
 // p % capacity; at recent, keys[KV, RECENT, D] and then values[KV, RECENT, V], p - begun, if it came later; the token's
-// own, at p = offset, come as k[KV, D], v[KV, V]. positions = offset, begun, capacity, and the token's rotary position.
+// own, at p = offset, come as k[KV, D], v[KV, V]. Rows there are of K, X or bytes (kv_rows.h.metal: then every row, the
+// token's own too, is seen as it is kept). positions = offset, begun, capacity, and the token's rotary position.
 // With WINDOW the token sees so many positions, its own among them; 0: all. V <= D.
 //
 // q[H, STRIDE], of whose heads the first D values are taken, and k are with NORM divided by their root mean square
 // (+ eps[0]) and multiplied by q_weight or k_weight[D] W; their first DIMS values, perhaps none, are turned by angles
 // positions[3] / periods[DIMS / 2] and multiplied by magnitude[0]. INTERLEAVED: neighbours make a pair; else
-// i and i + DIMS / 2.
+// i and i + DIMS / 2. With VNORM v is divided by its root mean square too.
 //
-// For each P positions that are seen and each head, parts[., H, V + 2] float: the values, weighted by exp(score - largest), where
-// score = scale[0] q k; then the largest, and the sum of the weights. What is summed with what depends on positions
-// alone. next: `recent` with the token's key and value. All else X.
+// For each P positions that are seen and each head, parts[., PIECE, V + 2] float: the values, weighted by
+// exp(score - largest), where score = scale[0] q k; then the largest, and the sum of the weights. PIECE is H, or the
+// heads of all tokens of the launch. What is summed with what depends on positions alone. next: `recent` with the token's
+// key and value. All else X.
 //
 // grid: (SHARES * D * pieces, H / GH, 1), threadgroup (SHARES * D, 1, 1). A threadgroup has GH heads that share a key
 // head, and P positions: a thread first has pairs of a position and a head, then a column of the values and, where SHARES
@@ -20,14 +22,17 @@
 // Few threadgroups run this once, so the time to fetch its instructions counts: loops stay loops.
   constexpr uint G = H / KV, THREADS = SHARES * D, SG = THREADS / 32;
   constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in other banks
-  constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, COPIES = RECENT * UNITS / THREADS;
-  constexpr uint VALUE_UNITS = V / EACH;
+  constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, KD = kv_elements<K>(D), VD = kv_elements<K>(V);
+  typedef typename KvUnit<K>::type Unit;
+  constexpr uint KEY_UNITS = KD * sizeof(K) / sizeof(Unit), VALUE_UNITS = VD * sizeof(K) / sizeof(Unit);
+  constexpr uint COPIES = (RECENT * KEY_UNITS + THREADS - 1) / THREADS;
   constexpr float NONE = -3.4e38f;
   alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key; in the end half of the sums
   alignas(16) threadgroup float weights[P * GH];
   threadgroup uint4 tile[P * ROW];  // keys
   threadgroup float turns[DIMS + (DIMS == 0)];  // cosines, then sines
   threadgroup float norms[2 * D];   // q_weight, then k_weight
+  threadgroup float own_value[sizeof(K) == 1 || VNORM ? V : 1];  // as it is kept
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint mine = thread_index_in_threadgroup;
@@ -36,7 +41,7 @@
   const uint kv = head / G;
   const uint offset = uint(positions[0]), begun = uint(positions[1]), capacity = uint(positions[2]);
   const size_t kept = size_t(kv) * capacity;
-  const uint later = kv * RECENT * D, values_later = KV * RECENT * D + kv * RECENT * V;
+  const uint later = kv * RECENT * KD, values_later = KV * RECENT * KD + kv * RECENT * VD;
   const uint low = WINDOW && offset >= WINDOW ? offset + 1 - WINDOW : 0;  // the first position that is seen
   const uint top = (low / P + part) * P;
   if (top > offset) {
@@ -45,33 +50,35 @@
   const uint own = offset - top;  // the token's own position, if it is below P
 
   // What is read from far is asked for at once, keys in 16 bytes at a time, values for later.
-  uint4 loaded[LOADS], copied[2 * COPIES];
+  uint4 loaded[LOADS];
+  Unit copied[2 * COPIES];
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
     const uint unit = mine + t * THREADS, p = top + unit / UNITS;
     loaded[t] = uint4{0, 0, 0, 0};
     if (unit / UNITS < P && p < offset && p >= low) {
-      const device X* row = p < begun ? keys + (kept + (WINDOW ? p % capacity : p)) * D : recent + later + (p - begun) * D;
-      loaded[t] = ((const device uint4*)row)[unit % UNITS];
+      const device K* row =
+          p < begun ? keys + (kept + (WINDOW ? p % capacity : p)) * KD : recent + later + (p - begun) * KD;
+      loaded[t] = kv_load<D>(row, unit % UNITS, X(0));
     }
   }
-  constexpr uint LINE = 128 / sizeof(X), LINES = (V + LINE - 1) / LINE;
+  constexpr uint LINE = 128 / sizeof(K), LINES = (VD + LINE - 1) / LINE;
   for (uint i = mine; i < P * LINES; i += THREADS) {
     const uint p = top + i / LINES;
     if (p < begun && p < offset && p >= low) {
-      CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * V + i % LINES * LINE);
+      CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * VD + i % LINES * LINE);
     }
   }
   const bool copies = part == 0 && head % G == 0;
-  const uint filled = copies ? (offset - begun) * UNITS : 0, values_filled = copies ? (offset - begun) * VALUE_UNITS : 0;
+  const uint filled = copies ? (offset - begun) * KEY_UNITS : 0, values_filled = copies ? (offset - begun) * VALUE_UNITS : 0;
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < COPIES; t++) {
     const uint unit = mine + t * THREADS;
     if (unit < filled) {
-      copied[t] = ((const device uint4*)(recent + later))[unit];
+      copied[t] = ((const device Unit*)(recent + later))[unit];
     }
     if (unit < values_filled) {
-      copied[COPIES + t] = ((const device uint4*)(recent + values_later))[unit];
+      copied[COPIES + t] = ((const device Unit*)(recent + values_later))[unit];
     }
   }
   MLX_MTL_PRAGMA_UNROLL
@@ -89,7 +96,7 @@
   for (uint t = 0; t < LOADS; t++) {
     const uint unit = mine + t * THREADS;
     if (unit / UNITS < P) {
-      tile[unit / UNITS * ROW + unit % UNITS] = loaded[t];
+      tile[unit / UNITS * ROW + unit % UNITS] = kv_tile<K>(loaded[t], X(0));
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -123,6 +130,24 @@
     CODES_UNROLL(1)
     for (uint i = DIMS + lane; is_mine && i < D; i += 32) {
       heads[h * D + i] = float(X(float(x[i]) * norm * norms[norm_at + i])) * factor;
+    }
+    if ((sizeof(K) == 1 || VNORM) && is_key && is_mine) {
+      float value_norm = 1.0f;
+      if (VNORM) {
+        float squares = 0;
+        for (uint i = lane; i < V; i += 32) {
+          squares = metal::fma(float(v[kv * V + i]), float(v[kv * V + i]), squares);
+        }
+        value_norm = metal::rsqrt(lane_sum<32>(squares) / float(V) + eps[0]);
+      }
+      for (uint i = lane; i < V; i += 32) {
+        own_value[i] = float(X(float(v[kv * V + i]) * value_norm));
+      }
+    }
+    if (sizeof(K) == 1 && is_key && is_mine) {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      kv_round<D, X>(heads + GH * D, (device uint8_t*)(next + later + (offset - begun) * KD), copies, lane);
+      kv_round<V, float>(own_value, (device uint8_t*)(next + values_later + (offset - begun) * VD), copies, lane);
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -169,8 +194,8 @@
     }
     sum = lane_sum<32>(sum);
     if (is_mine && lane == 0) {
-      parts[(part * H + head + h) * (V + 2) + V] = largest;
-      parts[(part * H + head + h) * (V + 2) + V + 1] = sum;
+      parts[(part * PIECE + head + h) * (V + 2) + V] = largest;
+      parts[(part * PIECE + head + h) * (V + 2) + V + 1] = sum;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -185,9 +210,9 @@
   CODES_UNROLL(8)
   for (uint row = start + share; row < end; row += SHARES) {
     const uint p = top + row;
-    const device X* from =
-        p < begun ? values + (kept + (WINDOW ? p % capacity : p)) * V : recent + values_later + (p - begun) * V;
-    const float value = float(from[column]);
+    const device K* from =
+        p < begun ? values + (kept + (WINDOW ? p % capacity : p)) * VD : recent + values_later + (p - begun) * VD;
+    const float value = kv_value<V>(from, column);
     MLX_MTL_PRAGMA_UNROLL
     for (uint h = 0; h < GH; h++) {
       acc[h] = metal::fma(weights[row * GH + h], value, acc[h]);
@@ -200,11 +225,11 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (share == 0 && has_column) {
-    const float value = own < P ? float(v[kv * V + column]) : 0.0f;
+    const float value = own >= P ? 0.0f : sizeof(K) == 1 || VNORM ? own_value[column] : float(v[kv * V + column]);
     for (uint h = 0; h < GH; h++) {
       const float weight = own < P ? weights[own * GH + h] : 0.0f;
       const float sum = SHARES == 1 ? acc[h] : acc[h] + heads[h * D + column];
-      parts[(part * H + head + h) * (V + 2) + column] = metal::fma(weight, value, sum);
+      parts[(part * PIECE + head + h) * (V + 2) + column] = metal::fma(weight, value, sum);
     }
   }
   if (copies) {
@@ -212,16 +237,16 @@
     for (uint t = 0; t < COPIES; t++) {
       const uint unit = mine + t * THREADS;
       if (unit < filled) {
-        ((device uint4*)(next + later))[unit] = copied[t];
+        ((device Unit*)(next + later))[unit] = copied[t];
       }
       if (unit < values_filled) {
-        ((device uint4*)(next + values_later))[unit] = copied[COPIES + t];
+        ((device Unit*)(next + values_later))[unit] = copied[COPIES + t];
       }
     }
-    if (share == 0) {
-      next[later + (offset - begun) * D + column] = X(heads[GH * D + column]);
+    if (sizeof(K) > 1 && share == 0) {
+      next[later + (offset - begun) * D + column] = K(heads[GH * D + column]);
     }
-    if (share == 0 && has_column) {
-      next[values_later + (offset - begun) * V + column] = v[kv * V + column];
+    if (sizeof(K) > 1 && share == 0 && has_column) {
+      next[values_later + (offset - begun) * V + column] = K(VNORM ? own_value[column] : float(v[kv * V + column]));
     }
   }

@@ -1,5 +1,5 @@
 // Matrices of codes, whatever their form. A row is one stream of codes of BITS bits, the first in the lowest bits, and
-// fills whole words; groups of GROUP columns share a scale and, but in mxfp4, a bias. A lane reads a row in chunks of
+// fills whole words; groups of GROUP columns share a scale and, if codes are integers, a bias. A lane reads a row in chunks of
 // CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
 //
 // A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them. x is a
@@ -89,16 +89,50 @@ inline void codes_unpack(uint4 q, float kind, thread float* v) {
   v[3] = as_type<float>(q.w);
 }
 
+// Scales of 8 bits, and what lies where biases would: a factor of all scales of a matrix, or nothing.
+struct codes_e8m0 {
+  uint8_t bits;
+};
+struct codes_e4m3 {
+  uint8_t bits;
+};
+struct codes_whole {
+  float value;
+};
+
 // A group's scale or bias as float.
 template <typename S>
 inline float codes_scale(S scale) {
   return float(scale);
 }
 
-// E8M0: 2^(scale - 127), in the bits of a float.
-template <>
-inline float codes_scale<uint8_t>(uint8_t scale) {
-  return as_type<float>(scale == 0 ? 0x00400000u : uint(scale) << 23);
+// 2^(bits - 127), in the bits of a float.
+inline float codes_scale(codes_e8m0 scale) {
+  return as_type<float>(scale.bits == 0 ? 0x00400000u : uint(scale.bits) << 23);
+}
+
+inline float codes_scale(codes_whole scale) {
+  return scale.value;
+}
+
+// Laid over the bits of a half it is 2^-8 of its value, small ones included.
+inline float codes_scale(codes_e4m3 scale) {
+  const uint bits = scale.bits;
+  return float(as_type<float16_t>(ushort((bits & 0x80) << 8 | (bits & 0x7F) << 7))) * 256.0f;
+}
+
+// What multiplies the 8-bit scales of a row: one for the matrix, or one for each row. A global scale is 448 * 6 of it.
+template <typename G>
+inline float codes_factor(const device G*, uint) {
+  return 1.0f;
+}
+
+inline float codes_factor(const device codes_whole* factor, uint) {
+  return factor[0].value * (1.0f / 2688.0f);
+}
+
+inline float codes_factor(const device float* factors, uint row) {
+  return factors[row] * (1.0f / 2688.0f);
 }
 
 // The words of a chunk, in loads as wide as their count allows: a row starts at a multiple of a chunk.
@@ -129,11 +163,11 @@ inline void codes_words(const device uint32_t* from, thread uint* code) {
 }
 
 // One chunk of R rows; `row` holds their numbers, a row has COLS columns. A chunk lies in one group, or holds several.
-template <int R, int BITS, int GROUP, int CHUNK, int COLS, typename S>
+template <int R, int BITS, int GROUP, int CHUNK, int COLS, typename S, typename G>
 inline void codes_load(
     const device uint32_t* w,
     const device S* scales,
-    const device S* biases,
+    const device G* biases,
     const thread uint* row,
     uint chunk,
     thread uint* code,
@@ -152,6 +186,8 @@ inline void codes_load(
       scale[r * GROUPS + g] = codes_scale(scales[group]);
       if (sizeof(S) > 1) {
         bias[r * GROUPS + g] = codes_scale(biases[group]);
+      } else {
+        scale[r * GROUPS + g] *= codes_factor(biases, row[r]);
       }
     }
   }

@@ -86,6 +86,9 @@ inline float fma(float a, float b, float c) {
 inline float fabs(float v) {
   return fabsf(v);
 }
+inline float rint(float v) {
+  return rintf(v);
+}
 inline float fmax(float a, float b) {
   return fmaxf(a, b);
 }

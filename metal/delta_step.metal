@@ -1,8 +1,9 @@
-// needs: lane.h.metal
+// needs: lane.h.metal decay.h.metal
 // A gated delta layer for one token, between its projections: for each value head the convolution of its channels
 // (conv_silu.metal), a step of the delta rule (gated_delta.metal), the gated norm (gated_norm.metal), each with the
 // rounding that it has alone. With C = 2 NK DK + NV DV: qkv[C], conv[TAPS - 1, C], next_conv X; z, out[NV, DV] X;
-// a, b[NV] X; A_log, dt_bias[NV] float; taps[C, TAPS] W; weight[DV] V; state, next[NV, DV, DK] float.
+// a, b[NV] X; A_log, dt_bias[NV] float; taps[C, TAPS] W; weight[DV] V; state, next[NV, DV, DK] float. With EACH every
+// column of the state decays by itself: a[NV, DK] X, dt_bias[NV, DK] float, and FLOOR the least logarithm (decay.h.metal).
 //
 // grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head, a simdgroup R rows of its state
 // at a time in registers, DK / 32 columns to a lane. Value heads that share a key head each convolve its channels.
@@ -12,8 +13,8 @@
   threadgroup float outs[DV];
   const uint lane = thread_index_in_simdgroup;
   const uint head = threadgroup_position_in_grid.x;
-  float decay = 0, beta = 0;
-  float q[N], k[N];
+  float beta = 0;
+  float q[N], k[N], decay[N];
 
   _Pragma("unroll 1")
   for (uint turn = 0; turn < TURNS; turn++) {
@@ -42,9 +43,10 @@
         }
         mixed[i] = float(X(sum / (1.0f + metal::exp(-sum))));
       }
-      const float u = float(a[head]) + dt_bias[head];
-      const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-      decay = metal::exp(-metal::exp(A_log[head]) * softplus);
+      for (uint i = 0; i < N; i++) {
+        const uint own = EACH ? head * DK + lane * N + i : head;
+        decay[i] = delta_decay<EACH>(float(a[own]) + dt_bias[own], metal::exp(A_log[head]), FLOOR);
+      }
       beta = 1.0f / (1.0f + metal::exp(-float(b[head])));
       threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -65,7 +67,7 @@
     for (uint r = 0; r < R; r++) {
       float memory = 0;
       for (uint i = 0; i < N; i++) {
-        s[r * N + i] *= decay;
+        s[r * N + i] *= decay[i];
         memory = metal::fma(s[r * N + i], k[i], memory);
       }
       const float learnt = (mixed[2 * DK + row[r]] - lane_sum<32>(memory)) * beta;
@@ -97,5 +99,5 @@
   for (uint i = thread_index_in_threadgroup; i < DV; i += 32 * SG) {
     const float gate = float(z[head * DV + i]);
     const float value = outs[i] * scale * float(weight[i]);
-    out[head * DV + i] = X(value * gate / (1.0f + metal::exp(-gate)));
+    out[head * DV + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::exp(-gate)));
   }

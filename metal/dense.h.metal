@@ -12,14 +12,16 @@ inline uint64_t dense_codes(const device uint32_t* words, uint piece, uint piece
   return (high << 32 | low) >> at;
 }
 
-// v[j] = scale * code[j] + bias, of which an integer code leaves the sum's one rounding; or scale times an E2M1 code,
-// laid over a half's bits as in mxfp4.h.metal.
-template <int BITS, int MX>
+// v[j] = scale * code[j] + bias, of which an integer code leaves the sum's one rounding; or scale times a code
+// of KIND 1, E2M1, or 2, E4M3, laid over a half's bits as in e2m1.h.metal and e4m3.h.metal.
+template <int BITS, int KIND>
 inline void dense_weights(uint64_t codes, float scale, float bias, thread float* v) {
   MLX_MTL_PRAGMA_UNROLL
   for (int j = 0; j < 8; j++) {
     const uint code = uint(codes >> (BITS * j)) & ((1u << BITS) - 1);
-    if (MX) {
+    if (KIND == 2) {
+      v[j] = float(as_type<float16_t>(ushort((code & 0x80) << 8 | (code & 0x7F) << 7))) * 256.0f * scale;
+    } else if (KIND == 1) {
       v[j] = float(as_type<float16_t>(ushort((code & 8) << 12 | (code & 7) << 9))) * 16384.0f * scale;
     } else {
       v[j] = metal::fma(scale, as_type<float>(code | 0x4B000000u) - 8388608.0f, bias);

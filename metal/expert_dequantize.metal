@@ -2,7 +2,7 @@
 // COUNT (1 or 2) matrices [ROWS, COLS] of packed records in X, one below the other: computed in float, rounded once.
 // blob[S, WORDS] u32: records; slots[N]; out[N, COUNT * ROWS, COLS] X. In a record, the first matrix's codes
 // [ROWS, COLS * BITS / 32] u32 begin FIRST_W words in, its scales and biases [ROWS, COLS / GROUP] S FIRST_S and FIRST_B
-// words; likewise the last's. MX is 1 for mxfp4.
+// words; likewise the last's. KIND is as in dense.h.metal.
 //
 // grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R pieces of eight codes, as far apart as the
 // threadgroup has lanes, so that lanes side by side read and write side by side.
@@ -20,15 +20,21 @@
     const bool last = piece >= EACH;
     const uint within = last ? piece - EACH : piece, group = within / (GROUP / 8);
     code[r] = dense_codes<BITS>(record + (last ? LAST_W : FIRST_W), within, EACH);
+    const device G* biases = (const device G*)(record + (last ? LAST_B : FIRST_B));
     scale[r] = codes_scale(((const device S*)(record + (last ? LAST_S : FIRST_S)))[group]);
-    bias[r] = MX ? 0.0f : codes_scale(((const device S*)(record + (last ? LAST_B : FIRST_B)))[group]);
+    bias[r] = 0;
+    if (KIND) {
+      scale[r] *= codes_factor(biases, 0);
+    } else {
+      bias[r] = codes_scale(biases[group]);
+    }
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {
     const uint piece = from + r * (32 * SG);
     if (piece < COUNT * EACH) {
       float v[8];
-      dense_weights<BITS, MX>(code[r], scale[r], bias[r], v);
+      dense_weights<BITS, KIND>(code[r], scale[r], bias[r], v);
       dense_store(v, to + 8 * piece);
     }
   }

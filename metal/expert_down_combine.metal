@@ -32,12 +32,12 @@
     if (TURNS > 1 && k >= K + JOINED) {
       break;
     }
-    swiglu_matrix<S> down = {codes, (const device S*)scales, (const device S*)biases};
+    swiglu_matrix<S, G> down = {codes, (const device S*)scales, (const device G*)biases};
     float weight = 1;
     const device uint32_t* record = codes;
     if (k < K) {
       record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
-      down = swiglu_in_record<S>(record, DOWN_W, DOWN_S, DOWN_B);
+      down = swiglu_in_record<S, G>(record, DOWN_W, DOWN_S, DOWN_B);
       weight = weights[token * ROW + k];
     } else if (GATED) {
       weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));

@@ -15,14 +15,14 @@
   const uint first = block * (R * (32 / L)) + thread_index_in_simdgroup / L;
 
   const device S* own_scales = (const device S*)scales;
-  const device S* own_biases = (const device S*)biases;
-  swiglu_matrix<S> gate = swiglu_from_row<S, H, BITS, GROUP>(0, codes, own_scales, own_biases);
-  swiglu_matrix<S> up = swiglu_from_row<S, H, BITS, GROUP>(I, codes, own_scales, own_biases);
+  const device G* own_biases = (const device G*)biases;
+  swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, codes, own_scales, own_biases);
+  swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, codes, own_scales, own_biases);
   const device uint32_t* record = codes;  // of the shared expert, which adds no biases
   if (k < K) {
     record = codes_record(blob, uint(slots[token * K + k]), WORDS);
-    gate = swiglu_in_record<S>(record, GATE_W, GATE_S, GATE_B);
-    up = swiglu_in_record<S>(record, UP_W, UP_S, UP_B);
+    gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);
+    up = swiglu_in_record<S, G>(record, UP_W, UP_S, UP_B);
   }
 #ifdef CODES_PLANES
   threadgroup uint4 planes[CODES_PLANES(H)];

@@ -1,10 +1,11 @@
-// needs: lane.h.metal
+// needs: lane.h.metal decay.h.metal
 // The gated delta rule over T steps. For each value head, with its state S[DV, DK]:
 //     S *= decay;  S += outer((v - S k) * beta, k);  out = S q
 // decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b); q and k are divided by their length over the
 // head, q also by sqrt(DK). qkv[T, C] X holds q of all NK key heads, k, then v of all NV value heads; value head h reads
 // key head h / (NV / NK). a, b[T, NV] X; A_log, dt_bias[NV] float; state, next[NV, DV, DK] float; out[T, NV, DV] X;
-// length[0] = T.
+// length[0] = T. With EACH every column of the state decays by itself: a[T, NV, DK] X, dt_bias[NV, DK] float, and FLOOR the
+// least logarithm (decay.h.metal).
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). A simdgroup keeps R rows of one head's state in
 // registers, DK / 32 columns to a lane.
@@ -22,13 +23,16 @@
       s[r * N + i] = state[(head * DV + row[r]) * DK + lane * N + i];
     }
   }
-  const float rate = -metal::exp(A_log[head]);
-  const float shift = dt_bias[head];
+  const float rate = metal::exp(A_log[head]);
+  float shift[N];
+  for (uint i = 0; i < N; i++) {
+    shift[i] = dt_bias[EACH ? head * DK + lane * N + i : head];
+  }
   for (uint t = 0; t < steps; t++) {
     const device X* qt = qkv + size_t(t) * C + head / (NV / NK) * DK + lane * N;
     const device X* kt = qt + NK * DK;
     const device X* vt = qkv + size_t(t) * C + 2 * NK * DK + head * DV;
-    float q[N], k[N];
+    float q[N], k[N], decay[N];
     float qq = 0, kk = 0;
     for (uint i = 0; i < N; i++) {
       q[i] = float(qt[i]);
@@ -38,18 +42,17 @@
     }
     const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
     const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
-    const float u = float(a[t * NV + head]) + shift;
-    const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-    const float decay = metal::exp(rate * softplus);
     const float beta = 1.0f / (1.0f + metal::exp(-float(b[t * NV + head])));
     for (uint i = 0; i < N; i++) {
       q[i] *= q_scale;
       k[i] *= k_scale;
+      const float u = float(a[EACH ? (size_t(t) * NV + head) * DK + lane * N + i : size_t(t) * NV + head]) + shift[i];
+      decay[i] = delta_decay<EACH>(u, rate, FLOOR);
     }
     for (uint r = 0; r < R; r++) {
       float memory = 0;
       for (uint i = 0; i < N; i++) {
-        s[r * N + i] *= decay;
+        s[r * N + i] *= decay[i];
         memory = metal::fma(s[r * N + i], k[i], memory);
       }
       const float learnt = (float(vt[row[r]]) - lane_sum<32>(memory)) * beta;

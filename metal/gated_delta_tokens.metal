@@ -2,7 +2,8 @@
 // The gated delta rule over T steps, for many of them. For each value head, with its state S[DV, DK]:
 //     learnt = beta * (v - decay * S k);  S = decay * S + outer(learnt, k);  out = S q
 // qkv[T, C] X holds v of all NV value heads in its last columns; qk[T, 2, NK, DK] float is q and k of all key heads, and
-// gates[T, 2, NV] float decay and beta, as delta_inputs.metal writes them; value head h reads key head h / (NV / NK).
+// gates[T, 2, NV] float decay and beta, as delta_inputs.metal writes them; value head h reads key head h / (NV / NK). With
+// EACH qk is [T, 3, NK, DK], decays of the state's columns behind k, by which S is multiplied first; gates has 1 for decay.
 // state, next[NV, DV, DK] float; out[T, NV, DV] X; length[0] = T.
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of a head's state, so a simdgroup
@@ -10,10 +11,10 @@
 // what the next B read: loads of single steps, however early, were waited for together (results.tsv). A step
 // past the last keeps the state. B and L are powers of two.
   constexpr uint M = DK / 4 / L, ABREAST = 32 / L, ROWS = SG * R * ABREAST, THREADS = 32 * SG;
-  constexpr uint PIECES = B * DK / 2, P = (PIECES + THREADS - 1) / THREADS;
+  constexpr uint VECTORS = EACH ? 3 : 2, PIECES = B * VECTORS * DK / 4, P = (PIECES + THREADS - 1) / THREADS;
   constexpr uint NOTES = B * ROWS, V = (NOTES + THREADS - 1) / THREADS;
   constexpr uint C = 2 * NK * DK + NV * DV, OUTS = B > L ? B / L : 1;
-  threadgroup float4 pieces[2 * PIECES];  // of q and k
+  threadgroup float4 pieces[2 * PIECES];  // of q, k and decays
   threadgroup float4 notes[2 * NOTES];    // beta * v, beta * decay and decay, for each step and row
   const uint lane = thread_index_in_simdgroup % L;
   const uint mine = thread_index_in_threadgroup;
@@ -40,9 +41,12 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < P; i++) {
       const uint at = metal::min(mine + i * THREADS, PIECES - 1), part = at / (DK / 4);
-      const size_t t = metal::min(from + part / 2, steps - 1);
-      const size_t vector = (2 * t + part % 2) * NK + head / (NV / NK);
+      const size_t t = metal::min(from + part / VECTORS, steps - 1);
+      const size_t vector = (VECTORS * t + part % VECTORS) * NK + head / (NV / NK);
       piece[i] = *(const device float4*)(qk + vector * DK + 4 * (at % (DK / 4)));
+      if (part % VECTORS == 2 && from + part / VECTORS >= steps) {
+        piece[i].x = piece[i].y = piece[i].z = piece[i].w = 1.0f;
+      }
     }
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < V; i++) {
@@ -61,8 +65,18 @@
         float4 q[M], k[M], note[R];
         MLX_MTL_PRAGMA_UNROLL
         for (uint i = 0; i < M; i++) {
-          q[i] = pieces[piece_at + 2 * j * (DK / 4) + i * L];
-          k[i] = pieces[piece_at + (2 * j + 1) * (DK / 4) + i * L];
+          q[i] = pieces[piece_at + VECTORS * j * (DK / 4) + i * L];
+          k[i] = pieces[piece_at + (VECTORS * j + 1) * (DK / 4) + i * L];
+          if (EACH) {
+            const float4 own = pieces[piece_at + (VECTORS * j + 2) * (DK / 4) + i * L];
+            MLX_MTL_PRAGMA_UNROLL
+            for (uint r = 0; r < R; r++) {
+              s[r * M + i].x *= own.x;
+              s[r * M + i].y *= own.y;
+              s[r * M + i].z *= own.z;
+              s[r * M + i].w *= own.w;
+            }
+          }
         }
         float sums[R];
         MLX_MTL_PRAGMA_UNROLL

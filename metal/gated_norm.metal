@@ -1,5 +1,5 @@
 // needs: lane.h.metal
-// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), row by row. x, z, out[N, D] X; weight[D] W;
+// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), or, with SIGMOID, sigmoid(z) in its place, row by row. x, z, out[N, D] X; weight[D] W;
 // length[0] = N.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per row.
@@ -15,6 +15,6 @@
     for (uint i = lane; i < D; i += 32) {
       const float gate = float(z[size_t(row) * D + i]);
       const float value = float(xr[i]) * scale * float(weight[i]);
-      out[size_t(row) * D + i] = X(value * gate / (1.0f + metal::exp(-gate)));
+      out[size_t(row) * D + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::exp(-gate)));
     }
   }

@@ -4,9 +4,9 @@
 // recent[RECENT, N + R], p - begun, if it came later; the token's own, at p = offset, come as token[N + R].
 // positions = offset, begun, capacity, and what latent_query turns by. query[H, N + R] float is scaled already.
 //
-// For each P positions: stats[., H, 2] float, the largest score and the sum of exp(score - largest); parts[., H, N]
-// float, the latents weighted so. What is summed with what depends on positions alone. next: `recent` with the token.
-// All else X.
+// For each P positions: stats[., PIECE, 2] float, the largest score and the sum of exp(score - largest); parts[., PIECE,
+// N] float, the latents weighted so. PIECE is H, or the heads of all tokens of the launch. What is summed with what
+// depends on positions alone. next: `recent` with the token. All else X.
 //
 // grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores ACROSS lanes share
 // EACH positions; then a simdgroup has a head; then a thread has eight columns of every second latent. A value from the
@@ -92,8 +92,8 @@
     }
     sum = lane_sum<32>(sum);
     if (lane == 0) {
-      stats[(piece * H + head + h) * 2] = largest;
-      stats[(piece * H + head + h) * 2 + 1] = sum;
+      stats[(piece * PIECE + head + h) * 2] = largest;
+      stats[(piece * PIECE + head + h) * 2 + 1] = sum;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -133,7 +133,7 @@
       }
       MLX_MTL_PRAGMA_UNROLL
       for (uint h = 0; h < GH; h++) {
-        dense_store(acc + 8 * h, parts + (piece * H + head + h) * N + column);
+        dense_store(acc + 8 * h, parts + (piece * PIECE + head + h) * N + column);
       }
     }
   }

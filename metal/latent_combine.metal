@@ -13,7 +13,7 @@
   const uint pieces = uint(positions[0]) / P + 1;
   float largest = -3.4e38f;
   for (uint i = lane; i < pieces; i += 32) {
-    const float top = stats[(i * H + head) * 2];
+    const float top = stats[(i * PIECE + head) * 2];
     largest = top > largest ? top : largest;
   }
   largest = lane_max(largest);
@@ -23,7 +23,7 @@
       float tops[AHEAD], sums[AHEAD], found[AHEAD];
       MLX_MTL_PRAGMA_UNROLL
       for (uint a = 0; a < AHEAD; a++) {
-        const uint at = metal::min(i + a, pieces - 1) * H + head;
+        const uint at = metal::min(i + a, pieces - 1) * PIECE + head;
         tops[a] = stats[2 * at];
         sums[a] = stats[2 * at + 1];
         found[a] = parts[at * N + column];
@@ -46,7 +46,7 @@
     for (uint e = 0; e < EACH * TURNS; e++) {
       const uint row = metal::min(top + e / TURNS * SIMDGROUPS, uint(V - 1));
       const uint piece = (head * V + row) * (N / 8) + metal::min(e % TURNS * 32 + lane, uint(N / 8 - 1));
-      held[e] = stored_load<BITS, GROUP, MX>(w, scales, biases, piece, uint(H * V * N / 8));
+      held[e] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device S*)biases, piece, uint(H * V * N / 8));
     }
     if (done == 0) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -68,7 +68,7 @@
       }
       MLX_MTL_PRAGMA_UNROLL
       for (uint e = 0; e < EACH; e++) {
-        acc[e] += stored_dot<MX>(held[e * TURNS + t], values, total);
+        acc[e] += stored_dot<KIND>(held[e * TURNS + t], values, total);
       }
     }
     MLX_MTL_PRAGMA_UNROLL

@@ -46,7 +46,7 @@
       uint code[EACH * (Q_CHUNK * Q_BITS / 32)];
       float scales_of[EACH * GROUPS], biases_of[EACH * GROUPS];
       codes_load<EACH, Q_BITS, Q_GROUP, Q_CHUNK, COLS>(
-          w_q, q_scales, q_biases, row, chunk, code, scales_of, biases_of);
+          w_q, (const device Q_S*)q_scales, (const device Q_G*)q_biases, row, chunk, code, scales_of, biases_of);
       codes_dot<EACH, Q_BITS, Q_GROUP, Q_CHUNK>(code, scales_of, biases_of, input + Q_CHUNK * chunk, acc);
     }
     const float factor = metal::rsqrt(lane_sum<L>(squares) / float(COLS) + eps[0]);
@@ -88,7 +88,7 @@
         MLX_MTL_PRAGMA_UNROLL
         for (uint a = 0; a < AHEAD; a++) {
           const uint piece = (head * N + column) * (NOPE / 8) + metal::min(top + a, uint(NOPE / 8 - 1));
-          held[a] = stored_load<BITS, GROUP, MX>(w, scales, biases, piece, PIECES);
+          held[a] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device S*)biases, piece, PIECES);
         }
         MLX_MTL_PRAGMA_UNROLL
         for (uint a = 0; a < AHEAD; a++) {
@@ -98,7 +98,7 @@
             values[j] = top + a < NOPE / 8 ? whole[8 * (top + a) + j] : 0.0f;
             total += values[j];
           }
-          sum += stored_dot<MX>(held[a], values, total);
+          sum += stored_dot<KIND>(held[a], values, total);
         }
       }
       if (left + mine < N) {
@@ -117,14 +117,14 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint a = 0; a < AHEAD; a++) {
       const uint row = metal::min(top + a * TEAMS + team, uint(NOPE - 1));
-      held[a] = stored_load<BITS, GROUP, MX>(w, scales, biases, (head * NOPE + row) * ACROSS + across, PIECES);
+      held[a] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device S*)biases, (head * NOPE + row) * ACROSS + across, PIECES);
     }
     MLX_MTL_PRAGMA_UNROLL
     for (uint a = 0; a < AHEAD; a++) {
       float v[8];
       const uint row = top + a * TEAMS + team;
       const float value = row < NOPE ? whole[row] : 0.0f;
-      stored_weights<MX>(held[a], v);
+      stored_weights<KIND>(held[a], v);
       MLX_MTL_PRAGMA_UNROLL
       for (uint j = 0; j < 8; j++) {
         acc[j] = metal::fma(value, v[j], acc[j]);

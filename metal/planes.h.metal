@@ -1,6 +1,6 @@
 // needs: codes.h.metal
 // Codes times integers, for GPUs that multiply four bytes by four and add the products in one instruction: 2 or 3 bits,
-// weight = scale * code + bias, and the 4 of mxfp4, weight = scale * code / 2.
+// weight = scale * code + bias, and E2M1 codes, weight = scale * code / 2.
 //
 // Few bits bring many codes with each byte, so making floats of them takes longer than reading them. Here four codes
 // become the signed bytes of a word, and x of 64 columns integers times one float. Of the integers PLANES planes of
@@ -141,7 +141,7 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint m
   return {room, 0};
 }
 
-// Codes in bytes, four to a word: 16 of 2 bits from a word, 32 of 3 bits from three, or twice 16 of mxfp4 from two.
+// Codes in bytes, four to a word: 16 of 2 bits from a word, 32 of 3 bits from three, or twice 16 of E2M1 from two.
 template <int BITS>
 inline void codes_quads(const thread uint* words, thread uint* quad) {
   if (BITS == 2) {

@@ -16,6 +16,8 @@
   const uint top = (threadgroup_position_in_grid.x * TEAMS + team) * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
+  const device S* group_scales = (const device S*)scales;
+  const device G* group_biases = (const device G*)biases;
   uint row[R];
   float acc[R];
   float squares = 0;
@@ -28,7 +30,7 @@
   for (uint chunk = member * L + lane; chunk < I / CHUNK; chunk += SPLIT * L) {
     uint code[R * (CHUNK * BITS / 32)];
     float scale[R * GROUPS], bias[R * GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, I>(w, scales, biases, row, chunk, code, scale, bias);
+    codes_load<R, BITS, GROUP, CHUNK, I>(w, group_scales, group_biases, row, chunk, code, scale, bias);
     codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, input + CHUNK * chunk, acc);
   }
   for (int r = 0; r < R; r++) {

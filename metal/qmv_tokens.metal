@@ -1,10 +1,11 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal
-// y[N, O] = x[N, I] times dequantised w, transposed, for 2 to 16 rows of x, with NORM and ADD as in qmv.metal: each row
+// y[., O] = x[., I] times dequantised w, transposed, for count[0] rows of x, 2 to 16, with NORM and ADD as in qmv.metal: each row
 // has the bits that it has there, because its products are summed in the same lanes, in the same order, by the same
-// functions. What a lane holds of the matrix is read once for T rows; behind the last of N it is repeated.
+// functions. What a lane holds of the matrix is read once for T rows; behind the last it is repeated. The number of rows
+// is no constant, so that one text serves several.
 // x, y, residual X; norm[I] W; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
 //
-// grid: (32 * SG * blocks, N / T rounded up, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of w, SPLIT simdgroups
+// grid: (32 * SG * blocks, count[0] / T rounded up, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of w, SPLIT simdgroups
 // its columns; a simdgroup holds 32 / L rows of w at a time and R in turn.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, TEAMS = SG / SPLIT;
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
@@ -15,8 +16,10 @@
   const uint member = simdgroup_index_in_threadgroup % SPLIT;
   const uint top = (threadgroup_position_in_grid.x * TEAMS + team) * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
-  const uint begin = threadgroup_position_in_grid.y * T;
+  const uint begin = threadgroup_position_in_grid.y * T, rows = uint(count[0]);
 
+  const device S* group_scales = (const device S*)scales;
+  const device G* group_biases = (const device G*)biases;
   uint row[R];
   float acc[T * R], squares[T];
   for (int r = 0; r < R; r++) {
@@ -31,10 +34,10 @@
   for (uint chunk = member * L + lane; chunk < I / CHUNK; chunk += SPLIT * L) {
     uint code[R * (CHUNK * BITS / 32)];
     float scale[R * GROUPS], bias[R * GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, I>(w, scales, biases, row, chunk, code, scale, bias);
+    codes_load<R, BITS, GROUP, CHUNK, I>(w, group_scales, group_biases, row, chunk, code, scale, bias);
     MLX_MTL_PRAGMA_UNROLL
     for (int t = 0; t < T; t++) {
-      const input_row<NORM, X, W> input = {x + metal::min(begin + t, uint(N - 1)) * I, norm, 0, squares + t};
+      const input_row<NORM, X, W> input = {x + metal::min(begin + t, rows - 1) * I, norm, 0, squares + t};
       codes_dot<R, BITS, GROUP, CHUNK>(code, scale, bias, input + CHUNK * chunk, acc + t * R);
     }
   }
@@ -55,7 +58,7 @@
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (uint i = member * 32 + thread_index_in_simdgroup; i < ROWS * T && top + i / T < O; i += 32 * SPLIT) {
-    if (begin + i % T >= N) {
+    if (begin + i % T >= rows) {
       continue;
     }
     float sum = 0;

@@ -1,7 +1,8 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal router.h.metal
-// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times dequantised w, transposed, in float32;
+// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * x_norm, and logits[T, O] = the same with norm in its place, times
+// dequantised w, transposed, in float32;
 // where BIASED is 1, plus bias[O] float.
-// h[T, H] X; norm[H] N; w[O, H * BITS / 32] u32; scales and biases[O, H / GROUP] S.
+// h[T, H] X; norm[H] and x_norm[H] floats; w[O, H * BITS / 32] u32; scales and biases[O, H / GROUP] S.
 //
 // grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup norms the row for itself and takes R
 // rows of w, whose columns its threads share.
@@ -23,8 +24,10 @@
     total += squares[s];
   }
   const float scale_of_h = metal::rsqrt(total / float(H) + eps[0]);
-  router_store<H, THREADS, BLOCKS>(row_of_h, norm, scale_of_h, block, index, x + token * H);
+  router_store<H, THREADS, BLOCKS>(row_of_h, x_norm, scale_of_h, block, index, x + token * H);
 
+  const device S* group_scales = (const device S*)scales;
+  const device G* group_biases = (const device G*)biases;
   uint row[R];
   float acc[R];
   for (uint r = 0; r < R; r++) {
@@ -34,7 +37,7 @@
   for (uint chunk = index; chunk < H / CHUNK; chunk += THREADS) {
     uint code[R * WORDS];
     float scale[R * GROUPS], offset[R * GROUPS];
-    codes_load<R, BITS, GROUP, CHUNK, H>(w, scales, biases, row, chunk, code, scale, offset);
+    codes_load<R, BITS, GROUP, CHUNK, H>(w, group_scales, group_biases, row, chunk, code, scale, offset);
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < CHUNK / 8; i++) {
       float v[8];

@@ -1,7 +1,8 @@
 // needs: codes.h.metal lane.h.metal router.h.metal
-// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * norm, and logits[T, O] = x times w, transposed, in float32;
+// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * x_norm, and logits[T, O] = the same with norm in its place, times
+// w, transposed, in float32;
 // where BIASED is 1, plus bias[O] float.
-// h[T, H] X; norm[H] N; w[O, H] W, floats.
+// h[T, H] X; norm[H] and x_norm[H] floats; w[O, H] W, floats.
 //
 // grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup norms the row for itself and takes R
 // rows of w, whose columns its threads share.
@@ -23,7 +24,7 @@
     total += squares[s];
   }
   const float scale_of_h = metal::rsqrt(total / float(H) + eps[0]);
-  router_store<H, THREADS, BLOCKS>(row_of_h, norm, scale_of_h, block, index, x + token * H);
+  router_store<H, THREADS, BLOCKS>(row_of_h, x_norm, scale_of_h, block, index, x + token * H);
 
   uint row[R];
   float acc[R];

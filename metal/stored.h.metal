@@ -15,30 +15,30 @@ struct StoredEight<0> {
   float v[8];
 };
 
-// The eight numbered `piece` of a matrix of so many. Scales and biases are of GROUP columns; MX as in dense.h.metal.
-template <int BITS, int GROUP, int MX, typename S>
+// The eight numbered `piece` of a matrix of so many. Scales and biases are of GROUP columns; KIND as in dense.h.metal.
+template <int BITS, int GROUP, int KIND, typename S>
 inline StoredEight<BITS> stored_load(
     const device uint32_t* w, const device S* scales, const device S* biases, uint piece, uint pieces) {
   StoredEight<BITS> held;
   held.codes = dense_codes<BITS>(w, piece, pieces);
   held.scale = codes_scale(scales[piece / (GROUP / 8)]);
-  held.bias = MX ? 0.0f : codes_scale(biases[piece / (GROUP / 8)]);
+  held.bias = KIND ? 0.0f : codes_scale(biases[piece / (GROUP / 8)]);
   return held;
 }
 
-template <int BITS, int GROUP, int MX, typename W>
+template <int BITS, int GROUP, int KIND, typename W>
 inline StoredEight<0> stored_load(const device W* w, const device W*, const device W*, uint piece, uint) {
   StoredEight<0> held;
   codes_x8(w + 8 * size_t(piece), held.v);
   return held;
 }
 
-template <int MX, int BITS>
+template <int KIND, int BITS>
 inline void stored_weights(const thread StoredEight<BITS>& held, thread float* v) {
-  dense_weights<BITS, MX>(held.codes, held.scale, held.bias, v);
+  dense_weights<BITS, KIND>(held.codes, held.scale, held.bias, v);
 }
 
-template <int MX>
+template <int KIND>
 inline void stored_weights(const thread StoredEight<0>& held, thread float* v) {
   MLX_MTL_PRAGMA_UNROLL
   for (int j = 0; j < 8; j++) {
@@ -56,12 +56,12 @@ inline float stored_sum(const thread float* v, const thread float* x) {
 }
 
 // The weights times x, whose sum is given. Laid over the bits of 2^BITS, a code becomes a float without a conversion.
-template <int MX, int BITS>
+template <int KIND, int BITS>
 inline float stored_dot(const thread StoredEight<BITS>& held, const thread float* x, float sum) {
   constexpr uint ONE = 1u << BITS;
   float v[8];
-  if (MX) {
-    stored_weights<MX>(held, v);
+  if (KIND) {
+    stored_weights<KIND>(held, v);
     return stored_sum(v, x);
   }
   MLX_MTL_PRAGMA_UNROLL
@@ -71,7 +71,7 @@ inline float stored_dot(const thread StoredEight<BITS>& held, const thread float
   return metal::fma(held.scale, stored_sum(v, x) - float(ONE) * sum, held.bias * sum);
 }
 
-template <int MX>
+template <int KIND>
 inline float stored_dot(const thread StoredEight<0>& held, const thread float* x, float) {
   return stored_sum(held.v, x);
 }

@@ -32,23 +32,23 @@ struct swiglu_ending {
 };
 
 // Where a matrix of codes lies.
-template <typename S>
+template <typename S, typename G>
 struct swiglu_matrix {
   const device uint32_t* codes;
   const device S* scales;
-  const device S* biases;
+  const device G* biases;
 };
 
 // In a record, so many words from its start.
-template <typename S>
-inline swiglu_matrix<S> swiglu_in_record(const device uint32_t* record, uint codes, uint scales, uint biases) {
-  return {record + codes, (const device S*)(record + scales), (const device S*)(record + biases)};
+template <typename S, typename G>
+inline swiglu_matrix<S, G> swiglu_in_record(const device uint32_t* record, uint codes, uint scales, uint biases) {
+  return {record + codes, (const device S*)(record + scales), (const device G*)(record + biases)};
 }
 
 // From row `row` on of a matrix of COLS columns, in arrays of its own.
-template <typename S, int COLS, int BITS, int GROUP>
-inline swiglu_matrix<S> swiglu_from_row(
-    uint row, const device uint32_t* codes, const device S* scales, const device S* biases) {
+template <typename S, typename G, int COLS, int BITS, int GROUP>
+inline swiglu_matrix<S, G> swiglu_from_row(
+    uint row, const device uint32_t* codes, const device S* scales, const device G* biases) {
   const uint group = row * (COLS / GROUP);
   return {codes + row * (COLS / 32 * BITS), scales + group, biases + group};
 }
@@ -57,9 +57,9 @@ inline swiglu_matrix<S> swiglu_from_row(
 // codes_dot takes.
 template <
     int R, int L, int H, int I, int BITS, int GROUP, int CHUNK, int AHEAD, int ACTIVATION, int BIASED, int INTERLEAVED,
-    typename P, typename X, typename S, typename B>
+    typename P, typename X, typename S, typename G, typename B>
 inline void swiglu_gate_up(
-    P x, swiglu_matrix<S> gate, swiglu_matrix<S> up, swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending,
+    P x, swiglu_matrix<S, G> gate, swiglu_matrix<S, G> up, swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending,
     uint first, uint lane, device X* act) {
   constexpr uint ABREAST = 32 / L;
   constexpr uint WORDS_EACH = R * CHUNK * BITS / 32, GROUPS_EACH = R * (CHUNK < GROUP ? 1 : CHUNK / GROUP);
@@ -78,7 +78,7 @@ inline void swiglu_gate_up(
       MLX_MTL_PRAGMA_UNROLL
       for (uint i = 0; i < 2 * R; i++) {
         const uint turn = 2 * row[i % R] + i / R, other[1] = {turn % I};
-        const swiglu_matrix<S> m = turn < I ? gate : up;
+        const swiglu_matrix<S, G> m = turn < I ? gate : up;
         codes_load<1, BITS, GROUP, CHUNK, H>(
             m.codes, m.scales, m.biases, other, chunk, code + i * (WORDS_EACH / R), scale + i * (GROUPS_EACH / R),
             bias + i * (GROUPS_EACH / R));

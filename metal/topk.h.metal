@@ -54,8 +54,10 @@ inline void topk_groups(thread float* value, uint lane) {
 // Choice number `wanted`, which may differ from lane to lane: its expert, and in `weight` its weight.
 //
 // Softmax: by logit, weighed by the softmax over all experts. SIGMOID: by sigmoid, to which BIAS adds bias[E]; weighed
-// without the bias. NORM: the weights of the K sum to one. All are multiplied by scale[0].
-template <int E, int K, int SIGMOID, int BIAS, int GROUPS, int KEPT, int NORM, typename P, typename Q, typename R>
+// without the bias. NORM: the weights of the K sum to one. All are multiplied by scale[0], or with SCALED each by its
+// expert's of scale[E].
+template <int E, int K, int SIGMOID, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
+          typename R>
 inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, thread float& weight) {
   constexpr uint N = (E + 31) / 32;
   float value[N];
@@ -106,6 +108,6 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
     weight = wanted == k ? own : weight;
     found = wanted == k ? where : found;
   }
-  weight = (NORM ? weight / (SIGMOID ? kept + 1e-20f : kept) : weight) * scale[0];
+  weight = (NORM ? weight / (SIGMOID ? kept + 1e-20f : kept) : weight) * scale[SCALED ? found : 0];
   return found;
 }

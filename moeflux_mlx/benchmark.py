@@ -13,8 +13,8 @@ from .cli.run import Parser, execute
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "benchmark",
-        "Measure prompt and decode rates at a few lengths of random tokens, with the hits and bytes of "
-        "streamed experts, memory against its plan and the machine.",
+        "Measure prompt and decode rates with random tokens of a few lengths. Also show the machine, the hits and "
+        "bytes of streamed experts, and the used and planned memory.",
     )
     add = made.add_argument_group("measurement").add_argument
     add(
@@ -25,9 +25,16 @@ def parser() -> argparse.ArgumentParser:
         help=f"lengths of prompts; default: those of {LENGTHS} that fit the model".replace(",", ""),
     )
     add("--max-tokens", "-m", type=int, default=64, help="tokens after each prompt (%(default)s)")
-    add("--rounds", type=int, default=3, help="the table has medians of so many (%(default)s)")
-    add("--against", choices=["mlx-lm"], help="run the same checkpoint by it too, in turns; it must fit in memory")
-    add("--json", action="store_true", help="print all of it as one line of JSON too, the last")
+    add("--rounds", type=int, default=3, help="rounds, whose medians the table shows (%(default)s)")
+    add(
+        "--parallel",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="also measure how fast this many sequences decode together, in turns, with prompts of the first length",
+    )
+    add("--against", choices=["mlx-lm"], help="also run the checkpoint in mlx-lm, in turns; it must fit in memory")
+    add("--json", action="store_true", help="also print the results as a last line of JSON")
     add_model_options(made)
     add_rank_options(made)
     return made

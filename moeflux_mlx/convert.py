@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .cli.conversion import run
 from .cli.run import Parser, execute
 from .packing.convert import convert
-from .quant import AFFINE_BITS, AFFINE_GROUPS, COMPUTED_MODES, DEFAULT
+from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
 
 __all__ = ["convert", "main", "parser"]
 
@@ -21,22 +21,33 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, or repo id org/name")
     add("--mlx-path", required=True, metavar="OUT", help="directory to write")
-    add("--q-bits", type=int, choices=AFFINE_BITS, help=f"of weights that come as floats ({DEFAULT.bits})")
-    add("--q-group-size", type=int, choices=AFFINE_GROUPS, help=f"({DEFAULT.group_size}; mxfp4 has 32)")
-    add("--q-mode", choices=COMPUTED_MODES, default=DEFAULT.mode, help="(%(default)s)")
-    add("--expert-bits", type=int, choices=AFFINE_BITS, help="of routed experts, if not as --q-bits")
-    add("--down-bits", type=int, choices=AFFINE_BITS, help="of their down projections, if not as --expert-bits")
+    add("--q-bits", type=int, choices=AFFINE_BITS, help=f"bits of weights that are stored as floats ({DEFAULT.bits})")
+    add(
+        "--q-group-size",
+        type=int,
+        choices=AFFINE_GROUPS,
+        help=f"weights per group ({DEFAULT.group_size}; fixed in other modes)",
+    )
+    add("--q-mode", choices=list(MODES), default=DEFAULT.mode, help="quantisation mode (%(default)s)")
+    add("--expert-bits", type=int, choices=AFFINE_BITS, help="bits of routed experts; default: as --q-bits")
+    add("--down-bits", type=int, choices=AFFINE_BITS, help="bits of their down projections; default: as --expert-bits")
     add(
         "--requantize",
         action="store_true",
-        help="quantise again what cannot be kept, and experts that are not in --expert-bits, --down-bits (lossy)",
+        help="quantise experts again (lossy) if they have other bits than asked for, or differ within a layer",
     )
-    add("--verify", action="store_true", help="read everything again and compare it with a fresh conversion")
+    add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
-    add("--ranks", type=int, metavar="N", help="with --rank: write only what that rank of several machines needs")
-    add("--rank", type=int, metavar="I", help="which of them, from 0 on")
-    add("--also", nargs="+", default=[], metavar="DIR", help="on other drives: has experts too, by turns with OUT")
+    add("--ranks", type=int, metavar="N", help="with --rank: write only the experts of that rank, of N machines")
+    add("--rank", type=int, metavar="I", help="number of the rank, from 0")
+    add(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="directories on other drives that share the experts with OUT",
+    )
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
 

@@ -15,29 +15,29 @@ from .spec import variants
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "doctor",
-        "Show what this machine is, check that it computes rightly, measure the disk, and list what fits. "
-        "Takes some seconds and needs no model; the exit code is 1 if anything is wrong.",
+        "Describe this machine, check that its kernels compute correctly, measure the disk, and list the models that "
+        "fit. Takes some seconds and needs no model; the exit code is 1 if a check fails.",
     )
     made.add_argument(
         "--directory",
         type=Path,
         metavar="DIR",
-        help="measure the disk that holds this directory, with a file of 512 MB that is removed again; "
-        "default: the Hugging Face cache, or what holds it",
+        help="measure the disk of this directory, with a temporary file of 512 MB; "
+        "default: the Hugging Face cache, or its parent",
     )
     made.add_argument("--no-disk", action="store_true", help="do not measure the disk")
     made.add_argument(
         "--launches",
         action="store_true",
-        help="show instead which kernels a model runs for one token, a few and many, and why not others",
+        help="show only which kernels a model runs for one, a few and many tokens, and why others do not run",
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument(
         "--model",
-        help="with --launches: directory or Hugging Face repo id, of which no weights are read; default: demo",
+        help="with --launches: directory or Hugging Face repo id (no weights are read); default: demo",
     )
     which.add_argument("--variant", choices=variants(), help="with --launches: a named model; no files are needed")
-    made.add_argument("--backend", choices=BACKENDS, help="with --launches: another than this machine computes on")
+    made.add_argument("--backend", choices=BACKENDS, help="with --launches: the backend; default: this machine's")
     return made
 
 

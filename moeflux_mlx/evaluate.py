@@ -5,9 +5,17 @@ import sys
 from collections.abc import Sequence
 
 from .cli.evaluation import run
-from .cli.options import add_activations, add_dtype, add_expert_io, add_tiles
+from .cli.options import (
+    add_activations,
+    add_dtype,
+    add_expert_io,
+    add_kv_bits,
+    add_memory,
+    add_shards_in,
+    add_tiles,
+)
 from .cli.run import Parser, execute
-from .engine.evaluate import WINDOW
+from .tools.evaluate import WINDOW
 
 
 def parser() -> argparse.ArgumentParser:
@@ -15,19 +23,37 @@ def parser() -> argparse.ArgumentParser:
         "evaluate",
         "Measure a model's perplexity on a text, and its KL divergence from another model.",
     )
-    add = made.add_argument_group("what is measured").add_argument
+    add = made.add_argument_group("measurement").add_argument
     add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
-    add("--against", metavar="MODEL", help="the model that is taken for right, such as the same one with more bits")
+    add_shards_in(add)
+    add(
+        "--against",
+        metavar="MODEL",
+        help="reference model, such as the same one with more bits; its keys and values have 16 bits",
+    )
     add("--text", required=True, metavar="FILE", help="UTF-8 text to read")
-    add("--window", type=int, default=WINDOW, metavar="TOKENS", help="read together; each stands alone (%(default)s)")
+    add(
+        "--window",
+        type=int,
+        default=WINDOW,
+        metavar="TOKENS",
+        help="tokens that are read together; each window is independent (%(default)s)",
+    )
     add("--tokens", type=int, metavar="N", help="read the first N tokens only; default: all")
-    add("--svg", metavar="FILE", help="draw the KL divergence by position there")
+    add("--svg", metavar="FILE", help="draw the KL divergence by position to FILE")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_dtype(add)
     add_activations(add)
+    add_kv_bits(add)
     add_expert_io(add)
     add_tiles(add)
-    add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
+    add(
+        "--expert-cache-gb",
+        type=float,
+        metavar="GB",
+        help="size of the pool of experts; default: all memory that is left",
+    )
+    add_memory(add)
     return made
 
 

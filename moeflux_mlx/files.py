@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterable
@@ -82,7 +83,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ModelFileError when the file is missing or is not a JSON object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
     except FileNotFoundError:
         raise ModelFileError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -90,6 +91,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def _untagged(value: dict[str, Any]) -> Any:
+    """The float that {"__float__": "Infinity"} stands for, as transformers writes what JSON has no word for."""
+    is_tagged = value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN")
+    return float(value["__float__"]) if is_tagged else value
+
+
+def tagged(value: Any) -> Any:
+    """What JSON can say of a value that `read_json` made."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, dict):
+        return {key: tagged(one) for key, one in value.items()}
+    return [tagged(one) for one in value] if isinstance(value, list) else value
 
 
 def directory(name: str) -> Path:

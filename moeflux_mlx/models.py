@@ -11,20 +11,25 @@ from .cli.run import Parser, execute
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "models",
-        "List the known models: what each takes of disk and memory here, tokens a second to expect, and commands to "
-        f"run them. Of those above {COMFORTABLE:g} tokens a second the largest comes first. Downloads nothing.",
+        "List the known models: how much disk and memory each one needs here, its expected tokens/s, and the commands "
+        f"to run it. The largest model above {COMFORTABLE:g} tokens/s comes first. Downloads nothing.",
     )
     add = made.add_argument
     add("--ram-gb", type=float, metavar="GB", help="memory in units of 1e9 bytes; default: this machine's")
-    add("--disk-gb-per-s", type=float, metavar="GB", help="what the disk reads in a second; default: 5 is assumed")
+    add("--disk-gb-per-s", type=float, metavar="GB", help="read speed of the disk; default: 5")
     add("--measure-disk", metavar="DIR", help="measure the disk by reading experts of the model in this directory")
     add(
         "--products-gb-per-s",
         type=float,
         metavar="GB",
-        help="weights that the products of one token go through in a second; default: measured here, in about a second",
+        help="speed at which the products of one token read weights; default: measured here, in about a second",
     )
-    add("--context", type=int, metavar="TOKENS", help="to plan memory for; default: 8192, or what there is room for")
+    add(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="plan memory for this many tokens; default: 8192, or as many as fit",
+    )
     add("--json", action="store_true", help="print one JSON object instead, in bytes and seconds")
     return made
 

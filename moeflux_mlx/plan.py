@@ -4,7 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import add_dtype, add_expert_io, add_memory, add_prompt_sizes, add_shards_in
+from .cli.options import (
+    add_draft,
+    add_dtype,
+    add_expert_io,
+    add_kv_bits,
+    add_memory,
+    add_prompt_sizes,
+    add_shards_in,
+    add_vision,
+)
 from .cli.planning import DISKS, run
 from .cli.run import Parser, execute
 from .spec import variants
@@ -13,7 +22,7 @@ from .spec import variants
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "plan",
-        "Plan memory, expert I/O and the speed that a disk allows; loads nothing.",
+        "Show the memory plan of a model, how its experts are read, and the speed that the disk allows. Loads nothing.",
     )
     add = made.add_argument_group("model").add_argument
     add(
@@ -23,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
     add_shards_in(add)
     add("--variant", help=f"a known model by name: {', '.join(variants())}")
     add_dtype(add)
+    add_kv_bits(add)
+    add_vision(add)
     add = made.add_argument_group("machine").add_argument
     add(
         "--ram-gb",
@@ -35,24 +46,38 @@ def parser() -> argparse.ArgumentParser:
         "--disk-gb-per-s",
         type=float,
         metavar="GB",
-        help=f"what the disk reads in a second; default: {', '.join(f'{disk:g}' for disk in DISKS)} side by side",
+        help=f"read speed of the disk; default: {', '.join(f'{disk:g}' for disk in DISKS)} side by side",
     )
-    add("--measure-disk", action="store_true", help="read experts of --model directly, and take that")
+    add("--measure-disk", action="store_true", help="measure the disk by reading experts of --model")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
-    add("--expert-cache-gb", type=float, metavar="GB", help="memory for streamed experts; default: what is left")
+    add(
+        "--expert-cache-gb",
+        type=float,
+        metavar="GB",
+        help="size of the pool of experts; default: all memory that is left",
+    )
     add_memory(add)
     add(
         "--context",
         type=int,
         metavar="TOKENS",
-        help="positions that the caches hold; default: 8192, or the model's limit, or what there is room for",
+        help="plan memory for this many tokens; default: 8192, or less if the model or the memory allows only less",
     )
     add_prompt_sizes(add)
+    add_draft(add)
     add = made.add_argument_group("several machines (docs/several-machines.md)").add_argument
-    add("--ranks", type=int, metavar="N", help="plan for one of N such machines, and compare them with one")
-    add("--link-us", type=float, default=300.0, metavar="US", help="microseconds of a message (%(default)g)")
-    add("--link-gb-per-s", type=float, default=1.0, metavar="GB", help="what a machine receives (%(default)g)")
+    add(
+        "--ranks",
+        type=int,
+        dest="rank_count",
+        metavar="N",
+        help="plan for one of N equal machines, and compare them with a single one",
+    )
+    add("--link-us", type=float, default=300.0, metavar="US", help="microseconds per message (%(default)g)")
+    add(
+        "--link-gb-per-s", type=float, default=1.0, metavar="GB", help="speed at which a machine receives (%(default)g)"
+    )
     return made
 
 

@@ -1,5 +1,6 @@
 """The public names, which `moeflux_mlx` has from here."""
 
+from .engine.batch_generation import BatchGenerator, BatchResponse, BatchStats, BatchToken, batch_generate
 from .engine.engine import load, load_model
 from .engine.expert_io import select_io_mode
 from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
@@ -26,6 +27,10 @@ from .state.prompt_store import PromptDirectory, PromptFile, reuse_prefix
 from .state.snapshot import load_state, save_state, state_size
 
 __all__ = [
+    "BatchGenerator",
+    "BatchResponse",
+    "BatchStats",
+    "BatchToken",
     "ConfigError",
     "DeviceError",
     "ExpertIOError",
@@ -45,6 +50,7 @@ __all__ = [
     "SequenceRows",
     "SnapshotError",
     "TokenizerError",
+    "batch_generate",
     "generate",
     "load",
     "load_model",

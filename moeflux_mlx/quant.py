@@ -1,7 +1,6 @@
 """How the codes of a matrix are stored: one type, one reading of every spelling in `config.json`.
 
-The types can say more than is computed. `Quant.is_computed` decides what is, and whoever reads a configuration or a
-checkpoint asks it. Which forms kernels read is another question, of `ops/forms.py`.
+Every known form can be computed; `ops/forms.py` says which forms the kernels read.
 """
 
 import reprlib
@@ -12,7 +11,7 @@ from typing import Any
 
 from .errors import ConfigError, ModelFileError
 
-AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (1, 2, 3, 4, 5, 6, 8)
 INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # what a code is
 FLOAT, E8M0 = "float", "e8m0"  # what a scale is, or E4M3
 NAN = {E8M0: 0xFF, E4M3: 0x7F}  # of scales of 8 bits: the bits that are all set in one that is no number
@@ -44,7 +43,8 @@ class Quant:
     A row of codes is one stream of bits in little-endian uint32 words, first code in the lowest bits. In mode "affine"
     (MLX's `mx.quantize`) a group has a scale and a bias, and a weight is scale * code + bias. In mode "mxfp4" a code is
     a float of 4 bits, E2M1, and a group has a scale of 8 bits, E8M0, which stands for 2 ** (scale - 127). In mode
-    "nvfp4" that scale is E4M3, and a float32 factor for the whole matrix may multiply all of them.
+    "mxfp8" a code is a float of 8 bits, E4M3. In mode "nvfp4" codes are E2M1 and scales E4M3, and a float32 for the
+    whole matrix, the global scale, may multiply all of them, divided by GLOBAL_UNIT as in MLX.
     """
 
     bits: int
@@ -73,7 +73,7 @@ class Quant:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether MLX stores matrices so."""
+        """Whether MLX stores matrices so; then they are computed, resident ones and those of experts."""
         mode = MODES.get(self.mode)
         if mode is None or self.has_global_scale and mode.scale != E4M3:
             return False
@@ -81,19 +81,23 @@ class Quant:
             return self.group_size in AFFINE_GROUPS and self.bits in AFFINE_BITS
         return (mode.group_size, mode.bits) == (self.group_size, self.bits)
 
-    @cached_property
-    def is_computed(self) -> bool:
-        """Whether some operation multiplies with matrices that are stored so, resident ones and those of experts."""
-        return self.is_known and self.mode in COMPUTED_MODES
-
     def of_groups(self, floating: str) -> str:
         """The dtype of scales and biases as files name it, where float ones are `floating`."""
         return floating if self.scale == FLOAT else "U8"
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """Names of the tensors that hold a matrix, but for a global scale."""
-        return PARTS if self.has_biases else PARTS[:2]
+        """Names of the tensors that hold a matrix."""
+        if self.has_biases:
+            return PARTS
+        return (*PARTS[:2], GLOBAL_SCALE) if self.has_global_scale else PARTS[:2]
+
+    def of_part(self, part: str, columns: int, floating: str) -> tuple[int, str]:
+        """How many values a row of so many columns has in a part, and their dtype as files name it, where float scales
+        are `floating`. A resident matrix repeats its global scale for each row."""
+        if part == PARTS[0]:
+            return self.words(columns), "U32"
+        return (1, "F32") if part == GLOBAL_SCALE else (self.groups(columns), self.of_groups(floating))
 
     def words(self, columns: int) -> int:
         """uint32 words of one row's codes."""
@@ -111,11 +115,11 @@ class Quant:
 
 OF_GROUPS = ("scales", "biases")
 PARTS = ("weight", *OF_GROUPS)  # of a stored matrix: names of tensors
-GLOBAL_SCALE = "global_scale"  # the factor of a whole matrix
+GLOBAL_SCALE = "global_scale"  # what multiplies all scales of a matrix, times GLOBAL_UNIT
+GLOBAL_UNIT = 448 * 6  # the largest E4M3 times the largest E2M1: MLX's global scale is the largest weight
 DEFAULT = Quant(4, 64)  # MLX's own
 EXPERTS = Quant(4, 64)  # of routed experts that come as floats, unless somebody asks for another
-COMPUTED_MODES = ("affine", "mxfp4")
-SUPPORTED = "affine 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, and mxfp4"
+SUPPORTED = "affine 1, 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, mxfp4, mxfp8 and nvfp4"
 OUTER = ("language_model.", "model.")  # what stands before a module's path in some files, and not in others
 
 
@@ -139,6 +143,10 @@ class Quantization:
 
     def of(self, path: str) -> Quant | None:
         return self._plain.get(plain(path), self.default)
+
+    def names(self, path: str) -> bool:
+        """Whether it says something of this module by itself."""
+        return plain(path) in self._plain
 
 
 def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | None) -> Quant:
@@ -184,7 +192,7 @@ def parse(path: str, entry: Mapping[str, Any]) -> Quant:
             return quant
     stated = f"{reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, mode {reprlib.repr(mode)}"
     scaled = "" if factor is False else f", global_scale {reprlib.repr(factor)}"
-    raise ConfigError(f"quantization of {path}: {stated}{scaled} is not known")
+    raise ConfigError(f"quantization of {path}: {stated}{scaled} is not known; supported: {SUPPORTED}")
 
 
 def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, Quant | None]:
@@ -211,15 +219,9 @@ def of_packed(config: Mapping[str, Any]) -> Quantization | None:
     """What the config of a model says of its matrices; None: nothing.
 
     Raises:
-        ConfigError: as `entries`, a form that is not computed, or two spellings of one path that differ.
+        ConfigError: as `entries`, or two spellings of one path that differ.
     """
     quants = entries(config)
-    for path, one in quants.items():
-        if one is not None and not one.is_computed:
-            raise ConfigError(
-                f"{one.mode} is not computed: config field 'mode' of {path or 'the model'} says {one}; "
-                f"supported: {SUPPORTED}; convert --requantize makes one of these"
-            )
     default = quants.pop("", None)
     seen: dict[str, Quant | None] = {}
     for path, one in quants.items():

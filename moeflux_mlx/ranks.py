@@ -15,11 +15,11 @@ def parser() -> argparse.ArgumentParser:
         "and print the command that starts all ranks.",
     )
     add = made.add_argument
-    add("--hosts", required=True, metavar="A,B,C", help="as ssh knows them; the first is rank 0")
-    add("--ips", metavar="A,B,C", help="addresses at which they reach each other; default: the hosts' names")
+    add("--hosts", required=True, metavar="A,B,C", help="host names for ssh; the first is rank 0")
+    add("--ips", metavar="A,B,C", help="addresses at which the machines reach each other; default: the host names")
     add("--model", metavar="DIR", help="directory of the model, at the same path on all machines")
     add("--output", default="hosts.json", metavar="FILE", help="host file to write (%(default)s)")
-    add("--backend", choices=("ring", "jaccl"), default="ring", help="(%(default)s)")
+    add("--backend", choices=("ring", "jaccl"), default="ring", help="transport between ranks (%(default)s)")
     add("--python", default=default_python(), help="interpreter on all machines (%(default)s)")
     return made
 

@@ -10,7 +10,7 @@ from .cli.run import Parser, execute
 
 def parser() -> argparse.ArgumentParser:
     made = Parser("remove", "Delete a model from the Hugging Face Hub's cache, all of its revisions.")
-    made.add_argument("name", metavar="ORG/NAME", help="as moeflux list shows it")
+    made.add_argument("name", metavar="ORG/NAME", help="name of the model, as moeflux list shows it")
     made.add_argument("--yes", action="store_true", help="delete it without asking")
     return made
 

@@ -9,21 +9,42 @@ from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
 from .cli.serving import run
 
+DECODE_SHARE = 1 / 3
 POOL_SHARE = 0.75  # of the pool of experts that a context longer than the default leaves
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "serve",
-        "Serve a packed Mixture-of-Experts model to agents and chat apps by OpenAI's and Anthropic's APIs.",
+        "Serve Mixture-of-Experts models to agents and chat apps, with the APIs of OpenAI and Anthropic.",
     )
     add = made.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    add("--port", type=int, default=8080, help="port to listen at; 0: any that is free (%(default)s)")
-    add("--api-key-file", metavar="FILE", help="holds the key that requests must carry")
+    add("--port", type=int, default=8080, help="port to listen at; 0: any free port (%(default)s)")
+    add("--api-key-file", metavar="FILE", help="file with the key that clients must send")
     add("--no-key", action="store_true", help="let other machines in without a key")
-    add("--sessions", type=int, default=4, metavar="N", help="texts that are kept in memory, at most (%(default)s)")
-    add("--queue", type=int, default=64, metavar="N", help="requests that may wait, at most (%(default)s)")
+    add(
+        "--parallel",
+        type=int,
+        metavar="N",
+        help="maximum number of requests that are answered at a time; default: as many as fit in memory, and at most 8 "
+        "if experts are read from disk",
+    )
+    add(
+        "--decode-share",
+        type=float,
+        default=DECODE_SHARE,
+        metavar="SHARE",
+        help="share of the time for answers while a prompt is computed (%(default).2g)",
+    )
+    add("--sessions", type=int, default=4, metavar="N", help="maximum number of conversations in memory (%(default)s)")
+    add(
+        "--idle-minutes",
+        type=float,
+        metavar="MINUTES",
+        help="unload a model that nobody has used for this time; the next request loads it again",
+    )
+    add("--queue", type=int, default=64, metavar="N", help="maximum number of waiting requests (%(default)s)")
     add(
         "--cors-origin",
         action="append",
@@ -36,17 +57,23 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name under which the server may be asked for; may be repeated",
+        help="host name that clients may use for this server; may be repeated",
     )
     add(
         "--keep-agent-headers",
         action="store_true",
-        help="leave billing headers and token counters in prompts, where agents put them; each makes a prompt new",
+        help="keep the billing headers and token counters of agents in prompts; each one makes a prompt new",
     )
-    add("--quiet", action="store_true", help="print no line for each request")
-    add("--verbose", action="store_true", help="also print how prompts are cut and the time to load")
+    add(
+        "--allow-image-urls",
+        action="store_true",
+        help="fetch images of http:// and https:// URLs from public addresses; without it, clients must send them as "
+        "data: URLs",
+    )
+    add("--quiet", action="store_true", help="do not print a line for each request")
+    add("--verbose", action="store_true", help="also print the sizes of prompt pieces and the time to load")
     add_sampling_defaults(made)
-    add_model_options(made)
+    add_model_options(made, several=True)
     add_rank_options(made)
     add_prompt_cache_options(made, with_file=False)
     made.set_defaults(pool_share=POOL_SHARE, seed=None)
@@ -54,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where a request does not say; default: the model's generation_config.json")
+    group = parser.add_argument_group(
+        "sampling, if a request does not set it; default: the model's generation_config.json"
+    )
     add = group.add_argument
     add("--temp", type=float, help="sampling temperature; 0: most likely token")
     add("--top-p", type=float, help="keep the smallest set of tokens with this probability")
@@ -65,7 +94,9 @@ def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    return execute(together(run), parser().parse_args(argv))
+    options = parser().parse_args(argv)
+    options.model = options.models[0] if options.models else None  # which further ranks load
+    return execute(together(run), options)
 
 
 if __name__ == "__main__":

@@ -6,25 +6,46 @@ tensors.
 """
 
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigError
-from .families.fields import LARGEST, Fields
+from .families.fields import LARGEST, WIDEST_HEAD, Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
-from .kinds import SILU, Attention, Delta, Experts, GroupedQuery, Latent, LayerSpec, Mixer, unsupported
+from .kinds import (
+    SILU,
+    Attention,
+    Compressed,
+    Connections,
+    Delta,
+    Experts,
+    GroupedQuery,
+    HeadBlocks,
+    Indexer,
+    KeyBlocks,
+    Latent,
+    LayerSpec,
+    Mixer,
+    NGrams,
+    unsupported,
+)
 from .quant import EXPERTS, Quantization, of_packed
 
-WIDEST_HEAD, WIDEST_WINDOW = 1 << 16, 1 << 20  # far beyond any model's
+WIDEST_WINDOW = 1 << 20  # far beyond any model's
 
 
 @dataclass(frozen=True)
 class ModelArgs:
     """What one model is: a few sizes under their Hugging Face names, and its layers.
+
+    `draft_head` is the layer of the head that drafts, where one is loaded with the model. `embedding_scale` multiplies
+    embeddings. `is_tied`: logits are products with the embeddings' matrix. `logit_softcap`: no logit is further from
+    zero (`Router.softcap` says how); None: nothing limits them.
 
     The properties that have names of Hugging Face's fields are read from the layers; those about attention are the
     first attention layer's.
@@ -38,6 +59,15 @@ class ModelArgs:
     layers: tuple[LayerSpec, ...]
     quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...] = ()
+    draft_head: LayerSpec | None = None
+    embedding_scale: float = 1.0
+    is_tied: bool = False
+    logit_softcap: float | None = None
+
+    @property
+    def last_matrix(self) -> str:
+        """The module path of the matrix whose products are logits."""
+        return "model.embed_tokens" if self.is_tied else "lm_head"
 
     @property
     def num_hidden_layers(self) -> int:
@@ -47,6 +77,11 @@ class ModelArgs:
     def mixers(self) -> tuple[Mixer, ...]:
         """The token mixer of each layer."""
         return tuple(layer.mixer for layer in self.layers)
+
+    @cached_property
+    def mixer_counts(self) -> Mapping[Mixer, int]:
+        """Each kind of token mixer, and how many layers have it."""
+        return Counter(self.mixers)
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -63,6 +98,11 @@ class ModelArgs:
         part = self.layers[layer].feed_forward
         assert isinstance(part, Experts)
         return part
+
+    @property
+    def connections(self) -> Connections | None:
+        """Between the streams, the same in all layers; None: there is one stream."""
+        return self.layers[0].residual.connections
 
     @property
     def num_experts(self) -> int:
@@ -92,6 +132,44 @@ class ModelArgs:
     @property
     def head_dim(self) -> int:
         return self.attention.head_dim if self.attention else 0
+
+    @property
+    def kv_bits(self) -> int | None:
+        """To which caches round keys and values; None: they keep them as they are, or there are none."""
+        return next((mixer.kv_bits for mixer in self.mixers if isinstance(mixer, GroupedQuery)), None)
+
+    @property
+    def rounds_keys(self) -> bool:
+        """Whether a cache of some layer can round keys and values."""
+        return any(map(_rounds_keys, self.mixers))
+
+    def with_kv_bits(self, kv_bits: Literal[8] | None) -> "ModelArgs":
+        """The same model with keys and values kept in so many bits; None: as they are."""
+
+        def kept(mixer: Mixer) -> Mixer:
+            if isinstance(mixer, GroupedQuery) and _rounds_keys(mixer):
+                return replace(mixer, kv_bits=kv_bits)
+            return mixer
+
+        return replace(self, layers=tuple(replace(layer, mixer=kept(layer.mixer)) for layer in self.layers))
+
+    @property
+    def head(self) -> "ModelArgs | None":
+        """A draft head as a model of one layer, like the last one with attention but of one stream; None: none is known
+        of the family."""
+        if FAMILIES[self.model_type].head is None or not self.moe_layers:
+            return None
+        layers = [layer for layer in self.layers if isinstance(layer.mixer, Attention) and _has_own_choice(layer.mixer)]
+        alike = [layer for layer in layers if isinstance(layer.feed_forward, Experts)]
+        if not alike:
+            return None
+        return replace(self, layers=(replace(alike[-1], residual=replace(alike[-1].residual, connections=None)),))
+
+    @cached_property
+    def ngrams(self) -> Mapping[int, NGrams]:
+        """The n-grams of each layer that has some."""
+        parts = ((i, mixer.ngrams) for i, mixer in enumerate(self.mixers) if isinstance(mixer, Delta))
+        return {i: part for i, part in parts if part is not None}
 
     @cached_property
     def widths(self) -> frozenset[int]:
@@ -136,6 +214,11 @@ class ModelArgs:
         return cls.from_dict(read_json(directory("configs") / f"{name}.json"))
 
 
+def _has_own_choice(mixer: Attention) -> bool:
+    """Whether it needs no layer before it to choose the positions that it attends to."""
+    return not (isinstance(mixer, Latent) and mixer.indexer is not None and mixer.indexer.reuses)
+
+
 def family_name(config: Mapping[str, Any]) -> str:
     """The `model_type` that a config is read by: of its text part where that runs, else of the whole.
 
@@ -170,6 +253,8 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _check(args: ModelArgs) -> None:
     """What the fields must satisfy together."""
+    if len({layer.residual for layer in args.layers}) > 1:
+        raise ConfigError("layers differ in their residuals, which is not implemented")
     if not args.moe_layers:
         raise ConfigError(f"none of the {args.num_hidden_layers} layers has experts")
     for i, layer in enumerate(args.layers):
@@ -185,10 +270,14 @@ def _check(args: ModelArgs) -> None:
 def _check_mixer(mixer: Mixer) -> None:
     match mixer:
         case Delta():
+            if mixer.ngrams is not None:
+                _check_ngrams(mixer.ngrams)
             if mixer.value_heads % mixer.key_heads:
                 raise _not_multiple(
                     "linear_num_value_heads", mixer.value_heads, "linear_num_key_heads", mixer.key_heads
                 )
+            if mixer.channel_decay is not None:
+                _check_width("linear_num_heads * linear_head_dim", mixer.channel_decay.rank * mixer.key_heads)
             _check_width("linear attention", mixer.channels)
             _check_width("linear attention's convolution", mixer.channels * mixer.taps)
         case GroupedQuery():
@@ -202,12 +291,68 @@ def _check_mixer(mixer: Mixer) -> None:
             _check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
             if mixer.window is not None and not 1 <= mixer.window <= WIDEST_WINDOW:
                 raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
+            if mixer.blocks is not None:
+                _check_blocks(mixer, mixer.blocks)
         case Latent():
             _check_head(mixer)
             _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
             name = "num_attention_heads * (qk_nope_head_dim + v_head_dim)"
             _check_width(name, mixer.heads * (mixer.nope + mixer.value))
-            _check_width("kv_lora_rank + qk_rope_head_dim", mixer.latent + mixer.rotation.dims)
+            _check_width("kv_lora_rank + qk_rope_head_dim", mixer.latent + mixer.rotated)
+            indexer = mixer.blocks.indexer if mixer.blocks else mixer.indexer
+            if indexer is not None:
+                _check_indexer(mixer, indexer)
+            if mixer.blocks is not None and mixer.blocks.ratio > WIDEST_WINDOW:
+                raise ConfigError(f"index_kpool is {mixer.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
+        case Compressed():
+            _check_compressed(mixer)
+
+
+def _check_indexer(mixer: Latent, indexer: Indexer) -> None:
+    if mixer.q_latent is None:
+        raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
+    if not mixer.rotated <= indexer.dim <= WIDEST_HEAD:
+        raise ConfigError(f"index_head_dim is {indexer.dim}; expected an integer from {mixer.rotated} to {WIDEST_HEAD}")
+    _check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+
+
+def _check_blocks(mixer: GroupedQuery, blocks: KeyBlocks | HeadBlocks) -> None:
+    if isinstance(blocks, HeadBlocks) and blocks.indexer.heads != mixer.kv_heads:
+        heads = f"index_n_heads {blocks.indexer.heads} is not num_key_value_heads {mixer.kv_heads}"
+        raise ConfigError(f"{heads}, which is not implemented")
+    dims = mixer.rotation.dims if mixer.rotation else 1
+    if not dims <= blocks.indexer.dim <= WIDEST_HEAD:
+        raise ConfigError(
+            f"the indexer's head_dim is {blocks.indexer.dim}; expected an integer from {dims} to {WIDEST_HEAD}"
+        )
+    if blocks.ratio > WIDEST_WINDOW:
+        raise ConfigError(f"indexer_compress_ratio is {blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
+    _check_width("(indexer_n_heads + 1) * indexer_head_dim", (blocks.indexer.heads + 1) * blocks.indexer.dim)
+
+
+def _check_ngrams(ngrams: NGrams) -> None:
+    _check_width("hc_count * hidden_size", ngrams.channels)
+    _check_width("ple_embed_dim", ngrams.embedded)
+
+
+def _check_compressed(mixer: Compressed) -> None:
+    _check_head(mixer)
+    if mixer.heads % mixer.groups:
+        raise _not_multiple("num_attention_heads", mixer.heads, "o_groups", mixer.groups)
+    if not 1 <= mixer.window <= WIDEST_WINDOW:
+        raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
+    _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
+    _check_width("o_groups * o_lora_rank", mixer.groups * mixer.group_latent)
+    indexer = mixer.compressor and mixer.compressor.indexer
+    if indexer:
+        _check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+        if not mixer.rotation.dims <= indexer.dim <= WIDEST_HEAD:
+            least = f"an integer from {mixer.rotation.dims} to {WIDEST_HEAD}"
+            raise ConfigError(f"index_head_dim is {indexer.dim}; expected {least}")
+
+
+def _rounds_keys(mixer: Mixer) -> bool:
+    return isinstance(mixer, GroupedQuery) and mixer.blocks is None
 
 
 def _check_head(mixer: Attention) -> None:
@@ -219,9 +364,10 @@ def _check_head(mixer: Attention) -> None:
 
 
 def _plain(experts: Experts) -> Experts:
-    """Without what layers may differ in: the limits of activations."""
+    """Without what layers may differ in: the limits of activations, and whether experts stand in a table."""
     shared = experts.shared and replace(experts.shared, activation=SILU)
-    return replace(experts, activation=SILU, shared=shared)
+    router = replace(experts.router, table=None, correction_bias=False)
+    return replace(experts, activation=SILU, shared=shared, router=router)
 
 
 def _check_experts(experts: Experts, hidden_size: int) -> None:

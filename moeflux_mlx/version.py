@@ -23,5 +23,5 @@ def commit() -> str | None:
 
 def described() -> str:
     """The version, with its commit where that is known."""
-    found = commit()
-    return VERSION if found is None else f"{VERSION} ({found})"
+    built_from = commit()
+    return VERSION if built_from is None else f"{VERSION} ({built_from})"

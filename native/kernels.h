@@ -312,34 +312,7 @@ static TARGET void FN(rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff
     kernels[m->kind == F32][n - 1](m, r0, r1, x, y);
 }
 
-/* ---- every other form ---------------------------------------------------------------------------------
- *
- * A block is as many codes as fill whole words: BLOCK_CODES(bits) of them in BLOCK_WORDS(bits). A vector takes one
- * word of W blocks, a lane each. As above, a code is used where it stands in its word and its activation is divided by
- * that power of two; one that crosses into the next word, or ends at the highest bit, is shifted down instead. E2M1
- * codes first become bytes of twice their value plus 16, which a multiple of the activations' sum takes off again.
- */
-
-/* What is used where it stands: the bits below code j in its word, or 0 where it is shifted down. */
-#define CODE_AT(bits, j) ((j) * (bits) % 32 + (bits) < 32 ? (j) * (bits) % 32 : 0)
-/* Byte of a word where E2M1 code j of a block stands, of those with even or odd j. */
-#define MX_AT(j) (8 * ((j) / 2))
-
-static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) {
-    const ptrdiff_t codes = m->is_mx ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
-    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + 1) * W) {
-        memset(out, 0, (size_t)((codes + 1) * W) * sizeof *out);
-        for (ptrdiff_t lane = 0; lane < W && b0 + lane < blocks; lane++) {
-            const float *e = x + codes * (b0 + lane);
-            float sum = 0;
-            for (ptrdiff_t j = 0; j < codes; j++) {
-                out[j * W + lane] = ldexpf(e[j], -(int)(m->is_mx ? MX_AT(j) : CODE_AT(m->bits, j)));
-                sum += e[j];
-            }
-            out[codes * W + lane] = sum;
-        }
-    }
-}
+/* ---- scales and biases ---------------------------------------------------------------------------------- */
 
 /* Float16 bits to float. */
 INLINE vf FN(half)(vu bits) {
@@ -353,22 +326,29 @@ INLINE vf FN(decoded)(vu bits, const Kind kind) {
     if (kind == BF16) return (vf)(bits << 16);
     if (kind == F16) return FN(half)(bits);
     if (kind == E8M0) return (vf)(bits << 23 | ((vu)(bits == 0) & 0x00400000u));
+    if (kind == E4M3_SCALE) return FN(half)((bits & 0x80) << 8 | (bits & 0x7F) << 7) * 256.0f;
     return (vf)bits;
 }
 
 INLINE uint32_t FN(bits_of)(const void *table, ptrdiff_t i, const int kind) {
     if (kind == F32) return ((const uint32_t *)table)[i];
-    return kind == E8M0 ? ((const uint8_t *)table)[i] : ((const uint16_t *)table)[i];
+    return kind >= E8M0 ? ((const uint8_t *)table)[i] : ((const uint16_t *)table)[i];
 }
 
 /* `n` scales or biases as floats, then zeros for lanes beyond the row: what they multiply is zero too. */
 INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Kind kind, float *out) {
     typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
+    typedef uint8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
     ptrdiff_t i = 0;
     if (kind == BF16 || kind == F16)
         for (; i + W <= n; i += W) {
             vu bits = __builtin_convertvector(*(const vh *)((const uint16_t *)table + first + i), vu);
             *(vf *)(out + i) = kind == BF16 ? FN(decoded)(bits, BF16) : FN(decoded)(bits, F16);
+        }
+    else if (kind >= E8M0)
+        for (; i + W <= n; i += W) {
+            vu bits = __builtin_convertvector(*(const vb *)((const uint8_t *)table + first + i), vu);
+            *(vf *)(out + i) = kind == E8M0 ? FN(decoded)(bits, E8M0) : FN(decoded)(bits, E4M3_SCALE);
         }
     for (; i < n; i++) out[i] = FN(decoded)((vu){0} + FN(bits_of)(table, first + i, kind), kind)[0];
     *(vf *)(out + n) = (vf){0};
@@ -385,6 +365,127 @@ static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind 
     }
 }
 
+/* ---- E4M3 codes ---------------------------------------------------------------------------------------
+ *
+ * Four vectors hold 4 W codes, in the order in which they unpack: with halves of 16 bits those of the even bytes, then
+ * those of the odd ones. A code laid over a half's bits is 2^-8 of its value, small ones included; activations are
+ * 2^8 of theirs.
+ */
+#if W == 4
+INLINE void FN(e4m3)(const uint8_t *from, vf *out) {
+    const vi words = *(const vi *)from;
+    UNROLL for (int j = 0; j < 4; j++) /* the sign goes to where it stands in a float, the rest to where 2^-120 of it does */
+        out[j] = (vf)((words << (24 - 8 * j) >> 4) & (int32_t)0x87F00000) * 0x1p112f;
+}
+
+static inline ptrdiff_t FN(e4m3_column)(int n, ptrdiff_t lane) { return 4 * lane + n; }
+#else
+INLINE void FN(e4m3)(const uint8_t *from, vf *out) {
+#if W == 16
+    const __m512i v = _mm512_loadu_si512(from), kept = _mm512_set1_epi16((short)0xBF80);
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+        const __m512i h = _mm512_and_si512(_mm512_srai_epi16(odd ? v : _mm512_slli_epi16(v, 8), 1), kept);
+        out[2 * odd] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(h));
+        out[2 * odd + 1] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1));
+    }
+#else
+    const __m256i v = _mm256_loadu_si256((const __m256i *)from), kept = _mm256_set1_epi16((short)0xBF80);
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+        const __m256i h = _mm256_and_si256(_mm256_srai_epi16(odd ? v : _mm256_slli_epi16(v, 8), 1), kept);
+        out[2 * odd] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(h));
+        out[2 * odd + 1] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1));
+    }
+#endif
+}
+
+/* Of code `lane` of vector n. */
+static inline ptrdiff_t FN(e4m3_column)(int n, ptrdiff_t lane) { return 2 * (n % 2 * W + lane) + n / 2; }
+#endif
+
+static TARGET void FN(pack_e4m3)(const Matrix *m, const float *x, float *out) {
+    for (ptrdiff_t c = 0; c < m->in; c += 4 * W)
+        for (int n = 0; n < 4; n++)
+            for (ptrdiff_t lane = 0; lane < W; lane++) *out++ = x[c + FN(e4m3_column)(n, lane)] * 256.0f;
+}
+
+/* Rows r..r+R-1 (those below r1) against T activations. With 16 lanes vectors 0 and 2 are one group, 1 and 3 the next. */
+INLINE void FN(e4m3_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
+                          float *const *y, const int R, const int T) {
+    enum { TABLE = 128, EACH = 4 * W };
+    float scales[4][TABLE + W];
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->in)), first[4];
+    const char *soon = (const char *)soon_of(m, ahead, r1);
+    const uint8_t *w[4];
+    vf acc[8];
+    UNROLL for (int i = 0; i < R; i++) {
+        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
+        w[i] = (const uint8_t *)(m->w + row * m->words), first[i] = row * m->groups;
+        fetch_tables(m, ahead + i, r1);
+    }
+    UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
+    for (ptrdiff_t c = 0; c < m->in; c += EACH) {
+        const ptrdiff_t group = c / 32, local = group % TABLE;
+        if (local == 0 && c % 32 == 0)
+            UNROLL for (int i = 0; i < R; i++)
+                FN(decode)(m->s, first[i] + group, least(TABLE, m->groups - group), m->kind, scales[i]);
+        UNROLL for (int i = 0; i < R; i++) {
+            vf q[4];
+            for (int n = 0; n < EACH; n += 64) __builtin_prefetch(soon + i * m->in + c + n);
+            FN(e4m3)(w[i] + c, q);
+            const vf low = FN(splat)(scales[i][local]), high = FN(splat)(scales[i][local + W / 16]);
+            UNROLL for (int t = 0; t < T; t++) {
+                const vf *v = (const vf *)(x[t] + c);
+                acc[i * T + t] = acc[i * T + t] + (q[0] * v[0] + q[2] * v[2]) * low;
+                acc[i * T + t] = acc[i * T + t] + (q[1] * v[1] + q[3] * v[3]) * high;
+            }
+        }
+    }
+    FN(store)(acc, r0, r, r1, y, R, T);
+}
+
+#define E4M3_ROWS(R, T)                                                                                       \
+    static __attribute__((noinline)) TARGET void FN(e4m3_##T)(                                                \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r += R) FN(e4m3_rows)(m, r0, r, r1, x, y, R, T);                       \
+    }
+E4M3_ROWS(4, 1)
+E4M3_ROWS(2, 2)
+E4M3_ROWS(2, 4)
+#undef E4M3_ROWS
+
+/* ---- every other form but E4M3 codes -------------------------------------------------------------
+ *
+ * A block is as many codes as fill whole words: BLOCK_CODES(bits) of them in BLOCK_WORDS(bits). A vector takes one
+ * word of W blocks, a lane each. As above, a code is used where it stands in its word and its activation is divided by
+ * that power of two; one that crosses into the next word, or ends at the highest bit, is shifted down instead. E2M1
+ * codes first become bytes of twice their value plus 16, which a multiple of the activations' sum takes off again.
+ */
+
+/* What is used where it stands: the bits below code j in its word, or 0 where it is shifted down. */
+#define CODE_AT(bits, j) ((j) * (bits) % 32 + (bits) < 32 ? (j) * (bits) % 32 : 0)
+/* Byte of a word where E2M1 code j of a block stands, of those with even or odd j. */
+#define MX_AT(j) (8 * ((j) / 2))
+
+static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) {
+    if (m->codes == E4M3) {
+        FN(pack_e4m3)(m, x, out);
+        return;
+    }
+    const ptrdiff_t codes = m->codes == E2M1 ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
+    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + 1) * W) {
+        memset(out, 0, (size_t)((codes + 1) * W) * sizeof *out);
+        for (ptrdiff_t lane = 0; lane < W && b0 + lane < blocks; lane++) {
+            const float *e = x + codes * (b0 + lane);
+            float sum = 0;
+            for (ptrdiff_t j = 0; j < codes; j++) {
+                out[j * W + lane] = ldexpf(e[j], -(int)(m->codes == E2M1 ? MX_AT(j) : CODE_AT(m->bits, j)));
+                sum += e[j];
+            }
+            out[codes * W + lane] = sum;
+        }
+    }
+}
+
 /* Those of W blocks from values that FN(decode) made; lane i takes the one at from[i]. */
 INLINE vf FN(of_blocks)(const float *values, vi from) {
 #if W > 4
@@ -395,8 +496,8 @@ INLINE vf FN(of_blocks)(const float *values, vi from) {
 }
 
 /* Code j of each block, times 2^CODE_AT. */
-INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_mx) {
-    if (is_mx) return __builtin_convertvector((vi)(words[j % 2] & (31u << MX_AT(j))), vf);
+INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_e2m1) {
+    if (is_e2m1) return __builtin_convertvector((vi)(words[j % 2] & (31u << MX_AT(j))), vf);
     const int k = j * bits / 32, at = j * bits % 32;
     const uint32_t mask = (1u << bits) - 1;
     vu found;
@@ -475,6 +576,7 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
         for (ptrdiff_t r = r0; r < r1; r += R) FN(block_rows)(m, r0, r, r1, x, y, R, T, BITS, MX);            \
     }
 #define EVERY(BITS, MX) BLOCKS(4, 1, BITS, MX) BLOCKS(2, 2, BITS, MX) BLOCKS(2, 4, BITS, MX)
+EVERY(1, 0)
 EVERY(2, 0)
 EVERY(3, 0)
 EVERY(4, 0)
@@ -492,10 +594,11 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
     typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
 #define THREE(BITS, MX) {FN(blocks_1_##BITS##_##MX), FN(blocks_2_##BITS##_##MX), FN(blocks_4_##BITS##_##MX)}
     static Rows *const mx[3] = THREE(4, 1);
-    static Rows *const affine[9][3] = {[2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0),
+    static Rows *const affine[9][3] = {[1] = THREE(1, 0), [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0),
                                        [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
 #undef THREE
-    Rows *const *kernels = m->is_mx ? mx : affine[m->bits];
+    static Rows *const e4m3[3] = {FN(e4m3_1), FN(e4m3_2), FN(e4m3_4)};
+    Rows *const *kernels = m->codes == E4M3 ? e4m3 : m->codes == E2M1 ? mx : affine[m->bits];
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;
@@ -511,9 +614,16 @@ INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, 
     for (ptrdiff_t c = r0 * m->in; c < r1 * m->in; c += 8, from += BITS, out += 8) {
         uint64_t bits = 0;
         memcpy(&bits, from, BITS);
-        const float s = FN(decoded)((vu){0} + FN(bits_of)(m->s, c / m->group, m->kind), m->kind)[0];
-        if (m->is_mx) {
+        const float s = FN(decoded)((vu){0} + FN(bits_of)(m->s, c / m->group, m->kind), m->kind)[0] * m->factor;
+        if (m->codes == E2M1) {
             for (int j = 0; j < 8; j++) out[j] = e2m1[bits >> (4 * j) & 15] * s;
+            continue;
+        }
+        if (m->codes == E4M3) {
+            for (int j = 0; j < 8; j++) {
+                const uint32_t code = bits >> (8 * j) & 255;
+                out[j] = FN(half)((vu){0} + ((code & 0x80) << 8 | (code & 0x7F) << 7))[0] * 256.0f * s;
+            }
             continue;
         }
         const float b = FN(decoded)((vu){0} + FN(bits_of)(m->b, c / m->group, m->kind), m->kind)[0];
@@ -523,6 +633,7 @@ INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, 
 
 static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
     switch (m->bits) {
+        case 1: FN(unpack)(m, r0, r1, out, 1); break;
         case 2: FN(unpack)(m, r0, r1, out, 2); break;
         case 3: FN(unpack)(m, r0, r1, out, 3); break;
         case 4: FN(unpack)(m, r0, r1, out, 4); break;
@@ -610,39 +721,65 @@ INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, 
     }
 }
 
+/* n <= CACHE_AHEAD rows as values: where they lie, or in `room`, which has as many floats. */
+INLINE const float *FN(row_values)(const char *rows, ptrdiff_t n, const RowForm *form, float *room) {
+    if (!form->group) return (const float *)rows;
+    for (ptrdiff_t i = 0; i < n; i++) {
+        const uint8_t *codes = (const uint8_t *)rows + i * form->stride;
+        const float *scales = (const float *)(codes + form->width);
+        for (ptrdiff_t c = 0; c < form->stride; c += 64) __builtin_prefetch(codes + CACHE_AHEAD * form->stride + c);
+        for (ptrdiff_t c = 0; c < form->width; c += form->group)
+            for (ptrdiff_t j = c; j < c + form->group; j++)
+                room[i * form->width + j] = ((float)codes[j] - 128.0f) * scales[c / form->group];
+    }
+    return room;
+}
+
 /* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. What is seen may lie
- * in three places, in order: the bits are those of one. sinks: a logit for each head, or NULL. */
-static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, ptrdiff_t dk, ptrdiff_t dv,
-                              float scale, const float *sinks, float *scores, ptrdiff_t pad, float *out) {
+ * in three places, in order: the bits are those of one. sinks: a logit for each head, or NULL. room: for CACHE_AHEAD rows
+ * of values, of either kind, if they are codes. */
+static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, const RowForm *keys,
+                              const RowForm *values, float scale, const float *sinks, float *scores, ptrdiff_t pad,
+                              float *room, float *out) {
+    const ptrdiff_t dk = keys->width, dv = values->width;
     const ptrdiff_t at[3] = {0, seen[0].n, seen[0].n + seen[1].n}, n = at[2] + seen[2].n;
     for (int s = 0; s < 3; s++) {
         float *to = scores + at[s];
         for (ptrdiff_t i = 0; i < seen[s].n; i++) {
-            const float *k = seen[s].k + i * dk;
+            const float *k = FN(row_values)(seen[s].k + i * keys->stride, 1, keys, room);
             for (ptrdiff_t c = 0; c < dk; c += 16) __builtin_prefetch(k + CACHE_AHEAD * dk + c);
             for (ptrdiff_t g = 0; g < heads; g++) to[g * pad + i] = FN(dot)(q + g * dk, k, dk) * scale;
         }
     }
     for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n, sinks ? sinks + g : NULL);
     memset(out, 0, (size_t)(heads * dv) * sizeof *out);
-    for (int s = 0; s < 3; s++)
-        for (ptrdiff_t g = 0; g < heads;) {
-            const float *p = scores + g * pad + at[s];
-            ptrdiff_t left = heads - g;
-            if (left >= 8) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 8), g += 8;
-            else if (left >= 4) FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 4), g += 4;
-            else FN(mix)(p, pad, seen[s].v, seen[s].n, dv, out + g * dv, 1), g += 1;
+    for (int s = 0; s < 3; s++) {
+        /* Codes become values a few rows at a time; so many are summed at once anyway. */
+        const ptrdiff_t step = values->group ? CACHE_AHEAD : seen[s].n;
+        for (ptrdiff_t i = 0; i < seen[s].n; i += step) {
+            const ptrdiff_t n = least(step, seen[s].n - i);
+            const float *v = FN(row_values)(seen[s].v + i * values->stride, n, values, room);
+            for (ptrdiff_t g = 0; g < heads;) {
+                const float *p = scores + g * pad + at[s] + i;
+                ptrdiff_t left = heads - g;
+                if (left >= 8) FN(mix)(p, pad, v, n, dv, out + g * dv, 8), g += 8;
+                else if (left >= 4) FN(mix)(p, pad, v, n, dv, out + g * dv, 4), g += 4;
+                else FN(mix)(p, pad, v, n, dv, out + g * dv, 1), g += 1;
+            }
         }
+    }
 }
 
-/* One token of the gated delta rule for one value head: state [dv, dk] becomes `next`, which may be the same. */
-static TARGET void FN(delta)(const float *state, float *next, const float *q, const float *k, const float *v, float decay, float beta,
-                             float *out, ptrdiff_t dv, ptrdiff_t dk) {
+/* One token of the gated delta rule for one value head: state [dv, dk] becomes `next`, which may be the same. Columns
+ * decay by the first of `decay`, or with `each` by one of [dk]. */
+static TARGET void FN(delta)(const float *state, float *next, const float *q, const float *k, const float *v,
+                             const float *decay, int each, float beta, float *out, ptrdiff_t dv, ptrdiff_t dk) {
+    vf alike = (vf){0} + decay[0];
     for (ptrdiff_t i = 0; i < dv; i++) {
         float *row = next + i * dk;
         vf memory = {0}, read = {0};
         for (ptrdiff_t c = 0; c < dk; c += W) {
-            vf s = *(const vf *)(state + i * dk + c) * decay;
+            vf s = *(const vf *)(state + i * dk + c) * (each ? *(const vf *)(decay + c) : alike);
             *(vf *)(row + c) = s;
             memory += s * *(const vf *)(k + c);
         }

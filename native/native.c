@@ -29,9 +29,10 @@
 #define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
 #define DENSE_BATCH 64    /* rows of x multiplied by one row of a dense matrix */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
-#define BLOCK_FROM 4      /* rounded rows of x from which blocks of eight, though not filled, beat a row at a time */
+#define BLOCK_FROM 6      /* rounded rows of x from which blocks of eight, though not filled, beat four at a time */
 #define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
 #define MAX_ARGS 12
+#define GLOBAL_UNIT (1.0f / 2688) /* MLX's: a global scale is 448 * 6 times what multiplies the scales */
 #define MOST_EXPERTS 4096 /* whose scores are on the stack */
 
 /* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
@@ -45,7 +46,7 @@ static const Path *path; /* that the operations take */
 
 /* ---- arguments ---------------------------------------------------------------------------- */
 
-typedef enum { FLOATS, WORDS, INTEGERS, SCALES } Wanted;
+typedef enum { FLOATS, WORDS, INTEGERS, SCALES, ROWS } Wanted;
 
 typedef struct {
     Py_buffer view[MAX_ARGS];
@@ -56,7 +57,7 @@ static int matches(Wanted wanted, const Py_buffer *view) {
     const char *f = view->format ? view->format : "B";
     if (*f == '@' || *f == '=' || *f == '<') f++;
     if (wanted == SCALES && view->itemsize == 2) return !strcmp(f, "H") || !strcmp(f, "bfloat16") || !strcmp(f, "e");
-    if (wanted == SCALES && view->itemsize == 1) return !strcmp(f, "B");
+    if ((wanted == SCALES || wanted == ROWS) && view->itemsize == 1) return !strcmp(f, "B");
     if (view->itemsize != 4) return 0;
     if (wanted == WORDS) return !strcmp(f, "I") || !strcmp(f, "L");
     if (wanted == INTEGERS) return !strcmp(f, "i") || !strcmp(f, "l");
@@ -66,7 +67,8 @@ static int matches(Wanted wanted, const Py_buffer *view) {
 /* Borrow a buffer until args_done; NULL with an exception if it is not what the operation needs. */
 static Py_buffer *take(Args *args, PyObject *object, const char *name, Wanted kind, int ndim, int writable) {
     static const char *const wanted[] = {"float32", "uint32", "int32",
-                                         "bfloat16, uint16 (bfloat16 bits), float16, float32 or uint8"};
+                                         "bfloat16, uint16 (bfloat16 bits), float16, float32 or uint8",
+                                         "float32 or uint8"};
     Py_buffer *view = &args->view[args->n];
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)))
         return NULL;
@@ -139,24 +141,26 @@ static int arity(Py_ssize_t got, Py_ssize_t want) {
 static Kind kind_of(const Py_buffer *view) {
     const char *f = view->format ? view->format : "B";
     if (view->itemsize == 4) return F32;
-    if (view->itemsize == 1) return E8M0;
+    if (view->itemsize == 1) return E8M0; /* or E4M3_SCALE, as the group's size tells */
     return f[strlen(f) - 1] == 'e' ? F16 : BF16;
 }
 
 /* A matrix of codes with rows of `in` values; 0 with an exception if no kernel reads such a form. */
 static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Kind kind, int has_biases) {
-    int is_mx = kind == E8M0 && !has_biases && bits == 4 && group == 32;
-    int is_affine = kind != E8M0 && has_biases && bits > 1 && bits < 9 && bits != 7 &&
+    if (kind >= E8M0) kind = group == 16 ? E4M3_SCALE : E8M0;
+    int is_float = kind >= E8M0 && !has_biases && ((bits == 4 && group == 16) || (group == 32 && (bits == 4 || bits == 8)));
+    int is_affine = kind < E8M0 && has_biases && bits > 0 && bits < 9 && bits != 7 &&
                     (group == 32 || group == 64 || group == 128);
-    if (!is_mx && !is_affine) {
+    if (!is_float && !is_affine) {
         PyErr_Format(PyExc_ValueError, "%zd bits in groups of %zd %s: no kernel reads that form", bits, group,
                      has_biases ? "with biases" : "without biases");
         return 0;
     }
     if (!multiple("row length", in, 64) || !multiple("row length", in, group)) return 0;
     *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .groups = in / group,
-                  .bits = (int)bits, .kind = kind, .is_mx = is_mx};
-    m->is_plain = !is_mx && bits == 4 && group == 64 && kind != F16;
+                  .bits = (int)bits, .kind = kind, .codes = is_affine ? INTEGER : bits == 4 ? E2M1 : E4M3,
+                  .factor = 1};
+    m->is_plain = is_affine && bits == 4 && group == 64 && kind != F16;
     return 1;
 }
 
@@ -185,7 +189,8 @@ static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matri
     Py_buffer *w = take(args, object[0], "w", FLOATS, 2, 0);
     if (!w || !multiple("row length", in, 16) || !dim(w, "w", 1, in)) return 0;
     *rows = w->shape[0];
-    *m = (Matrix){.w = w->buf, .in = in, .rows = *rows, .words = in, .group = in, .groups = 1, .bits = 32, .kind = F32};
+    *m = (Matrix){.w = w->buf, .in = in, .rows = *rows, .words = in, .group = in, .groups = 1, .bits = 32, .kind = F32,
+                  .factor = 1};
     return 1;
 }
 
@@ -206,8 +211,8 @@ static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch
     return chunk < 8 ? 8 : chunk > MAX_CHUNK_ROWS ? MAX_CHUNK_ROWS : chunk;
 }
 
-/* How rows of x meet a matrix: in floats, alone, or rounded, one after the other or in blocks. */
-typedef enum { FLOATING, ALONE, ROUNDED, BLOCKS } Way;
+/* How rows of x meet a matrix: in floats, by the kernel of a step, or rounded, a few at a time or in blocks. */
+typedef enum { FLOATING, STEP, ROUNDED, BLOCKS } Way;
 
 /* Planes of activations that are rounded to so many bits before they meet `m`; 0: they are not. */
 static int planes_of(const Path *p, const Matrix *m, int bits) {
@@ -218,7 +223,8 @@ static int planes_of(const Path *p, const Matrix *m, int bits) {
 static ptrdiff_t packed_words(const Path *p, const Matrix *m, int planes) {
     if (planes) return m->in / 4 * planes + 2 * rounded_groups(m);
     if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
-    ptrdiff_t codes = m->is_mx || m->is_plain ? 8 : BLOCK_CODES(m->bits);
+    if (m->codes == E4M3) return m->in;
+    ptrdiff_t codes = m->codes == E2M1 || m->is_plain ? 8 : BLOCK_CODES(m->bits);
     return chunks_of(m->in / codes, p->width) * (codes + 1) * p->width;
 }
 
@@ -227,7 +233,7 @@ typedef struct {
     const Matrix *m;
     const float *x;
     float *packed;
-    int single; /* each row will meet its matrix alone, and has its own kernel */
+    int step; /* for the kernel of a step */
     int planes;
 } Pack;
 
@@ -238,7 +244,7 @@ static void pack_job(void *ctx, ptrdiff_t row, int member) {
     (void)member;
     if (c->planes) c->path->rounded->pack(c->m, x, c->planes, (uint32_t *)out);
     else if (!c->m->is_plain) c->path->pack_blocks(c->m, x, out);
-    else (c->single ? c->path->single_pack : c->path->pack)(x, out, c->m->in);
+    else (c->step ? c->path->step_pack : c->path->pack)(x, out, c->m->in);
 }
 
 /* Packed rows on their way into blocks of eight. */
@@ -285,8 +291,8 @@ static int make_blocks(ptrdiff_t sets, const ptrdiff_t *first, const float **x, 
     return ok;
 }
 
-static Way way_of(int planes, int single, ptrdiff_t rows) {
-    return planes ? rows >= BLOCK_FROM ? BLOCKS : ROUNDED : single ? ALONE : FLOATING;
+static Way way_of(int planes, int step, ptrdiff_t rows) {
+    return planes ? rows >= BLOCK_FROM ? BLOCKS : ROUNDED : step ? STEP : FLOATING;
 }
 
 /* Bytes in which one thread unpacks rows of `m` for blocks, where `rows` of x make any. */
@@ -302,28 +308,29 @@ typedef struct {
     ptrdiff_t rows, chunk, batch;
     const float **x;
     float **y; /* start of each output row */
-    int single, planes;
+    int step, planes;
     char *room; /* of each thread */
     const float *norm, *residual; /* [in] and [batch, rows], or NULL */
     float eps, *out;
 } Product;
 
-/* How many of `left` rows of x go through a matrix together: floats up to 4, but 5 as 3 and 2, as 1 is slow. */
+/* How many of `left` rows of x go through a matrix together: up to 4, but in floats 5 as 3 and 2, as 1 is slow. */
 static ptrdiff_t share(Way way, ptrdiff_t left) {
-    if (way == ROUNDED || way == ALONE) return 1;
     if (way == BLOCKS) return least(TOGETHER, left);
-    return left == 5 ? 3 : least(4, left);
+    return left == 5 && way == FLOATING ? 3 : least(4, left);
 }
 
 /* Rows r0..r1 of m times n packed rows of x. */
 static void multiply(const Path *path, Way way, int planes, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
                      const float *const *x, void *room, float *const *y) {
-    if (way == ROUNDED) path->rounded->rows[form_of(m)][planes - 1](m, r0, r1, (const uint32_t *)x[0], y[0]);
+    if (way == ROUNDED) path->rounded->rows[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, y);
     else if (way == BLOCKS)
         path->rounded->tiles[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, room, y);
     else if (!m->is_plain) path->rows_of_blocks(m, r0, r1, n, x, y);
-    else if (way == ALONE) path->single_rows(m, r0, r1, x[0], y[0]);
+    else if (way == STEP) path->step_rows(m, r0, r1, n, x, y);
     else path->rows(m, r0, r1, n, x, y);
+    for (ptrdiff_t t = 0; m->factor != 1 && t < n; t++)
+        for (ptrdiff_t r = 0; r < r1 - r0; r++) y[t][r] *= m->factor;
 }
 
 /* Adds the residual to columns r0..r1 of the result. */
@@ -335,7 +342,7 @@ static void add_residual(const Product *c, ptrdiff_t r0, ptrdiff_t r1) {
 static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
-    const Way way = way_of(c->planes, c->single, c->batch);
+    const Way way = way_of(c->planes, c->step, c->batch);
     void *room = c->room + member * room_of(&c->m, c->planes, c->batch);
     for (ptrdiff_t t = 0, n; t < c->batch; t += n) {
         float *y[TOGETHER];
@@ -391,7 +398,7 @@ static int multiply_rows(Product *c, const float *x) {
     if (ok) {
         for (ptrdiff_t t = 0; t < c->batch; t++)
             c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
-        if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->single, c->planes}, c->batch);
+        if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->step, c->planes}, c->batch);
         ok = !c->planes || make_blocks(1, ends, c->x, size, &blocks);
     }
     if (ok) team_run(is_packed ? product_job : dense_job, c, chunks_of(c->rows, c->chunk));
@@ -418,11 +425,11 @@ static int take_bits(PyObject *object) {
     return 0;
 }
 
-/* Whether each row meets its matrix as it does alone, by the kernel of single rows if there is one; 0 with an
+/* Whether each row has the bits that it has alone, by the kernel of a step if there is one; 0 with an
  * exception. */
-static int take_alone(PyObject *object, const Path *p, int *single) {
+static int take_alone(PyObject *object, const Path *p, int *step) {
     const int alone = PyObject_IsTrue(object);
-    *single = alone > 0 && p->single_rows;
+    *step = alone > 0 && p->step_rows;
     return alone >= 0;
 }
 
@@ -432,7 +439,7 @@ static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
     int bits = arity(n, 12) ? take_bits(a[6]) : 0;
-    if (!bits || !take_alone(a[10], path, &c.single)) return NULL;
+    if (!bits || !take_alone(a[10], path, &c.step)) return NULL;
     c.eps = (float)PyFloat_AsDouble(a[8]);
     if (PyErr_Occurred()) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0), *norm = NULL, *residual = NULL;
@@ -503,7 +510,7 @@ typedef struct {
     const float **by_token;       /* the same rows in t * K + k order */
     const float *weight, *mid, *shared;
     float *out;
-    int single;                   /* each row meets its experts alone, and has its own kernel */
+    int step;                     /* the kernel of a step is used */
     int bits, planes;             /* of activations */
     char *room;                   /* of each thread */
 } Experts;
@@ -513,7 +520,8 @@ static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     const uint32_t *record = c->blob + slot * c->stride;
     const ptrdiff_t *at = c->place[which];
     Matrix m = c->form;
-    m.w = record + at[0], m.s = record + at[1], m.b = m.is_mx ? NULL : record + at[2];
+    m.w = record + at[0], m.s = record + at[1], m.b = m.codes ? NULL : record + at[2];
+    if (m.codes && at[2] >= 0) m.factor = *(const float *)(record + at[2]) * GLOBAL_UNIT;
     return m;
 }
 
@@ -551,7 +559,7 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
 
 static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
 
-/* Where `count` matrices lie in a record: a tuple of words to codes, scales and biases of each (no biases: any number),
+/* Where `count` matrices lie in a record: a tuple of words to codes, scales and biases of each, or to a global scale (neither: as to the scales),
  * then bits, group and a scale's Kind; words to what each product adds (-1: nothing), and its Kind. They must lie
  * inside. */
 static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in, Experts *c) {
@@ -566,18 +574,21 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
         if (number[i] == -1 && PyErr_Occurred()) return 0;
     }
     const Py_ssize_t *form = number + 3 * count, *bias = form + 3;
-    if (form[2] < BF16 || form[2] > E8M0) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
+    if (form[2] < BF16 || form[2] > E4M3_SCALE) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
     if (bias[count] < BF16 || bias[count] > F32) return PyErr_Format(PyExc_ValueError, "biases of kind %zd", bias[count]), 0;
     c->bias_kind = (Kind)bias[count];
-    if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] != E8M0)) return 0;
+    if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] < E8M0)) return 0;
     c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
     /* Divide first: rows * in of a hostile call may not fit. */
     int fits = rows <= c->stride / c->form.words;
     for (int i = 0; i < 3 * count; i++) {
         ptrdiff_t words = 0, at = number[i];
         if (fits) words = i % 3 ? chunks_of(rows * table_bytes(&c->form), 4) : rows * c->form.words;
-        if (i % 3 == 2 && c->form.is_mx) at = words = 0;
-        fits = fits && at >= 0 && at <= c->stride - words;
+        if (i % 3 == 2 && c->form.codes) {
+            words = 1, at = number[i] == number[i - 1] || c->form.kind == E8M0 ? -1 : at;
+            fits = fits && at >= -1;
+        } else fits = fits && at >= 0;
+        fits = fits && at <= c->stride - words;
         c->place[i / 3][i % 3] = at;
     }
     for (int i = 0; i < count; i++) {
@@ -634,7 +645,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
     float other[TOGETHER][MAX_CHUNK_ROWS];
-    const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
+    const Way way = way_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
     follow(&gate, &up, r0);
     if (r1 < c->inner) follow(&up, &gate, r1);
@@ -661,7 +672,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
 /* Packs `rows` rows of x, of which c->x holds the packed ones by pair, and calls `job` for each chunk. */
 static int run_experts(Experts *c, const float *x, float *packed, ptrdiff_t rows, Job *job, ptrdiff_t chunks) {
     uint32_t *blocks = NULL;
-    team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->single, c->planes}, rows);
+    team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->step, c->planes}, rows);
     c->room = scratch(MAX_TEAM * room_of(&c->form, c->planes, c->most));
     int ok = c->room != NULL;
     if (c->planes) ok = ok && make_blocks(c->groups, c->group, c->x, packed_words(c->path, &c->form, c->planes), &blocks);
@@ -702,7 +713,7 @@ static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.step)) return NULL;
     if (!take_activation(a[6], a[7], &c.activation, &c.limit)) return NULL;
     if ((c.interleaved = PyObject_IsTrue(a[8])) < 0) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
@@ -724,7 +735,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
     ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
-    const Way way = way_of(c->planes, c->single, c->group[g + 1] - c->group[g]);
+    const Way way = way_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
     const ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix down = projection(c, slot, 0);
     if (r1 == c->hidden && g + 1 < c->groups) {
@@ -782,7 +793,7 @@ static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_s
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.single)) return NULL;
+    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.step)) return NULL;
     Py_buffer *act = take(&args, a[0], "act", FLOATS, 3, 0);
     Py_buffer *weights = act ? take(&args, a[6], "weights", FLOATS, 2, 0) : NULL;
     Py_buffer *mid = weights ? take(&args, a[7], "mid", FLOATS, 2, 0) : NULL;
@@ -934,17 +945,19 @@ static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) 
 
 typedef struct {
     const Path *path;
-    const float *q, *k, *v;
-    const float *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; NULL: none */
+    const float *q;
+    const char *k, *v;
+    const char *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; NULL: none */
+    RowForm keys, values;
     const float *sinks;  /* [q_heads] or NULL */
     float *out, *scores;
     float scale;
-    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, window, dk, dv, pad, parts;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, window, pad, unit, parts;
 } Attention;
 
-static Seen seen_at(const Attention *c, const float *k, const float *v, ptrdiff_t rows, ptrdiff_t kv, ptrdiff_t first,
+static Seen seen_at(const Attention *c, const char *k, const char *v, ptrdiff_t rows, ptrdiff_t kv, ptrdiff_t first,
                     ptrdiff_t n) {
-    return (Seen){k + (kv * rows + first) * c->dk, v + (kv * rows + first) * c->dv, n};
+    return (Seen){k + (kv * rows + first) * c->keys.stride, v + (kv * rows + first) * c->values.stride, n};
 }
 
 static void attend_job(void *ctx, ptrdiff_t unit, int member) {
@@ -958,19 +971,22 @@ static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     Seen seen[3] = {seen_at(c, c->k, c->v, c->capacity, kv, slot, turn),
                     seen_at(c, c->k, c->v, c->capacity, kv, 0, kept - turn), {NULL, NULL, 0}};
     if (c->recent) {
-        const float *v = c->recent + c->kv_heads * c->room * c->dk;
+        const char *v = c->recent + c->kv_heads * c->room * c->keys.stride;
         seen[2] = seen_at(c, c->recent, v, c->room, kv, from - old, n - begun - (from - old));
     }
-    c->path->attend(c->q + row * c->dk, least(GQA_HEADS, group - first), seen, c->dk, c->dv, c->scale,
-                    c->sinks ? c->sinks + row % c->q_heads : NULL, c->scores + member * GQA_HEADS * c->pad, c->pad,
-                    c->out + row * c->dv);
+    float *scores = c->scores + member * c->unit;
+    c->path->attend(c->q + row * c->keys.width, least(GQA_HEADS, group - first), seen, &c->keys, &c->values, c->scale,
+                    c->sinks ? c->sinks + row % c->q_heads : NULL, scores, c->pad, scores + GQA_HEADS * c->pad,
+                    c->out + row * c->values.width);
 }
 
 static int run_attend(Attention *c) {
     c->pad = chunks_of(least(c->n, c->window), 16) * 16;
     c->parts = chunks_of(c->q_heads / c->kv_heads, GQA_HEADS);
+    const ptrdiff_t widest = c->keys.width > c->values.width ? c->keys.width : c->values.width;
+    c->unit = GQA_HEADS * c->pad + (c->keys.group ? CACHE_AHEAD * widest : 0);
     /* For the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
-    c->scores = scratch(MAX_TEAM * GQA_HEADS * c->pad * 4);
+    c->scores = scratch(MAX_TEAM * c->unit * 4);
     if (!c->scores) return 0;
     team_run(attend_job, c, c->tokens * c->kv_heads * c->parts);
     free(c->scores);
@@ -1009,7 +1025,8 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return args_done(&args, 0);
     }
     c.q = q->buf, c.k = k->buf, c.v = v->buf, c.out = out->buf, c.tokens = q->shape[0], c.q_heads = q->shape[1];
-    c.kv_heads = k->shape[0], c.capacity = k->shape[1], c.dk = q->shape[2], c.dv = v->shape[2];
+    c.kv_heads = k->shape[0], c.capacity = k->shape[1];
+    c.keys = (RowForm){q->shape[2], 4 * q->shape[2], 0}, c.values = (RowForm){v->shape[2], 4 * v->shape[2], 0};
     if (!limited(&c, sinks)) return args_done(&args, 0);
     int ok;
     Py_BEGIN_ALLOW_THREADS;
@@ -1033,18 +1050,46 @@ static void norm_and_turn(const Path *path, const Token *token, const float *wei
     path->rope(weight ? normed : x, token->cosine, token->sine, token->half, token->neighbours, out, width);
 }
 
+/* Values as a row of a cache; the formula is that of moeflux_mlx/ops/kv_rows.py. */
+static void keep_row(const float *x, const RowForm *form, char *row) {
+    if (!form->group) {
+        memcpy(row, x, (size_t)form->stride);
+        return;
+    }
+    uint8_t *codes = (uint8_t *)row;
+    float *scales = (float *)(row + form->width);
+    for (ptrdiff_t at = 0; at < form->width; at += form->group) {
+        float largest = 0, spoilt = 0; /* not a number where an x is none: so is then the scale */
+        for (ptrdiff_t j = at; j < at + form->group; j++) largest = fmaxf(largest, fabsf(x[j])), spoilt += 0.0f * x[j];
+        const float inverse = largest > KV_TINY ? 127.0f / largest : 0.0f;
+        for (ptrdiff_t j = at; j < at + form->group; j++) codes[j] = (uint8_t)fmaxf(rintf(x[j] * inverse) + 128.0f, 0.0f);
+        scales[at / form->group] = largest * (1.0f / 127.0f) + spoilt;
+    }
+}
+
+/* Whether `view` has rows of `width` values, and in which form; all caches of one call have the same. */
+static int row_form(const Py_buffer *view, const char *name, ptrdiff_t width, int coded, RowForm *form) {
+    ptrdiff_t group = 64;
+    while (width % group) group /= 2;
+    *form = coded ? (RowForm){width, width + 4 * (width / group), group} : (RowForm){width, 4 * width, 0};
+    if (view->itemsize == (coded ? 1 : 4)) return dim(view, name, 2, form->stride / view->itemsize);
+    PyErr_Format(PyExc_TypeError, "%s: items of %zd bytes, expected %d", name, view->itemsize, coded ? 1 : 4);
+    return 0;
+}
+
 /* The token's key and value become row `at` of `recent`, then its queries attend over all there are. */
-static int run_attend_step(Attention *c, const Token *token, float *recent, ptrdiff_t at) {
-    const ptrdiff_t width = c->dk;
-    float *values = recent + c->kv_heads * c->room * width;
-    float *q = scratch((c->q_heads + 1) * width * 4), *normed = q + c->q_heads * width;
+static int run_attend_step(Attention *c, const Token *token, char *recent, ptrdiff_t at) {
+    const ptrdiff_t width = c->keys.width;
+    char *values = recent + c->kv_heads * c->room * c->keys.stride;
+    float *q = scratch((c->q_heads + 2) * width * 4), *normed = q + c->q_heads * width, *turned = normed + width;
     if (!q) return 0;
     for (ptrdiff_t h = 0; h < c->q_heads; h++)
         norm_and_turn(c->path, token, token->q_norm, token->q + h * width, normed, q + h * width, width);
     for (ptrdiff_t h = 0; h < c->kv_heads; h++) {
         const ptrdiff_t row = h * c->room + at;
-        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, recent + row * width, width);
-        memcpy(values + row * c->dv, token->v + h * c->dv, (size_t)c->dv * 4);
+        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, turned, width);
+        keep_row(turned, &c->keys, recent + row * c->keys.stride);
+        keep_row(token->v + h * c->values.width, &c->values, values + row * c->values.stride);
     }
     c->q = q, c->recent = recent;
     int ok = run_attend(c);
@@ -1054,7 +1099,8 @@ static int run_attend_step(Attention *c, const Token *token, float *recent, ptrd
 
 /* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2], neighbours,
  * keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq] or [0],
- * out[Hq, Dv]). Norms may be [0], both or none. Position p < begun lies in row p % C of keys and values. */
+ * out[Hq, Dv]). Norms may be [0], both or none. Position p < begun lies in row p % C of keys and values. These and
+ * recent may all be bytes: then a row has the bytes of its form in place of Dk or Dv floats. */
 static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     static const char *const name[] = {"q", "k", "v", "q_norm", "k_norm", "cosine", "sine", "keys", "values", "recent",
                                        "sinks", "out"};
@@ -1068,17 +1114,20 @@ static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n
     c.scale = (float)PyFloat_AsDouble(a[14]), c.window = PyNumber_AsSsize_t(a[15], PyExc_ValueError);
     if (PyErr_Occurred()) return NULL;
     for (int i = 0; i < 12; i++)
-        if (!(b[i] = take(&args, a[place[i]], name[i], FLOATS, ndim[i], i == 9 || i == 11))) return args_done(&args, 0);
+        if (!(b[i] = take(&args, a[place[i]], name[i], i >= 7 && i <= 9 ? ROWS : FLOATS, ndim[i], i == 9 || i == 11)))
+            return args_done(&args, 0);
     const Py_ssize_t heads = b[1]->shape[0], width = b[1]->shape[1], wide = b[2]->shape[1], *keys = b[7]->shape;
-    const Py_ssize_t normed = b[3]->shape[0] ? width : 0, room = heads * (width + wide);
+    const Py_ssize_t normed = b[3]->shape[0] ? width : 0;
+    const int coded = b[9]->itemsize == 1;
     if (!multiple("Dk", width, 16) || !multiple("Dv", wide, 16) || !multiple("k: heads", heads, 1) ||
         !multiple("q: heads", b[0]->shape[0], heads) || !dim(b[0], "q", 1, width) || !dim(b[2], "v", 0, heads) ||
         !dim(b[3], "q_norm", 0, normed) || !dim(b[4], "k_norm", 0, normed) ||
         !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) || !dims2(b[6], "sine", 1, b[5]->shape[1]) ||
-        !dims3(b[7], "keys", heads, keys[1], width) || !dims3(b[8], "values", heads, keys[1], wide) ||
-        !multiple("recent", b[9]->shape[0], room) || !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
+        !row_form(b[7], "keys", width, coded, &c.keys) || !row_form(b[8], "values", wide, coded, &c.values) ||
+        !dim(b[7], "keys", 0, heads) || !dim(b[8], "values", 0, heads) || !dim(b[8], "values", 1, keys[1]) ||
+        !multiple("recent", b[9]->len, heads * (c.keys.stride + c.values.stride)) || !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
         return args_done(&args, 0);
-    c.room = b[9]->shape[0] / room, c.q_heads = b[0]->shape[0];
+    c.room = b[9]->len / (heads * (c.keys.stride + c.values.stride)), c.q_heads = b[0]->shape[0];
     if (c.begun < 0 || least(c.begun, c.window) > keys[1] || keys[1] < 1 || c.n <= c.begun || c.n - c.begun > c.room) {
         PyErr_Format(PyExc_ValueError, "begun is %zd and n %zd, expected 0 to %zd, and 1 to %zd more",
                      (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], (Py_ssize_t)c.room);
@@ -1089,7 +1138,7 @@ static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n
     token.q_norm = normed ? b[3]->buf : NULL, token.k_norm = normed ? b[4]->buf : NULL;
     token.cosine = b[5]->buf, token.sine = b[6]->buf, token.half = b[5]->shape[1];
     c.k = b[7]->buf, c.v = b[8]->buf, c.out = b[11]->buf, c.kv_heads = heads;
-    c.capacity = keys[1], c.dk = width, c.dv = wide;
+    c.capacity = keys[1];
     int ok;
     Py_BEGIN_ALLOW_THREADS;
     ok = run_attend_step(&c, &token, b[9]->buf, c.n - c.begun - 1);
@@ -1159,6 +1208,7 @@ typedef struct {
     float *next, *out;
     const float *q, *k, *v, *decay, *beta;
     ptrdiff_t tokens, k_heads, v_heads, dk, dv;
+    int each; /* column decays by itself */
 } Delta;
 
 static void delta_job(void *ctx, ptrdiff_t head, int member) {
@@ -1170,16 +1220,15 @@ static void delta_job(void *ctx, ptrdiff_t head, int member) {
     if (!c->tokens) memcpy(next, state, (size_t)size * 4);
     for (ptrdiff_t t = 0; t < c->tokens; t++) {
         ptrdiff_t at = t * c->v_heads + head, key = t * c->k_heads + head / (c->v_heads / c->k_heads);
-        c->path->delta(t ? next : state, next, c->q + key * c->dk, c->k + key * c->dk, c->v + at * c->dv, c->decay[at],
-                       c->beta[at], c->out + at * c->dv, c->dv, c->dk);
+        const float *decay = c->decay + at * (c->each ? c->dk : 1);
+        c->path->delta(t ? next : state, next, c->q + key * c->dk, c->k + key * c->dk, c->v + at * c->dv, decay,
+                       c->each, c->beta[at], c->out + at * c->dv, c->dv, c->dk);
     }
 }
 
-/* gated_delta(state[Hv, Dv, Dk], q[T, Hk, Dk], k[T, Hk, Dk], v[T, Hv, Dv], decay[T, Hv], beta[T, Hv],
- * next[Hv, Dv, Dk], out[T, Hv, Dv]) */
-static PyObject *op_gated_delta(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+static PyObject *run_delta(PyObject *const *a, Py_ssize_t n, int each) {
     static const char *const name[] = {"state", "q", "k", "v", "decay", "beta", "next", "out"};
-    static const int ndim[] = {3, 3, 3, 3, 2, 2, 3, 3};
+    const int ndim[] = {3, 3, 3, 3, 2 + each, 2, 3, 3};
     Args args = {.n = 0};
     Py_buffer *b[8];
     if (!arity(n, 8)) return NULL;
@@ -1189,16 +1238,24 @@ static PyObject *op_gated_delta(PyObject *self, PyObject *const *a, Py_ssize_t n
     if (!multiple("Dk", state[2], 16) || !multiple("q: heads", q[1], 1) || !multiple("state: heads", state[0], q[1]) ||
         !dim(b[1], "q", 2, state[2]) || !dims3(b[2], "k", q[0], q[1], q[2]) ||
         !dims3(b[3], "v", q[0], state[0], state[1]) || !dims2(b[4], "decay", q[0], state[0]) ||
+        (each && !dim(b[4], "decay", 2, state[2])) ||
         !dims2(b[5], "beta", q[0], state[0]) || !dims3(b[6], "next", state[0], state[1], state[2]) ||
         !dims3(b[7], "out", q[0], state[0], state[1]) || !disjoint(&args))
         return args_done(&args, 0);
     Delta c = {path,      b[0]->buf, b[6]->buf, b[7]->buf, b[1]->buf, b[2]->buf, b[3]->buf,
-               b[4]->buf, b[5]->buf, q[0],      q[1],      state[0],  state[2],  state[1]};
+               b[4]->buf, b[5]->buf, q[0],      q[1],      state[0],  state[2],  state[1],  each};
     Py_BEGIN_ALLOW_THREADS;
     team_run(delta_job, &c, c.v_heads);
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
+
+/* gated_delta(state[Hv, Dv, Dk], q[T, Hk, Dk], k[T, Hk, Dk], v[T, Hv, Dv], decay[T, Hv], beta[T, Hv],
+ * next[Hv, Dv, Dk], out[T, Hv, Dv]) */
+static PyObject *op_gated_delta(PyObject *self, PyObject *const *a, Py_ssize_t n) { return run_delta(a, n, 0); }
+
+/* channel_delta: the same with decay[T, Hv, Dk] */
+static PyObject *op_channel_delta(PyObject *self, PyObject *const *a, Py_ssize_t n) { return run_delta(a, n, 1); }
 
 typedef struct {
     const Path *path;
@@ -1339,6 +1396,7 @@ static PyMethodDef methods[] = {
     FAST(attend_step),
     FAST(choose),
     FAST(gated_delta),
+    FAST(channel_delta),
     FAST(rope),
     {"fold", op_fold, METH_O, NULL},
     {"huge_pages", op_huge_pages, METH_O, NULL},

@@ -25,6 +25,7 @@
 /* Weight bytes asked for ahead of use; 6 KiB is where two Zen 5 cores reach their read bandwidth. */
 #define PREFETCH_BYTES 6144
 #define CACHE_AHEAD 16 /* keys or values asked for before their turn */
+#define KV_TINY 1e-30f /* magnitudes of a group below which its 8-bit codes are zeros */
 #define PLANES_PEAK 8355700.0f /* 127 in each of three bytes is 8355711; rounding must stay below */
 #define LEAST_PEAK 1e-31f      /* keeps quotients finite; smaller activations lose precision */
 
@@ -42,12 +43,15 @@
 #define BLOCK_WORDS(bits) ((bits) == 6 ? 3 : (bits) % 2 ? (bits) : 1)
 #define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
 
-typedef enum { BF16, F16, F32, E8M0 } Kind; /* of scales and biases */
+typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* of scales and biases */
+
+/* What a code is: an integer, or a float of 4 or 8 bits (OCP Microscaling 1.0). */
+typedef enum { INTEGER, E2M1, E4M3 } Codes;
 
 /* What joins gate and up, as kinds.Activation says them. */
 typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH } Activation;
 
-static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind == E8M0 ? 1 : 2; }
+static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind >= E8M0 ? 1 : 2; }
 
 typedef struct {
     const uint32_t *w;  /* [rows, words] codes, in * bits / 32 words to a row, or floats [rows, in] */
@@ -55,24 +59,31 @@ typedef struct {
     ptrdiff_t in, rows, words, group, groups;
     int bits;           /* of a code; 32: dense */
     Kind kind;
-    int is_mx;          /* E2M1 codes, E8M0 scales, no biases */
-    int is_plain;       /* 4 bits, groups of 64, as rows() and single_rows() read them */
+    Codes codes;        /* all but integers have scales of 8 bits and no biases */
+    float factor;       /* of all scales, beside themselves */
+    int is_plain;       /* 4 bits, groups of 64, as rows() and step_rows() read them */
     /* What will be read after the last row asked for, or NULL: a prefetch hint. */
     const uint32_t *next;
     const char *next_s, *next_b;
 } Matrix;
 
-/* Keys [n, Dk] and values [n, Dv] of one head. */
+/* How a row of keys or values is kept, in `stride` bytes: as floats, or where `group` is not 0 as codes of 8 bits, and
+ * behind them a float scale for each so many; a value is (code - 128) * scale (moeflux_mlx/ops/kv_rows.py). */
 typedef struct {
-    const float *k, *v;
+    ptrdiff_t width, stride, group;
+} RowForm;
+
+/* Rows of keys and of values of one head. */
+typedef struct {
+    const char *k, *v;
     ptrdiff_t n;
 } Seen;
 
 /* Products with rounded activations, of one instruction set. */
 typedef struct {
     void (*pack)(const Matrix *, const float *, int, uint32_t *);
-    /* By form and planes, as form_of and planes_of number them. */
-    void (*rows[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, const uint32_t *, float *);
+    /* By form and planes, as form_of and planes_of number them; `rows` takes up to four. */
+    void (*rows[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const uint32_t *const *, float *const *);
     void (*tiles[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const uint32_t *const *, void *, float *const *);
 } Rounded;
 
@@ -93,14 +104,15 @@ typedef struct {
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
     void (*softmax)(float *, ptrdiff_t, const float *);
-    void (*attend)(const float *, ptrdiff_t, const Seen *, ptrdiff_t, ptrdiff_t, float, const float *, float *, ptrdiff_t,
-                   float *);
-    void (*delta)(const float *, float *, const float *, const float *, const float *, float, float, float *, ptrdiff_t, ptrdiff_t);
+    void (*attend)(const float *, ptrdiff_t, const Seen *, const RowForm *, const RowForm *, float, const float *, float *,
+                   ptrdiff_t, float *, float *);
+    void (*delta)(const float *, float *, const float *, const float *, const float *, const float *, int, float, float *,
+                  ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);
-    /* A row of x that meets its matrix alone has its own kernel if that is faster, else NULL. */
-    void (*single_pack)(const float *, float *, ptrdiff_t);
-    void (*single_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, const float *, float *);
+    /* The rows of a step have their own kernel, of other bits, if that is faster, else NULL. */
+    void (*step_pack)(const float *, float *, ptrdiff_t);
+    void (*step_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     const Rounded *rounded; /* NULL: activations are never rounded */
 } Path;
 
@@ -131,7 +143,7 @@ static inline ptrdiff_t rounded_groups(const Matrix *m) { return chunks_of(m->gr
 /* Which of Rounded's forms a matrix has, or -1. */
 static inline int form_of(const Matrix *m) {
     int group = m->group == 32 ? 0 : m->group == 64 ? 1 : 2;
-    if (m->is_mx) return 6;
+    if (m->codes != INTEGER) return m->codes == E2M1 && m->kind == E8M0 ? 6 : -1;
     return m->bits == 4 ? group : m->bits == 8 ? 3 + group : -1;
 }
 

@@ -32,7 +32,7 @@ typedef __m512i FN(bytes);
 #define CHOICE(bits) {{FROM(0, bits)}, {FROM(1, bits)}}
 
 /* The codes of a step. */
-INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_mx, __m512i *out) {
+INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1, __m512i *out) {
     static const uint8_t choice[3][2][64] = {CHOICE(3), CHOICE(5), CHOICE(6)};
     static const uint8_t shift[3][8] = {{SHIFTS(3)}, {SHIFTS(5)}, {SHIFTS(6)}};
     const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1));
@@ -41,7 +41,7 @@ INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_mx, _
         for (int n = 0; n < BYTES(bits); n++)
             out[n] = _mm512_and_si512(_mm512_srli_epi16(v, (unsigned)(n * bits)), mask);
         const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_BYTES));
-        if (is_mx) out[0] = _mm512_shuffle_epi8(table, out[0]), out[1] = _mm512_shuffle_epi8(table, out[1]);
+        if (is_e2m1) out[0] = _mm512_shuffle_epi8(table, out[0]), out[1] = _mm512_shuffle_epi8(table, out[1]);
         return;
     }
     const __m512i v = bits == 3 ? _mm512_maskz_loadu_epi8(0xFFFFFFFFFFFFull, from) : _mm512_loadu_si512(from);
@@ -80,11 +80,11 @@ INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm512_permutexvar_ps((__m
 #else
 typedef __m256i FN(bytes);
 
-INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_mx, __m256i *out) {
+INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1, __m256i *out) {
     const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1)), v = _mm256_loadu_si256((const __m256i *)from);
     for (int n = 0; n < BYTES(bits); n++) out[n] = _mm256_and_si256(_mm256_srli_epi16(v, n * bits), mask);
     const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_BYTES));
-    if (is_mx) out[0] = _mm256_shuffle_epi8(table, out[0]), out[1] = _mm256_shuffle_epi8(table, out[1]);
+    if (is_e2m1) out[0] = _mm256_shuffle_epi8(table, out[0]), out[1] = _mm256_shuffle_epi8(table, out[1]);
 }
 
 /* Of the products of n vectors of codes with one plane, times `weight`. Sums of 16 bits do not overflow: they are of at
@@ -108,13 +108,13 @@ INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm256_permutevar8x32_ps((
 #endif
 
 /* What is taken off a code. */
-#define MIDDLE(bits, is_mx) ((is_mx) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
+#define MIDDLE(bits, is_e2m1) ((is_e2m1) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
 
 static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m->bits); }
 
 /* Whether this path multiplies such a matrix in integers. */
 static int FN(in_planes)(const Matrix *m) {
-    return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
+    return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits > 2 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
 }
 
 /* Bytes of a step: planes and starts. */
@@ -175,7 +175,7 @@ static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) 
     const ptrdiff_t step = FN(plane_step)(m), unit = step > m->group ? step : m->group, padded = FN(plane_groups)(m);
     float *factor = FN(plane_factors)(m, out);
     int8_t *to = (int8_t *)out;
-    const int middle = MIDDLE(m->bits, m->is_mx);
+    const int middle = MIDDLE(m->bits, m->codes == E2M1);
     int32_t whole[MOST];
     memset(factor, 0, (size_t)(2 * padded) * sizeof *factor);
     for (ptrdiff_t c = 0; c < m->in; c += unit) {
@@ -195,13 +195,23 @@ INLINE vf FN(table)(const void *all, ptrdiff_t first, ptrdiff_t n, const Kind ki
 #if W == 16
     const __mmask16 some = (__mmask16)(n < 16 ? (1 << n) - 1 : 0xFFFF);
     if (kind == F32) return (vf)_mm512_maskz_loadu_ps(some, from);
-    if (kind == E8M0) return FN(decoded)((vu)_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(some, from)), E8M0);
+    if (kind >= E8M0) {
+        const __m128i bytes = _mm_maskz_loadu_epi8(some, from);
+        if (kind == E8M0) return FN(decoded)((vu)_mm512_cvtepu8_epi32(bytes), E8M0);
+        const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+        return (vf)_mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xBF80))) * 256.0f;
+    }
     const vu bits = (vu)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
 #else
     char few[32] = {0};
     if (n < 8) from = memcpy(few, from, (size_t)(n * unit_of(kind)));
     if (kind == F32) return *(const vf *)from;
-    if (kind == E8M0) return FN(decoded)((vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)), E8M0);
+    if (kind >= E8M0) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+        if (kind == E8M0) return FN(decoded)((vu)_mm256_cvtepu8_epi32(bytes), E8M0);
+        const __m128i high = _mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 8);
+        return (vf)_mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((short)0xBF80))) * 256.0f;
+    }
     const vu bits = (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
 #endif
     return kind == BF16 ? FN(decoded)(bits, BF16) : FN(decoded)(bits, F16);
@@ -228,7 +238,7 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     for (ptrdiff_t g = 0; g < groups; g += W) {
         vf scale[8];
         UNROLL for (int i = 0; i < R; i++) {
-            const vf scales = FN(table)(m->s, first[i] + g, groups - g, MX ? E8M0 : m->kind);
+            const vf scales = FN(table)(m->s, first[i] + g, groups - g, m->kind);
             vf biases = {0};
             if (!MX) biases = FN(table)(m->b, first[i] + g, groups - g, m->kind) + (float)middle * scales;
             UNROLL for (int t = 0; t < T; t++) {
@@ -291,7 +301,7 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
         FN(rows_of_blocks)(m, r0, r1, n, x, y);
         return;
     }
-    Rows *const *kernels = m->is_mx ? mx : affine[m->bits];
+    Rows *const *kernels = m->codes == E2M1 ? mx : affine[m->bits];
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;

@@ -108,6 +108,33 @@ INLINE i8 FN(dot_of)(i8 acc, b32 codes, b32 x, const int BITS) {
     return FN(dot)(acc, codes & NIBBLES, x) + (FN(dot)((i8){0}, codes >> 4 & NIBBLES, x) << 4);
 }
 
+/* The products of a group's codes with the integers in all planes of its activations, spread over the lanes. */
+INLINE i8 FN(group_dot)(const b32 *codes, const int8_t *x, const int BITS, const int GROUP, const int PLANES) {
+    i8 sum[2] = {{0}, {0}};
+#if DOT == MADDUBS
+    /* A lane of 16 bits has at most eight products of a nibble and a byte, so the pairs of a plane are added first. */
+    const int halves = BITS == 8 ? 2 : 1;
+    UNROLL for (int p = 0; p < PLANES; p++)
+        UNROLL for (int h = 0; h < halves; h++) {
+            __m256i pairs = _mm256_setzero_si256();
+            UNROLL for (int i = 0; i < GROUP / 32; i++) {
+                const b32 part = halves == 1 ? codes[i] : (b32)(codes[i] >> (4 * h) & NIBBLES);
+                const __m256i *v = (const __m256i *)(x + p * GROUP + 32 * i);
+                const __m256i two = _mm256_maddubs_epi16((__m256i)part, _mm256_loadu_si256(v));
+                pairs = i ? _mm256_add_epi16(pairs, two) : two;
+            }
+            sum[0] += (i8)_mm256_madd_epi16(pairs, _mm256_set1_epi16((short)(1 << (8 * p + 4 * h))));
+        }
+    return sum[0];
+#else
+    UNROLL for (int p = 0; p < PLANES; p++)
+        UNROLL for (int i = 0; i < GROUP / 32; i++)
+            sum[p] = FN(dot_of)(sum[p], codes[i], *(const b32 *)(x + p * GROUP + 32 * i), BITS);
+    if (PLANES == 2) sum[0] += sum[1] << 8;
+    return sum[0];
+#endif
+}
+
 /* ---- activations ---- */
 
 /* A group's bytes in the order in which FN(codes) gives its codes: of nibbles even ones, then odd ones. */
@@ -204,21 +231,6 @@ INLINE f8 FN(table)(const void *table, ptrdiff_t first, ptrdiff_t left, int whol
     return left < 8 ? (f8)(bits & *(const u8 *)(kept + 8 - left)) : (f8)bits;
 }
 
-/* Sums of codes times integers of `count` groups, each spread over the lanes of a vector. */
-INLINE void FN(group_dots)(i8 *dots, const uint8_t *w, const int8_t *x, const int count, const int BITS,
-                           const int GROUP, const int PLANES, const int MX) {
-    UNROLL for (int n = 0; n < count; n++, w += GROUP * BITS / 8) {
-        b32 codes[4];
-        i8 sum[2] = {{0}, {0}};
-        FN(codes)(w, codes, BITS, GROUP, MX);
-        UNROLL for (int p = 0; p < PLANES; p++, x += GROUP)
-            UNROLL for (int i = 0; i < GROUP / 32; i++)
-                sum[p] = FN(dot_of)(sum[p], codes[i], *(const b32 *)(x + 32 * i), BITS);
-        dots[n] = sum[0];
-        if (PLANES == 2) dots[n] += sum[1] << 8;
-    }
-}
-
 typedef struct {
     const void *s, *b; /* a row's */
     int whole;         /* whether more follow, so that eight can be read anywhere in it */
@@ -226,7 +238,7 @@ typedef struct {
 
 INLINE FN(Tables) FN(tables_of)(const Matrix *m, ptrdiff_t row) {
     ptrdiff_t at = row * table_bytes(m);
-    return (FN(Tables)){(const char *)m->s + at, m->is_mx ? NULL : (const char *)m->b + at,
+    return (FN(Tables)){(const char *)m->s + at, m->codes ? NULL : (const char *)m->b + at,
                         m->groups * (m->rows - row - 1) >= 7};
 }
 
@@ -237,66 +249,84 @@ INLINE void FN(scales)(FN(Tables) t, ptrdiff_t g, ptrdiff_t left, const Kind kin
     else *bias = FN(table)(t.b, g, left, t.whole, kind);
 }
 
-/* ---- one row of x ---- */
+/* ---- up to four rows of x ---- */
 
-/* A row of the matrix, and the packed row of x. */
+/* A row of the matrix, and the packed rows of x. */
 typedef struct {
     const uint8_t *w;
-    const int8_t *planes;
-    const float *factor, *sum;
+    const int8_t *planes[4];
+    const float *factor[4], *sum[4];
     FN(Tables) tables;
 } FN(Row);
 
-/* acc plus what groups g..g+7 give, of which `left` are the row's: `count` of them, or if that is 0 as many as there
- * are. */
-INLINE f8 FN(eight_groups)(f8 acc, const FN(Row) *row, ptrdiff_t g, ptrdiff_t left, const int count, const Kind kind,
-                           const int BITS, const int GROUP, const int PLANES, const int MX) {
-    const int bytes = GROUP * BITS / 8;
-    i8 dots[8] = {{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}};
-    f8 scale, bias;
-    const uint8_t *w = row->w + g * bytes;
-    const int8_t *x = row->planes + g * GROUP * PLANES;
-    if (count) FN(group_dots)(dots, w, x, count, BITS, GROUP, PLANES, MX);
-    else
-        UNROLL for (int n = 0; n < 7; n++) {
-            if (n == left) break;
-            FN(group_dots)(dots + n, w + n * bytes, x + n * GROUP * PLANES, 1, BITS, GROUP, PLANES, MX);
-        }
-    FN(scales)(row->tables, g, left, kind, MX, &scale, &bias);
-    scale *= *(const f8 *)(row->factor + g);
-    acc = FN(fma8)(__builtin_convertvector(FN(sums)(dots), f8), scale, acc);
-    return FN(fma8)(bias, *(const f8 *)(row->sum + g), acc);
+/* dots[t][n] of row t of x: what group_dot makes of group g + n, where w begins with group g. */
+INLINE void FN(group_dots)(i8 (*dots)[8], const uint8_t *w, const int8_t *const *planes, ptrdiff_t g, const int n,
+                           const int T, const int BITS, const int GROUP, const int PLANES, const int MX) {
+    b32 codes[4];
+    FN(codes)(w + n * (GROUP * BITS / 8), codes, BITS, GROUP, MX);
+    UNROLL for (int t = 0; t < T; t++)
+        dots[t][n] = FN(group_dot)(codes, planes[t] + (g + n) * GROUP * PLANES, BITS, GROUP, PLANES);
 }
 
-INLINE float FN(row_dot)(const Matrix *m, ptrdiff_t r, const uint32_t *soon, const uint32_t *x, const Kind kind,
-                         const int BITS, const int GROUP, const int PLANES, const int MX) {
+/* acc plus, for each of T rows of x, what groups g..g+7 give, of which `left` are the row's: `count` of them, or if that
+ * is 0 as many as there are. */
+INLINE void FN(eight_groups)(f8 *acc, const FN(Row) *row, ptrdiff_t g, ptrdiff_t left, const int count, const int T,
+                             const Kind kind, const int BITS, const int GROUP, const int PLANES, const int MX) {
+    const int bytes = GROUP * BITS / 8;
+    const uint8_t *w = row->w + g * bytes;
+    i8 dots[4][8];
+    f8 scale, bias;
+    UNROLL for (int t = 0; t < T; t++)
+        UNROLL for (int n = count; n < 8; n++) dots[t][n] = (i8){0};
+    if (count)
+        UNROLL for (int n = 0; n < count; n++) FN(group_dots)(dots, w, row->planes, g, n, T, BITS, GROUP, PLANES, MX);
+    else
+        for (int n = 0; n < left; n++) FN(group_dots)(dots, w, row->planes, g, n, T, BITS, GROUP, PLANES, MX);
+    FN(scales)(row->tables, g, left, kind, MX, &scale, &bias);
+    UNROLL for (int t = 0; t < T; t++) {
+        const f8 sums = __builtin_convertvector(FN(sums)(dots[t]), f8);
+        acc[t] = FN(fma8)(sums, scale * *(const f8 *)(row->factor[t] + g), acc[t]);
+        acc[t] = FN(fma8)(bias, *(const f8 *)(row->sum[t] + g), acc[t]);
+    }
+}
+
+/* Row r times T rows of x: y[t][at]. */
+INLINE void FN(row_dot)(const Matrix *m, ptrdiff_t r, const uint32_t *soon, const uint32_t *const *x, float *const *y,
+                        ptrdiff_t at, const int T, const Kind kind, const int BITS, const int GROUP, const int PLANES,
+                        const int MX) {
     enum { LINE = 64 };
     const int bytes = GROUP * BITS / 8;
     const ptrdiff_t groups = m->groups;
     const uint8_t *ahead = (const uint8_t *)soon;
-    const float *factor = (const float *)x + m->in / 4 * PLANES;
-    const FN(Row) row = {(const uint8_t *)(m->w + r * m->words), (const int8_t *)x, factor,
-                         factor + rounded_groups(m), FN(tables_of)(m, r)};
-    f8 acc = {0};
+    FN(Row) row = {.w = (const uint8_t *)(m->w + r * m->words), .tables = FN(tables_of)(m, r)};
+    f8 acc[4] = {{0}, {0}, {0}, {0}};
     ptrdiff_t g = 0;
+    UNROLL for (int t = 0; t < T; t++) {
+        row.planes[t] = (const int8_t *)x[t];
+        row.factor[t] = (const float *)x[t] + m->in / 4 * PLANES;
+        row.sum[t] = row.factor[t] + rounded_groups(m);
+    }
     for (; g + 8 <= groups; g += 8) {
         UNROLL for (int n = 0; n < 8 * bytes; n += LINE) __builtin_prefetch(ahead + g * bytes + n);
-        acc = FN(eight_groups)(acc, &row, g, 8, 8, kind, BITS, GROUP, PLANES, MX);
+        FN(eight_groups)(acc, &row, g, 8, 8, T, kind, BITS, GROUP, PLANES, MX);
     }
     const ptrdiff_t left = groups - g;
     for (ptrdiff_t n = 0; n < left * bytes; n += LINE) __builtin_prefetch(ahead + g * bytes + n);
-    if (left == 4) acc = FN(eight_groups)(acc, &row, g, 4, 4, kind, BITS, GROUP, PLANES, MX);
-    else if (left) acc = FN(eight_groups)(acc, &row, g, left, 0, kind, BITS, GROUP, PLANES, MX);
-    const float a = acc[0] + acc[4], b = acc[1] + acc[5], c = acc[2] + acc[6], d = acc[3] + acc[7];
-    return (a + b) + (c + d);
+    if (left == 4) FN(eight_groups)(acc, &row, g, 4, 4, T, kind, BITS, GROUP, PLANES, MX);
+    else if (left) FN(eight_groups)(acc, &row, g, left, 0, T, kind, BITS, GROUP, PLANES, MX);
+    UNROLL for (int t = 0; t < T; t++) {
+        const f8 v = acc[t];
+        const float a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
+        y[t][at] = (a + b) + (c + d);
+    }
 }
 
-INLINE void FN(row_dots)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *x, float *y, const Kind kind,
-                         const int BITS, const int GROUP, const int PLANES, const int MX) {
+INLINE void FN(row_dots)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *const *x, float *const *y,
+                         const int T, const Kind kind, const int BITS, const int GROUP, const int PLANES, const int MX) {
     const ptrdiff_t ahead = 1 + PREFETCH_BYTES / (m->words * 4);
     for (ptrdiff_t r = r0; r < r1; r++) {
         fetch_tables(m, r + ahead, r1);
-        y[r - r0] = FN(row_dot)(m, r, soon_of(m, r + ahead, r1), x, kind, BITS, GROUP, PLANES, MX);
+        FN(row_dot)(m, r, soon_of(m, r + ahead, r1), x, y, r - r0, T, kind, BITS, GROUP, PLANES, MX);
     }
 }
 
@@ -381,18 +411,31 @@ INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, 
 
 /* ---- every form ---- */
 
+#define ROWS(T, BITS, GROUP, PLANES, MX)                                                            \
+    static __attribute__((noinline)) TARGET void FN(row_##T##_##BITS##_##GROUP##_##PLANES##_##MX)(  \
+    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *const *x, float *const *y) {       \
+        if (!(MX) && T == 1 && m->kind == BF16)                                                     \
+            FN(row_dots)(m, r0, r1, x, y, T, BF16, BITS, GROUP, PLANES, MX);                        \
+        else FN(row_dots)(m, r0, r1, x, y, T, m->kind, BITS, GROUP, PLANES, MX);                    \
+    }
+/* Three rows of x go as two and one, and those of two planes one by one: less to compile. */
 #define FORM(BITS, GROUP, PLANES, MX)                                                               \
-    static __attribute__((noinline)) TARGET void FN(row_##BITS##_##GROUP##_##PLANES##_##MX)(        \
-    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *x, float *y) {                     \
-        if (!(MX) && m->kind == BF16) FN(row_dots)(m, r0, r1, x, y, BF16, BITS, GROUP, PLANES, MX); \
-        else FN(row_dots)(m, r0, r1, x, y, m->kind, BITS, GROUP, PLANES, MX);                       \
+    ROWS(1, BITS, GROUP, PLANES, MX)                                                                \
+    static TARGET void FN(rows_##BITS##_##GROUP##_##PLANES##_##MX)(                                 \
+    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x,             \
+    float *const *y) {                                                                              \
+        ptrdiff_t t = 0;                                                                            \
+        if (PLANES == 1 && n == 4) FN(row_4_##BITS##_##GROUP##_1_##MX)(m, r0, r1, x, y), t = 4;     \
+        if (PLANES == 1 && n / 2 == 1) FN(row_2_##BITS##_##GROUP##_1_##MX)(m, r0, r1, x, y), t = 2; \
+        for (; t < n; t++) FN(row_1_##BITS##_##GROUP##_##PLANES##_##MX)(m, r0, r1, x + t, y + t);   \
     }                                                                                               \
     static __attribute__((noinline)) TARGET void FN(tiles_##BITS##_##GROUP##_##PLANES##_##MX)(      \
     const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room, \
     float *const *y) {                                                                              \
         FN(tiles)(m, r0, r1, n, x, room, y, BITS, GROUP, PLANES, MX);                               \
     }
-#define EVERY(BITS, GROUP, MX) FORM(BITS, GROUP, 1, MX) FORM(BITS, GROUP, 2, MX)
+#define EVERY(BITS, GROUP, MX) \
+    ROWS(2, BITS, GROUP, 1, MX) ROWS(4, BITS, GROUP, 1, MX) FORM(BITS, GROUP, 1, MX) FORM(BITS, GROUP, 2, MX)
 EVERY(4, 32, 0)
 EVERY(4, 64, 0)
 EVERY(4, 128, 0)
@@ -405,12 +448,13 @@ EVERY(4, 32, 1)
 #define TABLE_OF(name)                                                                                              \
     {BOTH(name, 4, 32, 0), BOTH(name, 4, 64, 0), BOTH(name, 4, 128, 0), BOTH(name, 8, 32, 0), BOTH(name, 8, 64, 0), \
         BOTH(name, 8, 128, 0), BOTH(name, 4, 32, 1)}
-const Rounded FN(rounded) = {FN(round_row), TABLE_OF(row), TABLE_OF(tiles)};
+const Rounded FN(rounded) = {FN(round_row), TABLE_OF(rows), TABLE_OF(tiles)};
 
 #undef TABLE_OF
 #undef BOTH
 #undef EVERY
 #undef FORM
+#undef ROWS
 #undef f8
 #undef i8
 #undef u8

@@ -1,4 +1,4 @@
-/* One activation row against 4-bit rows in integer dot products (AVX-512 VNNI), as exact as float32.
+/* Activation rows of a step against 4-bit rows in integer dot products (AVX-512 VNNI), as exact as float32.
  *
  * In each group of 64 the activations are 24-bit integers times one float, split into three signed bytes;
  * vpdpbusd multiplies them with the codes without rounding. The error of an activation is about 2^-24 of
@@ -69,53 +69,73 @@ VNNI_INLINE __m512 vnni_spread(__m512 values, ptrdiff_t b) {
     return _mm512_permutexvar_ps(_mm512_add_epi32(half, _mm512_set1_epi32(2 * (int)b)), values);
 }
 
-/* Rows r..r+3 (those below r1). */
-VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *x, float *y,
-                                const int is_f32) {
-    enum { R = 4 };
+/* Rows r..r+R-1 (those below r1) times T rows of x. A sum takes the same steps whatever R and T are, so that a row of x
+ * has the same bits alone and among others. */
+VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
+                                float *const *y, const int R, const int T, const int is_f32) {
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = is_f32 ? 4 : 2;
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
-    const uint32_t *soon = soon_of(m, ahead, r1), *w[R];
-    const float *factor = vnni_factors(x, m->in), *sum = factor + vnni_groups(m->in);
-    const char *s[R], *b[R];
-    __m512 acc[R], scale[R];
+    const uint32_t *soon = soon_of(m, ahead, r1), *w[4];
+    const char *s[4], *b[4];
+    __m512 acc[8], scale[8];
     UNROLL for (int i = 0; i < R; i++) {
         ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
         w[i] = m->w + row * words;
         s[i] = (const char *)m->s + row * groups * unit;
         b[i] = (const char *)m->b + row * groups * unit;
-        acc[i] = _mm512_setzero_ps();
         fetch_tables(m, ahead + i, r1);
     }
+    UNROLL for (int i = 0; i < R * T; i++) acc[i] = _mm512_setzero_ps();
     for (ptrdiff_t g = 0; g < groups; g += 16) {
         ptrdiff_t left = least(16, groups - g);
         __mmask16 some = (__mmask16)((1u << left) - 1);
         UNROLL for (int i = 0; i < R; i++) {
-            scale[i] = _mm512_mul_ps(vnni_table(s[i], g, some, is_f32), _mm512_load_ps(factor + g));
-            acc[i] = _mm512_fmadd_ps(vnni_table(b[i], g, some, is_f32), _mm512_load_ps(sum + g), acc[i]);
+            const __m512 scales = vnni_table(s[i], g, some, is_f32), biases = vnni_table(b[i], g, some, is_f32);
+            UNROLL for (int t = 0; t < T; t++) {
+                const float *factor = vnni_factors(x[t], m->in) + g, *sum = factor + vnni_groups(m->in);
+                scale[i * T + t] = _mm512_mul_ps(scales, _mm512_load_ps(factor));
+                acc[i * T + t] = _mm512_fmadd_ps(biases, _mm512_load_ps(sum), acc[i * T + t]);
+            }
         }
         for (ptrdiff_t n = 0; n < left; n += 2) {
-            const __m512i *planes = (const __m512i *)((const char *)x + (g + n) / 2 * VNNI_BLOCK);
+            const ptrdiff_t planes = (g + n) / 2 * VNNI_BLOCK, k = 8 * (g + n);
             __mmask16 whole = n + 1 < left ? 0xFFFF : 0x00FF;
-            ptrdiff_t k = 8 * (g + n);
-            __m512i p[6];
-            UNROLL for (int j = 0; j < 6; j++) p[j] = _mm512_load_si512(planes + j);
             UNROLL for (int i = 0; i < R; i++) {
                 __builtin_prefetch(soon + i * words + k);
-                __m512 value = vnni_dot(_mm512_maskz_loadu_epi32(whole, w[i] + k), p);
-                acc[i] = _mm512_fmadd_ps(value, vnni_spread(scale[i], n / 2), acc[i]);
+                const __m512i codes = _mm512_maskz_loadu_epi32(whole, w[i] + k);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const __m512 value = vnni_dot(codes, (const __m512i *)((const char *)x[t] + planes));
+                    acc[i * T + t] = _mm512_fmadd_ps(value, vnni_spread(scale[i * T + t], n / 2), acc[i * T + t]);
+                }
             }
         }
     }
     UNROLL for (int i = 0; i < R; i++)
-        if (r + i < r1) y[r - r0 + i] = hsum_avx512((vf_avx512)acc[i]);
+        UNROLL for (int t = 0; t < T; t++)
+            if (r + i < r1) y[t][r - r0 + i] = hsum_avx512((vf_avx512)acc[i * T + t]);
 }
 
-static VNNI void vnni_rows(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *x, float *y) {
-    for (ptrdiff_t r = r0; r < r1; r += 4)
-        m->kind == F32 ? vnni_row_block(m, r0, r, r1, x, y, 1) : vnni_row_block(m, r0, r, r1, x, y, 0);
+#define VNNI_ROWS(R, T)                                                                                              \
+    static VNNI void vnni_rows_##T(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x,               \
+                                   float *const *y) {                                                                \
+        for (ptrdiff_t r = r0; r < r1; r += R)                                                                       \
+            m->kind == F32 ? vnni_row_block(m, r0, r, r1, x, y, R, T, 1) : vnni_row_block(m, r0, r, r1, x, y, R, T, 0); \
+    }
+VNNI_ROWS(4, 1)
+VNNI_ROWS(4, 2)
+VNNI_ROWS(2, 4)
+#undef VNNI_ROWS
+
+/* n <= 4 rows of x; three go as two and one. */
+static void vnni_rows(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x, float *const *y) {
+    if (n == 4) {
+        vnni_rows_4(m, r0, r1, x, y);
+        return;
+    }
+    if (n > 1) vnni_rows_2(m, r0, r1, x, y);
+    if (n != 2) vnni_rows_1(m, r0, r1, x + n - 1, y + n - 1);
 }
 
 void use_vnni(Path *path) {
-    path->name = "avx512vnni", path->single_pack = vnni_pack, path->single_rows = vnni_rows;
+    path->name = "avx512vnni", path->step_pack = vnni_pack, path->step_rows = vnni_rows;
 }

@@ -16,6 +16,20 @@ find_python() {
   return 1
 }
 
+# has_installed WANTED EXTRA...: whether WANTED has been installed with these extras, also among others.
+has_installed() {
+  local wanted="$1" stamp extra
+  shift
+  for stamp in "$VIRTUAL_ENV"/.moeflux-*; do
+    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] || continue
+    for extra in "$@"; do
+      case "-${stamp##*/.moeflux-}-" in *"-$extra-"*) ;; *) continue 2 ;; esac
+    done
+    return 0
+  done
+  return 1
+}
+
 # enter_environment EXTRA...: installs the package, editable, with these extras, unless nothing has changed.
 enter_environment() {
   local extras="$*" target=. stamp wanted backend="${MOEFLUX_BACKEND:-cpu}"
@@ -31,12 +45,16 @@ enter_environment() {
   if [ "$(uname)" = Linux ]; then extras="$extras $backend"; fi
   stamp="$VIRTUAL_ENV/.moeflux-$(echo "$extras" | tr ' ' '-')"
   wanted="$(pwd) $(cat pyproject.toml setup.py native/* | cksum)"
-  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  # shellcheck disable=SC2086
+  if ! has_installed "$wanted" $extras; then
     echo "installing into $VIRTUAL_ENV; the first time, the CPU kernels are compiled, in about half a minute ..." >&2
     if [ -n "$extras" ]; then target=".[$(echo $extras | tr ' ' ',')]"; fi
     # uv makes environments without pip.
     python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null
     python -m pip install --quiet --disable-pip-version-check -e "$target"
+    case " $extras " in *" test "*) # of mlx-vlm only files of encoders are run, which need none of what it installs
+      python -m pip install --quiet --disable-pip-version-check --no-deps "$(grep -o 'mlx-vlm==[0-9.]*' pyproject.toml)" ;;
+    esac
     echo "$wanted" >"$stamp"
   fi
 }

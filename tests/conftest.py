@@ -1,9 +1,14 @@
 """Shared by all tests: they can import one another, and properties run without a deadline."""
 
+import gc
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is imported; a thread that waits for work spins
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -13,8 +18,8 @@ sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(fol
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEFLUX_TILES"] = "code"  # whatever the user of this machine has found
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # an NVIDIA GPU's float32 products otherwise keep 10 bits
-settings.register_profile("moeflux", deadline=None, print_blob=True)
-settings.load_profile("moeflux")
+settings.register_profile("moeflux", deadline=None, print_blob=True, max_examples=20)
+settings.register_profile("full", settings.get_profile("moeflux"), max_examples=100)
 
 
 def pytest_addoption(parser):
@@ -23,12 +28,25 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: of a whole grid, run with --full")
+    settings.load_profile("full" if config.getoption("--full") else "moeflux")
+    if not hasattr(config, "workerinput"):
+        kept = tempfile.TemporaryDirectory(prefix="moeflux-tiny-")
+        os.environ["MOEFLUX_TINY_MODELS"] = kept.name  # the workers inherit it
+        config.add_cleanup(kept.cleanup)
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--full"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_collection_finish(session):
+    from moeflux_mlx.ops import native
+
+    gc.freeze()  # what has been collected stays until the end: a collection of garbage need not visit it
+    if hasattr(session.config, "workerinput") and native.available():
+        native.set_threads(1)  # the workers have taken the cores
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +56,13 @@ def cpu_device():
 
     with on_cpu():
         yield
+
+
+@pytest.fixture(params=["native", "plain operations"])
+def computing(request):
+    """By the native kernels, and by plain MLX operations."""
+    if request.param == "plain operations":
+        request.getfixturevalue("plain_operations")
 
 
 @pytest.fixture
@@ -55,6 +80,20 @@ def no_extension(monkeypatch):
 
     monkeypatch.setattr(native, "available", lambda: False)
     native.warn_once.cache_clear()
+
+
+@pytest.fixture
+def team():
+    """The native kernels compute in as many threads as there are cores; a test may set another number."""
+    from moeflux_mlx.ops import native
+
+    if not native.available():
+        yield
+        return
+    before = native.threads()
+    native.set_threads(native.cores())
+    yield
+    native.set_threads(before)
 
 
 @pytest.fixture

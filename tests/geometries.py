@@ -1,7 +1,7 @@
 """Tiny MLX checkpoints in which every matrix is stored in a form of its own, and the weights that they stand for.
 
 Promises: `write` makes what mlx-lm would save of the family's golden model in those forms, and returns every weight in
-float64 under the hub's names, for `oracle.forward`: scale * code + bias, or the table of E2M1 times a power of two,
+float64 under the hub's names, for `oracle.forward`: scale * code + bias, or a small float times a scale,
 worked out here from the stored bytes. Does not know: the package under test, but for the type `Quant`.
 """
 
@@ -82,11 +82,19 @@ def as_mlx(tensor):
 def values(quant, weight, scales, biases=None):
     """float64 values of stored codes."""
     codes = unpacked(np.array(weight), quant.bits)
-    if quant.mode == "mxfp4":
-        return E2M1[codes] * spread(2.0 ** (np.array(scales).astype(np.float64) - 127), 32)
+    if quant.mode != "affine":
+        scale = e4m3(np.array(scales)) if quant.mode == "nvfp4" else 2.0 ** (np.array(scales).astype(np.float64) - 127)
+        return (e4m3(codes) if quant.mode == "mxfp8" else E2M1[codes]) * spread(scale, quant.group_size)
     scale, bias = (np.array(part.astype(mx.float32)).astype(np.float64) for part in (scales, biases))
     scale, bias = spread(scale, quant.group_size), spread(bias, quant.group_size)
     return scale * codes + bias
+
+
+def e4m3(codes):
+    """OCP 8-bit floating point 1.0, table 1."""
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    size = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    return np.where(codes & 0x80, -size, size)
 
 
 def unpacked(words, bits):

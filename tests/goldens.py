@@ -45,15 +45,25 @@ FAMILIES, KIN = (
 )
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # whose fused experts are [E, in, out]
 INTERLEAVED = ("gpt_oss",)  # whose fused experts have the rows of gate and up in turn
-ZERO_CENTRED = ("step3p5",)  # whose norms are stored as weight - 1
+ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # whose norms are stored as weight - 1
+STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # what mlx-lm calls stacked experts, if not switch_mlp
+INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # as transformers computes them
 # Parts of names that mlx-lm's conversions spell otherwise than the hub (for hy_v3 Rapid-MLX's).
 MLX_NAMES = {
+    "deepseek_v4": (
+        *(("^layers.", "model.layers."), ("^embed.", "model.embed_tokens."), ("^head.", "lm_head.")),
+        *(("^norm.", "model.norm."), ("^hc_head_", "model.hc_head."), (".gate.bias", ".gate.e_score_correction_bias")),
+        *((".hc_attn_", ".attn_hc."), (".hc_ffn_", ".ffn_hc."), (".w1.", ".gate_proj."), (".w2.", ".down_proj.")),
+        (".w3.", ".up_proj."),
+    ),
     "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
     "laguna": ((".mlp.experts.e_score", ".mlp.gate.e_score"), (".mlp.gate.weight", ".mlp.gate.proj.weight")),
     "step3p5": (
         *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
         *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
     ),
+    "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
+    "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
     "minimax_m2": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
 }
 EXTRA_VARIANTS = {
@@ -63,7 +73,17 @@ EXTRA_VARIANTS = {
 OWN_GOLDEN = ("dense", "fp8", "negbias", "mlx4_embed_q")
 QUANTISATION = {"group_size": 64, "bits": 4, "mode": "affine"}
 FP8_BLOCK = 128
-DTYPES = {"BF16": "<u2", "F32": "<f4", "U32": "<u4", "I32": "<i4", "F8_E4M3": "u1"}
+DTYPES = {
+    "BF16": "<u2",
+    "F32": "<f4",
+    "U32": "<u4",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F8_E4M3": "u1",
+    "I8": "i1",
+    "U8": "u1",
+    "F8_E8M0": "u1",
+}
 
 # A tensor is (safetensors dtype name, array); BF16 and F8_E4M3 arrays hold bit patterns.
 Tensor = tuple[str, np.ndarray]
@@ -89,6 +109,12 @@ def config(family):
 def text_config(family):
     whole = config(family)
     return whole.get("text_config", whole)
+
+
+def top_k(family):
+    """Experts that a token uses."""
+    c = text_config(family)
+    return c.get("num_experts_per_tok") or c["top_k_experts"]
 
 
 def golden(family, variant="hub"):
@@ -194,9 +220,19 @@ def hub_tensors(family):
 
 def _kind(family, name):
     """How a tensor of `KIN` is drawn."""
-    kinds = {"norm.weight": "centred_norm" if family in ZERO_CENTRED else "norm", "embed_tokens.weight": "embed"}
+    centred = "centred_norm" if family in ZERO_CENTRED else "norm"
+    kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
+    kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
+    kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv"} | dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
-    kinds |= {".gate.weight": "router", ".router.weight": "router"}
+    kinds |= {"tid2eid": "table", "_base": "bias", "_scale": "norm", ".ape": "bias", "attn_sink": "sinks"}
+    kinds |= {"compress_ape": "bias"}
+    if name.endswith(".gate.bias"):
+        return "signed_bias"
+    kinds |= {".gate.weight": "router", ".router.weight": "router", ".router.proj.weight": "router"}
+    kinds |= {"norm_1.weight": "norm", "norm_2.weight": "norm", ".router.scale": "gain", ".layer_scalar": "norm"}
+    if family == "gemma4" and name.endswith("embed_tokens.weight"):
+        return "linear"  # it is scaled, and makes the logits
     return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
 
 
@@ -277,16 +313,28 @@ def quantised_bits(family, name):
     """4 or 8 for a hub tensor that an MLX conversion quantises, 0 for one that it leaves alone."""
     if name.endswith(("norm.weight", "conv1d.weight", "A_log", "dt_bias", "bias")):
         return 0
-    if name.endswith("sinks"):
+    if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):
         return 0
-    if name.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight")):
+    if name.endswith(("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink")):
+        return 0
+    if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar")):
+        return 0
+    if name.endswith(("compress_ape", "compress_gate")):
+        return 0
+    if name.endswith((".gate.weight", ".router.weight", ".router.proj.weight", "shared_expert_gate.weight")):
         return (
-            0 if any(n.endswith(("correction_bias", "expert_bias", "router_bias")) for n in hub_tensors(family)) else 8
+            0
+            if any(
+                n.endswith(("correction_bias", "expert_bias", "router_bias", ".gate.bias")) for n in hub_tensors(family)
+            )
+            else 8
         )
     return 4
 
 
 def _dequantised(tensor, family, name):
+    if name.endswith(INTEGERS):
+        return tensor[1]  # beyond what floats hold
     w, bits = as_float(tensor), quantised_bits(family, name)
     if not bits:
         return w.astype(np.float64)
@@ -325,10 +373,18 @@ KINDS = {
     "signed_bias": (0, 0.2),
     "bias": (0, 0.5),
     "sinks": (0, 1.5),
+    "gain": (4, 1),
 }
 
 
 def _draw(seed, family, shape, kind):
+    if kind == "table":
+        experts = np.random.PCG64(zlib.crc32(seed.encode())).random_raw(shape).astype(np.uint64) % np.uint64(
+            _count(text_config(family))
+        )
+        return "I64", experts.astype(np.int64)
+    if kind == "integers":
+        return "I64", np.array(_read_json(family, "integers.json")[seed.partition("/")[2]], np.int64)
     mean, deviation = KINDS[kind]
     if kind in ("linear", "router"):
         deviation = deviation / np.sqrt(shape[-1])
@@ -537,8 +593,10 @@ def _mlx_root(family):
 
 
 def _mlx_name(family, name):
+    name = f"^{name}"
     for theirs, ours in MLX_NAMES.get(family, ()):
         name = name.replace(theirs, ours)
+    name = name.removeprefix("^").removeprefix("language_model.")
     return _mlx_root(family) + name.replace("model.language_model.", "model.", 1)
 
 
@@ -546,12 +604,15 @@ def mlx_tensors(family, variant="mlx4"):
     """{MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
     result = {}
     apart = split_experts(source(family, variant), family in TRANSPOSED, family in INTERLEAVED)
-    for name, tensor in _stack_experts(apart, "experts" if family in INTERLEAVED else "switch_mlp").items():
+    for name, tensor in _stack_experts(apart, STACKS.get(family, "switch_mlp")).items():
         mlx_name, bits = _mlx_name(family, name), quantised_bits(family, name)
         if variant == "mlx4_embed_q" and name.endswith("kv_b_proj.weight"):
             halves = zip(("embed_q", "unembed_out"), _split_kv_b(family, tensor), strict=True)
             for part, half in halves:
                 result |= _triplet(mlx_name.replace("kv_b_proj", part), half, 4)
+        elif name.endswith(".wo_a.weight"):
+            values = as_float(tensor)
+            result |= _triplet(mlx_name, values.reshape(text_config(family)["o_groups"], -1, values.shape[-1]), bits)
         elif bits:
             result |= _triplet(mlx_name, as_float(tensor), bits)
         else:

@@ -1,9 +1,13 @@
-"""Some cells of a grid instead of all: together they have every value of every axis. The others run with `--full`."""
+"""Some cells of a grid and some examples of a property instead of all.
+
+The cells together have every value of every axis. The others run with `--full`.
+"""
 
 import itertools
 import random
 
 import pytest
+from hypothesis import settings
 
 
 def drawn(*axes, turns=1, seed=0):
@@ -24,5 +28,15 @@ def drawn(*axes, turns=1, seed=0):
     ]
 
 
+def examples(count):
+    """How many examples a property has: so many with `--full`, by default a fifth of them."""
+    return count if settings.get_current_profile_name() == "full" else -(-count // 5)
+
+
 def marks(runs_by_default):
     return () if runs_by_default else pytest.mark.full
+
+
+def one_in_three(names):
+    """Cases of one kind, each of which compiles a text of its own: all but every third are marked `full`."""
+    return [pytest.param(name, marks=marks(i % 3 == 0)) for i, name in enumerate(names)]

@@ -274,11 +274,14 @@ def causal_conv(x, w):
 
 
 def gated_delta_recurrence(q, k, v, g, beta, state=None):
-    """[T, H, dk] twice, [T, H, dv], decay and write strength [T, H] -> [T, H, dv], state [H, dv, dk]."""
+    """[T, H, dk] twice, [T, H, dv], decay and write strength [T, H] -> [T, H, dv], state [H, dv, dk].
+
+    Where each channel of a key decays by itself, as in Kimi Delta Attention (arXiv:2510.26692), decay is [T, H, dk].
+    """
     S = np.zeros((q.shape[1], v.shape[-1], q.shape[-1])) if state is None else state.copy()
     out = np.zeros(v.shape)
     for t in range(len(q)):
-        S *= g[t, :, None, None]
+        S *= g[t].reshape(len(S), 1, -1)
         delta = (v[t] - np.einsum("hvk,hk->hv", S, k[t])) * beta[t, :, None]
         S += delta[..., None] * k[t, :, None, :]
         out[t] = np.einsum("hvk,hk->hv", S, q[t])

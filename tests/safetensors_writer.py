@@ -10,7 +10,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 
-DTYPES = {**goldens.DTYPES, "U8": "u1"}
+DTYPES = {**goldens.DTYPES, **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), "u1")}
 INDEX = "model.safetensors.index.json"
 
 
@@ -68,6 +68,18 @@ def write_model(folder, family, variant="mlx4", count=2, seed=0, residues=None, 
     return folder
 
 
+def _quantized(stack, quant):
+    """As mlx-lm does it: a global scale is an expert's largest weight (mlx_lm.models.switch_layers)."""
+    if not quant.has_global_scale:
+        return mx.quantize(stack, quant.group_size, quant.bits, quant.mode)
+    largest = mx.max(mx.abs(stack), axis=(-2, -1)).astype(mx.float32)
+    each = [
+        mx.quantize(matrix, quant.group_size, quant.bits, quant.mode, global_scale=most)
+        for matrix, most in zip(stack, largest, strict=True)
+    ]
+    return *(mx.stack(list(parts)) for parts in zip(*each, strict=True)), largest
+
+
 def in_forms(tensors, usual, down):
     """The tensors with the stacks of experts in other forms, and what config.json says of them."""
     made, overrides = dict(tensors), {}
@@ -79,7 +91,7 @@ def in_forms(tensors, usual, down):
         del made[f"{path}.scales"], made[f"{path}.biases"]
         scales, biases = (mx.array(tensors[f"{path}.{part}"][1]).view(mx.bfloat16) for part in ("scales", "biases"))
         values = mx.dequantize(mx.array(codes), scales, biases, 64, 4)
-        parts = mx.quantize(values, quant.group_size, quant.bits, quant.mode)
+        parts = _quantized(values, quant)
         made |= {f"{path}.{part}": _stored(one) for part, one in zip(quant.parts, parts, strict=True)}
         overrides[path] = quant.entry()
     return made, overrides
@@ -88,7 +100,7 @@ def in_forms(tensors, usual, down):
 def _stored(array):
     if array.dtype == mx.bfloat16:
         return "BF16", np.array(array.view(mx.uint16))
-    return {mx.uint32: "U32", mx.uint8: "U8"}[array.dtype], np.array(array)
+    return {mx.uint32: "U32", mx.uint8: "U8", mx.float32: "F32"}[array.dtype], np.array(array)
 
 
 def _header(tensors, metadata):

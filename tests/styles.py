@@ -5,14 +5,20 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from moeflux_mlx.text.calls import gemma_rules
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
+from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V32, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
-from moeflux_mlx.text.calls.minimax import MINIMAX
 from moeflux_mlx.text.calls.mistral import MISTRAL
-from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import HARMONY, THINK, Channels
+from moeflux_mlx.text.calls.solar import SOLAR_OPEN
+from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import GEMMA as GEMMAS
+from moeflux_mlx.text.channels import HARMONY, SOLAR, THINK, Channels
+from moeflux_mlx.text.chat_template import SHIPPED
+from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
@@ -23,6 +29,7 @@ STYLES = {
     "qwen3_style": (QWEN_JSON, QWEN, THINK),
     "qwen35_style": (QWEN_XML, QWEN, THINK),
     "cogito_style": (DEEPSEEK_V3, [{}], None),
+    "deepseek_v32": (DEEPSEEK_V32, QWEN, THINK),
     "text_only": (DEEPSEEK_V3, [{}], None),
     "glm_style": (GLM, QWEN, THINK),
     "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
@@ -34,6 +41,9 @@ STYLES = {
     ),
     "mistral_style": (MISTRAL, [{}], Channels("[THINK]", "[/THINK]")),
     "harmony_style": (GPT_OSS, [{}], HARMONY),
+    "exaone_style": (EXAONE, QWEN, THINK),
+    "gemma_style": (GEMMA, QWEN, GEMMAS),
+    "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }
 # What DeepSeek's own template does: arguments are joined as text, and a missing content is an error.
 TEXT_ONLY = """{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content + '' }}{% if m.tool_calls %}
@@ -47,33 +57,38 @@ def written(dialect):
     """A function that writes a call as models of the dialect do."""
 
     def write(arguments, name="get_weather"):
-        begin = (dialect.begin + dialect.named).replace("NAME", name) + BETWEEN.get(dialect.name, "")
-        if dialect.tags is None:
+        begin = dialect.prefix(name) + BETWEEN.get(dialect.name, "")
+        if dialect is GEMMA:
+            body = gemma_rules.written(arguments)
+        elif dialect.tags is None:
             body = json.dumps(arguments, ensure_ascii=False)
         else:
             line = "\n" if dialect.tags.lined else ""
             (key, key_end), (value, value_end) = dialect.tags.key, dialect.tags.value
-            body = "".join(
-                f"{key}{k}{key_end}{line}{value}{v if isinstance(v, str) else json.dumps(v)}{line}{value_end}\n"
-                for k, v in arguments.items()
-            )
+            string, other = dialect.tags.kinds or (value, value)
+            texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
+            body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
         end = dialect.section[1]
-        return begin + body + dialect.close + (end if end in dialect.markers and end not in dialect.close else "")
+        is_written = end in dialect.markers or dialect is DEEPSEEK_V32
+        return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
 
     return write
 
 
 def thought_of(channels, prompt, text):
     """Reasoning as a model writes it after a prompt."""
-    if channels is HARMONY:
-        return f"{channels.start}{text}{channels.end}<|start|>assistant"
+    if channels.header:
+        return f"{channels.start}{text}{channels.end}{channels.header}"
     opening = "" if channels.opens(prompt) else f"{channels.start}\n"
     return f"{opening}{text}\n{channels.end}\n\n"
 
 
 def said_of(channels, text):
     """Text for the user, as a model writes it before a call."""
-    return f"<|channel|>commentary<|message|>{text}<|end|><|start|>assistant" if channels is HARMONY else text
+    if channels is None or not channels.header:
+        return text
+    lead = "<|channel|>commentary<|message|>" if channels is HARMONY else channels.lead
+    return f"{lead}{text}{channels.end}{channels.header}"
 
 
 def style_tokenizer(path, name):
@@ -85,11 +100,12 @@ def style_tokenizer(path, name):
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<｜begin▁of▁sentence｜>"])
     tags = (channels or THINK).tags | (channels or THINK).ends | {"<tool_response>"}
-    if dialect not in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3):
+    if dialect not in (QWEN_JSON, EXAONE, QWEN_XML, DEEPSEEK_V3):
         tags |= dialect.markers
     bpe.add_tokens([AddedToken(tag, special=False) for tag in sorted(tags)])
     bpe.save(str(path / "tokenizer.json"))
-    source = TEXT_ONLY if name == "text_only" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
+    folder = SHIPPED_TEMPLATES if name in SHIPPED else TEMPLATES
+    source = TEXT_ONLY if name == "text_only" else (folder / f"{name}.jinja").read_text("utf-8")
     config = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<|im_end|>", "chat_template": source}
     (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return load_tokenizer(path)

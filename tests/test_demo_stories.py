@@ -8,6 +8,7 @@ from dataclasses import replace
 import demo_eval
 import demo_stories as stories
 import pytest
+from grids import examples, one_in_three
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def test_kinds_have_turns():
     assert {fact.kind for fact in stories.FACTS} <= set(stories.words.TURNS)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(SEEDS)
 def test_every_training_story_passes_its_own_score(seed):
     rng = random.Random(seed)
@@ -59,7 +60,7 @@ def test_every_training_story_passes_its_own_score(seed):
     assert stories.restates(story, name, fact)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(SEEDS)
 def test_samples_are_filled_and_repeatable(seed):
     sample = stories.training_sample(random.Random(seed))
@@ -119,7 +120,7 @@ def test_a_listed_name_is_a_girls_or_a_boys():
 COMMON = ("Tomas", "Leo", "Peter", "Max", "Ben", "David", "Paul", "Mira", "Anna", "Emma", "Sophie", "Lucy")
 
 
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("name", one_in_three(COMMON))
 def test_the_demo_model_knows_common_names(name):
     model, tokenizer = demo_model()
     prompt = demo_eval.chat_text(f"Tell me a story about {name}, who is afraid of geese.")

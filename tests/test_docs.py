@@ -16,8 +16,10 @@ from moeflux_mlx.files import read_json
 from moeflux_mlx.spec import family_name, variants
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "metal/README.md")]
+TEXTS += sorted((ROOT / "docs").glob("*.md"))
 NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
+KERNELS = ROOT / "metal"
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 SOURCES = [
@@ -164,8 +166,8 @@ def test_the_architecture_names_every_command():
     assert [name for name, *rest in modules if f"`{name}/`" not in text and f"`{name}.py`" not in text] == []
 
 
-def test_the_readme_names_every_family():
-    families = re.search(r"The families are ([^;]+);", (ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_manual_names_every_family():
+    families = re.search(r"The families are ([^.]+)\.", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
     assert set(re.findall(r"`(\w+)`", families[1])) == set(FAMILIES)
 
 
@@ -223,3 +225,11 @@ def test_a_wrong_call_is_found():
     assert refusal(*commands[0]) == ""
     assert "--no-such" in refusal(*commands[1])
     assert refusal(*commands[2]) == "no command nothing"
+
+
+def test_the_map_of_kernels_names_every_file_and_no_other():
+    """Headers by their whole names, kernels without their ending."""
+    files = {file.name.removesuffix(".metal") if ".h." not in file.name else file.name for file in KERNELS.iterdir()}
+    named = set(re.findall(r"`([a-z][a-z0-9_]*(?:\.h(?:\.metal)?)?)`", (KERNELS / "README.md").read_text()))
+    assert files - {"README.md"} <= named
+    assert {name for name in named if name.endswith((".h", ".metal"))} <= files

@@ -29,7 +29,10 @@ ORDER = [
     "experts",
     "model",
     "packing",
+    "vision",
     "engine",
+    "several",
+    "tools",
     "server",
     "cli",
 ]
@@ -161,3 +164,9 @@ def test_importing_the_package_leaves_heavy_libraries_alone():
     code += f"; moeflux_mlx.load; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n[]\n"
+
+
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """pytest imports them by it."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

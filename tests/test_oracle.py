@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def modest(test):
-    return settings(deadline=None, max_examples=40)(test)
+    return settings(deadline=None, max_examples=examples(40))(test)
 
 
 def error(family, variant="hub", weights=None):

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import routing_trace as trace
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_directory
@@ -28,7 +29,7 @@ def best_possible(keys, slots):
     return max(pools.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(keys=st.lists(st.integers(0, 5), max_size=14), slots=st.integers(1, 4))
 def test_belady_is_the_best_possible(keys, slots):
     hits = trace.belady(np.array(keys, int), slots).sum()
@@ -53,6 +54,17 @@ def test_a_pool_that_has_the_previous_token_leaves_its_predictor_nothing_to_find
     row = trace.replay(made, 128, 200, recall=0.8)
     assert row["previous"] == 0 and 0.75 < row["predicted"] < 0.85
     assert row["lru"] < row["belady"]
+
+
+def test_sequences_ask_together_for_as_many_experts_as_was_asked_for():
+    made = trace.synthesize_together((4, 150, 2, 8), 128, 0.35, 0.5, trace.UNIONS, np.random.default_rng(0))
+    assert all(len(set(row)) == 8 for row in made.reshape(-1, 8).tolist())
+    for count, union in ((1, 1.0), (2, 1.55), (4, 2.45)):
+        asked = sum(map(len, trace.steps_of(made[:count])))
+        assert abs(asked / made[0].size - union) < 0.04
+    assert 0.35 < trace.previous_recall(made[0]) < 0.55, "what is kept, and some that come again by chance"
+    alone, four = (trace.missed(trace.steps_of(made[:count]), 64) / count for count in (1, 4))
+    assert 0.4 < four / alone < 0.75, "what rows share is read once"
 
 
 def test_commands(tmp_path, capsys):

@@ -1,20 +1,22 @@
-"""Tiny packed models of every family that run, made once per test session by `convert`.
+"""Tiny packed models of every family that run, made once per run of the tests by `convert`, whatever the workers.
 
 `tiny_directory` has a tokenizer and a chat template beside the weights, so that commands can be tested on
 it as users run them; the weights are random, and so is what they write.
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import shutil
 import sys
-import tempfile
+import threading
 from pathlib import Path
 
 import goldens
 import mlx.core as mx
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moeflux_mlx.convert import convert
@@ -28,24 +30,34 @@ THINK = ("<think>", "</think>")
 NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # left out to fit the tiny vocabulary of 256
 
 
-@functools.cache
-def _kept():
-    return tempfile.TemporaryDirectory(prefix="moeflux-tiny-")
+_making = threading.Lock()
 
 
 def tiny_directory(family, variant="mlx4", template="qwen3_style"):
     """A packed model with tokenizer and chat template, shared by the tests: do not write into it."""
-    return _directory(family, variant, template)
+    with _making:  # a test's threads may ask for the same
+        return _directory(family, variant, template)
 
 
 @functools.cache
 def _directory(family, variant, template):
-    kept = Path(_kept().name)
-    path = kept / f"{family}-{variant}-{template}"
-    checkpoint = goldens.write_variant(kept / f"{path.name}-checkpoint", family, variant)
-    with on_cpu():  # a GPU rounds some weights the other way, and goldens were made here
-        convert(checkpoint, path)
-    write_tokenizer(path, template)
+    def make(path):
+        checkpoint = goldens.write_variant(path.with_name(f"{path.name}-checkpoint"), family, variant)
+        with on_cpu():  # a GPU rounds some weights the other way, and goldens were made here
+            convert(checkpoint, path)
+        write_tokenizer(path, template)
+
+    return made_once(f"{family}-{variant}-{template}", make)
+
+
+def made_once(name, make):
+    """The folder of this name that `make(path)` writes, in whichever worker asks first: do not write into it."""
+    path = Path(os.environ["MOEFLUX_TINY_MODELS"]) / name
+    with open(path.with_name(f"{name}.lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        if not os.fstat(lock.fileno()).st_size:
+            make(path)
+            lock.write("made")
     return path
 
 
@@ -53,6 +65,18 @@ def _directory(family, variant, template):
 def tiny_model(family, dtype=None, variant="mlx4"):
     """The model of `tiny_directory`, with activations and caches in `dtype`."""
     return load_model(tiny_directory(family, variant), dtype=dtype)
+
+
+def with_config(source, path, change):
+    """The model with other values in the text part of its configuration."""
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text())
+    config.get("text_config", config).update(change)
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @contextlib.contextmanager
@@ -101,3 +125,12 @@ def _byte_letters():
 
 def _write_json(path, value):
     path.write_text(json.dumps(value))
+
+
+def logits_of_calls(model, tokens, lengths, cache=None):
+    """[T, V] of tokens that are given in calls of such lengths."""
+    cache, parts, start = cache or model.make_cache(), [], 0
+    for length in lengths:
+        parts.append(model(mx.array(tokens[None, start : start + length]), cache))
+        start += length
+    return np.array(mx.concatenate(parts, axis=1)[0])

@@ -3,25 +3,21 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, cast
 
 from ..engine.generation import GenerationResponse, within_limit
+from ..engine.prompt import places_of, prompt_with_images
 from ..engine.session import Session
 from ..errors import RequestError
 from ..text.boundaries import Rendering
+from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper
 from .fetching import local_model
-from .options import (
-    beyond_plan,
-    expert_statistics,
-    load_named,
-    open_store,
-    parse_template_config,
-    sampling,
-    why_cut,
-    worth_converting,
-)
+from .opening import load_named, open_store
+from .options import parse_template_config, sampling
+from .remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
 from .run import INTERRUPTED
 from .terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
 
@@ -36,7 +32,8 @@ def run(options: argparse.Namespace) -> int:
     engine = load_named(options, local_model(options))
     model, tokenizer = engine.model, engine.tokenizer
     store = open_store(options, engine)
-    tokens = encode(tokenizer, prompt, options, template_config)
+    asked = encode(tokenizer, prompt, options, template_config)
+    tokens: Sequence[int] = prompt_with_images(asked, options.image, model) if options.image else asked
     if options.verbose:
         note(f"prompt tokens: {tokens}")
     limit = model.args.max_position_embeddings
@@ -49,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
     session = engine.session(store=store)
     boundaries = []
     if options.prompt_cache_dir is not None and options.system_prompt is not None and not options.ignore_chat_template:
-        shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), tokens)
-        boundaries = [shared, len(tokens) - 1]
+        shared = Rendering(tokenizer, template_config).before_question(messages_of(prompt, options), asked)
+        boundaries = [places_of(tokens)[shared], len(tokens) - 1]
     start = time.perf_counter()
     code = stream(session, tokens, boundaries, generation, options.verbose)
     if advice := worth_converting(engine, time.perf_counter() - start):
@@ -59,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stream(
-    session: Session, tokens: list[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
+    session: Session, tokens: Sequence[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
 ) -> int:
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = Progress("prompt")
@@ -113,8 +110,8 @@ def encode(
     return cast(list[int], tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template_config))
 
 
-def messages_of(prompt: str, options: argparse.Namespace) -> list[dict[str, str]]:
-    messages = [{"role": "user", "content": prompt}]
+def messages_of(prompt: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": with_places(prompt, len(options.image))}]
     if options.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": options.system_prompt})
     return messages
@@ -146,7 +143,7 @@ def print_statistics(last: GenerationResponse | None, session: Session, verbose:
     if last.finish_reason == "length":
         note(why_cut(session.model.args, last.prompt_tokens, last.generation_tokens))
     note(f"peak memory: {peak_memory_gb():.3f} GB, {last.peak_memory:.3f} GB of it MLX's arrays")
-    for line in expert_statistics(experts, verbose):
+    for line in [*(draft_statistics(session.model.drafting) if verbose else []), *expert_statistics(experts, verbose)]:
         note(line)
     if verbose and last.expert_bytes_per_token:
         note(f"expert I/O: {last.expert_bytes_per_token / 1e6:.1f} MB a token, hit rate {last.expert_hit_rate:.1%}")

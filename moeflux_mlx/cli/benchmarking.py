@@ -25,7 +25,8 @@ from ..errors import RequestError
 from ..spec import ModelArgs
 from .diagnosis import machine_lines
 from .fetching import local_model
-from .options import open_optional
+from .opening import open_optional
+from .parallel import Rates, check_numbers, parallel_rates, parallel_table
 from .terminal import note, peak_memory_gb
 
 Steps = Callable[[list[int], int], Generator[Any, None, None]]  # a prompt and how many tokens follow it -> their steps
@@ -63,9 +64,12 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
     model = local_model(options)
     options.prompt_tokens = fitting_lengths(options, open_weights(resolve(model, options.revision)).args)
-    options.context = options.context or max(options.prompt_tokens) + options.max_tokens
+    room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
+    options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
     engine = open_optional(options, model)
     peer = None if options.against is None else mlx_lm_steps(engine)
+    if options.parallel:
+        check_numbers(options.parallel, engine)
     lines = machine_lines(machine_figures())
     print("\n".join([*lines, engine.experts.decision]))
     runners: dict[str, Steps] = {OURS: own_steps(engine)}
@@ -73,10 +77,15 @@ def run(options: argparse.Namespace) -> int:
         runners[options.against] = peer
     runs = measured(options, engine, runners)
     print("\n".join(table(runs[OURS], runs.get("mlx-lm"))))
+    rates: Rates = {}
+    if options.parallel:
+        sizes = options.prompt_tokens[0], options.max_tokens, options.rounds
+        rates = parallel_rates(engine, options.parallel, *sizes)
+        print("\n".join(parallel_table(rates)))
     memory = {"planned_gb": engine.plan.total / 1e9, "peak_gb": peak_memory_gb(), "mlx_gb": mx.get_peak_memory() / 1e9}
     print(f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak")
     if options.json:
-        print(json.dumps(report(options, engine, lines, memory, runs)))
+        print(json.dumps(report(options, engine, lines, memory, runs) | {"parallel": rates}))
     return 0
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..engine.checkup import ASKED, check_operations, runs_on, thread_limits
-from ..engine.machine import Figures, default_dtype, machine_figures, physical_ram_bytes
+from ..engine.machine import Figures, default_dtype, in_gb, machine_figures, physical_ram_bytes
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..ops import backend, native
 from ..ops.launch import MOST_THREADS
+from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from .known_models import known_models, machine_of, table
 from .planning import measure_disk
 
@@ -52,11 +52,14 @@ def machine_lines(figures: Figures) -> list[str]:
     """What it is, and which versions run."""
     installed = {name: _version(name) for name in PACKAGES}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
-    limits = [f"{_gb(figures.memory)} of {figures.name} may be used"]
+    limits = [f"{in_gb(figures.memory, 1)} of {figures.name} may be used"]
     if figures.working_set is not None:
-        limits.append(f"Metal recommends {_gb(figures.working_set)}, a buffer at most {_gb(figures.buffer or 0)}")
+        limits.append(
+            f"Metal recommends {in_gb(figures.working_set, 1)}, a buffer at most {in_gb(figures.buffer or 0, 1)}"
+        )
+    ram = in_gb(physical_ram_bytes(), 1)
     return [
-        f"machine   {_processor()}, {os.cpu_count()} CPUs, {_gb(physical_ram_bytes())} of RAM, {platform.platform()}",
+        f"machine   {_processor()}, {os.cpu_count()} CPUs, {ram} of RAM, {platform.platform()}",
         f"versions  Python {platform.python_version()}, {versions}",
         f"runs on   {runs_on()}",
         *([f"GPU       {mx.device_info().get('device_name', 'unnamed')}"] if mx.default_device() == mx.gpu else []),
@@ -105,7 +108,7 @@ def disk_rate(folder: Path) -> float:
     """
     free = shutil.disk_usage(folder).free
     if free < 2 * MEASURED_FILE:
-        raise ModelFileError(f"{folder} has {_gb(free)} free; measuring takes {_gb(2 * MEASURED_FILE)}")
+        raise ModelFileError(f"{folder} has {in_gb(free, 1)} free; measuring takes {in_gb(2 * MEASURED_FILE, 1)}")
     count = MEASURED_FILE // EXPERT.stride
     layout = ExpertLayout({0: EXPERT}, count, 1)
     with tempfile.TemporaryDirectory(prefix=".moeflux-doctor-", dir=folder) as made:
@@ -152,7 +155,3 @@ def _processor() -> str:
         if names:
             return names[0]
     return platform.processor() or platform.machine()
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..engine.engine import Engine, open_engine
-from ..engine.evaluate import Measured, evaluate, perplexity
 from ..errors import RequestError
 from ..files import user_path
+from ..tools.evaluate import Measured, evaluate, perplexity
 from .chart import line_chart
 from .options import gigabytes
 from .terminal import Progress
@@ -25,13 +26,16 @@ def run(options: argparse.Namespace) -> int:
     if chart is not None and options.against is None:
         raise RequestError("--svg draws the divergence of two models; give the second with --against")
 
-    def opens(model: str | None) -> Engine:
+    def opens(model: str | None, kv_bits: str, shards_in: Sequence[str] = ()) -> Engine:
         engine = open_engine(
             model,
             dtype=getattr(mx, options.dtype) if options.dtype else None,
             cpu_activations=options.cpu_activations,
+            kv_bits=kv_bits,
             expert_io=options.expert_io,
             expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+            memory_bytes=gigabytes("--memory-gb", options.memory_gb),
+            shards_in=shards_in,
             context=options.window,
             tiles=options.tiles,
         )
@@ -40,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
 
     with Progress("reading", lines=True) as progress:
         measured = evaluate(
-            lambda: opens(options.model),
+            lambda: opens(options.model, options.kv_bits, options.shards_in),
             text,
-            against=None if options.against is None else lambda: opens(options.against),
+            against=None if options.against is None else lambda: opens(options.against, "16"),
             window=options.window,
             most=options.tokens,
             progress=progress.update,

@@ -8,9 +8,11 @@ import mlx.core as mx
 from ..engine.budget import plan_memory
 from ..engine.demand import demand_of
 from ..engine.expert_io import from_environment
+from ..engine.kv_bits import keeping
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote
 from ..model.tensors import resident_bytes
+from ..vision.vision import checked_rows
 from .options import gigabytes
 from .planning import memory_lines
 from .terminal import agree, note
@@ -46,6 +48,7 @@ def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
     """
     dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
     args, layout, shapes = remote.figures()
+    args = keeping(args, options.kv_bits, getattr(mx, options.dtype) if options.dtype else None)
     demand = demand_of(
         args,
         resident_bytes(shapes, dtype),
@@ -56,6 +59,6 @@ def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
         expert_io=from_environment(options.expert_io),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=remote.in_place,
-    )
+    ).with_vision(remote.vision(args, not options.no_vision), dtype, checked_rows(options.image_tokens))
     figures = machine_figures(gigabytes("--memory-gb", options.memory_gb))
     return memory_lines(plan_memory(args, layout, figures, demand), layout)

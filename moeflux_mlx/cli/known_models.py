@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 import mlx.core as mx
 
 from ..engine.budget import plan_memory
-from ..engine.checkup import product_rate
 from ..engine.demand import demand_of
+from ..engine.kv_bits import keeping
 from ..engine.locate import resolve
-from ..engine.machine import Figures, default_dtype
+from ..engine.machine import Figures, default_dtype, in_gb
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
@@ -22,6 +22,7 @@ from ..files import directory, read_json
 from ..formats.record import ExpertLayout
 from ..model.tensors import variant_bytes
 from ..spec import ModelArgs, variants
+from ..tools.checkup import product_rate
 from .options import gigabytes
 from .planning import figures, measure_disk, memory_in_all, routed_bytes
 
@@ -127,16 +128,13 @@ def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
 
     An MLX checkpoint is used as it lies. A `context` beyond the model's limit becomes that limit.
     """
-    args = ModelArgs.from_variant(name)
+    args = keeping(ModelArgs.from_variant(name), "auto", None)
     layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
     repository = read_json(directory("configs") / f"{name}.json").get("_name_or_path")
     unfit = Fit(name, repository, layout.total_bytes + resident)
     asked = None if context is None else min(context, args.max_position_embeddings)
     try:
-        demand = demand_of(
-            args, resident, dtype, context=asked, span=None, prefill_step_size=None, expert_io="auto",
-            expert_cache_bytes=None, in_place=repository is not None,
-        )  # fmt: skip
+        demand = demand_of(args, resident, dtype, context=asked, in_place=repository is not None)
         plan = plan_memory(args, layout, here.figures, demand)
     except RequestError:
         return unfit
@@ -153,19 +151,20 @@ def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
     width = max(len(fit.name) for fit in fits)
     lines = [f"{'model':{width}}{'disk':>12}{'memory':>12}{'experts in memory':>20}{'tokens/s, about':>18}"]
     for one in fits:
-        start = f"{one.name:{width}}{_gb(one.disk_bytes):>12}"
+        start = f"{one.name:{width}}{in_gb(one.disk_bytes, 1):>12}"
         if one.memory_bytes is None or one.tokens_per_second is None:
             lines.append(f"{start}{'does not fit':>18}")
         else:
             speed = f"{one.tokens_per_second:.{0 if one.tokens_per_second >= 10 else 1}f}"
-            lines.append(f"{start}{_gb(one.memory_bytes):>12}{one.share:>20.0%}{speed:>18}")
-    disk = f"{_gb(here.disk)}/s" if here.is_measured else f"an assumed {_gb(here.disk)}/s"
+            lines.append(f"{start}{in_gb(one.memory_bytes, 1):>12}{one.share:>20.0%}{speed:>18}")
+    disk = f"{in_gb(here.disk, 1)}/s" if here.is_measured else f"an assumed {in_gb(here.disk, 1)}/s"
+    memory, products = in_gb(here.figures.memory, 1), in_gb(here.products, 1)
     return [
         *lines,
         "",
-        f"For {_gb(here.figures.memory)} of {here.figures.name}. Sorted: models above {COMFORTABLE:g} tokens/s, the "
+        f"For {memory} of {here.figures.name}. Sorted: models above {COMFORTABLE:g} tokens/s, the "
         "largest first; then slower ones by speed.",
-        f"Tokens/s is an estimate, no measurement: a token's weights go through products at {_gb(here.products)}/s,",
+        f"Tokens/s is an estimate, no measurement: a token's weights go through products at {products}/s,",
         f"and experts that are not in memory come from the disk at {disk}, if a router uses",
         "all alike. moeflux benchmark measures a model that is here.",
     ]
@@ -180,7 +179,3 @@ def report(here: Machine, fits: Sequence[Fit]) -> dict[str, object]:
         "disk_is_measured": here.is_measured,
         "models": [{**asdict(fit), "command": fit.command} for fit in fits],
     }
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB"

@@ -13,7 +13,7 @@ from ..engine.locate import resolve
 from ..errors import RequestError
 from ..spec import ModelArgs
 from .fetching import local_model
-from .options import load_named
+from .opening import load_named
 from .programs import PROGRAMS, Address, Program
 from .serving import check_installed, model_name, serve_with
 from .terminal import note
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         note(f"context: {server.context} tokens for a prompt and its answer; starting {program.command}")
         companion.begin(partial(command, program, path, options.arguments, server))
 
-    return serve_with(Companion, options, key, partial(load, options, program), ready)
+    return serve_with(Companion, options, key, {model_name(options.model): partial(load, options, program)}, ready)
 
 
 def load(options: argparse.Namespace, program: Program) -> Engine:

@@ -8,20 +8,23 @@ from ..process import check_mlx
 from ..version import described
 
 COMMANDS = {
-    "generate": ("moeflux_mlx.generate.__main__", "a prompt in, text out"),
-    "chat": ("moeflux_mlx.chat", "a conversation in the terminal"),
-    "serve": ("moeflux_mlx.serve", "the model behind HTTP, for agents and chat apps"),
-    "models": ("moeflux_mlx.models", "which of the known models suit this machine"),
-    "launch": ("moeflux_mlx.launch", "a coding agent with a server of its own"),
+    "generate": ("moeflux_mlx.generate.__main__", "generate text for one prompt"),
+    "chat": ("moeflux_mlx.chat", "chat in the terminal"),
+    "serve": ("moeflux_mlx.serve", "serve models over HTTP, for agents and chat apps"),
+    "models": ("moeflux_mlx.models", "list the known models that fit this machine"),
+    "launch": ("moeflux_mlx.launch", "start a coding agent with its own server"),
     "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
-    "plan": ("moeflux_mlx.plan", "what a model needs in memory, and how fast the disk lets it run"),
-    "evaluate": ("moeflux_mlx.evaluate", "how well a model predicts a text, and how far it is from another"),
-    "benchmark": ("moeflux_mlx.benchmark", "how fast a model runs on this machine"),
-    "tune": ("moeflux_mlx.tune", "find the fastest tiles of the kernels on this GPU"),
+    "plan": ("moeflux_mlx.plan", "show how much memory a model needs, and the speed that the disk allows"),
+    "evaluate": (
+        "moeflux_mlx.evaluate",
+        "measure how well a model predicts a text, and how far it is from another model",
+    ),
+    "benchmark": ("moeflux_mlx.benchmark", "measure how fast a model runs on this machine"),
+    "tune": ("moeflux_mlx.tune", "find the fastest kernel tiles on this GPU and the best size of a pool"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),
-    "list": ("moeflux_mlx.list", "the models that were downloaded"),
-    "remove": ("moeflux_mlx.remove", "delete a model that was downloaded"),
-    "doctor": ("moeflux_mlx.doctor", "what this machine is, and whether it computes rightly"),
+    "list": ("moeflux_mlx.list", "list the downloaded models"),
+    "remove": ("moeflux_mlx.remove", "delete a downloaded model"),
+    "doctor": ("moeflux_mlx.doctor", "describe this machine and check that its kernels compute correctly"),
 }
 
 

@@ -2,30 +2,22 @@
 
 import argparse
 import json
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from ..engine.engine import Engine, open_engine
 from ..engine.expert_io import MODES
 from ..engine.generation import check_max_tokens
-from ..engine.machine import default_dtype
+from ..engine.heads import DRAFTS
+from ..engine.kv_bits import KV_BITS
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
-from ..experts.source import ExpertLoader, IoMode
-from ..ops.backend import computes_natively
 from ..ops.native import ACTIVATIONS
-from ..spec import ModelArgs
-from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .terminal import Progress, note
+from ..vision.pixels import IMAGE_ROWS
 
-WORTH_CONVERTING = 0.1  # of the time: below, packed experts would hardly be felt
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
-TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
 NOT_GIVEN = {
     "top_p": 0.0,
     "top_k": 0,
@@ -33,31 +25,47 @@ NOT_GIVEN = {
     "chat_template_config": "{}",
     "prefetch": "auto",
     "tiles": "auto",
+    "draft": "off",
     "cpu_activations": "auto",
+    "kv_bits": "auto",
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
+    "no_vision": False,
+    "image_tokens": IMAGE_ROWS,
     "shards_in": (),
 }  # what options are by default; None where it does not say
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """With `several`, models are in `models`, which is None if none is given."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="directory, or Hugging Face repo id org/name; default: the demo model in the package")
+    model = "directory, or Hugging Face repo id org/name; default: the demo model in the package"
+    if several:
+        add("--model", action="append", dest="models", help=f"{model}; may be repeated: one is loaded at a time")
+    else:
+        add("--model", help=model)
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_shards_in(add)
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
     add_activations(add)
+    add_kv_bits(add)
+    add_vision(add)
     add(
         "--chat-template-config",
         default="{}",
         metavar="JSON",
-        help="variables for the template (%(default)s)",
+        help="variables for the chat template (%(default)s)",
     )
     add = parser.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
-    add("--expert-cache-gb", type=float, metavar="GB", help="memory for experts that are read; default: what is left")
+    add(
+        "--expert-cache-gb",
+        type=float,
+        metavar="GB",
+        help="size of the pool of experts; default: all memory that is left",
+    )
     add_memory(add)
     add(
         "--prefetch",
@@ -69,10 +77,22 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=int,
         metavar="TOKENS",
-        help="for which memory is planned; default: 8192, or the model's limit, or what there is room for",
+        help="plan memory for this many tokens; default: 8192, or less if the model or the memory allows only less",
     )
     add_prompt_sizes(add)
     add_tiles(add)
+    add_draft(add)
+
+
+def add_vision(add: Callable[..., Any]) -> None:
+    add("--no-vision", action="store_true", help="do not load the image encoder, and plan no memory for it")
+    add(
+        "--image-tokens",
+        type=int,
+        default=IMAGE_ROWS,
+        metavar="N",
+        help="maximum tokens of an image; larger images are scaled down (%(default)s)",
+    )
 
 
 def add_expert_io(add: Callable[..., Any]) -> None:
@@ -80,7 +100,7 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         "--expert-io",
         choices=MODES,
         default="auto",
-        help="how experts are read (%(default)s, or what MOEFLUX_EXPERT_IO says)",
+        help="how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
     )
 
 
@@ -90,7 +110,7 @@ def add_shards_in(add: Callable[..., Any]) -> None:
         nargs="+",
         default=(),
         metavar="DIR",
-        help="where safetensors files of the checkpoint --model lie that are not in it, on other drives perhaps",
+        help="further directories with safetensors files of the checkpoint, for example on other drives",
     )
 
 
@@ -99,7 +119,7 @@ def add_memory(add: Callable[..., Any]) -> None:
         "--memory-gb",
         type=float,
         metavar="GB",
-        help="that all of the process may take, in units of 1e9 bytes; default: the machine's, less some for others",
+        help="memory limit of the process, in units of 1e9 bytes; default: the machine's, less a reserve for others",
     )
 
 
@@ -108,13 +128,24 @@ def add_tiles(add: Callable[..., Any]) -> None:
         "--tiles",
         default="auto",
         metavar="auto|code|FILE",
-        help="of a GPU's kernels: what moeflux tune found here, the code's, or a file (%(default)s, or what "
-        "MOEFLUX_TILES says)",
+        help="tiles of the GPU kernels: auto: the result of moeflux tune; code: the built-in ones; or a file "
+        "(%(default)s, or the value of MOEFLUX_TILES)",
+    )
+
+
+def add_draft(add: Callable[..., Any]) -> None:
+    add(
+        "--draft",
+        default="off",
+        metavar="|".join((*DRAFTS, "DIR")),
+        help="also check proposed tokens in a step, if that is faster; the text stays the same. lookup: tokens that "
+        "followed an earlier occurrence of the text's end; head: tokens of the model's draft head, or of the one in "
+        "DIR; auto: head, if there is one and the pool keeps nine tenths of its memory, otherwise lookup (%(default)s)",
     )
 
 
 def add_dtype(add: Callable[..., Any]) -> None:
-    add("--dtype", choices=DTYPES, help="of activations; default: bfloat16 on a GPU, float32 on CPU")
+    add("--dtype", choices=DTYPES, help="dtype of activations; default: bfloat16 on a GPU, float32 on a CPU")
 
 
 def add_activations(add: Callable[..., Any]) -> None:
@@ -122,8 +153,18 @@ def add_activations(add: Callable[..., Any]) -> None:
         "--cpu-activations",
         choices=("auto", *map(str, ACTIVATIONS)),
         default="auto",
-        help="bits to which the CPU's products round activations; 24: as exact as float32 "
-        "(%(default)s: 24 with --dtype, else 8)",
+        help="bits to which products on the CPU round activations; 24: as exact as float32 "
+        "(%(default)s: 24 with --dtype, otherwise 8)",
+    )
+
+
+def add_kv_bits(add: Callable[..., Any]) -> None:
+    add(
+        "--kv-bits",
+        choices=KV_BITS,
+        default="auto",
+        help="bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in families where "
+        "a token adds 128 KiB or more, unless --dtype is float32)",
     )
 
 
@@ -132,13 +173,13 @@ def add_prompt_sizes(add: Callable[..., Any]) -> None:
         "--span",
         type=int,
         metavar="TOKENS",
-        help="of a prompt that go through the model together, each expert read once; default: what there is room for",
+        help="prompt tokens that go through the model together, which read each expert once; default: as many as fit",
     )
     add(
         "--prefill-step-size",
         type=int,
         metavar="TOKENS",
-        help="of a span that attention handles at once, at most; default: 4096, or what there is room for",
+        help="maximum tokens of a span that attention processes at once; default: 4096, or as many as fit",
     )
 
 
@@ -166,7 +207,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         help="drop tokens less likely than this share of the best one; 0: off",
     )
     add("--repetition-penalty", type=float, help="divide the logits of recent tokens by this; default: off")
-    add("--seed", type=int, help="makes sampling repeatable")
+    add("--seed", type=int, help="seed of the random numbers, for repeatable sampling")
 
 
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
@@ -175,120 +216,20 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
         add(
             "--prompt-cache-file",
             metavar="FILE",
-            help="start from the prompt saved in FILE as far as it is the same, and save this one there",
+            help="reuse the common beginning with the prompt saved in FILE, and save this prompt there",
         )
     add(
         "--prompt-cache-dir",
         metavar="DIR",
-        help="start from the longest saved prompt in DIR that this one begins with, and save this one",
+        help="reuse the saved prompt in DIR with the longest common beginning, and save this prompt",
     )
     add(
         "--prompt-cache-gb",
         type=float,
         default=PROMPT_CACHE_GB,
         metavar="GB",
-        help="least recently used prompts in DIR go beyond this size (%(default)s)",
+        help="maximum size of DIR; the least recently used prompts are deleted (%(default)s)",
     )
-
-
-def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
-    """The model of the options, which is, or has come to, `model`; its tokenizer read.
-
-    With `greeting`, that is said, and how experts are read only where the user decided it or wants to know.
-    """
-    start = time.perf_counter()
-    with Progress("loading", of_bytes=True) as progress:
-        engine = open_optional(options, model, progress.update)
-        engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
-    if greeting is not None:
-        note(greeting)
-    if greeting is None or options.verbose or engine.plan.demand.forced:
-        note(engine.experts.decision)
-    if engine.plan.shortened:
-        note(engine.plan.shortened)
-    if options.verbose:
-        if engine.model.tiles.found:
-            note(f"tiles: {len(engine.model.tiles.found)} that moeflux tune found on this GPU")
-        note(engine.plan.prompts)
-        note(f"loaded in {time.perf_counter() - start:.2f} s")
-    for line in idle_options(options, engine.experts.mode):
-        note(line)
-    return engine
-
-
-def open_optional(
-    options: argparse.Namespace, model: str | Path | None, progress: Callable[[int, int], object] | None = None
-) -> Engine:
-    """`model`, as the options of `add_model_options` say; `progress` as for `load`.
-
-    On rank 0 of several, the others follow it.
-    """
-    engine = open_engine(
-        model,
-        revision=options.revision,
-        dtype=getattr(mx, options.dtype) if options.dtype else None,
-        cpu_activations=options.cpu_activations,
-        expert_io=options.expert_io,
-        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
-        prefetch=options.prefetch,
-        context=options.context,
-        span=options.span,
-        prefill_step_size=options.prefill_step_size,
-        shards_in=options.shards_in,
-        tiles=options.tiles,
-        pool_share=getattr(options, "pool_share", None),
-        least_context=getattr(options, "least_context", 0),
-        progress=progress,
-        ranks=getattr(options, "ranks", None),
-    )
-    lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
-    return engine if lead is None else lead(engine)
-
-
-def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
-    """A line for each reason why something that was asked for has no effect."""
-    given = {
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(options).items()
-        if value is not None and value != NOT_GIVEN.get(name)
-    }
-    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
-    is_local = options.model is None or Path(options.model).exists()
-    idle = {
-        "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
-        "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.MMAP else [],
-        "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
-        "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
-        "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
-        "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
-        "where --model is a directory": ["--revision", "--yes"] if is_local else [],
-    }
-    without_effect = {reason: [name for name in names if name in given] for reason, names in idle.items()}
-    return [
-        f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}"
-        for reason, names in without_effect.items()
-        if names
-    ]
-
-
-def beyond_plan(engine: Engine, tokens: int) -> str:
-    """What to say of a prompt for which no memory was planned, if it is one."""
-    planned, limit = engine.plan.context, engine.model.args.max_position_embeddings
-    if tokens <= planned:
-        return ""
-    return (
-        f"warning: the prompt has {tokens} tokens and memory was planned for {planned}; "
-        f"--context {min(2 * tokens, limit)} leaves room for an answer"
-    )
-
-
-def why_cut(args: ModelArgs, prompt_tokens: int, answer_tokens: int) -> str:
-    """Why an answer ended without an end."""
-    limit = args.max_position_embeddings
-    if prompt_tokens + answer_tokens >= limit:
-        return f"the text has the {limit} tokens that the model takes"
-    return f"cut after {answer_tokens} tokens; --max-tokens -1 has no limit"
 
 
 def gigabytes(option: str, value: float | None) -> int | None:
@@ -324,25 +265,6 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
-    """Where the options want prompts to be kept, if anywhere.
-
-    Raises:
-        RequestError: two places, or a size that is none. PromptCacheError: the place cannot be used.
-    """
-    file = getattr(options, "prompt_cache_file", None)
-    if file is not None and options.prompt_cache_dir is not None:
-        raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
-    if not options.prompt_cache_gb > 0:
-        raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
-    if file is not None:
-        return PromptFile(file, engine.fingerprint)
-    if options.prompt_cache_dir is not None:
-        size = min(options.prompt_cache_gb * 1e9, 2.0**62)
-        return PromptDirectory(options.prompt_cache_dir, engine.fingerprint, int(size))
-    return None
-
-
 def parse_template_config(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -354,36 +276,3 @@ def parse_template_config(text: str) -> dict[str, Any]:
     if taken:
         raise RequestError(f"--chat-template-config cannot set {', '.join(taken)}; only variables of the template")
     return value
-
-
-def worth_converting(engine: Engine, seconds: float) -> str:
-    """What to say after `seconds` of work where packed experts would be faster; empty if nothing."""
-    share = engine.experts.stats.wait_seconds / seconds if seconds else 0.0
-    if not engine.weights.in_place or engine.experts.mode is not IoMode.PREAD or share < WORTH_CONVERTING:
-        return ""
-    return (
-        f"note: {min(share, 1):.0%} of the time went by waiting for experts, which lie in pieces in this checkpoint; "
-        f"packed, each is one read: {engine.weights.convert_command}"
-    )
-
-
-def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
-    """Lines on what reading experts took."""
-    stats = experts.stats
-    if experts.slots == 0:
-        return [f"expert I/O: {experts.mode.value}"] if verbose else []
-    read = f"{stats.hits} hits, {stats.misses} misses, {stats.bytes_read / 1e9:.3f} GB read"
-    lines = [f"expert I/O: {experts.mode.value}, {read}"]
-    lines += [f"expert I/O: {experts.note}"] if experts.note else []
-    if verbose and stats.bytes_read:
-        if stats.given_back:
-            lines.append(
-                f"memory: {stats.given_back / 1e9:.2f} GB of experts given back because the machine was short of it; "
-                f"the pool has {experts.pool_bytes / 1e9:.2f} GB now"
-            )
-        lines.append(
-            f"expert I/O: hit rate {stats.hit_rate:.1%}, {stats.gb_per_second:.2f} GB/s, "
-            f"{stats.wait_seconds:.2f} s waited, {experts.slots} slots; read ahead: {stats.prefetched}, "
-            f"{stats.prefetch_hits} in time, {stats.late} late, {stats.wasted} unused"
-        )
-    return lines

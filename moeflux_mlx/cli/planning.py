@@ -6,7 +6,7 @@ Nothing is loaded. A named variant needs no files at all: its resident weights a
 import argparse
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -15,8 +15,10 @@ import numpy as np
 from ..engine.budget import MemoryPlan, plan_memory
 from ..engine.demand import demand_of
 from ..engine.expert_io import from_environment
+from ..engine.heads import choose_drafts
+from ..engine.kv_bits import keeping, state_lines
 from ..engine.locate import resolve
-from ..engine.machine import Figures, default_dtype, machine_figures
+from ..engine.machine import Figures, default_dtype, in_gb, machine_figures
 from ..engine.pool_sizes import best_pool
 from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
@@ -28,8 +30,12 @@ from ..files import user_path
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
+from ..formats.tables import NARROW, RowForm, TableFiles
 from ..model.tensors import resident_bytes, variant_bytes
+from ..packing.tables import SMALL_GROUP
+from ..quant import Quant
 from ..spec import ModelArgs
+from ..vision.vision import NoVision, VisionFiles, checked_rows
 from .options import gigabytes
 from .rank_planning import machines_of, rank_lines
 from .terminal import note
@@ -50,9 +56,11 @@ def run(options: argparse.Namespace) -> int:
     stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
     if options.measure_disk and stated is not None:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-    expert_io, files, in_place = from_environment(options.expert_io), None, False
+    expert_io, files, in_place, weights = from_environment(options.expert_io), None, False, None
+    with_images = options.rank_count is None and not options.no_vision
+    vision: VisionFiles | NoVision | None = None
     lines: list[str] = []
-    measured = None
+    measured, tables = None, dict[int, TableFiles]()
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
         layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
@@ -61,15 +69,18 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
         args, layout, shapes = remote.figures()
         resident, lines, in_place = resident_bytes(shapes, dtype), [remote.disk], remote.in_place
+        vision = remote.vision(args, with_images)
     else:
         folders = [user_path(folder) for folder in options.shards_in]
         weights = open_weights(resolve(options.model, shards_in=folders), folders)
         weights.check_mode(expert_io)
-        if options.ranks is None:
+        if options.rank_count is None:
             weights.check_held(None)
         args, files, in_place = weights.args, weights.experts, not weights.can_be_mapped
-        layout, resident = files.layout, resident_bytes(weights.shapes, dtype)
+        layout, resident, tables = files.layout, resident_bytes(weights.shapes, dtype), dict(weights.tables)
         measured = best_pool(weights.path, layout.total_bytes)
+        vision = weights.vision(with_images)
+    args = keeping(args, options.kv_bits, getattr(mx, options.dtype) if options.dtype else None)
     demand = demand_of(
         args,
         resident,
@@ -81,22 +92,35 @@ def run(options: argparse.Namespace) -> int:
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=in_place,
     )
+    if vision is not None:
+        demand = demand.with_vision(vision, dtype, checked_rows(options.image_tokens))
     if measured is not None and demand.expert_cache_bytes is None:
         demand = replace(demand, best_pool=measured)
-        lines = [*lines, f"moeflux tune found a pool of {_gb(measured)} as fast as larger ones here"]
-    plan = plan_memory(args, layout, figures(options.ram_gb, options.memory_gb), demand)
+        lines = [*lines, f"moeflux tune found a pool of {in_gb(measured, 3)} as fast as larger ones here"]
+    machine = figures(options.ram_gb, options.memory_gb)
+    drafts = choose_drafts(
+        options.draft if options.rank_count is None else "off",
+        weights,
+        args,
+        demand,
+        dtype,
+        lambda args, wanted: plan_memory(args, layout, machine, wanted),
+    )
+    args, plan, demand = drafts.args, drafts.plan, drafts.plan.demand
     if plan.shortened:
         note(plan.shortened)
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
+    lines = [*state_lines(args, plan.context, demand.itemsize), *table_lines(args, tables), *lines]
+    lines += [drafts.reason] if drafts.reason else []
     disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
     if options.measure_disk and files is not None:
         disks = [int(measure_disk(files))]
         drives = f" of {len(drives_of(files))} drives together" if len(drives_of(files)) > 1 else ""
         lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts{drives} past the page cache"]
-    if (machines := machines_of(options.ranks, options.link_us, options.link_gb_per_s)) is not None:
+    if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
         own = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
-        each = plan_memory(args, own, figures(options.ram_gb, options.memory_gb), demand)
+        each = plan_memory(args, own, machine, demand)
         print("\n".join([*memory_lines(each, own), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
         return 0
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
@@ -119,7 +143,8 @@ def figures(ram_gb: float | None, memory_gb: float | None = None) -> Figures:
 def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     demand, memory = plan.demand, plan.figures.memory
     rows = [
-        ("resident weights", demand.resident, ""),
+        ("resident weights", demand.resident - demand.head, ""),
+        *([("draft head", demand.head, "")] if demand.head else []),
         ("state", plan.state, f"  for a context of {plan.context}"),
         ("temporary", plan.activations, f"  for prompts in spans of {plan.sizes.span}, blocks of {plan.sizes.block}"),
         ("runtime", plan.runtime, ""),
@@ -130,14 +155,25 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     else:
         rows.append(("experts", plan.experts, "" if plan.copied else "  mapped: in the system's cache of files"))
     total = memory_in_all(plan)
-    rows += [("in all", total, ""), ("left", memory - total, f"  of {_gb(memory)} {plan.figures.name}")]
-    lines = [plan.decision, *(f"{name:18} {_gb(nbytes):>11}{remark}" for name, nbytes, remark in rows)]
+    rows += [("in all", total, ""), ("left", memory - total, f"  of {in_gb(memory, 3)} {plan.figures.name}")]
+    lines = [plan.decision, *(f"{name:18} {in_gb(nbytes, 3):>11}{remark}" for name, nbytes, remark in rows)]
     if total > memory:
         lines.append(
-            f"warning: {_gb(total - memory)} more than there is, so that mapped experts are read again and again; "
+            f"warning: {in_gb(total - memory, 3)} more than there is, so that mapped experts are read again and again; "
             "--expert-io pread keeps as many as fit, and a shorter --context leaves room for more"
         )
     return lines
+
+
+def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
+    """What tables of n-grams take on the disk, in 4 bits where they are not here, and what a token reads of them."""
+    forms = {i: RowForm(part.width, Quant(4, SMALL_GROUP), NARROW) for i, part in args.ngrams.items()}
+    forms |= {i: files.form for i, files in tables.items()}
+    total = sum(part.rows * forms[i].row_bytes for i, part in args.ngrams.items())
+    rows = sum(len(part.sizes) for part in args.ngrams.values())
+    each = sum(len(part.sizes) * forms[i].row_bytes for i, part in args.ngrams.items())
+    line = f"tables of n-grams: {in_gb(total, 3)} on the disk, of which a token reads {rows} rows, {each} bytes"
+    return [line] if args.ngrams else []
 
 
 def memory_in_all(plan: MemoryPlan) -> int:
@@ -166,7 +202,7 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
     for rate in HIT_RATES:
         nbytes = all_bytes * (1 - rate)
         bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)
-        lines.append(f"{f'hit rate {rate:4.0%}: {_gb(nbytes)} a token':30}{bounds}")
+        lines.append(f"{f'hit rate {rate:4.0%}: {in_gb(nbytes, 3)} a token':30}{bounds}")
     return lines
 
 
@@ -197,7 +233,3 @@ def measure_disk(files: ExpertFiles) -> float:
     seconds = time.perf_counter() - start
     reader.close()
     return nbytes / seconds
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3f} GB"

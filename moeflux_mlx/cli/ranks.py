@@ -7,33 +7,37 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..engine.engine import Engine
-from ..engine.follow import Follower
-from ..engine.joining import BACKENDS, end_process, join
-from ..engine.lead import Lead
-from ..engine.ranks import Ranks
 from ..errors import RequestError
-from ..experts.group import Exchange
+from ..several.follow import Follower
+from ..several.group import Exchange
+from ..several.joining import BACKENDS, end_process, join
+from ..several.lead import Lead
+from ..several.ranks import Ranks
 from .fetching import local_model
-from .options import open_optional
+from .opening import open_optional
 from .run import INTERRUPTED
 from .terminal import note
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("several machines (docs/several-machines.md)").add_argument
-    add("--backend", choices=BACKENDS, help="what ranks talk over; default: what their MLX_* variables arrange")
+    add("--backend", choices=BACKENDS, help="transport between ranks; default: as the MLX_* variables say")
     add(
         "--rank-share",
         type=int,
         metavar="N",
-        help="of the experts, against the other ranks' shares; default: 1 each",
+        help="this rank's part of the experts, relative to the other ranks; default: 1",
     )
-    add("--share-routing", action="store_true", help="use rank 0's choice of experts everywhere, for unlike machines")
+    add(
+        "--share-routing",
+        action="store_true",
+        help="all ranks use rank 0's choice of experts, for machines that differ",
+    )
     add(
         "--rank-seconds",
         type=float,
         metavar="S",
-        help="that a rank may be later than the others; default: what the model may take to read",
+        help="how long ranks wait for each other; default: a minute plus the time that a layer may take",
     )
 
 

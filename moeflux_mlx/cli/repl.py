@@ -12,21 +12,17 @@ from ..engine.engine import Engine
 from ..engine.running_text import Stopped
 from ..errors import MoefluxError, RequestError, TokenizerError
 from ..files import user_path
+from ..vision.vision import bytes_of
 from .fetching import local_model
-from .options import (
-    beyond_plan,
-    expert_statistics,
-    load_named,
-    open_store,
-    parse_template_config,
-    sampling,
-    why_cut,
-)
+from .opening import load_named, open_store
+from .options import parse_template_config, sampling
+from .remarks import beyond_plan, draft_statistics, expert_statistics, why_cut
 from .terminal import Interruption, Progress, WordWrap, note, unsafe_letters
 
 HELP = """\
 /reset          forget the conversation (the system message stays)
 /system [TEXT]  set the system message; without TEXT, remove it
+/image FILE     send an image with the next message; several are sent together
 /save FILE      save the conversation and the model's state
 /load FILE      go on with a saved conversation
 /stats          tokens, speed and expert reads of the last answer
@@ -105,9 +101,11 @@ class Chat:
         self.conversation, self.engine, self.generation = conversation, engine, generation
         self.hide_thinking, self.verbose = hide_thinking, verbose
         self.has_outgrown_plan = False
+        self.images: list[bytes] = []  # that go with the next message
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
             "/system": self.system,
+            "/image": self.image,
             "/save": self.save,
             "/load": self.load,
             "/stats": self.stats,
@@ -145,7 +143,8 @@ class Chat:
                 if interruption.wanted:
                     raise Stopped
 
-            pieces = self.conversation.ask(text, prompt_progress_callback=update, **self.generation)
+            images, self.images = self.images, []
+            pieces = self.conversation.ask(text, images, prompt_progress_callback=update, **self.generation)
             try:
                 with contextlib.closing(pieces):
                     for piece, is_thinking in pieces:
@@ -176,12 +175,19 @@ class Chat:
             note(warning)
 
     def reset(self, argument: str) -> None:
-        self.conversation.turns, self.has_outgrown_plan = [], False
+        self.conversation.turns, self.has_outgrown_plan, self.images = [], False, []
         note("The conversation is forgotten.")
 
     def system(self, argument: str) -> None:
         self.conversation.system = argument or None
         note("The system message is set." if argument else "The system message is removed.")
+
+    def image(self, argument: str) -> None:
+        vision, data = self.engine.model.vision, bytes_of(_file(argument, "/image"))
+        if vision is not None:
+            vision.image(data)  # so that one that cannot be read is refused now
+        self.images.append(data)
+        note(f"The next message has {len(self.images)} {'image' if len(self.images) == 1 else 'images'}.")
 
     def save(self, argument: str) -> None:
         self.conversation.save(_file(argument, "/save"), self.engine.fingerprint)
@@ -203,7 +209,7 @@ class Chat:
             last = session.last
             note(f"last answer: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
         note(f"kept states: {len(session.points.positions)}, {session.points.nbytes / 1e9:.3f} GB")
-        for line in expert_statistics(experts, verbose=True):
+        for line in [*draft_statistics(session.model.drafting), *expert_statistics(experts, verbose=True)]:
             note(line)
 
 

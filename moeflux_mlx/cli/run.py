@@ -61,7 +61,7 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
             return code
         except MoefluxError as error:
             note(f"error: {error}")
-        except BrokenPipeError:  # whoever read the text has gone
+        except BrokenPipeError:  # the reader of the text has gone
             _give_up_stdout()
         except OSError as error:
             is_output = error.errno in UNWRITABLE and error.filename is None

@@ -5,22 +5,28 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..engine.engine import Engine
+from ..engine.locate import resolve
+from ..engine.parallel import cache_room
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json, user_path
+from ..model.step import MAX_ROWS
 from .fetching import local_model
-from .options import load_named, open_store, parse_template_config
+from .opening import load_named, open_store
+from .options import parse_template_config
 from .terminal import note
 
 if TYPE_CHECKING:
+    from ..server.admission import Admission
     from ..server.listen import Listener
     from ..server.prepare import Defaults
     from ..server.sessions import Sessions
-    from ..server.worker import Worker
+    from ..server.switch import ModelSwitch
 
 L = TypeVar("L", bound="Listener")
 STOP_SECONDS = 2.0  # that the model's thread has to end
@@ -38,19 +44,53 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         RequestError: an option is wrong, the port is taken, or the extra [server] is not installed.
-        MoefluxError: the model cannot be loaded.
+        MoefluxError: the only model cannot be loaded.
     """
     check_installed()
     from ..server.listen import Listener
 
-    return serve_with(Listener, options, read_key(options), lambda: load_named(options, local_model(options)), greet)
+    each = _each(options)
+    for one in each if len(each) > 1 else []:
+        resolve(local_model(one))  # a wrong name is said, and a download agreed on, at the start
+    loads = {model_name(one.model): partial(_load, one) for one in each}
+    return serve_with(Listener, options, read_key(options), loads, greet)
+
+
+def _load(options: argparse.Namespace) -> Engine:
+    return load_named(options, local_model(options))
+
+
+def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each model."""
+    models = options.models or [None]
+    names = [model_name(model) for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"two models are called {name}; rename the directory of one")
+    if len(models) > 1 and (options.revision or options.shards_in):
+        raise RequestError("--revision and --shards-in are for a single --model; leave them out")
+    if getattr(options, "ranks", None) is not None:
+        _check_for_ranks(options)
+    return [argparse.Namespace(**{**vars(options), "model": model}) for model in models]
+
+
+def _check_for_ranks(options: argparse.Namespace) -> None:
+    """Raises RequestError: several ranks do not serve so."""
+    if len(options.models or ()) > 1 or options.idle_minutes is not None:
+        raise RequestError(
+            "several ranks run one model, which stays loaded; leave out further --model and --idle-minutes"
+        )
+    if options.parallel is not None and options.parallel > 1:
+        raise RequestError(
+            f"--parallel is {options.parallel}; several ranks answer one request at a time: leave --parallel away"
+        )
 
 
 def serve_with(
     kind: "type[L]",
     options: argparse.Namespace,
     key: str | None,
-    load: Callable[[], Engine],
+    loads: Mapping[str, Callable[[], Engine]],
     ready: "Callable[[L, Engine, str], None]",
 ) -> int:
     """Serves as the options say; returns the exit code.
@@ -58,61 +98,78 @@ def serve_with(
     Args:
         kind: of listener that is made.
         key: that requests must carry.
-        load: loads the model, in the thread that runs it.
-        ready: called there once the model is loaded, with the server's address.
+        loads: the name of each model, and what loads it, in the thread that runs it.
+        ready: called once a model is loaded, with the server's address.
     """
     from ..server.app import Served, make_app
     from ..server.guard import Rules
     from ..server.listen import bind
-    from ..server.worker import Worker
+    from ..server.switch import Choice, Loaded, ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)
-    for name in ("sessions", "queue"):
-        if (value := getattr(options, name)) < 1:
-            raise RequestError(f"--{name} is {value}; it must be at least 1")
+    _check_numbers(options)
     listening = bind(options.host, options.port)
     where = f"http://{_written(options.host)}:{listening.getsockname()[1]}"
 
-    def announce() -> None:
-        engine = worker.state.engine
-        listener.stop_soon() if engine is None else ready(listener, engine, where)
+    is_ready = False
 
-    worker = Worker(load, lambda engine: sessions_of(engine, options), options.queue, announce)
-    served = Served(
-        worker,
-        model_name(options.model),
-        lambda engine: defaults_of(engine, options, variables),
-        options.keep_agent_headers,
-        log=None if options.quiet else note,
-    )
+    def announce(loaded: Loaded | None) -> None:
+        nonlocal is_ready
+        if loaded is not None and not is_ready:
+            is_ready = True
+            ready(listener, loaded.engine, where)
+        elif loaded is None and len(loads) == 1 and not is_ready:
+            listener.stop()
+        else:
+            note(f"error: {_why(switch.error)}" if loaded is None else f"loaded {loaded.choice.name}")
+
+    made = partial(sessions_of, options), partial(admission_of, options), partial(defaults_of, options, variables)
+    choices = [Choice(name, load, *made) for name, load in loads.items()]
+    idle = None if options.idle_minutes is None else 60 * options.idle_minutes
+    switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce)
+    served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
-    listener = kind(make_app(served, Rules(hosts, options.cors_origin, key)), worker.begin_stop)
+    listener = kind(make_app(served, Rules(hosts, options.cors_origin, key)), switch.begin_stop)
     note(f"loading; {where}/health tells when it is done")
-    return serve(worker, listener, listening)
+    return serve(switch, listener, listening)
 
 
-def serve(worker: "Worker", listener: "Listener", listening: socket.socket) -> int:
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Raises RequestError: a number is out of range."""
+    for name, value in (("sessions", options.sessions), ("queue", options.queue), ("parallel", options.parallel)):
+        if value is not None and value < 1:
+            raise RequestError(f"--{name} is {value}; it must be at least 1")
+    if options.parallel is not None and options.parallel > MAX_ROWS:
+        raise RequestError(f"--parallel is {options.parallel}; a step has at most {MAX_ROWS} rows")
+    if options.idle_minutes is not None and not options.idle_minutes > 0:
+        raise RequestError(f"--idle-minutes is {options.idle_minutes}; it must be positive")
+    if not 0 <= options.decode_share < 1:
+        raise RequestError(f"--decode-share is {options.decode_share}; it must be at least 0 and less than 1")
+
+
+def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket) -> int:
     """The exit code, once all has ended."""
     listener.config.load()
     sys.setswitchinterval(SWITCH_SECONDS)
-    worker_began = False
 
     async def main() -> None:
-        nonlocal worker_began
         listener.loop_begun()
-        worker.start()
-        worker_began = True
+        switch.start()
         await listener.serve([listening])
 
     asyncio.run(main())
-    if worker_began and not worker.stop(STOP_SECONDS):
+    if not switch.stop(STOP_SECONDS):
         note("the model's thread is still at work; leaving it")
         os._exit(listener.exit_code)
-    if isinstance(worker.state.error, MoefluxError):
-        raise worker.state.error
-    if worker.state.error is not None:
-        raise RequestError(f"the model cannot be loaded: {worker.state.error!r}") from worker.state.error
-    return listener.exit_code
+    if switch.error is None or switch.contexts or len(switch.choices) > 1:
+        return listener.exit_code
+    if isinstance(switch.error, MoefluxError):
+        raise switch.error
+    raise RequestError(_why(switch.error)) from switch.error
+
+
+def _why(error: BaseException | None) -> str:
+    return str(error) if isinstance(error, MoefluxError) else f"the model cannot be loaded: {error!r}"
 
 
 def greet(listener: "Listener", engine: Engine, where: str) -> None:
@@ -164,10 +221,11 @@ def model_name(model: str | None) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def defaults_of(engine: Engine, options: argparse.Namespace, variables: dict[str, object]) -> "Defaults":
+def defaults_of(options: argparse.Namespace, variables: dict[str, object], engine: Engine) -> "Defaults":
     """What the options say, and otherwise the model's own generation_config.json; else the likeliest token."""
     from ..server.prepare import Defaults
     from ..server.request import Sampling
+    from ..vision.fetch import fetch
 
     try:
         own = read_json(engine.path / "generation_config.json")
@@ -190,10 +248,10 @@ def defaults_of(engine: Engine, options: argparse.Namespace, variables: dict[str
         min_p=first("min_p", "min_p"),
         repetition_penalty=first("repetition_penalty", "repetition_penalty"),
     )
-    return Defaults(sampling, variables)
+    return Defaults(sampling, variables, fetch if options.allow_image_urls else None)
 
 
-def sessions_of(engine: Engine, options: argparse.Namespace) -> "Sessions":
+def sessions_of(options: argparse.Namespace, engine: Engine) -> "Sessions":
     """Several texts in memory, within what the memory plan leaves alone."""
     from ..server.sessions import Sessions
 
@@ -202,6 +260,18 @@ def sessions_of(engine: Engine, options: argparse.Namespace) -> "Sessions":
         os.chmod(store.path, 0o700)  # it holds what users wrote
     idle = engine.plan.headroom // IDLE_SHARE
     return Sessions(lambda: engine.session(store=store), options.sessions, idle)
+
+
+def admission_of(options: argparse.Namespace, engine: Engine) -> "Admission":
+    """How many requests run at a time: as many as the options say, or as the plan has room for; of several ranks one.
+
+    Their caches have together what the plan leaves to them.
+    """
+    from ..server.admission import Admission
+
+    room = cache_room(engine.model.args, engine.experts.layout, engine.plan)
+    parallel = room.sequences if options.parallel is None else options.parallel
+    return Admission(parallel if engine.lead is None else 1, room.nbytes, room.needs)
 
 
 def _written(host: str) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..engine.budget import plan_memory
 from ..engine.demand import demand_of
 from ..engine.engine import open_engine
 from ..engine.generation import generate_step
+from ..engine.kv_bits import keeping
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.needs import least_pool
@@ -23,7 +23,6 @@ from ..engine.random_weights import Shapes
 from ..engine.remote import Remote, is_remote
 from ..engine.sampling import make_sampler
 from ..engine.tiles import default_file, gpu_name, keep, read_entries
-from ..engine.tuning import Result, crew, kept, samples
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
@@ -32,8 +31,9 @@ from ..formats.record import ExpertLayout
 from ..model.tensors import needed, resident_bytes, stored_as
 from ..ops import backend
 from ..ops.tiles import Tile
-from ..quant import Quantization
 from ..spec import ModelArgs
+from ..tools.tuning import Result, crew, kept, samples
+from ..vision.pixels import IMAGE_ROWS
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
 ANSWER = 256  # tokens of an answer with which a pool is measured
@@ -64,18 +64,9 @@ def run(options: argparse.Namespace) -> int:
 def find_pool(path: Path, minutes: float) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
     weights = open_weights(resolve(path))
-    args, layout, dtype = weights.args, weights.experts.layout, default_dtype()
-    demand = demand_of(
-        args,
-        resident_bytes(weights.shapes, dtype),
-        dtype,
-        context=None,
-        span=None,
-        prefill_step_size=None,
-        expert_io="auto",
-        expert_cache_bytes=None,
-        in_place=not weights.can_be_mapped,
-    )
+    args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
+    demand = demand_of(args, resident_bytes(weights.shapes, dtype), dtype, in_place=not weights.can_be_mapped)
+    demand = demand.with_vision(weights.vision(), dtype, IMAGE_ROWS)
     plan = plan_memory(args, layout, machine_figures(), demand)
     if plan.mode is not IoMode.PREAD:
         print(f"there is no pool to size: {path} fits memory")
@@ -135,15 +126,11 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
         args = ModelArgs.from_variant(options.variant)
         quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
         return Shapes(args, ExpertLayout.from_args(args), quants, dtype)
-    tensors: Mapping[str, mx.array]
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         args, layout, tensors = remote.figures()
-    else:
-        weights = open_weights(resolve(options.model))
-        args, layout, tensors = weights.args, weights.experts.layout, weights.shapes
-    stated = args.quantization or Quantization()
-    stored = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
-    return Shapes(args, layout, {path: stated.of(path) for path in stored}, dtype)
+        return Shapes.of(args, layout, tensors, dtype)
+    weights = open_weights(resolve(options.model))
+    return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)
 
 
 def line_of(result: Result) -> str:

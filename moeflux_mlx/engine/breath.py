@@ -1,5 +1,7 @@
 """How much memory the pool of experts may have from call to call."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from ..errors import DeviceError
@@ -55,6 +57,8 @@ class Breath:
     def _need(self, tokens: int) -> int:
         """Temporaries, and what the caches grow by."""
         demand, sizes = self.plan.demand, PromptSizes(tokens, min(self.plan.sizes.block, tokens))
+        if tokens <= MAX_TOKENS:  # no image is encoded
+            demand = replace(demand, encoding=0)
         growth = state_bytes(self.args, tokens + KV_STEP, demand.itemsize)
         context = max(self.plan.context, tokens)
         return growth + activation_bytes(self.args, self.layout, demand, context, sizes)

@@ -1,7 +1,7 @@
-"""Who gets which bytes, decided before anything is loaded: what stays resident, what the pool may take, whether expert
-files are mapped, read as experts are wanted, or read once, what cannot work.
+"""Divides the memory before anything is loaded: what stays resident, the size of the pool, and whether expert files are
+mapped, read when experts are needed, or read once. A plan that cannot work is refused.
 
-Arithmetic on a configuration and a few figures; it opens no file and allocates nothing.
+This is arithmetic on a configuration and a few figures; it opens no file and allocates nothing.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,12 +1,12 @@
 """A logits processor that leaves only the tokens which a mask allows."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from .sampling import NEG_INF, LogitsProcessor
+from .sampling import NEG_INF
 
 
 class TokenMask(Protocol):
@@ -21,27 +21,30 @@ class TokenMask(Protocol):
     def consume(self, token: int) -> None:
         """The text goes on with `token`."""
 
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come in a row, as far as that can be told without taking them."""
 
-def make_constraint(mask: TokenMask) -> LogitsProcessor:
+
+class Constraint:
     """For one generation: what `mask` does not allow becomes -inf, and may raise what is there in its place.
 
     The tokens that the first call gets are the prompt; of those that follow, the mask is told each once.
     """
-    known: int | None = None
 
-    def constrain(tokens: mx.array, logits: mx.array) -> mx.array:
-        nonlocal known
-        for token in np.array(tokens[len(tokens) if known is None else known :]).tolist():
-            mask.consume(token)
-        known = len(tokens)
+    def __init__(self, mask: TokenMask):
+        self.mask = mask
+        self._known: int | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        for token in np.array(tokens[len(tokens) if self._known is None else self._known :]).tolist():
+            self.mask.consume(token)
+        self._known = len(tokens)
         allowed = np.zeros(logits.shape[-1], bool)
-        by_mask = mask.allowed()[: len(allowed)]
+        by_mask = self.mask.allowed()[: len(allowed)]
         allowed[: len(by_mask)] = by_mask
         logits = logits.astype(mx.float32)
-        redirected = mask.redirected()
+        redirected = self.mask.redirected()
         if redirected is not None:
             ends, other = redirected
             logits[:, other] = logits[:, [*ends, other]].max(axis=-1)
         return mx.where(mx.array(allowed), logits, NEG_INF)
-
-    return constrain

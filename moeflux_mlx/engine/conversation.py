@@ -1,6 +1,7 @@
 """A conversation: messages, and the session that knows the tokens of what has been said."""
 
-from collections.abc import Generator
+import base64
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import read_prompt_header
 from ..text.boundaries import Rendering
 from ..text.calls.reader import AnswerReader
+from ..text.chat_template import with_places
 from ..text.events import Reasoning, Text
 from ..text.spelling import Spelling
 from ..text.tokenizer import TokenizerWrapper
 from .generation import within_limit
+from .prompt import collapsed, places_of, prompt_with_images
 from .session import Session
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Pieces = Generator[tuple[str, bool], None, None]
 
 
@@ -37,16 +40,18 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
+        """As the template takes them."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, *self.turns]
+        return [*system, *map(_for_template, self.turns)]
 
-    def ask(self, text: str, **generation: Any) -> Pieces:
-        """Yields the answer in pieces (text, whether it is reasoning).
+    def ask(self, text: str, images: Sequence[bytes] = (), **generation: Any) -> Pieces:
+        """Yields the answer in pieces (text, whether it is reasoning) to a text, with image files before it.
 
         What was answered is part of the conversation also when the iterator is closed or fails; a message
         without any answer is taken back.
         """
-        self.turns.append({"role": "user", "content": text})
+        files = [base64.b64encode(image).decode() for image in images]
+        self.turns.append({"role": "user", "content": text, **({"images": files} if files else {})})
         said: dict[bool, str] = {False: "", True: ""}
         try:
             yield from self._answer(said, generation)
@@ -56,11 +61,12 @@ class Conversation:
     def _answer(self, said: dict[bool, str], generation: dict[str, Any]) -> Pieces:
         """The pieces of the answer to `messages`, which are added to `said` too."""
         rendered = self.rendering.text(self.messages)
-        prompt = self._encode(rendered)
+        prompt = self._with_images(self._encode(rendered))
         self._check_room(prompt)
         asked = generation.get("max_tokens", -1)
         generation["max_tokens"] = within_limit(self.session.model.args, len(prompt), asked)
-        end = self.rendering.before_answer(self.messages, prompt)
+        places = places_of(prompt)
+        end = places[self.rendering.before_answer(self.messages, collapsed(prompt, self._token))]
         channels = self.tokenizer.channels
         reader = AnswerReader(None, inside_reasoning=channels.opens(rendered), channels=channels)
         with closing(self.session.respond(prompt, boundaries=[end], **generation)) as responses:
@@ -87,7 +93,8 @@ class Conversation:
             read_prompt_header(path)
         if self.turns:
             # A recurrent state of more than the next prompt begins with would be of no use to it.
-            self.session.rewind(self.rendering.after_answer(self.messages, self.session.tokens))
+            known = self.rendering.after_answer(self.messages, collapsed(self.session.tokens, self._token))
+            self.session.rewind(places_of(self.session.tokens)[known])
         self.session.save(path, fingerprint, {"system": self.system, "turns": self.turns})
 
     def load(self, path: Path, fingerprint: Fingerprint) -> None:
@@ -101,15 +108,25 @@ class Conversation:
 
     def _encode(self, rendered: str) -> list[int]:
         """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning."""
-        return Spelling(self.tokenizer, self.session.tokens).encode(rendered)
+        return Spelling(self.tokenizer, collapsed(self.session.tokens, self._token)).encode(rendered)
 
-    def _check_room(self, prompt: list[int]) -> None:
+    @property
+    def _token(self) -> int:
+        """That stands for an image; 0 where none is read, so that a text has none."""
+        vision = self.session.model.vision
+        return max(vision.token, 0) if vision is not None else 0
+
+    def _with_images(self, tokens: list[int]) -> Sequence[int]:
+        files = [base64.b64decode(file) for turn in self.turns for file in turn.get("images", ())]
+        return prompt_with_images(tokens, files, self.session.model) if files else tokens
+
+    def _check_room(self, prompt: Sequence[int]) -> None:
         """Raises RequestError: the model takes no token after `prompt`."""
         limit = self.session.model.args.max_position_embeddings
         if len(prompt) < limit:
             return
         system = self.messages[: -len(self.turns)]
-        alone = self._encode(self.rendering.text([*system, self.turns[-1]]))
+        alone = self._encode(self.rendering.text([*system, _for_template(self.turns[-1])]))
         if len(alone) >= limit:
             raise RequestError(f"the message has {len(alone)} tokens and the model takes {limit}; shorten it")
         raise RequestError(
@@ -117,7 +134,20 @@ class Conversation:
         )
 
 
+def _for_template(turn: Message) -> Message:
+    """A turn with places for its images."""
+    rest = {key: value for key, value in turn.items() if key != "images"}
+    return {**rest, "content": with_places(turn["content"], len(turn["images"]))} if "images" in turn else rest
+
+
 def _are_messages(turns: list[Any]) -> bool:
-    """Whether all are dicts of strings with at least role and content."""
+    """Whether all are dicts of strings with at least role and content, and of images in base64 perhaps."""
     dicts = [turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= set(turn)]
-    return len(dicts) == len(turns) and all(isinstance(v, str) for turn in dicts for v in turn.values())
+    values = [value for turn in dicts for key, value in turn.items() if key != "images"]
+    files = [turn.get("images", []) for turn in dicts]
+    values += [file for one in files if isinstance(one, list) for file in one]
+    return (
+        len(dicts) == len(turns)
+        and all(isinstance(one, list) for one in files)
+        and all(isinstance(value, str) for value in values)
+    )

@@ -1,38 +1,119 @@
-"""The tokens of one answer, chosen one after the other. It knows a model only by its steps and its cache."""
+"""The tokens of one answer, chosen one after the other. A decoding knows only the model's steps and its own cache.
 
-from collections.abc import Sequence
+A step may check drafts: it computes the last known token and the proposed next tokens as rows of one sequence, each
+with the bits that it has alone. While the sampler's choice equals the draft, the next row's logits are already there.
+Rows after the first different token are taken back.
+"""
+
+import time
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import ModelFileError
+from ..experts.source import Asked, ExpertLoader
 from ..model.decoder import Model
 from ..model.step import SequenceRows, Step
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
 from ..state.cache import Cache, KVCache
+from .constrained import Constraint
+from .drafts import Drafts, Lookup
 from .sampling import LogitsProcessor, Sampler, make_sampler
 
 Chosen = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], and whether these are NaN [1]
 
 
+class _OwnStep:
+    """This text's rows of a step, and how far they have been followed.
+
+    Args:
+        step: its first token and then `drafts`.
+        drafts: its tokens after the first.
+        ahead: whether its first token was not known yet.
+        sequence: the text's place in the step; every other text has one row.
+        experts: the source of experts, where what was read for drafts alone is to be replaced first.
+
+    Attributes:
+        logits: [1 + drafts, vocab_size].
+        hidden: what a draft head takes of these rows, [1, 1 + drafts, hidden_size]; None: the model has none.
+        asked: the experts that these rows asked for.
+        followed: rows whose next tokens have been said.
+        seconds: that went by in it so far.
+    """
+
+    def __init__(
+        self, step: Step, drafts: list[int], ahead: bool, sequence: int = 0, experts: ExpertLoader | None = None
+    ):
+        self._step, self._sequence, self._experts = step, sequence, experts
+        self._drafts, self.ahead, self.drafted = drafts, ahead, len(drafts)
+        rows = slice(sequence, sequence + 1 + len(drafts))
+        self.logits = step.logits[rows]
+        self.hidden = None if step.hidden is None else step.hidden[:, rows]
+        self.asked = sum(step.asked[rows], Asked())
+        self.followed, self.seconds = 0, 0.0
+
+    @property
+    def rows_left(self) -> int:
+        """Rows whose next tokens may still be asked for."""
+        return 1 + len(self._drafts) - self.followed
+
+    @property
+    def next_logits(self) -> mx.array:
+        """[1, vocab_size] of the next row."""
+        return self.logits[self.followed : self.followed + 1] if self.drafted else self.logits
+
+    @property
+    def next_hidden(self) -> mx.array | None:
+        """[1, 1, hidden_size] of the next row."""
+        if self.hidden is None or not self.drafted:
+            return self.hidden
+        return self.hidden[:, self.followed : self.followed + 1]
+
+    def follow(self, token: int) -> bool:
+        """`token` comes after the next row; whether it was drafted. If it was not, the rows after it are taken back."""
+        self.followed += 1
+        if not self.rows_left:
+            return False
+        was_drafted = token == self._drafts[self.followed - 1]
+        if not was_drafted:
+            self.take_back()
+        return was_drafted
+
+    def take_back(self) -> None:
+        """Takes the caches back to the rows that were followed."""
+        if self.rows_left:
+            del self._drafts[max(self.followed - 1, 0) :]  # first: who is interrupted does not try again
+            self._step.rewind(self._sequence, self.followed)
+            if self._experts is not None:
+                self._experts.take_back(self.followed)
+
+
 class Decoding:
     """The tokens that follow a prompt.
 
-    `advance` is `take` of the logits of `rows`, and a wait for the token that was chosen. Where the GPU can go on
-    without the host, it is given the next token's work before this token is waited for.
+    `advance` is `take` of the logits of `rows`, `hand_out`, and a wait for the token that was chosen. Where the GPU can
+    go on without the host, it is given the next token's work before this token is waited for. Where the model drafts, a
+    step that `advance` makes may check what comes next; one that `advance_together` (`engine.batch`) makes of rows of
+    several decodings does not.
 
     Args:
         model: computes the logits.
-        cache: has absorbed the prompt, and absorbs each token once the next one is wanted.
+        cache: has absorbed the prompt, and absorbs each token once the next one is wanted, or earlier as a draft.
         prompt: [N] uint32, what the processors look at before the tokens that are chosen.
         logits: [1, vocab_size] after the prompt.
         max_tokens: how many are wanted, so that none is computed ahead that is not; -1: no limit is known.
         sampler: logprobs [1, V] -> token [1]; None takes the most likely.
         logits_processors: (tokens so far, logits [1, V]) -> logits.
+        draft_limit: gives the position that no draft is absorbed behind, besides the model's own limit.
+        drafts: proposes for this text, and knows the prompt; None: what the model's `drafting` can do without.
 
     Attributes:
         count: tokens that have been chosen.
+        from_draft: whether the last of them had been drafted.
+        asked: the experts that its rows asked for, where that is counted.
     """
 
     def __init__(
@@ -45,21 +126,33 @@ class Decoding:
         max_tokens: int = -1,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        draft_limit: Callable[[], int] | None = None,
+        drafts: Drafts | None = None,
     ):
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.sampler, self.processors = sampler or make_sampler(), logits_processors
-        self.count = 0
+        self.count, self.from_draft, self.asked = 0, False, Asked()
         self._seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
         self._last = prompt  # what they have not seen
         self._logits: mx.array | None = logits
         self._next: Chosen | None = None  # need not be known here yet
-        self._ahead: Step | None = None  # which has absorbed a token whose successor nobody has asked for
+        self._step: _OwnStep | None = None  # the last one that this made
+        self._followed: _OwnStep | None = None  # which the token that was handed out comes after
         self._runs_ahead = model.decode_step is not None and not logits_processors
+        self._drafting = drafts
+        if drafts is None and model.drafting.kind == "lookup":
+            self._drafting = Lookup(np.array(prompt))
+        self._draft_limit = draft_limit or (lambda: model.args.max_position_embeddings)
 
     @property
     def is_done(self) -> bool:
         """Whether as many tokens have been chosen as are wanted."""
         return self.count == self.max_tokens
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the caches hold nothing that may be taken back: no draft that has not been followed."""
+        return self._step is None or self._step.rows_left < 2
 
     @property
     def rows(self) -> SequenceRows:
@@ -86,24 +179,103 @@ class Decoding:
             ModelFileError: the logits are NaN, which damaged weights cause.
             RequestError, ExpertIOError, DeviceError: as `Model.step`.
         """
+        begun = time.perf_counter()
         with within_limits():
-            if self.count == 1 or (self.count and self.count % KVCache.step == 0):
-                mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
-            if self._next is None:
-                self.take(self.model.step([self.rows]).logits if self._logits is None else self._logits)
-            token, logprobs, is_broken = chosen = cast(Chosen, self._next)
-            self._next = self._logits = self._ahead = None
-            self.count += 1
-            if self._runs_ahead and not self.is_done:
-                self._ahead = self.model.step([self.rows])
-                self.take(self._ahead.logits)
-            mx.eval(chosen)
-            if is_broken.item():
-                raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
-            return cast(int, token.item()), logprobs
+            if self.needs_row:
+                self._begin_step(self._drafts(self.model.drafting.depth))
+            chosen = self.hand_out()
+            step = self._followed
+            if self.may_run_ahead:
+                self._begin_step([], ahead=True)
+                self.take(cast(_OwnStep, self._step).next_logits)
+            token, logprobs = self.known(chosen)
+        if step is not None:
+            step.seconds += time.perf_counter() - begun
+            if not step.rows_left:
+                self.model.drafting.add(step.drafted, step.followed - 1, step.seconds)
+        return token, logprobs
+
+    def take_row(self, step: Step, sequence: int, ahead: bool = False) -> None:
+        """`take` of the row that `step` has computed of `rows`. `ahead`: it need not be known here yet."""
+        self._step = _OwnStep(step, [], ahead, sequence)
+        self.asked += self._step.asked
+        self.take(self._step.next_logits)
+
+    def take_own_row(self) -> None:
+        """`take_row` of a step that has no other rows."""
+        self.take_row(self.model.step([self.rows]), 0)
+
+    @property
+    def needs_row(self) -> bool:
+        """Whether the next token needs the logits of `rows`: none was chosen ahead, no row is there, and it is not the
+        first."""
+        return self._next is None and self._logits is None and (self._step is None or not self._step.rows_left)
+
+    def hand_out(self) -> Chosen:
+        """The next token, which need not be known here yet; it counts from now on. Not to be called while a row is
+        needed."""
+        if self._next is None:
+            self.take(cast(_OwnStep, self._step).next_logits if self._logits is None else self._logits)
+        chosen = cast(Chosen, self._next)
+        self._followed = self._step if self._step is not None and self._step.rows_left else None
+        self._next = self._logits = None
+        self.count += 1
+        if self.count == 1 or self.count % KVCache.step == 0:
+            mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
+        return chosen
+
+    def known(self, chosen: Chosen) -> tuple[int, mx.array]:
+        """Waits for the token that was handed out last; the token and its logprobs. Raises ModelFileError: they are
+        NaN."""
+        token, logprobs, is_broken = chosen
+        mx.eval(chosen)
+        if is_broken.item():
+            raise ModelFileError("the model's logits are NaN: a weight is damaged; run convert again with --verify")
+        said = cast(int, token.item())
+        if self._drafting is not None:
+            self._drafting.add(said, None if self._followed is None else self._followed.next_hidden)
+        self.from_draft = self._followed is not None and self._followed.follow(said)
+        return said, logprobs
 
     def close(self) -> None:
-        """Takes the caches back to what they hold without work that was begun ahead: all tokens but the last."""
-        if self._ahead is not None:
-            self._ahead.undo()
-        self._next = self._ahead = None
+        """Takes the caches back to what they hold without drafts and work that was begun ahead: all tokens but the
+        last."""
+        if self._step is not None:
+            self._step.take_back()
+        self._next = self._step = self._followed = None
+
+    def _begin_step(self, drafts: list[int], ahead: bool = False) -> None:
+        """Computes the last token, which need not be known here yet, and `drafts` after it."""
+        tokens = [cast(int, self._last.item()), *drafts] if drafts else self._last
+        made = self.model.step([SequenceRows(self.cache, tokens)])
+        self._step = _OwnStep(made, drafts, ahead, experts=self.model.experts)
+        self.asked += self._step.asked
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the token that was handed out can be absorbed before it is known here."""
+        step = self._followed
+        if not self._runs_ahead or self.is_done or (step is not None and step.rows_left > 1):
+            return False
+        if step is not None and not step.ahead and self.cache[0].offset >= self._draft_limit():
+            return False  # the state that this step has come to is wanted
+        return not (self._drafting and self._room(self.model.drafting.depth) and self._drafting.may_propose())
+
+    def _room(self, count: int) -> int:
+        """How many drafts may be checked, at most `count`."""
+        offset = self.cache[0].offset
+        room = min(self._draft_limit(), self.model.args.max_position_embeddings) - offset - 1
+        if self.max_tokens != -1:
+            room = min(room, self.max_tokens - self.count - 1)
+        return max(min(count, room), 0)
+
+    def _drafts(self, count: int) -> list[int]:
+        """At most so many tokens that may follow those that are known."""
+        room = self._room(count)
+        if self._drafting is None or not room:
+            return []
+        drafts = self._drafting.propose(room)
+        for process in self.processors if drafts else ():
+            if isinstance(process, Constraint):
+                drafts = drafts[: max(process.mask.accepts([cast(int, self._last.item()), *drafts]), 1) - 1]
+        return drafts

@@ -1,12 +1,14 @@
-"""What a user asks of memory: everything that decides how much a model needs."""
+"""A user's demand for memory: all settings that determine how much a model needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ..errors import RequestError
+from ..experts.tables import KEPT_BYTES
 from ..ops.backend import computes_natively
 from ..spec import ModelArgs
+from ..vision.vision import NoVision, VisionFiles
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Demand:
     """What a user asks for: everything that decides how much memory is needed.
 
     Args:
-        resident: bytes of all weights that are not routed experts, as they are kept in memory.
+        resident: bytes of all weights that are not routed experts, as they are kept in memory, of a draft head, and of
+            the newest rows of tables of n-grams.
         context: positions that the caches hold at most; None: 8192, or less if there is no room.
         itemsize: bytes of one activation or cache entry.
         span: prompt tokens that go through the model together; None: as many as there is room for.
@@ -23,6 +26,9 @@ class Demand:
         expert_io: forces a mode; None or "auto" decides.
         expert_cache_bytes: forces the pool's size.
         best_pool: the size from which on a larger pool is no faster, where that was measured.
+        drafts: rows that a step may have to take back, besides its first.
+        head: of `resident`, what a draft head takes, with its experts.
+        encoding: bytes that encoding an image takes at once, before the model computes.
         in_place: experts lie in pieces in a checkpoint, or in several directories, so that files cannot be mapped.
     """
 
@@ -36,6 +42,16 @@ class Demand:
     expert_cache_bytes: int | None = None
     in_place: bool = False
     best_pool: int | None = None
+    drafts: int = 0
+    head: int = 0
+    encoding: int = 0
+
+    def with_vision(self, vision: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> "Demand":
+        """What is needed together with an image encoder in `dtype`, for images of at most so many rows."""
+        if isinstance(vision, NoVision):
+            return self
+        resident = self.resident + vision.nbytes(dtype)
+        return replace(self, resident=resident, encoding=vision.work_bytes(dtype, rows))
 
     @property
     def forced(self) -> bool:
@@ -47,14 +63,15 @@ def demand_of(
     resident: int,
     dtype: mx.Dtype,
     *,
-    context: int | None,
-    span: int | None,
-    prefill_step_size: int | None,
-    expert_io: str,
-    expert_cache_bytes: int | None,
+    context: int | None = None,
+    span: int | None = None,
+    prefill_step_size: int | None = None,
+    expert_io: str = "auto",
+    expert_cache_bytes: int | None = None,
     in_place: bool = False,
 ) -> Demand:
-    """What running a model with activations in `dtype` needs; None means what the plan finds best.
+    """What running a model with activations in `dtype` needs; None means what the plan finds best. `resident`: bytes of
+    its resident tensors.
 
     Raises:
         RequestError: a number of tokens or bytes is none, or the context is longer than the model's.
@@ -67,7 +84,7 @@ def demand_of(
     if context is not None and context > limit:
         raise RequestError(f"context is {context} and the model takes {limit} tokens; give at most {limit}")
     return Demand(
-        resident=resident,
+        resident=resident + len(args.ngrams) * KEPT_BYTES,
         context=context,
         itemsize=dtype.size,
         span=span,

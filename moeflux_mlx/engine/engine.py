@@ -1,11 +1,11 @@
-"""A model and all that belongs to it, put together in one place: `Engine`, and the public `load` and `load_model`."""
+"""Loads a model with everything that belongs to it: `Engine`, and the public `load` and `load_model`."""
 
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,17 +13,19 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..experts.mapped import MappedExperts
-from ..experts.ranks import RankedExperts
 from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
+from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
+from ..experts.tables import open_readers
 from ..files import user_path
 from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..model.decoder import Model
+from ..model.tables import Tables
 from ..model.tensors import resident_bytes, split_latent
 from ..model.weights import fill
 from ..ops.limits import within_limits
@@ -32,17 +34,22 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
+from ..vision.pixels import IMAGE_ROWS
+from ..vision.vision import NoVision, VisionFiles, checked_rows
 from .breath import Breath
 from .budget import MemoryPlan, longest_context, plan_memory
+from .company import Company, Leading
 from .demand import Demand, demand_of
 from .expert_io import from_environment
-from .lead import Lead, LeadSession
+from .heads import Drafts, choose_drafts, load_head
+from .kernel_cache import compiling
+from .kv_bits import keeping
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .needs import least_slots
 from .pool_sizes import best_pool
 from .pressure import PoolLimit, sources
-from .ranks import Ranks, io_mode, meet
+from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
 from .tiles import choose
@@ -50,6 +57,7 @@ from .weights import Weights, open_weights
 from .wired import wire
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
+Computing = Callable[[ExpertLoader], RoutedExpertsCall]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -58,7 +66,8 @@ R = TypeVar("R")
 class Engine:
     """A loaded model, the source of its experts, the plan of its memory, its tokenizer, and where it came from.
 
-    With `lead`, other ranks take every step of its sessions.
+    `drafts` says in a line where drafts come from, unless they are off. With `lead`, other processes take every step of
+    its sessions.
 
     Nothing of it changes after loading.
     """
@@ -67,7 +76,8 @@ class Engine:
     model: Model
     experts: ExpertLoader
     plan: MemoryPlan
-    lead: Lead | None = None
+    drafts: str
+    lead: Leading | None = None
 
     @property
     def path(self) -> Path:
@@ -90,13 +100,14 @@ class Engine:
         Raises:
             ModelFileError: a file cannot be read any more.
         """
-        return self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
+        plain = self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
+        return plain.keeping(self.model.args.kv_bits)
 
     def session(self, **options: Any) -> Session:
         """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
         settings = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
         if self.lead is not None:
-            return LeadSession(self.lead, self.model, self.tokenizer, **settings)
+            return self.lead.session(self.model, self.tokenizer, **settings)
         return Session(self.model, self.tokenizer, **settings)
 
 
@@ -106,6 +117,7 @@ def open_engine(
     *,
     dtype: mx.Dtype | None = None,
     cpu_activations: int | str = "auto",
+    kv_bits: int | str = "auto",
     expert_io: str = "auto",
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
@@ -119,7 +131,10 @@ def open_engine(
     least_context: int = 0,
     progress: Progress | None = None,
     memory_bytes: int | None = None,
-    ranks: Ranks | None = None,
+    draft: str | Path = "off",
+    vision: bool = True,
+    image_tokens: int = IMAGE_ROWS,
+    ranks: Company | None = None,
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
     claim_process()
@@ -132,9 +147,9 @@ def open_engine(
     if ranks is None:
         weights.check_held(None)
     else:
-        mode = io_mode(mode, weights)
+        mode = ranks.io_mode(mode, weights)
     activations, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
-    args, dtype, chosen = weights.args, activations, choose(tiles)
+    args, dtype, chosen = keeping(weights.args, kv_bits, dtype), activations, choose(tiles)
     demand = demand_of(
         args,
         resident_bytes(weights.shapes, dtype),
@@ -146,47 +161,73 @@ def open_engine(
         expert_cache_bytes=expert_cache_bytes,
         in_place=not weights.can_be_mapped,
     )
+    images = weights.vision(vision) if ranks is None else NoVision("images are off on several ranks; start one")
+    demand = demand.with_vision(images, dtype, checked_rows(image_tokens))
     if expert_cache_bytes is None:
         demand = replace(demand, best_pool=best_pool(path, weights.experts.layout.total_bytes))
     figures = machine_figures(memory_bytes)
 
-    def planned(layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
+    def planned(args: ModelArgs, layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
         if wanted.context is None and pool_share is not None:
             longest = longest_context(args, layout, figures, wanted, pool_share, least_context)
             wanted = replace(wanted, context=longest)
         return plan_memory(args, layout, figures, wanted)
 
     if ranks is None:
-        plan = planned(weights.experts.layout, demand)
-        return _loaded(
-            weights, plan, dtype, bits, chosen, lambda source: RoutedExperts(source, PREFETCH[prefetch]), progress
-        )
-    party, plan = meet(ranks, weights, dtype, bits, demand, planned, chosen)
-    with party.loading(weights.experts.layout.total_bytes):
-        return _loaded(
-            weights, plan, dtype, bits, party.tiles, lambda source: party.experts(source, PREFETCH[prefetch]), progress
-        )
+        alone = partial(planned, layout=weights.experts.layout)
+        drafts = choose_drafts(draft, weights, args, demand, dtype, lambda args, wanted: alone(args, wanted=wanted))
+        computing: Computing = lambda source: RoutedExperts(source, PREFETCH[prefetch])  # noqa: E731
+        engine = _loaded(weights, drafts, dtype, bits, chosen, computing, progress)
+        return _seeing(engine, images, dtype, image_tokens)
+    agreed = ranks.meet(weights, args, dtype, bits, demand, partial(planned, args), chosen)
+    with agreed.loading(weights.experts.layout.total_bytes):
+        computing = lambda source: agreed.experts(source, PREFETCH[prefetch])  # noqa: E731
+        drafts = Drafts(args, agreed.plan, "off", None, "")
+        engine = _loaded(weights, drafts, dtype, bits, agreed.tiles, computing, progress)
+        return _seeing(engine, images, dtype, image_tokens)
+
+
+def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
+    """The engine with what its model reads images with; one whose encoder cannot be used is closed."""
+    try:
+        engine.model.vision = files if isinstance(files, NoVision) else files.load(dtype, rows)
+    except BaseException:
+        engine.experts.close()
+        raise
+    return engine
 
 
 def _loaded(
     weights: Weights,
-    plan: MemoryPlan,
+    drafts: Drafts,
     dtype: mx.Dtype,
     bits: int,
     tiles: Tiles,
-    computing: Callable[[ExpertLoader], RoutedExperts | RankedExperts],
+    computing: Computing,
     progress: Progress | None,
 ) -> Engine:
     """The model as planned; `computing` makes of its source who computes routed experts."""
-    args = weights.args
-    experts = open_experts(weights.experts, args, plan, progress)
-    try:
-        model = Model(args, computing(experts), split_latent(weights.shapes), plan.sizes, tiles, bits)
-        fill(model, weights.read(), args.quantization, dtype)
-    except BaseException:
-        experts.close()  # a model that compiles its steps and its experts refer to each other
-        raise
-    return Engine(weights, model, experts, plan)
+    args, plan = drafts.args, drafts.plan
+    with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles):
+        experts = open_experts(weights.experts, args, plan, progress)
+        try:
+            shape = split_latent(weights.shapes), plan.sizes, tiles, bits, drafts.drafting
+            model = Model(args, computing(experts), *shape, _opened_tables(weights, args, experts))
+            fill(model, weights.read(), args.quantization, dtype)
+            if drafts.head is not None:
+                load_head(drafts.head, model, dtype)
+        except BaseException:
+            experts.close()  # a model that compiles its steps and its experts refer to each other
+            raise
+    return Engine(weights, model, experts, plan, drafts.reason)
+
+
+def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> Tables | None:
+    """What reads the rows of n-grams, until `experts` close."""
+    readers = open_readers(weights.tables)
+    for reader in readers.values():
+        experts.at_close(reader.close)
+    return Tables(args.ngrams, readers) if readers else None
 
 
 def open_experts(
@@ -266,6 +307,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         cpu_activations: bits to which the CPU's products with quantised weights round activations, in each group of
             weights: 8, 16, 24 (as exact as float32), or "auto": 24 where `dtype` is given, else 8. Where MLX
             computes it has no effect.
+        kv_bits: in how many bits caches keep keys and values: 8 (rounded once, in groups of 64 along the head, and
+            about half as large), 16 (as they are, in `dtype`), or "auto": 8 in families in which a token adds 128 KiB
+            or more, unless `dtype` is float32. Latents and recurrent states are kept as they are.
         expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
             environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM,
@@ -289,8 +333,14 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             GPU. Other tiles may change the last bits of a result.
         pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
             of what it would have otherwise.
-        least_context: that context is at least this long, whatever it takes from the experts.
+        least_context: that context is at least this long, even if experts get less memory.
         progress: called with the bytes read so far and in all, while resident experts are read.
+        draft: where drafts come from, tokens that a step checks with the one before them: "off", "lookup" (what
+            followed where the end of the text occurred before), "head" (the model's own draft head), a directory that
+            holds one for it, or "auto": its head, if the pool of experts keeps nine tenths of its bytes, else
+            "lookup". They change when a token comes, never which. They are off on several ranks.
+        vision: whether an image encoder is loaded, if the checkpoint has one and the extra `vision` is installed.
+        image_tokens: of an image, at most: larger ones are made smaller. What encoding such an image takes is planned.
         ranks: this process is one of several, which all load the model and then make the same calls.
 
     Raises:

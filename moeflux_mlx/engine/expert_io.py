@@ -1,7 +1,7 @@
-"""How experts are read, and why: mapped, streamed into a pool, or all at once.
+"""Decides how experts are read, and gives the reason: mapped, streamed into a pool, or all at once.
 
-Arithmetic on sizes and a few figures. Only `from_environment` looks at the environment, for the public functions and
-commands that call it.
+This is arithmetic on sizes and a few figures. Only `from_environment` reads the environment, for the public functions
+and commands that call it.
 """
 
 import os

@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -12,12 +12,13 @@ import numpy as np
 from ..errors import RequestError
 from ..experts.source import LoaderStats
 from ..model.decoder import Model
-from ..model.tokens import token_ids
 from ..spec import ModelArgs
 from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
+from .head_drafts import head_drafts
 from .prefill import Prefill, Progress
+from .prompt import checked_prompt, prompt_with_images
 from .sampling import LogitsProcessor, Sampler
 
 
@@ -25,7 +26,8 @@ from .sampling import LogitsProcessor, Sampler
 class GenerationResponse:
     """One step of `stream_generate`.
 
-    `text` is what this step adds; `logprobs` [vocab_size]; rates in tokens per second; `peak_memory` in
+    `text` is what this step adds; `logprobs` [vocab_size]; `from_draft`: the token had been proposed, and checked in
+    a step with one before it (`draft` of `load`); rates in tokens per second; `peak_memory` in
     GB (1e9 bytes) of MLX's allocations. The last response has `finish_reason` "stop" or "length".
     The figures of expert I/O are those of the tokens after the first: the share of experts that were in
     memory, bytes read for a token, GB/s while the drive was reading, seconds that computing waited; all 0
@@ -91,25 +93,56 @@ def generate_step(
         ModelFileError: the logits are NaN, which damaged weights cause.
         DeviceError: memory or the GPU's time is at an end; the cache may hold anything.
     """
-    tokens = checked_prompt(prompt, model)
+    steps = _decoded(
+        prompt,
+        model,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        logits_processors=logits_processors,
+        prompt_cache=prompt_cache,
+        prefill_step_size=prefill_step_size,
+        span=span,
+        prompt_progress_callback=prompt_progress_callback,
+    )
+    with closing(steps):
+        for token, logprobs, _ in steps:
+            yield token, logprobs
+
+
+def _decoded(
+    prompt: Sequence[int] | mx.array,
+    model: Model,
+    *,
+    max_tokens: int = 256,
+    prompt_cache: list[Cache] | None = None,
+    prefill_step_size: int | None = None,
+    span: int | None = None,
+    prompt_progress_callback: Progress | None = None,
+    **choice: Any,
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """`generate_step`, and whether each token had been drafted."""
+    prompt = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
     if prompt_cache is not None:
         model.check_cache(prompt_cache)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
     report = prompt_progress_callback or (lambda done, total: None)
-    prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size)
+    tokens, images = prompt.tokens, prompt.images.after(cache)
+    drafts = head_drafts(model)
+    if drafts is not None:  # what the cache has absorbed is not known here
+        drafts.begin([0] * cache[0].offset + cast(list[int], tokens.tolist()))
+    prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size, drafts=drafts, images=images)
     try:
         logits = prefill.run(report)
     except BaseException:
         prefill.drop()
         raise
-    options: Any = {"max_tokens": max_tokens, "sampler": sampler, "logits_processors": logits_processors}
-    with closing(Decoding(model, cache, tokens, logits, **options)) as decoding:
+    with closing(Decoding(model, cache, tokens, logits, max_tokens=max_tokens, drafts=drafts, **choice)) as decoding:
         while not decoding.is_done:
-            chosen = decoding.advance()
+            token, logprobs = decoding.advance()
             if decoding.count == 1:
                 report(len(tokens), len(tokens))
-            yield chosen
+            yield token, logprobs, decoding.from_draft
 
 
 def stream_generate(
@@ -117,6 +150,7 @@ def stream_generate(
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int] | mx.array,
     *,
+    image: Any = None,
     max_tokens: int = 256,
     **kwargs: Any,
 ) -> Responses:
@@ -125,19 +159,24 @@ def stream_generate(
     Args:
         prompt: text (encoded as it is, with the tokenizer's special tokens unless it begins with them)
             or token ids.
+        image: one image or a list of them, each a path, a `data:` URL, bytes or a picture of Pillow's; they stand
+            where a chat template has written the image's token, one after another.
         kwargs: as `generate_step`.
 
     Raises:
-        RequestError, ModelFileError: as `generate_step`.
+        RequestError, ModelFileError: as `generate_step`. RequestError: an image cannot be read, or there are more or
+            fewer than the prompt has places for.
     """
     if isinstance(prompt, str):
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+    if image is not None:
+        prompt = prompt_with_images(prompt, image, model)
     prompt = checked_prompt(prompt, model)
     responder = Responder(model, tokenizer, len(prompt), max_tokens)
-    with closing(generate_step(prompt, model, max_tokens=max_tokens, **kwargs)) as steps:
-        for token, logprobs in steps:
-            response = responder.response(token, logprobs)
+    with closing(_decoded(prompt, model, max_tokens=max_tokens, **kwargs)) as steps:
+        for token, logprobs, from_draft in steps:
+            response = responder.response(token, logprobs, from_draft)
             if response.finish_reason:
                 steps.close()  # the caches then hold what has been reported
             yield response
@@ -167,7 +206,7 @@ class Responder:
         """From when this was made to the first token."""
         return self._clock.first - self._clock.start
 
-    def response(self, token: int, logprobs: mx.array) -> GenerationResponse:
+    def response(self, token: int, logprobs: mx.array, from_draft: bool) -> GenerationResponse:
         """The response of the token that has just been chosen."""
         n = self._clock.tick()
         finish_reason = "length" if n == self.max_tokens else None
@@ -181,7 +220,7 @@ class Responder:
             text=self._detokenizer.last_segment,
             token=token,
             logprobs=logprobs,
-            from_draft=False,
+            from_draft=from_draft,
             prompt_tokens=self.prompt_tokens,
             prompt_tps=self.computed / max(self.first_token_seconds, 1e-9),
             generation_tokens=n,
@@ -193,7 +232,11 @@ class Responder:
 
 
 def generate(
-    model: Model, tokenizer: TokenizerWrapper, prompt: str | Sequence[int], verbose: bool = False, **kwargs: Any
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompt: str | Sequence[int],
+    verbose: bool = False,
+    **kwargs: Any,
 ) -> str:
     """The whole text of `stream_generate`; `verbose` also prints it as it comes, and the rates."""
     text = ""
@@ -218,17 +261,6 @@ def check_max_tokens(max_tokens: int) -> None:
     """Raises RequestError: it is neither a positive integer nor -1."""
     if not isinstance(max_tokens, (int, np.integer)) or max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens is {max_tokens!r}; it must be a positive integer, or -1 for no limit")
-
-
-def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: Model) -> mx.array:
-    """Token ids as uint32 [N].
-
-    Raises:
-        RequestError: there are none, they are no integers, or one is outside the vocabulary. ExpertIOError: this
-            process was forked after `model` was loaded.
-    """
-    model.check_process()  # in a forked child a GPU's arrays cannot even be made
-    return token_ids(prompt, model.args.vocab_size, "the prompt")
 
 
 class _Clock:

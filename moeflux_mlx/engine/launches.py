@@ -1,13 +1,15 @@
-"""Which kernels each kind of layer runs, and why not others, at the shapes of one model.
+"""Lists the kernels that each kind of layer runs at the shapes of one model, and why others do not run.
 
-One mixer, feed-forward part and head of each kind is made with zeros and given a few tokens, while what is launched
-goes to stand-ins: nothing is multiplied, and it may be asked for a backend that this machine lacks. It knows no files.
+One mixer, feed-forward part and head of each kind is made with zeros and called with a few tokens, while stand-ins
+receive the launches. Nothing is computed, so the backend may be one that this machine lacks. This module knows no
+files.
 """
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,21 +18,35 @@ import numpy as np
 
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
-from ..kinds import Delta, Dense, GroupedQuery
-from ..model.decoder import feed_forward_of, mixer_of
+from ..kinds import Compressed, Connections, Delta, Dense, GatedConnections, GroupedQuery, Latent, Mixer, NGrams
+from ..model.layer import feed_forward_of, mixer_of
 from ..model.layers import Linear, RMSNorm, Weight
+from ..model.ngrams import NGramLayer
+from ..model.streams import connection
 from ..ops import backend
 from ..ops.experts import Records, chosen_ffn, expert_ffn
+from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
-from ..ops.launch import NO_KERNELS, Kernel, Reason
+from ..ops.kernel_files import Program
+from ..ops.launch import NO_KERNELS, Kernel, Place, Reason
+from ..ops.rows import RowCaches
 from ..ops.stand_ins import standing_in
-from ..ops.tiles import MAX_TOKENS, Tiles, using
+from ..ops.streams import spread
+from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..quant import FLOAT, Quant
+from ..spec import ModelArgs
 from ..state.cache import make_cache
+from ..state.joined import NGramsCache
 from .random_weights import Shapes, randomise
 
+TITLES: dict[type, str] = {
+    GroupedQuery: "attention",
+    Latent: "latent attention",
+    Compressed: "compressed attention",
+    Delta: "delta rule",
+}
 TOKENS = (1, 4, 512)  # one, a few, and many
-Run = Callable[[Any], object]
+Run = Callable[[Any, Any], object]  # takes activations, and what makes caches of a kind of mixer
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,7 @@ class Step:
         tokens: at once.
         runs: kernels and native forms, with how often each is called; all else is MLX's own operations.
         refused: an operation that no kernel computes, or for which another native form is there, and why.
+        programs: what CUDA's compiler is given for them.
     """
 
     part: str
@@ -50,29 +67,37 @@ class Step:
     tokens: int
     runs: Counter[str]
     refused: dict[str, Reason]
+    programs: Sequence[Program]
 
 
-def launches_of(shapes: Shapes, target: str) -> Generator[Step, None, None]:
-    """What each kind of mixer and feed-forward part, and lm_head, run on the backend `target`."""
+def launches_of(
+    shapes: Shapes, target: str, tiles: Tiles = CODE, sequences: Sequence[int] = ()
+) -> Generator[Step, None, None]:
+    """What each kind of mixer and feed-forward part, and lm_head, run on the backend `target` with these tiles.
+
+    `sequences`: also for a token of each of so many sequences.
+    """
+    cases = [(tokens, make_cache) for tokens in TOKENS] + [(count, partial(_caches, count)) for count in sequences]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
         for part, layers, run in _parts(shapes):
-            for tokens in TOKENS:
-                noted = Noted(missing)
+            for tokens, caches in cases:
+                noted = Noted(tiles, missing)
                 with noted.listening():
-                    run(_activations(shapes, tokens))
-                yield Step(part, layers, tokens, noted.asked_for(), noted.refused)
+                    run(_activations(shapes, tokens), caches)
+                yield Step(part, layers, tokens, noted.asked_for(), noted.refused, noted.programs)
 
 
 class Noted(Tiles):
-    """The code's tiles; notes what is launched or called while it listens, and each reason of a chooser.
+    """The same choice as `tiles`; notes what is launched or called while it listens, and each reason of a chooser.
 
     `missing`: why native forms do not run where there are no kernels.
     """
 
-    def __init__(self, missing: Reason) -> None:
-        super().__init__()
+    def __init__(self, tiles: Tiles, missing: Reason) -> None:
+        super().__init__(tiles.found)
         self._missing = missing
+        self.programs: list[Program] = []
         self.runs, self.refused = Counter[str](), dict[str, Reason]()
 
     def listening(self) -> ExitStack:
@@ -95,11 +120,16 @@ class Noted(Tiles):
             return Counter({name: count for name, count in self.runs.items() if not name.startswith("topk")})
         return self.runs
 
-    def _kernel(self, kernel: Kernel, *_: Any) -> Callable[..., list[mx.array]]:
+    def _kernel(
+        self, kernel: Kernel, target: str, constants: str, threads: int, places: tuple[Place, ...]
+    ) -> Callable[..., list[mx.array]]:
         name = f"{kernel.name}[{kernel.form}]" if kernel.form else kernel.name
 
-        def call(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
             self.runs[name] += 1
+            if target == "cuda":
+                text = kernel.text(target, constants, threads, places)
+                self.programs.append(Program(text, [array.dtype for array in inputs], output_dtypes))
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
         return call
@@ -161,21 +191,73 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
+    before = None if isinstance(args.connections, GatedConnections) else norm
     is_split = any(path.endswith(".embed_q") for path in shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         name, module = mixer_of(mixer, args, is_split)
         _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
-        title = {GroupedQuery: "attention", Delta: "delta rule"}.get(type(mixer), "latent attention")
-        yield title, layers, lambda x, mixer=mixer, module=module: module(x, norm, make_cache(mixer))  # type: ignore[misc]
+        title = TITLES[type(mixer)]
+        yield title, layers, partial(_mix, args, mixer, module, before)
+    if args.connections is not None:
+        yield "streams", range(args.num_hidden_layers), _between(shapes, args.connections)
+    for layer, part in args.ngrams.items():
+        yield "n-grams", [layer], _of_ngrams(shapes, layer, part)
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
     for (part, record, *_), layers in _kinds(parts):
         for title, experts in _experts(part, record, args.num_experts_per_tok):
-            module = feed_forward_of(part, args.hidden_size, layers[0], cast(Any, experts))
+            module = feed_forward_of(args, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, lambda x, module=module: module.forward(x, norm)  # type: ignore[misc]
+            yield title, layers, partial(_forward, module, part, before)
     head = Linear(args.hidden_size, args.vocab_size)
-    fill_with_zeros(head, shapes.quants.get("lm_head"), shapes.dtype)
-    yield "lm_head", (), lambda x: head(norm(x[:, -1:] if x.shape[1] > MAX_TOKENS else x))  # a prompt's last token's
+    fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
+    last = slice(-1, None)  # of a prompt
+    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x))
+
+
+def _caches(count: int, mixer: Any) -> RowCaches:
+    """Of so many sequences, with a row of each."""
+    return RowCaches([make_cache(mixer) for _ in range(count)], lambda row: None)
+
+
+def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: Any, caches: Any) -> Any:
+    """A mixer on x [B, L, D]; between several streams it takes the rows of a step one by one, and adds none itself."""
+    made = caches(mixer)
+    if args.connections is None:
+        return module(x, norm, made)
+    if isinstance(made, RowCaches):
+        return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(len(made.caches))]
+    return module.mixed(x, norm, made.own if isinstance(made, NGramsCache) else made)
+
+
+def _between(shapes: Shapes, rule: Connections) -> Run:
+    """What stands between the streams and a part of a layer, all of a kind."""
+    args = shapes.args
+    made = connection(rule, args.hidden_size, args.rms_norm_eps)
+    _fill(made, "model.layers.0.attn_hc.", shapes)
+
+    def run(x: Any, caches: Any) -> None:
+        h = spread(x, rule.streams)
+        _, *mixing = made.gather(h)
+        made.scatter(h, x, *mixing)
+
+    return run
+
+
+def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
+    """What n-grams add to the streams, of rows that are zeros."""
+    args = shapes.args
+    made, streams = NGramLayer(part, args.hidden_size, args.rms_norm_eps, layer), part.channels // args.hidden_size
+    _fill(made, f"model.layers.{layer}.ple.", shapes)
+    return lambda x, _: made(spread(x, streams), None, cast(Any, make_cache(args.mixers[layer])).beside)
+
+
+def _forward(module: Any, part: Any, norm: RMSNorm | None, x: Any, _: Any) -> Any:
+    """A feed-forward part on x [B, L, D], of tokens 0 where experts stand in a table."""
+    if isinstance(part, Dense) or part.router.table is None:
+        return module.forward(x, norm)
+    return module.forward(
+        x, norm, np.zeros(x.shape[:2], np.uint32) if isinstance(x, np.ndarray) else mx.zeros(x.shape[:2], mx.uint32)
+    )
 
 
 def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str, SomeExperts | None]]:
@@ -214,6 +296,6 @@ def fill_with_zeros(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> Non
         matrix.weight = mx.zeros(matrix.shape, dtype)
         return
     *rows, columns = matrix.shape
-    matrix.weight = mx.zeros((*rows, quant.words(columns)), mx.uint32)
-    for name in quant.parts[1:]:
-        setattr(matrix, name, mx.zeros((*rows, quant.groups(columns)), dtype if quant.scale == FLOAT else mx.uint8))
+    for name in quant.parts:
+        values, kind = quant.of_part(name, columns, FLOAT)
+        setattr(matrix, name, mx.zeros((*rows, values), DTYPES.get(kind, dtype)))

@@ -1,7 +1,7 @@
-"""Finds the directory of a model: the demo model, a path as users write it, or a repository, which is fetched.
+"""Finds the directory of a model: the demo model, a path as users write it, or a repository, which is downloaded.
 
-That is a packed model, or a checkpoint that runs as it lies. Anything else is refused with the command that makes a
-packed model of it, before any weight is downloaded.
+The result is a packed model, or a checkpoint that can be used in place. Anything else is refused with the command that
+packs it, before any weight is downloaded.
 """
 
 from collections.abc import Sequence

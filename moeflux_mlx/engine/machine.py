@@ -1,6 +1,6 @@
 """What this machine allows: memory, or less where a control group limits it (Linux), and a GPU's limits.
 
-It reads the system's figures; it does not know what they are for.
+It reads the system's figures and does not know their use.
 """
 
 import contextlib
@@ -63,9 +63,9 @@ class Figures:
         return None if self.working_set is None else int(self.working_set * WORKING_SET_SHARE)
 
 
-def in_gb(nbytes: float) -> str:
+def in_gb(nbytes: float, digits: int = 2) -> str:
     """For a message."""
-    return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e9:.{digits}f} GB"
 
 
 def machine_figures(limit: int | None = None) -> Figures:

@@ -7,7 +7,7 @@ from ..experts.reader import in_pieces_bytes
 from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
-from ..kinds import Mixer
+from ..kinds import Latent, Mixer, NGrams
 from ..model.span import PromptSizes
 from ..ops.attend import SCORES
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
@@ -25,6 +25,8 @@ PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allo
 KV_STEP = KVCache.step  # positions by which caches grow
 BLOCK = 4096  # tokens that a mixer handles at once, at most, unless somebody asks for more
 SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
+INDEX_BYTES = 4  # of a position that an indexer chose
+NUMBER_BYTES = 16  # of a row of a table: its number, and where it is among those that are read
 ROUTING_BYTES = 40  # of one row: its expert, weight, places, and what sorting needs
 
 
@@ -55,22 +57,41 @@ def runtime_bytes(layout: ExpertLayout, demand: Demand) -> int:
 
 
 def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
-    """Caches of one sequence with `context` positions, in whole steps in which they grow."""
-    return sum(make_cache(mixer).bytes_for(context, itemsize) for mixer in args.mixers)
+    """Caches of one sequence with `context` positions, in whole steps in which they grow; a draft head's too."""
+    kinds = [*args.mixer_counts.items(), *([(args.draft_head.mixer, 1)] if args.draft_head else [])]
+    return sum(count * make_cache(mixer).bytes_for(context, itemsize) for mixer, count in kinds)
 
 
 def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, context: int, sizes: PromptSizes) -> int:
-    """The largest set of temporaries that a span needs.
+    """The largest set of temporaries that a span needs, or an image that is encoded before it.
 
-    That is the span's hidden states before and after a layer's mixer, normed, and the shared expert's output, and the
-    states that it began with, for the way back; with them either one block in a mixer, and a cache that is copied as it
-    grows, or all experts' outputs and the waves under way.
+    That is the span's hidden states before and after a layer's mixer, of all streams, normed, and the shared expert's
+    output, the states that it began with, or that the rows of a step with drafts began with, for the way back, the
+    positions that an indexer chose and the rows of n-grams; with them either one block in a mixer, a cache that is
+    copied as it grows, and what is read of a quantised one, or all experts' outputs and the waves under way.
     """
     span = min(sizes.span, context)
-    streams = 5 * span * args.hidden_size * demand.itemsize + untrimmable_bytes(args.mixers, demand.itemsize)
+    ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
+    count = args.connections.streams if args.connections else 1
+    zeros = any(layer.residual.output_norms for layer in args.layers)  # to which experts add what is then normed
+    streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
+    streams += span * (max(map(_chosen_bytes, args.mixer_counts)) + sum(map(_row_bytes, args.ngrams.values())))
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
-    block += max(make_cache(mixer).bytes_for(context, demand.itemsize) for mixer in args.mixers)
-    return streams + max(block, _experts_bytes(args, layout, demand, span))
+    caches = [make_cache(mixer) for mixer in args.mixer_counts]
+    block += max(cache.bytes_for(context, demand.itemsize) for cache in caches)
+    block += max(cache.fetched_bytes(context, demand.itemsize) for cache in caches)
+    return max(streams + max(block, _experts_bytes(args, layout, demand, span)), demand.encoding)
+
+
+def _chosen_bytes(mixer: Mixer) -> int:
+    """Of a token's chosen positions, which later layers reuse."""
+    indexer = mixer.indexer if isinstance(mixer, Latent) else None
+    return INDEX_BYTES * indexer.top if indexer else 0
+
+
+def _row_bytes(ngrams: NGrams) -> int:
+    """Of a token's rows of a table, and of their numbers."""
+    return 2 * ngrams.embedded + NUMBER_BYTES * len(ngrams.sizes)
 
 
 def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> int:
@@ -82,7 +103,9 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
 
     mlp = 3 * tokens * max(layer.feed_forward.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU has been given the next one before this one is done
-    return blocks * (demand.itemsize * max(mlp, *map(values, args.mixers)) + FLOAT_BYTES * tokens * args.hidden_size)
+    return blocks * (
+        demand.itemsize * max(mlp, *map(values, args.mixer_counts)) + FLOAT_BYTES * tokens * args.hidden_size
+    )
 
 
 def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens: int) -> int:

@@ -1,9 +1,9 @@
-"""How large a pool of experts is best on this machine: what `moeflux tune` measured and keeps in a file.
+"""The best size of a pool of experts on this machine, which `moeflux tune` measured and stored in a file.
 
     {"version": 1, "found": [{"model": DIRECTORY, "experts": BYTES, "memory": BYTES, "pool": BYTES}, ...]}
 
-There is one entry for each directory of a model. It counts while the model's experts and the machine's memory have the
-sizes that are noted.
+There is one entry for each directory of a model. It is valid while the model's experts and the machine's memory have
+the stored sizes.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Taking a prompt into a model's caches, span by span: what is absorbed, kept on the way, left half done.
+"""Takes a prompt into a model's caches, span by span, keeps states on the way, and can stop in the middle of a span.
 
-It knows tokens and caches. Where a prompt came from, and which states are worth keeping, is the session's business.
+It knows tokens and caches. The session decides where a prompt comes from and which states are kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +10,12 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..model.decoder import Model
+from ..model.images import NO_IMAGES, Images
 from ..model.span import Span
 from ..ops.limits import within_limits
 from ..state.cache import Cache
-from ..state.layer_cache import Pair
+from ..state.layer_cache import Arrays
+from .head_drafts import HeadDrafts
 
 Progress = Callable[[int, int], Any]
 
@@ -36,6 +38,8 @@ class Prefill:
         block: tokens of a span that a mixer handles at once, at most; in the same way.
         keep: numbers of tokens after which states that cannot be cut are kept.
         half: a span that an earlier call left half done; the prompt begins with it.
+        drafts: of a draft head, which is shown each span.
+        images: of the text, at places as the caches count them.
 
     Attributes:
         done: tokens that every cache has absorbed.
@@ -56,6 +60,8 @@ class Prefill:
         block: int | None = None,
         keep: Sequence[int] = (),
         half: Span | None = None,
+        drafts: HeadDrafts | None = None,
+        images: Images = NO_IMAGES,
     ):
         for name, value in (("span", span), ("prefill_step_size", block)):
             if value is not None and value < 1:
@@ -63,10 +69,10 @@ class Prefill:
         self.model, self.cache, self.tokens, self.half = model, cache, tokens, half
         self.span = model.sizes.span if span is None else min(span, model.sizes.span)
         self.block = model.sizes.block if block is None else min(block, model.sizes.block)
-        self.keep = sorted(keep)
+        self.keep, self.drafts, self.images = sorted(keep), drafts, images
         self.done = 0
         self._logits: mx.array | None = None
-        self.kept: dict[int, dict[int, Pair]] = {}
+        self.kept: dict[int, dict[int, Arrays]] = {}
 
     @within_limits()
     def run(self, progress: Progress = lambda done, total: None) -> mx.array:
@@ -87,6 +93,8 @@ class Prefill:
                 mx.clear_cache()  # of the last span's temporaries: this one's have other sizes
             self._pass(self.half or self._span(length), progress)
         assert self._logits is not None  # a prompt has a token
+        for _, image in self.images.placed:
+            image.forget()
         return self._logits
 
     def _pass(self, span: Span, progress: Progress) -> None:
@@ -100,6 +108,8 @@ class Prefill:
         mx.eval([layer.state for layer in self.cache])
         self.kept |= {at + end: states for end, states in span.kept.items()}
         self.done, self.half = at + span.length, None
+        if self.drafts is not None:
+            self.drafts.absorb_span(span)
 
     def drop(self) -> None:
         """Takes the caches back to the end of the last whole span."""
@@ -117,4 +127,4 @@ class Prefill:
     def _span(self, length: int) -> Span:
         start, end = self.done, self.done + length
         keep = [n - start for n in self.keep if start < n <= end]
-        return Span(self.tokens[start:end][None], self.cache[0].offset, self.block, keep)
+        return Span(self.tokens[start:end][None], self.cache[0].offset, self.block, keep, self.images)

@@ -1,8 +1,8 @@
-"""What the machine says of its memory while a model runs, and how large the pool of experts may be for that.
+"""Asks the machine how much memory it can spare while a model runs, and limits the pool of experts accordingly.
 
-A source answers one question: how many bytes may be taken, or are to be given back. It reads small files of the
-system, or asks its kernel, which takes microseconds. None of them knows what the pool is. On an NVIDIA GPU the pool is
-in the GPU's memory, of which they say nothing.
+A source answers one question: how many bytes may be taken, or must be returned. It reads small files of the system or
+asks the kernel, which takes microseconds. Sources do not know the pool. On an NVIDIA GPU the pool is in the GPU's
+memory, which they do not measure.
 """
 
 import ctypes
@@ -17,12 +17,13 @@ from typing import NamedTuple, Protocol
 from .machine import Figures, limit_of, memory_groups, physical_ram_bytes, used_memory
 from .needs import headroom_bytes
 
-EVERY = 0.25  # seconds between two looks at the sources
+EVERY = 0.125  # seconds between two looks at the sources
 PATIENCE = 3.0  # seconds without pressure before the pool grows
 STEPS = 8  # in which it grows to its full size, one with each look
 WINDOW = 1.0  # seconds in which stalls are counted, and in which a cut may show before the next one
 STALLED = 0.1  # share of a window in which some process waited for memory: more is pressure
 CUT, DEEP_CUT = 8, 2  # one part in so many of the pool is given back: at a first warning, and at a last one
+MOST_FALL = 4  # one part in so many of what a limit leaves is expected to go before the next look, at most
 COMPRESSED_SHARE = 0.01  # of memory, by which macOS's compressor grows in a window: more is pressure
 
 
@@ -144,8 +145,9 @@ class Process:
 class PoolLimit:
     """How large the pool may be beside all else that the machine runs; any thread may ask, at any time.
 
-    It shrinks at once, and leaves what the call that has begun may yet take. It grows again by steps, after some
-    seconds without pressure.
+    It shrinks at once, and leaves what the call that has begun may yet take, and as much as the limit of a control
+    group has fallen by since the last look: it may fall as much again while a layer is computed. It grows again by
+    steps, after some seconds without pressure.
 
     Args:
         sources: that are asked; the one with least to spare decides.
@@ -166,13 +168,14 @@ class PoolLimit:
         self._sources, self._most, self._clock, self._used = sources, most, clock, used
         self._limit, self._now, self.room = float(most), float(most), math.inf
         self._looked = self._pressed = -math.inf
+        self._left = math.inf  # bytes that the system's limit left to the pool at the last look
         self._pool = self._need = self._others = 0  # bytes: of the pool, of a call, and of the rest before the call
 
     def begin(self, need: int) -> None:
         """A call begins that takes up to `need` bytes: the pool leaves as much, until the next call begins."""
         if need > self._need:
             self._looked = -math.inf
-        self._need, self._others = need, self._used() - self._pool
+        self._need, self._others, self._left = need, self._used() - self._pool, math.inf
 
     def __call__(self, pool: int) -> int:
         """Bytes that the pool, which takes `pool` bytes, may have."""
@@ -189,8 +192,11 @@ class PoolLimit:
             self._pressed = now
         step = self._most / STEPS if now - self._pressed >= PATIENCE else 0
         self._limit = max(min(self._limit + step, self._pool + spare, self._most), 0)
-        self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0)), 0)
         self.room = self._pool + min((one.hard for one in spares), default=math.inf)
+        left = self.room + taken  # the limit but for what others take
+        falls = min(max(self._left - left, 0), max(left, 0) / MOST_FALL) if math.isfinite(self._left) else 0
+        self._left = left
+        self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0) - falls), 0)
         self._looked = now
 
 

@@ -1,6 +1,6 @@
 """Weights of random values, in the stored forms of a model of which only the shapes are known."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,11 +10,11 @@ from mlx.utils import tree_flatten
 
 from ..formats.record import ExpertLayout, Record
 from ..model.layers import Weight
-from ..model.tensors import KEPT_FLOAT32, ROUTERS
+from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix
 from ..model.weights import arrange
 from ..ops.experts import Records
 from ..ops.forms import DTYPES, settings
-from ..quant import FLOAT, Quant
+from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, Quant, Quantization
 from ..spec import ModelArgs
 
 Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
@@ -36,6 +36,13 @@ class Shapes:
     quants: Mapping[str, Quant | None]
     dtype: mx.Dtype
 
+    @classmethod
+    def of(cls, args: ModelArgs, layout: ExpertLayout, tensors: Iterable[str], dtype: mx.Dtype) -> "Shapes":
+        """Those of a model whose resident tensors have these names."""
+        stated = args.quantization or Quantization()
+        stored = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
+        return cls(args, layout, {path: stated.of(path) for path in stored}, dtype)
+
 
 def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:
     """Gives every parameter of `module`, which the model has at `path`, random values of a trained model's size.
@@ -44,11 +51,14 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
     """
     matrices = {name: part for name, part in module.named_modules() if isinstance(part, Weight)}
     for name, matrix in matrices.items():
-        kept = mx.float32 if f".{name}".endswith(ROUTERS) else shapes.dtype
+        kept = mx.float32 if f".{path}{name}".endswith(ROUTERS) else shapes.dtype
         (fill or fill_randomly)(matrix, shapes.quants.get(path + name), kept)
     for name, value in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
         owner, _, leaf = name.rpartition(".")
-        if owner not in matrices:
+        if f".{name}".endswith(TABLE):
+            ids = mx.random.randint(0, shapes.args.num_experts, value.shape, mx.uint32)
+            setattr(_part(module, owner), leaf, ids)
+        elif not is_of_matrix(name, matrices):
             kept = mx.float32 if leaf in KEPT_FLOAT32 else shapes.dtype
             values = mx.random.normal(value.shape) * 0.1 + (leaf == "weight")
             setattr(_part(module, owner), leaf, values.astype(kept))
@@ -56,10 +66,10 @@ def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = 
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    found: Any = module
+    part: Any = module
     for name in filter(None, path.split(".")):
-        found = found[int(name)] if isinstance(found, list) else getattr(found, name)
-    return found
+        part = part[int(name)] if isinstance(part, list) else getattr(part, name)
+    return part
 
 
 def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
@@ -73,13 +83,14 @@ def fill_randomly(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> None:
 
 
 def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx.array]:
-    """Codes, scales and, where the form has them, biases of a random matrix [..., rows, columns]."""
+    """The parts of a random matrix [..., rows, columns]."""
     *rows, columns = shape
     groups = (*rows, quant.groups(columns))
     codes = _random_words((*rows, quant.words(columns)))
     if quant.scale != FLOAT:
         scales = mx.quantize(mx.random.normal((1, columns)) * columns**-0.5, **settings(quant))[1]
-        return [codes, mx.full(groups, scales[0, 0])]
+        factor = [mx.full((*rows, 1), float(GLOBAL_UNIT))] if quant.has_global_scale else []
+        return [codes, mx.full(groups, scales[0, 0]), *factor]
     steps = 2**quant.bits - 1
     scale = 3.4 / (steps * columns**0.5)
     return [codes, mx.full(groups, scale, dtype), mx.full(groups, -scale * steps / 2, dtype)]
@@ -92,12 +103,17 @@ def _random_words(shape: Sequence[int]) -> mx.array:
 
 
 def random_records(record: Record, count: int) -> Records:
-    parts: list[mx.array] = []
+    parts, end = list[mx.array](), 0
     for projection in record.projections:
-        kind = DTYPES[projection.fields[1].dtype]
-        arrays = random_parts(projection.quant, (count, projection.rows, projection.columns), kind)
-        if projection.bias is not None:
-            arrays.append(mx.zeros((count, projection.rows), DTYPES[projection.bias.dtype]))
-        parts += [part.reshape(count, -1).view(mx.uint32) for part in arrays]
-    parts.append(mx.zeros((count, (record.stride - record.size) // 4), mx.uint32))
+        quant, kind = projection.quant, DTYPES[projection.fields[1].dtype]
+        shape = count, projection.rows, projection.columns
+        arrays = dict(zip(quant.parts, random_parts(quant, shape, kind), strict=True))
+        for field in projection.fields:
+            array = arrays[field.part] if field.part in arrays else mx.zeros((count, *field.shape), DTYPES[field.dtype])
+            if field.part == GLOBAL_SCALE:
+                array = array[:, :1]
+            gap = mx.zeros((count, (field.offset - end) // 4), mx.uint32)
+            parts += [gap, array.reshape(count, -1).view(mx.uint32)]
+            end = field.end
+    parts.append(mx.zeros((count, (record.stride - end) // 4), mx.uint32))
     return Records(mx.concatenate(parts, axis=1), record)

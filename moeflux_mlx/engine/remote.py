@@ -1,7 +1,7 @@
-"""A model of the Hugging Face Hub before it is here: what it needs of disk and memory, told from headers alone.
+"""A model on the Hugging Face Hub before its download: the disk space and memory that it needs, from headers alone.
 
-A packed model comes as it is, and so does a checkpoint that MLX quantised, which runs as it lies. Anything else is
-refused with the command that converts it, before any weight is downloaded.
+A packed model, or a checkpoint that MLX quantised, is downloaded as it is. Any other checkpoint is refused with the
+command that converts it, before any weight is downloaded.
 """
 
 import shutil
@@ -12,21 +12,33 @@ import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxError, NotPackedError
 from ..files import existing_parent, read_json, user_path
-from ..formats.checkpoint import COPIED, INDEX, Checkpoint, Tensor, header_tensors, merge_tensors, shard_names
+from ..formats.checkpoint import (
+    COPIED,
+    INDEX,
+    QUANT_CONFIG,
+    Checkpoint,
+    Tensor,
+    header_tensors,
+    merge_tensors,
+    read_config,
+    shard_names,
+)
 from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo
 from ..formats.layout_file import from_json
 from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
+from ..packing.aside import NAME as ASIDE
 from ..packing.in_place import runs_in_place, states_mlx
 from ..packing.plan import make_plan
 from ..packing.resident import DTYPES, ResidentFile
 from ..packing.suggest import not_packed_error
 from ..packing.wanted import Wanted
 from ..spec import ModelArgs
+from ..vision.vision import PREPROCESSOR, NoVision, VisionFiles, usable, vision_of
 
-SMALL = ["config.json", INDEX, f"{FOLDER}/{LAYOUT}", *COPIED]
+SMALL = ["config.json", QUANT_CONFIG, INDEX, f"{FOLDER}/{LAYOUT}", *COPIED]
 RESIDENT = "resident*.safetensors"
-PACKED = ["config.json", *COPIED, RESIDENT, f"{FOLDER}/*"]
+PACKED = ["config.json", *COPIED, RESIDENT, ASIDE, f"{FOLDER}/*"]
 UNPACKED = ["config.json", INDEX, *COPIED]  # and its shards
 STORED = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -76,10 +88,20 @@ class Remote:
             return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
         shards = [name for name in self.wanted if name.endswith(".safetensors")]
         tensors = {one.name: one for one in self._tensors(shards, small)}
-        plan = make_plan(Checkpoint(small, read_json(small / "config.json"), tensors, ()), args, Wanted.of())
+        plan = make_plan(Checkpoint(small, read_config(small), tensors, ()), args, Wanted.of())
         sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
         written = (one for source in sources for one in source.written)
         return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
+
+    def vision(self, args: ModelArgs, wanted: bool = True) -> VisionFiles | NoVision:
+        """Its image encoder, as `Weights.vision`."""
+        names = [name for name in self.wanted if name.endswith(".safetensors") and "*" not in name and name != ASIDE]
+        if not self.in_place:
+            names = [ASIDE] if ASIDE in self.repository.files else []
+        small = self.repository.snapshot(SMALL)
+        settings = read_json(small / PREPROCESSOR) if (small / PREPROCESSOR).exists() else {}
+        tensors = {one.name: one for one in self._tensors(names, small)} if wanted else {}
+        return usable(vision_of(read_json(small / "config.json"), settings, tensors, args), args, wanted)
 
     def _tensors(self, names: list[str], folder: Path) -> list[Tensor]:
         files = self.repository.files

@@ -1,12 +1,13 @@
-"""What a session knows: a model's caches, the tokens they have absorbed, and every way back.
+"""The state of a session: a model's caches, the tokens that they have absorbed, and every way back.
 
-`sync` continues from the longest prefix that a new prompt shares with what is known, in memory or in a prompt
-store, and computes only the rest; `step` absorbs further tokens, `rewind` goes back.
+`sync` continues from the longest prefix of a new prompt that is in memory or in a prompt store, and computes only the
+rest; `step` absorbs further tokens; `rewind` goes back.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,12 +16,13 @@ from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows, Step
 from ..state.cache import Cache, untrimmable_bytes
-from ..state.layer_cache import Pair
+from ..state.layer_cache import Arrays
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
-from .generation import checked_prompt
+from .head_drafts import head_drafts
 from .prefill import Prefill
+from .prompt import Prompt, checked_prompt
 
 CHECKPOINT_BYTES = 1 << 30
 CHECKPOINT_EVERY = 1024  # tokens between kept states, besides those at the ends of prompts
@@ -64,8 +66,9 @@ class RunningText:
         span: tokens of a prompt that go through the model together, at most; None means what was planned.
 
     Attributes:
-        tokens: what the caches have absorbed.
-        reuse: how the last prompt was come by.
+        tokens: what the caches have absorbed, an image's keys for its rows.
+        reuse: where the tokens of the last prompt came from.
+        drafts: what a draft head knows of the text; None: there is none.
         save_error: why the store did not take the last prompt, if it did not.
     """
 
@@ -84,10 +87,11 @@ class RunningText:
         self.prefill_step_size, self.span = prefill_step_size, span
         self.cache = model.make_cache()
         self.points = RewindPoints(self.cache, checkpoint_bytes)
+        self.drafts = head_drafts(model)
         self.tokens: list[int] = []
         self.reuse = Reuse()
         self.save_error: PromptCacheError | SnapshotError | None = None
-        self._to_store: list[tuple[int, dict[int, Pair]]] = []  # lengths, and what cannot be cut to them later
+        self._to_store: list[tuple[int, dict[int, Arrays]]] = []  # lengths, and what cannot be cut to them later
         self._half: Half | None = None
         self._step: Step | None = None  # the last one, until the text does something else
         self._answering = False  # whether tokens go through the model one by one
@@ -115,7 +119,7 @@ class RunningText:
             PromptCacheError: the store is one file and cannot be used.
             ExpertIOError, DeviceError: as calling the model does.
         """
-        prompt = cast(list[int], checked_prompt(prompt, self.model).tolist())
+        prompt = checked_prompt(prompt, self.model)
         try:
             return self._sync(prompt, boundaries, prompt_progress_callback or _ignore_progress)
         except BaseException as error:
@@ -185,10 +189,11 @@ class RunningText:
 
     @property
     def nbytes(self) -> int:
-        """Of the caches, the states kept on the way, those of the last step, and a span that is half done."""
+        """Of the caches, the states kept on the way, those of the last step, a span that is half done, and drafts."""
         half = self._half.span.nbytes if self._half is not None else 0
         step = self._step.nbytes if self._step is not None else 0
-        return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + step + half
+        drafts = self.drafts.nbytes if self.drafts is not None else 0
+        return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + step + half + drafts
 
     def known(self, prompt: Sequence[int]) -> int:
         """How many tokens of `prompt` would not be computed, a half-done span counted by its layers."""
@@ -198,7 +203,7 @@ class RunningText:
         shared = shared_length(self.tokens, prompt[:-1])
         return shared if shared == len(self.tokens) else self.points.nearest(shared)
 
-    def _sync(self, prompt: list[int], boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
+    def _sync(self, prompt: Prompt, boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
         """`sync`; whatever is raised leaves caches that may be apart."""
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
         if self.points.can_trim:  # the last state holds all the others
@@ -211,7 +216,7 @@ class RunningText:
         finally:
             self._absorbed(prompt, prefill, ends)
 
-    def _prefill(self, prompt: list[int], ends: list[int]) -> Prefill:
+    def _prefill(self, prompt: Prompt, ends: list[int]) -> Prefill:
         """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
         self._answering, self._step = False, None
         half = self._taken_up(prompt, ends)
@@ -223,16 +228,20 @@ class RunningText:
         else:
             self.reuse = Reuse(len(prompt), len(self.tokens), 0)
         start, self._half = len(self.tokens), None
+        if self.drafts is not None:
+            self.drafts.begin(prompt)
         keep = self._worth_keeping(len(prompt), ends)
         self.points.set_apart(len(keep) * self._state_bytes())
         return Prefill(
             self.model,
             self.cache,
-            mx.array(prompt[start:], mx.uint32),
+            prompt.tokens[start:],
             span=self.span,
             block=self.prefill_step_size,
             keep=[position - start for position in keep],
             half=half,
+            drafts=self.drafts,
+            images=prompt.images,
         )
 
     def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
@@ -254,7 +263,7 @@ class RunningText:
 
     def _state_bytes(self) -> int:
         """Of the layers that cannot be cut."""
-        return untrimmable_bytes(self.model.args.mixers, self.model.activation_dtype.size)
+        return untrimmable_bytes(self.model.args.mixer_counts, self.model.activation_dtype.size)
 
     def _drop_half(self) -> None:
         if self._half is not None:
@@ -270,7 +279,7 @@ class RunningText:
         if self.store is not None:
             self.tokens = []  # should what follows be interrupted, the caches may hold anything
             try:
-                restored, saved = restore_prefix(self.model, self.cache, prompt, self.store, known)
+                restored, saved, behind = restore_prefix(self.model, self.cache, prompt, self.store, known)
             except PromptCacheError:
                 self.tokens = before
                 raise
@@ -278,6 +287,8 @@ class RunningText:
             self.points.drop_after(shared)
             self.tokens = prompt[:restored]
             self.points.keep(restored)
+            if self.drafts is not None:
+                self.drafts.restore(behind, self.tokens)
         else:
             self.tokens = before
             if known < len(before):
@@ -302,15 +313,25 @@ class RunningText:
         if self.store is not None:
             self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
 
-    def _append(self, token: int) -> None:
-        """The caches have absorbed a token of an answer."""
+    def _append(self, token: int, keep: bool) -> None:
+        """The caches have absorbed a token of an answer; `keep`: and nothing that may be taken back."""
         self.tokens.append(token)
-        self._keep_if_due()
+        if keep:
+            self._keep_if_due()
 
     def _keep_if_due(self) -> None:
         reached = self.cache[0].offset  # one token further where the next one is computed ahead
-        if reached - max(self.points.positions, default=0) >= self.checkpoint_every:
+        if reached >= self._due:
             self.points.keep(reached)
+
+    @property
+    def _due(self) -> int:
+        """The position from which on a state is kept."""
+        return max(self.points.positions, default=0) + self.checkpoint_every
+
+    def _draft_limit(self) -> int:
+        """No draft is absorbed behind this position, so that states are kept where they are without drafts."""
+        return sys.maxsize if self.points.can_trim or self._due < self.cache[0].offset else self._due
 
     def _save_states(self, prompt: list[int]) -> None:
         """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""
@@ -320,13 +341,14 @@ class RunningText:
                 continue  # a failure went back further, or the state was not kept
             try:
                 assert self.store is not None
-                self.store.save(self.model, caches, prompt[:end])
+                behind = self.drafts.saved(end) if self.drafts is not None else b""
+                self.store.save(self.model, caches, prompt[:end], behind)
             except (PromptCacheError, SnapshotError) as error:
                 self.save_error = error
         self._to_store = []
 
 
-def _cut(layer: Cache, length: int, kept: Pair | None) -> Cache:
+def _cut(layer: Cache, length: int, kept: Arrays | None) -> Cache:
     """The cache as it was at `length`: `kept`, or the same arrays as far as they had been filled."""
     cut = layer.copy()
     if kept is not None or (layer.is_trimmable() and layer.offset > length):

@@ -1,22 +1,27 @@
-"""One running text that answers: prompts in, the text that follows out, a token at a time.
+"""A session: one running text that answers prompts, one token at a time.
 
-`respond` answers a prompt; `answer` does so in the hands of a caller who advances several answers in turn. What is
-known of earlier prompts, and the way back, is `RunningText`'s business; text, messages and templates are the caller's.
+`respond` answers a prompt; `answer` returns an answer that the caller advances, for several answers in turn.
+`RunningText` holds what is known of earlier prompts and the way back. Text, messages and templates belong to the
+caller.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
+from ..experts.source import Asked
 from ..model.decoder import Model
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
 from ..text.tokenizer import TokenizerWrapper
+from .batch import Outcome, advance_together, attempt
 from .decoding import Decoding
-from .generation import GenerationResponse, Responder, Responses, check_max_tokens, checked_prompt
+from .generation import GenerationResponse, Responder, Responses, check_max_tokens
+from .prompt import Prompt, checked_prompt
 from .running_text import RunningText
 
 
@@ -58,9 +63,9 @@ class Session(RunningText):
         Raises:
             RequestError: an empty prompt, a token outside the vocabulary, or a count out of range.
         """
-        tokens = cast(list[int], checked_prompt(prompt, self.model).tolist())
+        prompt = checked_prompt(prompt, self.model)
         check_max_tokens(max_tokens)
-        return Answer(self, tokens, boundaries, prompt_progress_callback, max_tokens, choice)
+        return Answer(self, prompt, boundaries, prompt_progress_callback, max_tokens, choice)
 
     def respond(self, prompt: Sequence[int], **options: Any) -> Responses:
         """Yields the responses of an answer, made of `options` as by `answer`.
@@ -93,9 +98,10 @@ class Session(RunningText):
         )
         kept = {} if whole else self.points.states_at(reached)
         for i, (new, old) in enumerate(zip(other.cache, self.cache, strict=True)):
-            new.take_from(old, reached, old.state[:2] if whole else kept.get(i))
+            new.take_from(old, reached, old.kept() if whole else kept.get(i))
         mx.eval([layer.state for layer in other.cache])
         other.tokens = self.tokens[:reached]
+        other.drafts = self.drafts and self.drafts.copy()
         for position in self.points.positions:
             if position <= reached:
                 other.points.add(position, self.points.states_at(position))
@@ -108,7 +114,8 @@ class Session(RunningText):
     def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
         """Writes tokens, state and `extra` to a file. Raises PromptCacheError, SnapshotError."""
         self._drop_half()
-        save_prompt(path, self.model, self.cache, self.tokens, fingerprint, extra)
+        behind = self.drafts.saved(len(self.tokens)) if self.drafts is not None else b""
+        save_prompt(path, self.model, self.cache, self.tokens, fingerprint, extra, behind)
 
     def load(self, path: Path, fingerprint: Fingerprint) -> PromptHeader:
         """Becomes the session that `save` wrote; after an error it is as it was. Raises PromptCacheError."""
@@ -117,6 +124,8 @@ class Session(RunningText):
         self.points.drop_after(0)
         self.tokens, self._step = header.tokens.tolist(), None
         self.points.keep(len(self.tokens))
+        if self.drafts is not None:
+            self.drafts.restore(header.behind, self.tokens)
         return header
 
 
@@ -125,12 +134,17 @@ class Answer:
 
     Attributes:
         session: absorbs the prompt and then each token, once the next one has been computed.
+        shares_steps: whether `advance_answers` may advance it together with others.
+        asked: the experts that its tokens asked for, where that is counted; not those of the prompt.
     """
+
+    shares_steps = True
+    asked = Asked()
 
     def __init__(
         self,
         session: Session,
-        prompt: list[int],
+        prompt: Prompt,
         boundaries: Sequence[int],
         report: Callable[[int, int], Any] | None,
         max_tokens: int,
@@ -153,7 +167,22 @@ class Answer:
             ModelFileError: as `Decoding.advance`.
         """
         try:
-            return self._first() if self._decoding is None else self._following(self._decoding)
+            return self._first() if self._decoding is None else self._following(*self._decoding.advance())
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    @property
+    def decoding(self) -> Decoding | None:
+        """Chooses its tokens, once the prompt is computed and until the answer ends."""
+        return self._decoding
+
+    def take(self, outcome: Outcome) -> GenerationResponse:
+        """The response of what `decoding` has chosen in a step of several; an error ends the answer and is raised."""
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return self._following(*outcome)
         except BaseException as error:
             self._end(error)
             raise
@@ -168,9 +197,13 @@ class Answer:
         self._responder = Responder(session.model, session.tokenizer, len(prompt), self._max_tokens)
         logits = session._sync(prompt, self._boundaries, self._report)
         self._responder.computed = session.reuse.computed
-        tokens = mx.array(prompt, mx.uint32)
         options: Any = {"max_tokens": self._max_tokens, **self._choice}
-        self._decoding = Decoding(session.model, session.cache, tokens, logits, **options)
+        self._decoding = Decoding(
+            *(session.model, session.cache, prompt.tokens, logits),
+            draft_limit=session._draft_limit,
+            drafts=session.drafts,
+            **options,
+        )
         chosen = self._decoding.advance()
         self._report(len(prompt), len(prompt))
         response = self._said(*chosen)
@@ -179,16 +212,18 @@ class Answer:
         session._answering = True
         return response
 
-    def _following(self, decoding: Decoding) -> GenerationResponse:
-        assert self.session.last is not None
+    def _following(self, token: int, logprobs: mx.array) -> GenerationResponse:
+        assert self.session.last is not None and self._decoding is not None
         before = self.session.last.token
-        response = self._said(*decoding.advance())
-        self.session._append(before)
+        response = self._said(token, logprobs)
+        self.asked = self._decoding.asked
+        self.session._append(before, keep=self._decoding.is_settled)
         return response
 
     def _said(self, token: int, logprobs: mx.array) -> GenerationResponse:
-        self.session.last = response = self._responder.response(token, logprobs)
-        if response.finish_reason and self._decoding is not None:
+        assert self._decoding is not None
+        self.session.last = response = self._responder.response(token, logprobs, self._decoding.from_draft)
+        if response.finish_reason:
             self._decoding.close()  # the caches then hold what has been reported
         return response
 
@@ -206,3 +241,25 @@ class Answer:
     def _bytes_read(self) -> int:
         experts = self.session.model.experts
         return 0 if experts is None else experts.stats.bytes_read
+
+
+def advance_answers(answers: Sequence[Answer]) -> list[GenerationResponse | Exception]:
+    """The next response of each answer, or the error that has ended this answer alone; one step of the model for all.
+
+    Answers of several ranks are advanced one after the other.
+
+    Args:
+        answers: of sessions of one model, at most `model.step.MAX_ROWS`, each with a first token and without its last.
+
+    Raises:
+        RequestError, DeviceError: as `advance_together`. Like an interrupt, this ends all the answers.
+    """
+    sharing = {answer: answer.decoding for answer in answers if answer.shares_steps and answer.decoding is not None}
+    try:
+        outcomes = dict(zip(sharing, advance_together(list(sharing.values())), strict=True))
+        acts = [partial(one.take, outcomes[one]) if one in outcomes else one.advance for one in answers]
+        return [attempt(act) for act in acts]
+    except BaseException as error:
+        for answer in answers:
+            answer._end(error)
+        raise

@@ -1,9 +1,9 @@
-"""Which tiles a model is computed with: the code's, or those that `moeflux tune` found on this GPU and keeps in a file.
+"""Chooses the tiles of a model: the built-in ones, or those that `moeflux tune` found on this GPU and stored in a file.
 
     {"version": 1, "found": [{"gpu": ..., "mlx": ..., "kernels": ..., "tiles": {SPOT: {"rows": 4, ...}, ...}}, ...]}
 
-There is one entry for each GPU. It says for which MLX and which text of the kernels its tiles were found; with others
-they are not used. A spot is a kernel and the shape and form of its matrices (`ops.tiles.spot_of`).
+There is one entry for each GPU. It names the MLX version and the kernels' source for which its tiles were found; with
+others they are not used. A spot is a kernel with the shape and form of its matrices (`ops.tiles.spot_of`).
 """
 
 import hashlib
@@ -46,9 +46,13 @@ class Entry:
 
 
 def default_file() -> Path:
-    """In the user's directory for caches."""
+    return kept_files() / "tiles.json"
+
+
+def kept_files() -> Path:
+    """The folder of what is kept for later starts, in the user's directory for caches."""
     fallback = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return user_path(os.environ.get("XDG_CACHE_HOME") or fallback) / "moeflux" / "tiles.json"
+    return user_path(os.environ.get("XDG_CACHE_HOME") or fallback) / "moeflux"
 
 
 def gpu_name() -> str:
@@ -64,7 +68,7 @@ def mlx_version() -> str:
 def kernels_digest() -> str:
     """Of the text of all kernels and of the tiles that the code has for them."""
     digest = hashlib.sha256(repr((TILES, TUNED)).encode())
-    for file in sorted(directory("metal").iterdir()):
+    for file in sorted(file for file in directory("metal").iterdir() if file.suffix in (".metal", ".h")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -1,10 +1,10 @@
-"""The weights of a model directory, packed or a checkpoint that is used as it lies: one face for both.
+"""The weights of a model directory, packed or a checkpoint in place: one interface for both.
 
-Opening reads headers and checks every length; tensors are read when they are asked for.
+Opening reads headers and checks every length; tensors are read when they are needed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from ..files import user_path
 from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
 from ..formats.pieces import ExpertFiles
+from ..formats.tables import TableFiles, open_tables
 from ..model.weights import read_resident
 from ..ops import native
 from ..packing.in_place import InPlace, open_in_place
@@ -21,6 +22,7 @@ from ..packing.samples import LayerSamples
 from ..packing.suggest import packing_command
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, packed_fingerprint
+from ..vision.vision import NoVision, VisionFiles, open_vision
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ class Weights:
     """Where a model's tensors are.
 
     Attributes:
-        shapes: the resident tensors, for whoever looks at shapes and dtypes alone; they are lazy.
+        shapes: the resident tensors, for callers that need only shapes and dtypes; they are lazy.
         checkpoint: None for a packed model.
+        tables: where the rows of n-grams lie, by layer.
+        shards_in: other directories of its safetensors files.
     """
 
     path: Path
@@ -37,6 +41,8 @@ class Weights:
     experts: ExpertFiles
     shapes: Mapping[str, mx.array]
     checkpoint: InPlace | None = None
+    tables: Mapping[int, TableFiles] = field(default_factory=dict)
+    shards_in: tuple[Path, ...] = ()
 
     @property
     def in_place(self) -> bool:
@@ -47,6 +53,14 @@ class Weights:
     def can_be_mapped(self) -> bool:
         """Whether each layer's experts are one file."""
         return isinstance(self.experts, PackedExperts)
+
+    def vision(self, wanted: bool = True) -> VisionFiles | NoVision:
+        """The image encoder, or why there is none; `wanted`: whether anybody asks for it.
+
+        Raises:
+            ConfigError, ModelFileError: what there is cannot be used.
+        """
+        return open_vision(self.path, self.args, self.shards_in, wanted)
 
     @property
     def convert_command(self) -> str:
@@ -108,17 +122,21 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
     """
     if _is_packed(path):
         args = ModelArgs.from_file(path)
-        return Weights(path, args, open_packed(path, args), read_resident(path))
+        return Weights(path, args, open_packed(path, args), read_resident(path), tables=open_tables(path, args))
     in_place = open_in_place(path, shards_in)
-    return Weights(path, in_place.args, in_place.experts, in_place.shapes(), in_place)
+    lie = in_place.shapes(), in_place, in_place.tables
+    return Weights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))
 
 
-def model_fingerprint(path: str | Path, dtype: mx.Dtype, cpu_activations: int = native.EXACT) -> Fingerprint:
+def model_fingerprint(
+    path: str | Path, dtype: mx.Dtype, cpu_activations: int = native.EXACT, kv_bits: int | None = None
+) -> Fingerprint:
     """The fingerprint of a model directory.
 
     Args:
         dtype: that caches hold, `model.activation_dtype`.
         cpu_activations: bits to which products round activations, `model.cpu_activations`.
+        kv_bits: that caches keep of keys and values, `model.args.kv_bits`.
 
     Raises:
         ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
@@ -126,8 +144,10 @@ def model_fingerprint(path: str | Path, dtype: mx.Dtype, cpu_activations: int = 
     path = user_path(path)
     if _is_packed(path):
         args = ModelArgs.from_file(path)
-        return _packed_fingerprint(path, args, open_packed(path, args), dtype, cpu_activations)
-    return open_in_place(path).fingerprint(dtype, cpu_activations)
+        plain = _packed_fingerprint(path, args, open_packed(path, args), dtype, cpu_activations)
+    else:
+        plain = open_in_place(path).fingerprint(dtype, cpu_activations)
+    return plain.keeping(kv_bits)
 
 
 def _packed_fingerprint(path: Path, args: ModelArgs, experts: ExpertFiles, dtype: mx.Dtype, bits: int) -> Fingerprint:

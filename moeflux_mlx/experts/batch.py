@@ -1,8 +1,8 @@
-"""Several reads at once, through Linux's asynchronous direct I/O in native code.
+"""Several reads at once, with Linux's asynchronous direct I/O in native code.
 
-It promises that when a call returns nothing is read any more, and that a read that fails or falls short is told and
-moves nothing. Where the extension is not built, or the system has no such reads, there is no queue: whoever wants one
-reads in another way. A queue serves one thread.
+When a call returns, no read is under way; a read that fails or falls short is reported and moves nothing. If the
+extension is not built, or the system does not support such reads, there is no queue, and the caller reads in another
+way. A queue serves one thread.
 """
 
 import importlib

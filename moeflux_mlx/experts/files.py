@@ -1,7 +1,6 @@
 """Open files of expert records, read past the page cache where the system allows it.
 
-It promises that what it has read is whole, or raises, and that old and new bytes of a file never mix. Which thread
-reads what is the caller's business.
+A read is complete or raises, and old and new bytes of a file never mix. The caller decides which thread reads what.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""What is read before it is asked for: guesses which experts come next, and learns where and when guessing pays.
+"""Reads records before they are requested: predicts the next experts, and learns where and when prediction pays.
 
-Two predictors: the experts that the layer used for the previous token, and the next layer's router
-applied to this layer's hidden state. Published recall on real models is 25-43 % for the first and
-53-89 % for the second (flash-moe, moeflux, slotstream, WASTE, BigMoeOnEdge; README), so the second is the
-default. A guess changes when bytes are read, never which bytes are used. It knows ids, not bytes.
+There are two predictors: the experts that the layer used for the previous token, and the next layer's router applied to
+this layer's hidden state. Published recall on real models is 25-43 % for the first and 53-89 % for the second
+(flash-moe, moeflux, slotstream, WASTE, BigMoeOnEdge), so the second is the default. A guess changes when bytes are
+read, never which bytes are used. This module knows ids, not bytes.
 """
 
 import statistics
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..ops.tiles import MAX_TOKENS
 from .routing import Routing
 from .source import ExpertLoader, Owned, all_of
 
@@ -58,10 +59,11 @@ class Predictor:
         return [] if previous is None else previous.tolist()
 
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
-        """Of predicted experts [1, K] and their weights, those near enough to the heaviest, heaviest first."""
-        by_weight = sorted(zip(weights[0].tolist(), ids[0].tolist(), strict=True), key=lambda one: -one[0])
-        least = self.confidence * by_weight[0][0]
-        return [expert for weight, expert in by_weight if weight >= least]
+        """Of predicted experts [T, K] and their weights, those near enough to the heaviest of a row, each once; first
+        those that are nearest."""
+        shares = weights / weights.max(axis=1, keepdims=True)
+        by_share = sorted(zip(shares.ravel().tolist(), ids.ravel().tolist(), strict=True), key=lambda one: -one[0])
+        return list(dict.fromkeys(expert for share, expert in by_share if share >= self.confidence))
 
     def pays(self, layer: int) -> bool:
         """Whether to guess for this layer; a layer that was switched off is tried again after a while."""
@@ -131,26 +133,27 @@ class Lookahead:
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         """Whether predicting the experts of `layer` would be of use now."""
-        if self.prefetch != "lookahead" or tokens != 1 or self.source.holds(layer):
+        if self.prefetch != "lookahead" or tokens > MAX_TOKENS or self.source.holds(layer):
             return False
         return self.trial.ahead and self.predictor.pays(layer)
 
     def requested(self, routing: Routing, ids: np.ndarray) -> None:
         """A layer has asked for its experts `ids` [T, K]: now for the next one's."""
         guess = routing.guess
-        if self.source.reads_ahead and len(ids) == 1:
-            self._judge(routing.layer, ids[0])
+        if self.source.reads_ahead:
+            self._judge(routing.layer, np.array(list(dict.fromkeys(ids.T.ravel().tolist()))))
         if guess is not None:
             wanted = self.predictor.confident(np.array(guess.ids), np.array(guess.weights))
             self._read_ahead(guess.layer, wanted)
-        elif self.prefetch == "previous" and len(ids) == 1:
+        elif self.prefetch == "previous":
             self._read_previous(routing.layer, ids)
 
     def _judge(self, layer: int, ids: np.ndarray) -> None:
         """Learns from what was read ahead for `layer`, and makes room where it is not worth keeping.
 
-        In a pool smaller than one token's experts each layer keeps its share only: least-recently-used order
-        alone would evict every record just before its layer comes round again.
+        `ids`: what the rows of a step use, each expert once, every row's first choices first. In a pool smaller than
+        what a step uses each layer keeps its share only: least-recently-used order alone would evict every record just
+        before its layer comes round again.
         """
         self._time_token(layer)
         ahead = self._ahead.pop(layer, [])

@@ -1,18 +1,18 @@
-"""Memory for experts' records: which lies in which slot, who still reads it, and which gives way next.
+"""Memory for the records of experts: which record is in which slot, who still reads it, and which is evicted next.
 
-The CPU and Metal read a slot's memory in place; Metal adopts it once. CUDA gets every record in an array of
-its own in device memory, because updating an array that others refer to would copy all of it; there the
-host's memory is only for staging: the GPU reads it over the bus. It knows neither files nor threads, only reads.
+The CPU and Metal read a slot's memory in place; Metal adopts it once. On CUDA every record is copied to an array of its
+own in device memory, because updating one array to which others refer would copy all of it; the host's memory is only
+for staging. The pool knows neither files nor threads, only reads.
 
-A pool is resized while the model runs. On Linux's CPUs its rows are address space for the largest size. A system takes
-a large page back only as a whole, whatever it says of the parts, so the records that stay are moved together, into the
-first rows (results.tsv, "pool resize"). Memory that Metal has adopted goes back only as a whole, and so does any on a
-system that keeps the pages of a mapping: there a pool gets new memory of the size that is wanted while nobody reads its
-records, and these are read again. MLX frees the buffer that it made of the old memory with the last array that refers
-to it; this has not run on an Apple GPU.
+A pool can be resized while the model runs. On Linux's CPUs its rows are address space for the largest size. The system
+takes back a large page only as a whole, so the remaining records are moved together into the first rows (results.tsv,
+"pool resize"). Memory that Metal has adopted goes back only as a whole, as does all memory on a system that keeps the
+pages of a mapping. There, while nobody reads its records, a pool gets new memory of the wanted size and its records are
+read again. MLX frees the buffer of the old memory with the last array that refers to it; this has not run on an Apple
+GPU.
 
-Whoever calls may be interrupted between any two bytecodes. The table of records says who owns a row and what is being
-read, and each change of it is one step; the rest is kept for speed, and `reconcile` finds it again from the table.
+A caller may be interrupted between any two bytecodes. The table of records says who owns a row and which reads are
+under way, and each change of it is one operation. The other attributes are for speed; `reconcile` rebuilds them.
 """
 
 import math
@@ -98,8 +98,6 @@ class SlotPool:
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
-        self._short_job_keys: OrderedDict[Key, None] = OrderedDict()  # records of whoever interrupts, in order of use
-        self._short_job_limit: int | None = None  # how many of them replace others; None: nobody interrupts
 
     def _take_memory(self, count: int) -> None:
         """New memory for `count` records in place of what there was, in one step."""
@@ -130,45 +128,20 @@ class SlotPool:
         slot = self._used.get(key)
         if slot is not None:
             self._used.move_to_end(key)
-        if key in self._short_job_keys:
-            self._short_job_keys.move_to_end(key)
         return slot
 
     def put(self, key: Key, slot: Slot) -> None:
         """Files a claimed slot, its read prepared: should nobody come to submit that, `reconcile` finds the slot."""
         self._used[key] = slot
         self._arriving.add(key)
-        if self._short_job_limit is not None:
-            self._short_job_keys[key] = None
-
-    def begin_short_job(self, most: int) -> None:
-        """From now on records are read for somebody who interrupts: `most` of them may replace others', then one
-        another.
-        """
-        self._short_job_limit = most
-
-    def end_short_job(self) -> None:
-        """What was read for him is the first to give way."""
-        for key in reversed(self._short_job_keys):
-            self._used.move_to_end(key, last=False)
-        self._short_job_keys.clear()
-        self._short_job_limit = None
 
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
         One that is intended or still arriving only if there is no other, and not for a guess.
         """
-        if self._short_job_limit is not None and len(self._short_job_keys) >= self._short_job_limit:
-            key = self._first_of(self._short_job_keys, for_guess)
-            if key is not None or for_guess:
-                return key
-        return self._first_of(self._used, for_guess)
-
-    def _first_of(self, keys: Iterable[Key], for_guess: bool) -> Key | None:
         row_wanted, last = self.copied and not self.free_rows, None
-        for key in keys:
-            slot = self._used[key]
+        for key, slot in self._used.items():
             if self.pinned(key):
                 continue
             if slot.read is None and not row_wanted and key not in self.intended:
@@ -251,10 +224,8 @@ class SlotPool:
         return len(set().union(*list(self._leased.values())).difference(keys))
 
     def demote(self, key: Key) -> None:
-        """The record becomes the first to give way; while somebody interrupts, only one of his own does."""
-        if key in self._short_job_keys:
-            self._short_job_keys.move_to_end(key, last=False)
-        elif key in self._used and self._short_job_limit is None:
+        """The record becomes the first to give way."""
+        if key in self._used:
             self._used.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
@@ -265,7 +236,6 @@ class SlotPool:
         if slot.device is not None and slot.row != NOWHERE:
             self.finish_copies()  # they hold on to the record
         del self._used[key]
-        self._short_job_keys.pop(key, None)
         self._arriving.discard(key)
         if slot.row != NOWHERE:
             heappush(self.free_rows, slot.row)
@@ -287,7 +257,6 @@ class SlotPool:
                 self.drop(key)
         self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
         self.copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
-        self._short_job_keys = OrderedDict((key, None) for key in self._short_job_keys if key in self._used)
         self._find_free()
 
     def _find_free(self) -> None:

@@ -1,10 +1,9 @@
 """The pools of one model: which memory serves which layer, and how bytes are divided among them.
 
-It knows sizes and layers; it does not know how records come into memory.
+It knows sizes and layers, but not how records are read.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -44,6 +43,7 @@ class Pools(list[SlotPool]):
             for group in np.array_split(np.array(one.layers), len(part))
         ]
         self.of = {layer: pool for pool, group in zip(self, self._groups, strict=True) for layer in group}
+        self._divided: tuple[int, list[int]] = (-1, [])  # what `shares` was asked for last, and its answer
         self._records = {layer: len(group) * layout.num_experts for group in self._groups for layer in group}
 
     @property
@@ -67,9 +67,12 @@ class Pools(list[SlotPool]):
 
     def shares(self, nbytes: int) -> list[int]:
         """Slots of each pool; those of one class have the same."""
-        shares = []
+        if self._divided[0] == nbytes:  # it is asked at every request of experts
+            return self._divided[1]
+        shares: list[int] = []
         for part, slots in zip(self._parts, divide(self._classes, nbytes, self._least), strict=True):
             shares += [min(max(slots // len(part), min(self._least, pool.most)), pool.most) for pool in part]
+        self._divided = nbytes, shares
         return shares
 
     def is_due(self, nbytes: int, may_grow: bool = True) -> bool:
@@ -102,17 +105,6 @@ class Pools(list[SlotPool]):
         for expert in ids if self else ():
             self.of[layer].intended.discard((layer, expert))
             self.of[layer].demote((layer, expert))
-
-    @contextlib.contextmanager
-    def short_job(self, per_layer: int) -> Iterator[None]:
-        """As `ExpertLoader.short_job`."""
-        for pool, layers in zip(self, self._groups, strict=False):
-            pool.begin_short_job(max(per_layer * len(layers), self._least))
-        try:
-            yield
-        finally:
-            for pool in self:
-                pool.end_short_job()
 
 
 def _is_due(pool: SlotPool, share: int) -> bool:

@@ -1,11 +1,11 @@
-"""Reads expert records from files into caller's memory, on a few threads, past the page cache if asked.
+"""Reads expert records from files into the caller's memory, on a few threads, past the page cache if asked.
 
-Each drive that holds files has threads and a queue of its own, so that a slow one keeps no other waiting. Reads that
-somebody waits for overtake speculative ones in a queue. A record that lies in several places is read by several
-threads. It knows files and pieces; what is worth keeping is the pool's business.
+Each drive has its own threads and queue, so a slow drive does not delay the others. In a queue, reads that somebody
+waits for overtake speculative ones. If a record is stored in several places, several threads read it. This module knows
+files and pieces; the pool decides which records to keep.
 
-Whoever asks for a read may be interrupted between any two bytecodes, so it takes no lock that a reading thread needs:
-it and the threads meet in deques, dicts and queues, each call of which is one step.
+A caller that requests a read may be interrupted between any two bytecodes, so it takes no lock that a reading thread
+needs. Callers and threads share only deques, dicts and queues, and each call of these is one operation.
 """
 
 import errno
@@ -38,7 +38,7 @@ class Read:
     """A record on its way into `target`.
 
     Attributes:
-        is_queued: whether threads will come to it; whoever submits it may be interrupted before.
+        is_queued: whether threads will read it; an interrupt may come before its submission is complete.
     """
 
     def __init__(self, layer: int, expert: int, target: memoryview, shares: Shares):
@@ -95,7 +95,7 @@ class Read:
         return self._left == 0
 
     def settle(self, error: ExpertIOError | None = None) -> None:
-        """It is over, whoever waits is told, and `error`, if any, is what went wrong."""
+        """Ends the read and wakes all waiting threads; `error` is the reason if it failed."""
         self._error, self._over = error or self._error, True
         for queue in self._waiters:
             queue.put(self)
@@ -347,7 +347,7 @@ class ExpertReader:
         self._busy = active + change, seconds, since
 
     def _attempt(self, read: Read, share: ReadShare) -> int | ExpertIOError:
-        """Bytes read, or what went wrong: whoever waits must hear of it, whatever it is."""
+        """Bytes read, or the error: every error must reach the waiting threads."""
         try:
             return self._files.read_all(share, read.target)
         except Exception as error:

@@ -1,6 +1,7 @@
-"""Experts that are read once, all of them, into memory of their own; nothing is ever evicted.
+"""Experts that are all read once, into their own memory; nothing is ever evicted.
 
-It is for files that cannot be mapped, because experts lie in pieces in them, and for whoever wants the files closed.
+This source is for files that cannot be mapped, because experts are stored in pieces, and for callers that want the
+files closed.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""Computes the routed experts of a layer, wherever their source keeps them.
+"""Computes the routed experts of a layer, from any source.
 
-A few tokens (decode) go through kernels that read records by slot; more go in waves. The result has the same bits in
-every I/O mode: which path runs depends on the tokens and the sizes only, never on what happens to be in memory.
+A few tokens (decode) use kernels that read records by slot; more tokens go in waves. The result has the same bits in
+every I/O mode: the path depends only on the tokens and the sizes, never on the contents of memory.
 """
 
 import threading
@@ -23,12 +23,13 @@ from ..ops.experts import (
     expert_ffn,
     expert_gate_up,
     handed_over,
+    native_refusal,
 )
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
 from .routing import Report, Routing, ignore_report, in_parts
-from .source import ExpertLoader, Lease
+from .source import ExpertLoader, Lease, TooManyExpertsError
 from .waves import expect, in_waves
 
 
@@ -72,9 +73,13 @@ class RoutedExperts:
         if records is not None:
             slots, weights = ids.astype(np.int32, copy=False), cast(Array, routing.weights)
             return expert_ffn(x, slots, records, weights, residual, shared)
-        if len(x) > LEASED_TOKENS:
+        try:
+            lease = self.source.request(routing.layer, ids)
+        except TooManyExpertsError:
+            if len(x) <= LEASED_TOKENS:
+                raise
             return in_parts(self, on_host, x, residual, shared)
-        with self.source.request(routing.layer, ids) as lease:
+        with lease:
             self.lookahead.requested(on_host, ids)
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
@@ -128,16 +133,25 @@ def _on_host(routing: Routing) -> Routing:
 def _overlapped(
     lease: Lease, weights: np.ndarray, x: np.ndarray, residual: np.ndarray, shared: np.ndarray | Shared | None
 ) -> np.ndarray:
-    """The shared expert, and gate and up of those in memory, run while the others of a single token are read."""
+    """The shared expert, and gate and up of those in memory, run while the others are read."""
     rows = shared.rows(x) if isinstance(shared, Shared) else shared
     records, slots = lease.records()
-    ready = lease.ready[0]
-    if len(x) > 1 or ready.all() or not ready.any():
+    ready = lease.ready
+    if ready.all() or not ready.any() or (len(x) > 1 and native_refusal(records.record)):
         lease.wait()
         act = expert_gate_up(x, slots, records)
     else:
         act = np.empty((*slots.shape, records.record.moe_intermediate_size), np.float32)
-        act[:, ready] = expert_gate_up(x, np.ascontiguousarray(slots[:, ready]), records)
+        act[ready] = _of_pairs(x, slots, records, ready)
         lease.wait()
-        act[:, ~ready] = expert_gate_up(x, np.ascontiguousarray(slots[:, ~ready]), records)
+        act[~ready] = _of_pairs(x, slots, records, ~ready)
     return expert_down_combine(act, slots, records, weights, residual, rows)
+
+
+def _of_pairs(x: np.ndarray, slots: np.ndarray, records: Records, chosen: np.ndarray) -> np.ndarray:
+    """`expert_gate_up` of the chosen pairs of a token and a slot, bool [T, K] -> [pairs, I]; of several tokens by the
+    native form, which takes any number of rows alone."""
+    if len(x) == 1:
+        return np.asarray(expert_gate_up(x, np.ascontiguousarray(slots[:, chosen[0]]), records))[0]
+    tokens, _ = np.nonzero(chosen)
+    return np.asarray(expert_gate_up(x[tokens], slots[chosen][:, None], records))[:, 0]

@@ -1,4 +1,4 @@
-"""The seam between a model and its experts: what a layer's router decides, and who computes what it chose."""
+"""The interface between a model and its experts: a layer's routing, and the call that computes the chosen experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from ..ops.route import Choice
 from ..ops.tiles import LEASED_TOKENS
 from .source import ExpertLoader
 
-Report = Callable[[float], Any]  # told the share of the work that is done; whatever it raises stops the work
+Report = Callable[[float], Any]  # gets the share of the work that is done; an exception from it stops the work
 
 
 def ignore_report(share: float) -> None:
@@ -38,12 +38,12 @@ class Routing:
     host_copy: Sequence[mx.array] = ()
 
     def part(self, rows: slice) -> "Routing":
-        """Of some of the tokens, without `choice` and `host_copy`."""
-        return Routing(self.layer, self.ids[rows], self.weights[rows], self.guess and self.guess.part(rows))
+        """Of some of the tokens, without `guess`, `choice` and `host_copy`."""
+        return Routing(self.layer, self.ids[rows], self.weights[rows])
 
 
 class RoutedExpertsCall(Protocol):
-    """Whoever implements it knows where expert weights are; the model does not."""
+    """An implementation knows where expert weights are; the model does not."""
 
     @property
     def source(self) -> ExpertLoader:

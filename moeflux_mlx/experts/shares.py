@@ -1,7 +1,7 @@
 """Size classes: layers whose records take the same memory share a buffer, and memory is divided among the classes.
 
-A record is charged its own size, rounded to whole blocks of a disk. Each class gets the same share of its records, but
-never less than one request may ask for, so that no layer's experts are in memory at another's cost.
+A record counts with its own size, rounded up to whole blocks of a disk. Each class gets the same share of its records,
+but at least as many as one request may ask for, so no layer's experts take the memory of another layer's.
 """
 
 from collections.abc import Sequence

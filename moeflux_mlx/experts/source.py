@@ -1,9 +1,9 @@
-"""Where the experts of a model are: the interface of what serves them, and the right to read some for a while.
+"""The source of a model's experts: its interface, and the lease of records.
 
-`ExpertLoader` is the interface, for mapped files (`mapped`), for a pool that files are read into (`streamed`) and for
-layers that are read once (`resident`). Above it nobody knows that weights are on disk; below it nobody knows what a
-transformer is. Threads that run the model take turns (`turn`); only `request`, `hint`, `give_way` and what belongs to a
-lease are called within one.
+`ExpertLoader` is the interface for mapped files (`mapped`), for a pool that files are read into (`streamed`) and for
+layers that are read once (`resident`). Code above it does not know that weights are on disk; code below it does not
+know what a transformer is. Threads that run the model take turns (`turn`); only `request`, `hint`, `give_way` and the
+methods of a lease are called within a turn.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
@@ -31,6 +31,10 @@ CLOSED = "the expert loader is closed; load the model again"
 def all_of(layer: int, ids: Sequence[int]) -> list[int]:
     """An `Owned` of a process that serves every expert."""
     return list(ids)
+
+
+class TooManyExpertsError(ValueError):
+    """One request asks for more different experts than it may have at a time; nothing is held for it."""
 
 
 class IoMode(str, Enum):
@@ -77,6 +81,21 @@ class LoaderStats:
         """What was counted after `earlier`, a copy of these counts."""
         before = asdict(earlier)
         return LoaderStats(**{name: value - before[name] for name, value in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Experts that were asked for: how many were in memory, how many were not, and the bytes that were read for them.
+
+    What several rows ask for is read once; each has an equal part of its bytes.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    nbytes: float = 0.0
+
+    def __add__(self, other: "Asked") -> "Asked":
+        return Asked(self.hits + other.hits, self.misses + other.misses, self.nbytes + other.nbytes)
 
 
 class Lease:
@@ -153,6 +172,8 @@ class ExpertLoader(ABC):
         slots: records that the pool holds; 0 when every expert is in memory.
         pool_bytes: memory of as many records.
         reads_ahead: whether `hint` does anything.
+        counts_rows: whether `asked_by_row` is wanted.
+        asking: numbers from 1 to 255 of those for whom the rows of a call are computed, in order, or of the only one.
     """
 
     mode: IoMode
@@ -160,6 +181,8 @@ class ExpertLoader(ABC):
     slots: int = 0
     pool_bytes: int = 0
     reads_ahead: bool = False
+    counts_rows: bool = False
+    asking: Sequence[int] = ()
 
     def __init__(self, layout: ExpertLayout, decision: str):
         self.layout, self.decision = layout, decision or self.mode.value
@@ -169,31 +192,49 @@ class ExpertLoader(ABC):
         self._lock = threading.RLock()
         self._forgetting: list[Callable[[], object]] = []
         self._asked: dict[Key, int] = {}  # since the last `expert_states`, if anybody looks
+        self._askers: dict[Key, int] = {}  # who asked last
         self._is_watched = False
 
     def watch(self, wanted: bool) -> None:
-        """From now on `expert_states` says what was asked for, or does not."""
-        self._is_watched, self._asked = wanted, {}
+        """From now on `expert_states` and `last_askers` say what was asked for and by whom, or do not."""
+        self._is_watched, self._asked, self._askers = wanted, {}, {}
 
     def expert_states(self) -> np.ndarray:
         """uint8 [layers that have experts, experts]: ON_DISK, IN_MEMORY, ARRIVING, or if it was asked for since the
         last call and somebody watches, HIT or MISSED. Called by the thread that runs the model.
         """
-        rows = {layer: row for row, layer in enumerate(self.layout.moe_layers)}
-        states = np.full((len(rows), self.layout.num_experts), ON_DISK, np.uint8)
-        for (layer, expert), state in (*self._places(), *self._asked.items()):
-            states[rows[layer], expert] = state
+        states = self._by_place([*self._places(), *self._asked.items()])
         self._asked = {}
         return states
+
+    def last_askers(self) -> np.ndarray:
+        """uint8 [layers that have experts, experts]: which of `asking` asked for an expert last while somebody watched;
+        0: nobody. Called by the thread that runs the model.
+        """
+        return self._by_place(self._askers.items())
+
+    def _by_place(self, values: Iterable[tuple[Key, int]]) -> np.ndarray:
+        """uint8 [layers that have experts, experts] with these values, and 0 elsewhere."""
+        rows = {layer: row for row, layer in enumerate(self.layout.moe_layers)}
+        filled = np.zeros((len(rows), self.layout.num_experts), np.uint8)
+        for (layer, expert), value in values:
+            filled[rows[layer], expert] = value
+        return filled
 
     def _places(self) -> list[tuple[Key, int]]:
         """What is not on the disk alone: mapped experts are in the system's memory, as far as it has any."""
         every = range(self.layout.num_experts)
         return [((layer, expert), IN_MEMORY) for layer in self.layout.moe_layers for expert in every]
 
-    def _note_asked(self, keys: Sequence[Key], ready: Sequence[bool]) -> None:
-        if self._is_watched:
-            self._asked.update((key, HIT if there else MISSED) for key, there in zip(keys, ready, strict=True))
+    def _note_asked(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
+        if not self._is_watched:
+            return
+        self._asked.update((key, HIT if there else MISSED) for key, there in zip(keys, ready, strict=True))
+        if len(self.asking) == 1:
+            self._askers.update(dict.fromkeys(keys, self.asking[0]))
+        elif ids.ndim == 2 and len(ids) == len(self.asking):
+            rows = zip(self.asking, ids.tolist(), strict=True)
+            self._askers.update(((layer, expert), asker) for asker, row in rows for expert in row)
 
     @property
     def stats(self) -> LoaderStats:
@@ -227,7 +268,8 @@ class ExpertLoader(ABC):
         Raises:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
                 file has been cut short.
-            ValueError: more different experts than the pool has slots that no other lease holds.
+            TooManyExpertsError: more different experts than the pool has slots that no other lease holds, or than are
+                planned to be stacked where records are copied; `least_slots` are always served.
         """
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
@@ -240,16 +282,25 @@ class ExpertLoader(ABC):
     def give_way(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
         """These records are the first to be replaced."""
 
+    def take_back(self, rows: int) -> None:  # noqa: B027
+        """Only the first `rows` rows of the last call count: what was read for the others alone is the first to be
+        replaced."""
+
+    def asked_by_row(self) -> list[Asked]:
+        """What each row of the last step asked for, if anybody wants to know; nothing where none is ever read."""
+        return []
+
+    def relieve(self) -> None:  # noqa: B027
+        """Gives back what the machine is short of, between two parts of a call's work; what is leased stays."""
+
     def holds(self, layer: int) -> bool:
         """Whether every expert of `layer` is in memory or on its way, so that nothing need be predicted."""
         return True
 
-    @contextlib.contextmanager
-    def short_job(self, per_layer: int) -> Iterator[None]:
-        """Meanwhile the model computes for somebody who interrupts what it was at: what is read for him replaces no
-        more records than a token uses, `per_layer` of each layer, or than what is asked for at once; then his own.
-        """
-        yield
+    def interlude(self) -> contextlib.AbstractContextManager[None]:
+        """Within a call that leases nothing at this moment, as between two waves: other calls may take turns meanwhile,
+        in this thread, which nobody interrupts. Nothing is read ahead for them, and no memory moves."""
+        return contextlib.nullcontext()
 
     def slots_of(self, layer: int) -> int:
         """Slots of the memory that serves `layer`, and others; 0 when every expert is in memory."""
@@ -300,7 +351,7 @@ class ExpertLoader(ABC):
         check_process(self._process)
 
     def at_close(self, forget: Callable[[], object]) -> None:
-        """`forget` is called by `close`: for whoever keeps something of the loader's."""
+        """`close` calls `forget`: for objects that keep something of the loader's."""
         self._forgetting.append(forget)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Experts read into a pool of slots, which is their only cache.
+"""Experts that are read into a pool of slots, which is their only cache.
 
-Least recently used records give way, one that somebody may still read does not, and reads run on worker threads while
-the caller computes. It knows bytes, files and which expert was used when; it does not know what a transformer is.
+The least recently used records are evicted, but never one that somebody may still read. Reads run on worker threads
+while the caller computes. This module knows bytes, files and which expert was used when, but no transformers.
 
 An interrupt (Ctrl-C, or an exception that another thread raises in this one) may come between any two bytecodes, also
-where something is being cleaned up. So no call relies on the one before it having been completed: `_alone` notes when
-one has not, and the next one first finds everything again from the pools' tables of records.
+during cleanup. So no call relies on the completion of the previous one: `_alone` notes an incomplete call, and the next
+call first rebuilds its state from the pools' tables of records.
 """
 
 import contextlib
@@ -24,7 +24,19 @@ from ..ops.experts import Records
 from .pool import Slot, SlotPool
 from .pools import Pools
 from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
-from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, LoaderStats, asked_for
+from .source import (
+    ARRIVING,
+    CLOSED,
+    IN_MEMORY,
+    Asked,
+    ExpertLoader,
+    IoMode,
+    Key,
+    Lease,
+    LoaderStats,
+    TooManyExpertsError,
+    asked_for,
+)
 
 DEFAULT_CACHE_BYTES = 2 << 30
 WATCH_SECONDS = 0.5  # between two looks while nothing is computed
@@ -40,7 +52,7 @@ class StreamedExperts(ExpertLoader):
             MLX's arrays are the pool's own. It is asked at every call, so it should take no more than microseconds.
         limit: gives the bytes that the machine leaves to the pool, whose records take so many bytes. It is asked at
             every call and every request, and by a thread of its own while nothing is computed.
-        least_slots: records that one request may ask for; the pool is never smaller.
+        least_slots: records that one request may ask for in any case; the pool is never smaller.
         buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
             some of the layers. Layers whose records have other sizes have a pool of their own in any case.
         workers: reading threads.
@@ -77,12 +89,15 @@ class StreamedExperts(ExpertLoader):
         self._guards: list[mx.array] = []  # given out in this turn
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is under way, and none has been interrupted
+        self._in_turn = self._in_interlude = False
+        self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # in this turn: ids, and what was there
         self._ahead: list[Key] = []  # guesses that are being read, or wait for it
         self.reader = reader or ExpertReader(packed, workers=workers, check=check)
+        self._blocks = self.reader.record_bytes / max(record.size for record in self.layout.records.values())
         weakref.finalize(self, self.reader.close)
-        least = least_slots or self.layout.num_experts
+        self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
-        self.pools = Pools(self.layout, sizes, least, buffer_bytes, copied)
+        self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied)
         self._allowance, self._limit = allowance, limit
         if limit is not None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="pool-watch", daemon=True).start()
@@ -132,7 +147,7 @@ class StreamedExperts(ExpertLoader):
     def _breathe(self, tokens: int) -> None:
         """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
         with self._alone():
-            self._relieve(may_grow=self._allowance is None)
+            self.relieve(may_grow=self._allowance is None)
         if self._allowance is None:
             return
         nbytes = self._allowance(tokens, self.pools.copied_bytes)
@@ -141,8 +156,8 @@ class StreamedExperts(ExpertLoader):
         if self.pools.is_due(nbytes):
             self.resize(nbytes)
 
-    def _relieve(self, may_grow: bool = False) -> None:
-        """Gives back what the machine is short of, in the middle of a call or between two."""
+    def relieve(self, may_grow: bool = False) -> None:
+        """Gives back what the machine is short of, in the middle of a call or between two; what is leased stays."""
         if self._limit is None:
             return
         nbytes, before = self._limit(self.pools.held_bytes), self.pools.nbytes
@@ -152,12 +167,12 @@ class StreamedExperts(ExpertLoader):
             self._stats.given_back += max(before - self.pools.nbytes, 0)
 
     def relieve_between_calls(self) -> None:
-        """`_relieve`, unless a call is under way, which does it itself, or was interrupted."""
+        """`relieve`, unless a call is under way, which does it itself, or was interrupted."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._is_sound and not self._closed:
                     with self._alone():
-                        self._relieve()
+                        self.relieve()
             finally:
                 self._lock.release()
 
@@ -198,8 +213,11 @@ class StreamedExperts(ExpertLoader):
         self._check_open()
         with self._lock:
             self._check_open()
-            self._breathe(tokens)
+            if not self._in_interlude:
+                self._breathe(tokens)
+            self._asked_by_row.clear()
             with self._alone():
+                self._in_turn = True
                 self._guards_of = threading.get_ident()
                 if len(self._callers) < 2:
                     self._callers.add(self._guards_of)
@@ -207,8 +225,22 @@ class StreamedExperts(ExpertLoader):
                 try:
                     yield shared
                 finally:
+                    self._in_turn = False
                     (mx.eval if shared else mx.async_eval)(self._guards)
                     self._guards = []
+
+    @contextlib.contextmanager
+    def interlude(self) -> Iterator[None]:
+        if not self._in_turn:
+            yield
+            return
+        guards, self._guards = self._guards, []
+        self._in_turn, self._in_interlude, self._is_sound = False, True, True
+        try:
+            yield
+        finally:
+            self._guards = guards
+            self._in_turn, self._in_interlude, self._is_sound = True, False, False
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
@@ -216,15 +248,37 @@ class StreamedExperts(ExpertLoader):
         ready = [True] * len(keys)
         lease = Lease(self, keys, inverse, ready)
         if not any(pool.is_leased for pool in self.pools):  # with another lease, the least is not enough for this one
-            self._relieve()
+            self.relieve()
         self._collect()
         try:
             self._admit(self.pools.of[layer], keys, ready)
         except BaseException:
             lease.release()
             raise
-        self._note_asked(keys, ready)
+        self._note_asked(layer, ids, keys, ready)
+        if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
+            self._note_rows(layer, ids, lease.ready)
         return lease
+
+    def _note_rows(self, layer: int, ids: np.ndarray, ready: np.ndarray) -> None:
+        """Behind those of an earlier part of the step."""
+        earlier = self._asked_by_row.get(layer)
+        if earlier is not None:
+            ids, ready = (np.concatenate(both) for both in zip(earlier, (ids, ready), strict=True))
+        self._asked_by_row[layer] = ids, ready
+
+    def asked_by_row(self) -> list[Asked]:
+        if not self._asked_by_row:
+            return []
+        layers, arrays = list(self._asked_by_row), list(self._asked_by_row.values())
+        ids, ready = (np.stack(one) for one in zip(*arrays, strict=True))  # [layers, R, K]
+        keys = ids + self.layout.num_experts * np.arange(len(layers))[:, None, None]
+        sizes = np.array([self.layout.records[layer].size for layer in layers], float)
+        sizes *= self._blocks  # as much more as whole blocks take
+        missed, (layer, row, _) = keys[~ready], np.nonzero(~ready)
+        nbytes = np.bincount(row, sizes[layer] / np.bincount(missed)[missed], ids.shape[1])
+        hits, misses = ready.sum((0, 2)).tolist(), (~ready).sum((0, 2)).tolist()
+        return [Asked(*counts) for counts in zip(hits, misses, nbytes.tolist(), strict=True)]
 
     def _places(self) -> list[tuple[Key, int]]:
         return [
@@ -237,7 +291,7 @@ class StreamedExperts(ExpertLoader):
         What an earlier hint queued, nobody has begun to read and this one does not name is dropped first. Only what
         nobody holds and what this call does not ask for is evicted for a guess.
         """
-        if self._closed:
+        if self._closed or self._in_interlude:
             return []
         self._drop_queued(set(keys))
         self._collect()
@@ -266,13 +320,14 @@ class StreamedExperts(ExpertLoader):
         """
         self.pools.give_way(layer, ids)
 
+    def take_back(self, rows: int) -> None:
+        for layer, (ids, ready) in self._asked_by_row.items():
+            read = ids[rows:][~ready[rows:]]
+            self.give_way(layer, np.setdiff1d(read, ids[:rows]).tolist())
+        self._asked_by_row.clear()
+
     def holds(self, layer: int) -> bool:
         return self.pools.holds(layer)
-
-    @contextlib.contextmanager
-    def short_job(self, per_layer: int) -> Iterator[None]:
-        with self.pools.short_job(per_layer):
-            yield
 
     def slots_of(self, layer: int) -> int:
         return self.pools.of[layer].slots
@@ -338,8 +393,9 @@ class StreamedExperts(ExpertLoader):
         """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
         held = pool.pinned_besides(keys)
         slots = pool.pin(keys)
-        if len(keys) + held > pool.slots:
-            raise ValueError(
+        most = min(pool.slots - held, self._least) if pool.copied else pool.slots - held
+        if len(keys) > most:
+            raise TooManyExpertsError(
                 f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots, {held} in use"
             )
         missing = []
@@ -371,7 +427,7 @@ class StreamedExperts(ExpertLoader):
     def _wait_for_staging(self, pool: SlotPool) -> None:
         """Waits until a record leaves its staging row: all of them are taken by records that are asked for.
 
-        Raises the error of the reads if all failed; whoever asked for them learns it too.
+        Raises the error of the reads if all failed; the callers that requested them get it too.
         """
         reads = {read: key for key in pool.in_flight() if (read := pool[key].read)}
         assert reads  # else there would have been a slot, or a victim

@@ -1,8 +1,8 @@
-"""Many tokens through a layer's experts, in waves: a few experts of the layer in memory together.
+"""Computes many tokens with a layer's experts, in waves: a few experts of the layer that are in memory together.
 
-Rows are sorted by expert and go expert by expert, so that each expert is asked for once and the temporary memory is
-known in advance. Which experts make a wave depends on the tokens and the sizes only, never on what is in memory: a
-product's bits may depend on what is multiplied beside it.
+Rows are sorted by expert, so each expert is requested once and the temporary memory is known in advance. Which experts
+form a wave depends only on the tokens and the sizes, never on the contents of memory, because the bits of a product may
+depend on what is multiplied together with it.
 """
 
 from collections import deque
@@ -120,7 +120,7 @@ def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, 
         path.read_on(index)
         lease.wait()
         records, slots = lease.records()
-        done = rows.multiply(index, slots, records)
+        done = rows.multiply(index, slots, records, source.relieve)
         lease.release(None if records.lasting else backend.after(done))
     return done
 

@@ -1,6 +1,6 @@
-"""Experts of which every layer is one array while the model is loaded: nothing is read when they are asked for.
+"""Experts of which every layer is one array while the model is loaded: a request reads nothing.
 
-Where the arrays come from is for subclasses.
+Subclasses provide the arrays.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ class WholeExperts(ExpertLoader):
             return None
         if self._is_watched:
             keys = asked_for(layer, ids)[0]
-            self._note_asked(keys, [True] * len(keys))
+            self._note_asked(layer, ids, keys, [True] * len(keys))
         return Records(blob, self.layout.records[layer])
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         keys, inverse = asked_for(layer, ids)
         there = [True] * len(keys)
-        self._note_asked(keys, there)
+        self._note_asked(layer, ids, keys, there)
         return Lease(self, keys, inverse, there)
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

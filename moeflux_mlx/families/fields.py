@@ -8,7 +8,7 @@ generations of spelling are accepted: `rope_theta` + `rope_scaling` or `rope_par
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Llama3, Mixer, Rota
 
 LARGEST = 2**31 - 1  # MLX counts an array's axes in 32 bits
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+WIDEST_HEAD = 1 << 16  # far beyond any model's
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
 
 
@@ -85,6 +86,11 @@ def common(read: Fields) -> dict[str, Any]:
         ("use_sliding_window", False),
     ):
         read.must_equal(name, wanted)
+    return sizes(read)
+
+
+def sizes(read: Fields) -> dict[str, Any]:
+    """The fields of `ModelArgs` that are numbers, by their usual names."""
     return {
         "vocab_size": read.count("vocab_size"),
         "hidden_size": read.count("hidden_size"),
@@ -97,26 +103,57 @@ def layer_count(read: Fields) -> int:
     return read.count("num_hidden_layers", most=MOST_LAYERS)
 
 
+ROPE_TYPES = ("default", "yarn", "llama3", "proportional")
+
+
 def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: bool = False) -> Rotation:
     """Of heads of `width` values, of which `partial_rotary_factor` are turned, or `share` where there is no such field.
 
-    `share` None: all of them, whatever the field says. Reads `rope_parameters` of transformers 5, or `rope_theta` and
-    `rope_scaling` of earlier releases.
+    `share` None: all of them, whatever the field says. Of type "proportional" the part is one of the pairs, with the
+    frequencies of all. Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier
+    releases.
     """
     new = read.optional("rope_parameters", Mapping, None)
     inner = Fields(new if new is not None else read.optional("rope_scaling", Mapping, {}))
     outer = inner if new is not None and new.get("rope_theta") is not None else read
     kind = inner.optional("rope_type|type", str, "default")
-    if kind not in ("default", "yarn", "llama3"):
-        raise ConfigError(f"config field 'rope_type' is {kind!r}; only 'default', 'yarn' and 'llama3' are implemented")
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"config field 'rope_type' is {kind!r}; only {', '.join(map(repr, ROPE_TYPES))} are implemented"
+        )
     theta = outer.number("rope_theta", least=2.0, most=1e30)
     if share is not None:
         share = inner.number("partial_rotary_factor", None, least=1e-6, most=1.0) or read.number(
             "partial_rotary_factor", share, least=1e-6, most=1.0
         )
+        if kind == "proportional":
+            inner.must_equal("factor", 1.0)
+            return Rotation(width, theta, pairs=int(share * width // 2))
         width = int(width * share)
     yarn, llama3 = _yarn(inner) if kind == "yarn" else None, _llama3(inner) if kind == "llama3" else None
     return Rotation(width, theta, yarn, interleaved, llama3)
+
+
+def by_axes(read: Fields, mixer: GroupedQuery, usual: Sequence[int], alternating: bool) -> GroupedQuery:
+    """`mixer`, whose rotary pairs are divided among three axes as `mrope_section` counts them, or as is `usual`.
+
+    `alternating`: the axes take turns, text, row and column, and what rows and columns have no turn left for is the
+    text's; else the sections lie one behind the other, and begin again with the text where there are more than three.
+    """
+    if mixer.rotation is None or mixer.head_dim > WIDEST_HEAD:  # which is refused
+        return mixer
+    inner = Fields(read.optional("rope_parameters|rope_scaling", Mapping, {}))
+    counts, pairs = inner.optional("mrope_section", list, list(usual)), mixer.rotation.dims // 2
+    if not all(type(n) is int and 0 <= n <= LARGEST for n in counts) or (alternating and len(counts) != 3):
+        raise out_of_range("mrope_section", counts, "counts of pairs, of the text, rows and columns")
+    if alternating:
+        axes = tuple(i % 3 if i < 3 * counts[i % 3] else 0 for i in range(pairs))
+    else:
+        ends = np.cumsum(counts)
+        if not len(ends) or ends[-1] != pairs:
+            raise out_of_range("mrope_section", counts, f"counts of pairs that make {pairs} together")
+        axes = tuple(int(np.searchsorted(ends, i, side="right")) % 3 for i in range(pairs))
+    return replace(mixer, rotation=replace(mixer.rotation, axes=axes))
 
 
 def of_kind(read: Fields, kind: str) -> Fields:
@@ -251,6 +288,31 @@ FusedRows = dict[str, tuple[tuple[str, np.ndarray], ...]]
 
 
 @dataclass(frozen=True)
+class HeadNames:
+    """What a family's checkpoints call the tensors of a head that drafts, and what the head takes.
+
+    Args:
+        renames: beginnings of its tensors' names and the head's, as (theirs, ours); "{layers}" stands for the number of
+            the model's layers; None: a copy of a matrix that the model has.
+        takes_normed: whether it takes hidden states behind the model's last norm, else those before.
+    """
+
+    renames: tuple[tuple[str, str | None], ...]
+    takes_normed: bool = True
+
+
+# Of DeepSeek-V3 and GLM: one layer more, with its own copies of embedding and lm_head.
+NEXT_LAYER = HeadNames(
+    (
+        *(("model.layers.{layers}.embed_tokens.", None), ("model.layers.{layers}.shared_head.head.", None)),
+        *(("model.layers.{layers}.enorm.", "enorm."), ("model.layers.{layers}.hnorm.", "hnorm.")),
+        *(("model.layers.{layers}.eh_proj.", "fc."), ("model.layers.{layers}.shared_head.norm.", "model.norm.")),
+        ("model.layers.{layers}.", "model.layers.0."),
+    )
+)
+
+
+@dataclass(frozen=True)
 class Family:
     """One value of `model_type`: how its config.json is read, and what its checkpoints call and store otherwise.
 
@@ -258,12 +320,26 @@ class Family:
         read: the config's text part -> fields of `ModelArgs`, by name.
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
         renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
-        fused_rows: (mixer, number of its layer) -> matrices that a checkpoint may store as one.
+        fused_rows: (layer, its number, shards) -> matrices that a checkpoint may store as one, which is made of so many
+            parts of equal length; {} if it cannot be. Convolutions may be stored so too.
+        grouped: matrices that a checkpoint may store in groups of their rows, [groups, rows, columns], by the end of
+            their module path.
+        either_centred: MLX conversions may have left the norms of `zero_centred` as they were; their values tell.
         interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
+        head: of the family's draft heads; None: none is known.
     """
 
     read: Callable[[Fields], dict[str, Any]]
     zero_centred: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
-    fused_rows: Callable[[Mixer, int], FusedRows] = lambda mixer, layer: {}
+    fused_rows: Callable[[LayerSpec, int, int], FusedRows] = lambda spec, layer, shards: {}
+    grouped: tuple[str, ...] = ()
     interleaved_experts: bool = False
+    head: HeadNames | None = None
+    either_centred: bool = False
+
+
+def grouped_rows(groups: int, widths: Sequence[int]) -> list[np.ndarray]:
+    """Numbers of each part's rows in a matrix that repeats parts of `widths` rows, group after group."""
+    rows = np.arange(groups * sum(widths)).reshape(groups, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(widths)[:-1], axis=1)]

@@ -1,14 +1,37 @@
-"""GLM-4.5 to 4.7, their text parts beside an image encoder, and Solar Open, which has their experts."""
+"""GLM-4.5 to 4.7, those that read images, and Solar Open, which has their experts."""
 
 from typing import Any
 
+from ..kinds import GroupedQuery
 from .deepseek import RENAMES
-from .fields import Family, Fields, after_dense_layers, common, grouped_query, layer_count, layers, noaux_experts
+from .fields import (
+    NEXT_LAYER,
+    Family,
+    Fields,
+    after_dense_layers,
+    by_axes,
+    common,
+    grouped_query,
+    layer_count,
+    layers,
+    noaux_experts,
+)
 
 
 def _glm4_moe(read: Fields) -> dict[str, Any]:
-    norm = "head" if read.optional("use_qk_norm", bool, False) else None
-    attention = grouped_query(read, share=0.5, norm=norm, bias=read.required("attention_bias", bool))
+    return _of_attention(read, _attention(read))
+
+
+def _glm4v_moe(read: Fields) -> dict[str, Any]:
+    return _of_attention(read, by_axes(read, _attention(read), (8, 12, 12), alternating=False))
+
+
+def _attention(read: Fields) -> GroupedQuery:
+    norm: Any = "head" if read.optional("use_qk_norm", bool, False) else None
+    return grouped_query(read, share=0.5, norm=norm, bias=read.required("attention_bias", bool))
+
+
+def _of_attention(read: Fields, attention: GroupedQuery) -> dict[str, Any]:
     moe, mixers = noaux_experts(read), [attention] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, moe, after_dense_layers(read))}
 
@@ -21,6 +44,7 @@ def _solar_open(read: Fields) -> dict[str, Any]:
 
 
 FAMILIES = {
-    **dict.fromkeys(("glm4_moe", "glm4v_moe"), Family(_glm4_moe, renames=RENAMES)),
+    "glm4_moe": Family(_glm4_moe, renames=RENAMES, head=NEXT_LAYER),
+    "glm4v_moe": Family(_glm4v_moe, renames=RENAMES, head=NEXT_LAYER),
     "solar_open": Family(_solar_open, renames=RENAMES),
 }

@@ -6,13 +6,19 @@ This form is `model.layers.N....` and `lm_head....`. What differs in one family 
 import re
 from collections.abc import Iterable
 
+from .fields import HeadNames
+
 # What plays no part in generating text, by the beginnings of names: heads that draft tokens, and image encoders.
 ASIDE = (
     *("mtp.", "visual.", "vision_tower.", "vision_model."),
-    *("multi_modal_projector.", "mm_projector.", "vit_large_projector."),
+    *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "patch_merge_mlp."),
+    *("embed_vision.", "audio_tower.", "embed_audio."),
 )
 # Frequencies of rotations follow from the configuration; activations are not rounded to 8 bits.
-UNUSED_ENDING = (".rotary_emb.inv_freq", "activation_scale", ".input_scale")
+UNUSED_ENDING = (
+    *(".rotary_emb.inv_freq", "activation_scale", ".input_scale", ".input_global_scale"),
+    *(".k_scale", ".v_scale"),  # of keys and values in 8 bits
+)
 
 Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as (theirs, the model's)
 
@@ -38,6 +44,25 @@ def is_aside(name: str, layers: int) -> bool:
     return not name.endswith(UNUSED_ENDING) and (is_draft or name.removeprefix("model.").startswith(ASIDE))
 
 
+def head_name(name: str, layers: int, head: HeadNames) -> str | None:
+    """What a draft head calls a checkpoint tensor, or None for one that is no part of it.
+
+    Args:
+        name: as the checkpoint has it, or as a file of nothing but the head may have it, without its beginning.
+        layers: of the model.
+        head: as the family has it.
+    """
+    name = _plain(name)
+    name = name.removeprefix("model.") if name.startswith("model.mtp.") else name
+    if name.endswith(UNUSED_ENDING):
+        return None
+    for theirs, ours in head.renames:
+        theirs = theirs.format(layers=layers)
+        if name.startswith(theirs):
+            return None if ours is None else ours + name.removeprefix(theirs)
+    return None
+
+
 def _plain(name: str) -> str:
     """The name without what stands before that of a text model."""
     name = name.removeprefix("language_model.")
@@ -45,7 +70,10 @@ def _plain(name: str) -> str:
 
 
 def renamed(name: str, renames: Renames) -> str:
-    """The name with a family's `renames` made, one after another."""
+    """The name with a family's `renames` made, one after another; behind a "^" stands the beginning of a name."""
     for theirs, ours in renames:
-        name = name.replace(theirs, ours)
+        if theirs.startswith("^"):
+            name = ours + name.removeprefix(theirs[1:]) if name.startswith(theirs[1:]) else name
+        else:
+            name = name.replace(theirs, ours)
     return name

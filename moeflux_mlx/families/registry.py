@@ -1,19 +1,40 @@
 """Every family that runs, by `model_type`."""
 
-from . import deepseek, exaone, g9v3, glm, gpt_oss, hunyuan, laguna, mimo, minimax, mistral, qwen3, step
+from . import (
+    deepseek,
+    deepseek_v4,
+    exaone,
+    g9v3,
+    gemma4,
+    glm,
+    glm5_next,
+    gpt_oss,
+    hunyuan,
+    laguna,
+    mimo,
+    minimax,
+    mistral,
+    qwen3,
+    qwen4,
+    step,
+)
 from .fields import Family
 
 FAMILIES: dict[str, Family] = {
     **qwen3.FAMILIES,
+    **qwen4.FAMILIES,
     **deepseek.FAMILIES,
+    **deepseek_v4.FAMILIES,
     **mistral.FAMILIES,
     **hunyuan.FAMILIES,
     **minimax.FAMILIES,
     **glm.FAMILIES,
+    **glm5_next.FAMILIES,
     **g9v3.FAMILIES,
     **gpt_oss.FAMILIES,
     **mimo.FAMILIES,
     **laguna.FAMILIES,
     **step.FAMILIES,
     **exaone.FAMILIES,
+    **gemma4.FAMILIES,
 }

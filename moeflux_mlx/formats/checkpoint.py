@@ -21,17 +21,22 @@ from ..files import read_json
 from .packed import FOLDER, LAYOUT
 
 INDEX = "model.safetensors.index.json"
+QUANT_CONFIG = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
 # What a model takes along besides its tensors and config.json.
 COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model",
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "preprocessor_config.json",
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-NUMPY = {"U8": "<u1", "F8_E4M3": "<u1", "BF16": "<u2", "F16": "<f2", "U32": "<u4", "F32": "<f4"}
+NUMPY = {
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), "<u1"),
+    **{"BF16": "<u2", "F16": "<f2", "F32": "<f4", "U32": "<u4", "I32": "<i4", "I64": "<i8"},
+}
 FLOATS = ("F32", "BF16", "F16")
 
 
@@ -131,7 +136,22 @@ def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
         raise ModelFileError(
             f"{path} holds no checkpoint: neither *.safetensors nor model_weights.bin with packed_experts/"
         )
-    return Checkpoint(path, read_json(path / "config.json"), merge_tensors(map(read_header, files)), tuple(files))
+    return Checkpoint(path, read_config(path), merge_tensors(map(read_header, files)), tuple(files))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with what ModelOpt's file beside it says of the quantisation where it says nothing itself.
+
+    Raises:
+        ModelFileError: a file is missing or is not a JSON object.
+    """
+    config, beside = read_json(folder / "config.json"), folder / QUANT_CONFIG
+    if not beside.exists() or config.keys() & {"quantization", "quantization_config"}:
+        return config
+    stated = read_json(beside).get("quantization")
+    if not isinstance(stated, dict):
+        raise ModelFileError(f"{beside}: 'quantization' is not an object")
+    return {**config, "quantization_config": {**stated, "quant_method": "modelopt"}}
 
 
 def has_weights(path: Path) -> bool:

@@ -1,32 +1,31 @@
-"""`layout.json`: how a packed model says the geometry of its experts' records.
+"""`layout.json`: the geometry of the records in a packed model.
 
 Version 1, which flash-moe and moeflux write and read: one geometry for all layers, 4-bit codes in groups of 64 with
 scales and biases in bfloat16. `expert_size`, `num_layers`, `num_experts` and `components` (name, offset, size, dtype
 and shape of each tensor of a record); ours adds `moe_layers`, `expert_stride` (records back to back where it is
-missing), `format_version`, `group_size` and `bits`. It is written whenever it can say the geometry.
+missing), `format_version`, `group_size` and `bits`. It is written whenever it can express the geometry.
 
 Version 2: `format_version`, `num_layers`, `num_experts`, and `geometries`, one for each different record: `layers`
 that have it, `record_size` and `record_stride` in bytes, and `fields` as version 1's components, each with the `bits`,
 `group_size` and `mode` of its matrix. It has neither `expert_size` nor `components`, so that a reader that looks only
 for those fails instead of reading nonsense. Its fields are weight, scales and biases of gate, up and down.
 
-Version 3 is version 2 with `held`: the files hold the experts of one of several ranks only, `rank` of those that have
-`shares`, and nothing but zeros and samples where the others would be. Offsets and lengths are those of a whole model.
+Version 3 is version 2 with `held`: the files hold only the experts of rank `rank`, of the ranks with `shares`. In place
+of the other experts they hold only zeros and samples. Offsets and lengths are those of a whole model.
 
-Version 4 has the keys of version 2, with `held` where version 3 would have it, and leaves open what a record is made
-of: `fields` lists whatever there is, in the order in which it lies, by name, dtype, shape, offset and size. Known today
-are `bias` [rows] and `global_scale` [1], a float32, of a matrix (which then has `global_scale`: true beside its
-`mode`), and records without a gate. Fields begin at multiples of 16 bytes and do not overlap; what lies between two is
-zero. A geometry may name `experts`, those of its `layers` that have it; where it does not, all have. In each layer
-every expert has one geometry, and its record begins where the record before it ends: at the sum of the
-`record_stride`s of the experts with smaller numbers. A geometry may name `directories`, which have the records of its
-layers by turns: of n of them, number i has those of the experts i, i + n, i + 2n, ... back to back, in a file of the
-layer's usual name. The first is ".", where layout.json is; the others are paths. It is written only where versions 1
-to 3 cannot say the geometry. A new field, key, dtype or mode needs no further version: a reader refuses what it does
-not expect.
+Version 4 has the keys of version 2, with `held` if version 3 would have it. A record can have any fields: `fields`
+lists them in the order of the file, by name, dtype, shape, offset and size. The additional fields that we know are
+`bias` [rows] and `global_scale` [1], a float32, of a matrix (which then has `global_scale`: true next to its `mode`); a
+record may have no gate. Fields begin at multiples of 16 bytes and do not overlap; gaps are zero. A geometry may name
+`experts`, those of its `layers` that have it; without this key all have it. In each layer every expert has one
+geometry, and its record begins where the previous record ends: at the sum of the `record_stride`s of the experts with
+smaller numbers. A geometry may name `directories`, which hold the records of its layers in turn: of n directories,
+number i has the experts i, i + n, i + 2n, ... without gaps, in a file with the layer's usual name. The first is ".",
+the directory of layout.json; the others are paths. Version 4 is written only if versions 1 to 3 cannot express the
+geometry. A new field, key, dtype or mode needs no further version: a reader refuses what it does not know.
 
-We read no records yet that differ within a layer. Nothing in such a file is believed but strides and the dtype of
-floating scales: the rest must be what the model's config.json gives, field by field.
+We do not read records that differ within a layer. Only strides and the dtype of floating scales are taken from such a
+file: every other field must equal what the model's config.json gives.
 """
 
 import reprlib

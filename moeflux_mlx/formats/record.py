@@ -60,6 +60,11 @@ class Field:
         return self.offset + self.size
 
     @property
+    def beside(self) -> tuple[int, ...]:
+        """Its shape beside codes [rows, words]: a global scale is of all rows."""
+        return (1, 1) if self.part == GLOBAL_SCALE else self.shape
+
+    @property
     def words(self) -> slice:
         """Where it lies in a record of uint32 words."""
         return slice(self.offset // 4, self.end // 4)
@@ -82,8 +87,9 @@ class Projection:
 
     @cached_property
     def codes(self) -> tuple[Field, ...]:
-        """Weight, scales and, where the form has them, biases."""
-        return self.fields[: len(self.quant.parts)]
+        """Weight, scales and, where the form has them, biases or a global scale."""
+        fields = {field.part: field for field in self.fields}
+        return tuple(fields[part] for part in self.quant.parts)
 
     @cached_property
     def bias(self) -> Field | None:
@@ -244,10 +250,9 @@ def _parts(
     rows: int, columns: int, quant: Quant, floating: str, has_bias: bool
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each of a matrix's fields, in the order in which they lie."""
-    weight, *of_groups = quant.parts
-    yield weight, "U32", (rows, quant.words(columns))
-    for part in of_groups:
-        yield part, quant.of_groups(floating), (rows, quant.groups(columns))
+    for part in (one for one in quant.parts if one != GLOBAL_SCALE):
+        values, dtype = quant.of_part(part, columns, floating)
+        yield part, dtype, (rows, values)
     if has_bias:
         yield BIAS, floating, (rows,)
     if quant.has_global_scale:

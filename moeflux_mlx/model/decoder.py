@@ -12,118 +12,28 @@ import numpy as np
 
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
-from ..experts.source import ExpertLoader
-from ..kinds import Delta, Dense, Experts, FeedForward, GroupedQuery, Latent, Mixer
+from ..kinds import GatedConnections
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
+from ..ops.indexed import Chosen
 from ..ops.limits import within_limits
+from ..ops.rows import RowCaches
+from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, make_cache
 from ..state.traced import Traced
-from .attention import Attention
-from .compiled import DecodeStep
-from .delta import GatedDeltaNet
-from .latent import MLA
-from .layers import MLP, Embedding, Linear, RMSNorm
-from .moe import MoE
+from .compiled import Compiled, DecodeStep
+from .drafting import Drafting
+from .head import DraftHead, Shared
+from .images import ImageReader
+from .layer import layer_of
+from .layers import Embedding, LastProduct, Linear, RMSNorm
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
-from .tokens import check_vocabulary
-
-MIXER_SHARE = 0.3  # of a layer's work, for whoever watches: the experts take the rest
-
-
-def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
-    """The module that mixes tokens as `mixer` says, and its name in checkpoints."""
-    match mixer:
-        case GroupedQuery():
-            return "self_attn", Attention(mixer, args.hidden_size, args.rms_norm_eps)
-        case Latent():
-            return "self_attn", MLA(mixer, args.hidden_size, split_latent)
-        case Delta():
-            return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
-
-
-def feed_forward_of(
-    part: FeedForward, hidden_size: int, layer: int, experts: RoutedExpertsCall | None
-) -> "MoE | DenseMLP":
-    """The module of a layer's feed-forward part."""
-    match part:
-        case Experts():
-            return MoE(part, hidden_size, layer, experts)
-        case Dense():
-            return DenseMLP(hidden_size, part.width, part.activation)
-
-
-class DecoderLayer(nn.Module):
-    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do."""
-
-    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
-        super().__init__()
-        spec = args.layers[layer]
-        self._mixer_name, mixer = mixer_of(spec.mixer, args, split_latent)
-        setattr(self, self._mixer_name, mixer)
-        self.mlp = feed_forward_of(spec.feed_forward, args.hidden_size, layer, experts)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self._step: Callable[[bool], DecodeStep] | None = None
-
-    def compile(self, experts: ExpertLoader) -> None:
-        """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
-        if isinstance(self.mlp, MoE):
-            steps = [DecodeStep(partial(self._choose, predict)) for predict in (False, True)]
-            for step in steps:
-                experts.at_close(step.forget)
-            self._step = lambda predict: steps[predict]
-
-    def __call__(self, x: Array, cache: Any) -> Array:
-        if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [cache]):
-            step = self._step(self.mlp.should_predict(1))
-            return self.mlp.run_experts(step(x, [cache]))
-        return self.mlp.forward(self._mixed(x, cache), self.post_attention_layernorm)
-
-    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
-        """What is compiled."""
-        return self.mlp.choose(self._mixed(x, caches[0]), self.post_attention_layernorm, predict)
-
-    def _mixed(self, x: Array, cache: Any) -> Array:
-        return self[self._mixer_name](x, self.input_layernorm, cache)
-
-    def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
-        """The layer over a span: its mixer block by block, its experts over all rows.
-
-        At most two blocks are under way: what they are made of need not be in memory together with the others'.
-        """
-        parts: list[tuple[Array, ...]] = []
-        cache.expect(span.length)
-        for start, end in span.blocks(cache):
-            h = self._mixed(backend.contiguous(x[:, start:end]), cache)
-            part = self.mlp.prepare(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
-            backend.start(*part, *cache.state[:2])
-            span.passed(span.layer, end, cache)
-            if parts:
-                backend.finish(parts[-1][0])
-            parts.append(part)
-            report(MIXER_SHARE * start / span.length)
-        joined = backend.join(parts, axis=1)
-        return self.mlp.finish(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
-
-
-class DenseMLP(MLP):
-    """The first layers of DeepSeek-V3: every token, one wide MLP."""
-
-    def forward(self, residual: Array, norm: RMSNorm) -> Array:
-        """`residual` [B, L, D] and what the MLP makes of it, normed."""
-        return self(residual, norm=norm, residual=residual)
-
-    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
-        """All of it."""
-        return (self.forward(residual, norm),)
-
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
-        """What `prepare` gave."""
-        return parts[0]
+from .streams import connection
+from .tables import Tables
+from .tokens import Tokens, check_vocabulary
 
 
 class Decoder(nn.Module):
@@ -132,10 +42,27 @@ class Decoder(nn.Module):
     def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
-        self.layers: list[Any] = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.layers: list[Any] = [layer_of(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
+        connections = args.connections
+        if not isinstance(connections, GatedConnections):  # which have a norm of their own
+            self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        if connections is not None:
+            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
+            if connections is not None and following.mlp.rule.table is None:
+                continue  # a layer's input says nothing of the next one's, which is another sum of the streams
             layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
+
+    def normed(self, h: Array) -> Array:
+        """The hidden states behind the last layer, of one stream, normed."""
+        h = self.hc_head.last(h) if "hc_head" in self else h
+        return self.norm(h) if "norm" in self else h
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the last norm."""
+        norm = self.norm if "norm" in self else self.hc_head.hc_norm
+        return norm.weight.dtype
 
 
 class Model(nn.Module):
@@ -143,18 +70,23 @@ class Model(nn.Module):
 
     Args:
         args: the hyper-parameters.
-        experts: who reads and computes routed experts; None for a model that is made for its shapes only.
+        experts: reads and computes routed experts; None: the model is made only for its shapes.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
         sizes: how prompts are cut.
         tiles: of the kernels, in everything that the model computes.
         cpu_activations: bits to which the native products round activations.
+        drafting: where drafts of tokens come from, and how many a step checks; None: there are none.
+        tables: what reads the rows of n-grams; None: there are none, or zeros take their place.
 
     Attributes:
         args: the hyper-parameters.
         sizes: how prompts are cut.
         tiles: of the kernels.
         cpu_activations: as given.
+        drafting: of all its texts.
         experts: the source of routed experts, an `ExpertLoader`.
+        head: that drafts for it; None: there is none.
+        vision: reads images; None: not set.
     """
 
     def __init__(
@@ -165,47 +97,70 @@ class Model(nn.Module):
         sizes: PromptSizes = PromptSizes(),  # noqa: B008
         tiles: Tiles = CODE,
         cpu_activations: int = native.EXACT,
+        drafting: Drafting | None = None,
+        tables: Tables | None = None,
     ):
         super().__init__()
+        self._tables = tables
+        self.drafting = Drafting() if drafting is None else drafting
         self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, split_latent)
-        self.lm_head = Linear(args.hidden_size, args.vocab_size)
+        if not args.is_tied:
+            self.lm_head = Linear(args.hidden_size, args.vocab_size)
         self.suits_cpu = backend.takes_widths(args.widths)
         self.experts = None if experts is None else experts.source
+        self._head: Callable[[], DraftHead | None] = lambda: None  # behind a function: it is no part of the model
+        self.vision: ImageReader | None = None
         self.decode_step: DecodeStep | None = None
+        self._compiled_rows: list[Compiled] = []  # `_before` of each layer, on a GPU that holds every expert
         if self.experts is not None and self.experts.is_resident:
-            self.decode_step = DecodeStep(lambda tokens, cache: [self._step(tokens, cache)])
-            self.experts.at_close(self.decode_step.forget)
+            self.decode_step = DecodeStep(self._step)
+            self._compiled_rows = [Compiled(partial(self._before, i)) for i in range(len(self.layers) + 1)]
+            for forget in (self.decode_step.forget, *(one.forget for one in self._compiled_rows)):
+                self.experts.at_close(forget)
         elif self.experts is not None and backend.has_kernels():
             for layer in self.layers:
                 layer.compile(self.experts)
 
     def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
-        """Runs `tokens` after whatever `cache` (from `make_cache`) has seen, and updates it.
+        """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
 
         Many tokens in one call are one span: they go through the model layer by layer, and each expert is read once for
         all of them. Without a cache the tokens stand alone.
 
         Args:
-            tokens: integers [B, L] of the vocabulary. On a GPU a single token is believed: to look would be to wait.
+            tokens: integers [B, L] of the vocabulary. On a GPU a single token is not checked: that would mean a wait.
 
         Raises:
             RequestError: tokens of another shape or outside the vocabulary, or not one cache for each layer.
             ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
             DeviceError: memory or the GPU's time is at an end; caches may hold anything.
         """
-        return self._in_turn(self._logits, tokens, cache)
+        return self._in_turn(self._outputs, tokens, cache)[0]
+
+    @property
+    def head(self) -> DraftHead | None:
+        return self._head()
+
+    def attach(self, head: DraftHead) -> None:
+        """From now on `head` drafts for this model, and steps keep the hidden states that it takes. To be called before
+        anything is computed; its experts are closed with the model's."""
+        assert self.experts is not None
+        head.bind(Shared(self._of_one_stream, self._logits_of, self._computing))
+        self._head = lambda: head
+        self.experts.at_close(head.close)
 
     def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
-        """As calling the model, but the normed hidden states [B, L, hidden_size] that `lm_head` makes logits of."""
-        return self._in_turn(self.run, tokens, cache)
+        """As calling the model, but the normed hidden states [B, L, hidden_size] that `last_product` takes."""
+        return self._in_turn(lambda tokens, cache: [self.run(tokens, cache)], tokens, cache)[0]
 
     def step(self, sequences: Sequence[SequenceRows]) -> Step:
         """Runs the next tokens of several sequences, at most `MAX_ROWS` together; the logits of each.
 
-        Sequence after sequence and token after token is computed by a call of its own. So each row has the bits that
-        it has alone, whatever the other rows are. If a row cannot be computed, all caches are as they were before.
+        Each row has the bits that it has alone, whatever the other rows are: products, routers and experts take all of
+        them together, attention and recurrent mixers each with its own cache. Each expert is asked for once. If the
+        step cannot be computed, all caches are as they were before.
 
         Args:
             sequences: each with caches of its own, which may be empty, and with 1 to `MAX_OF_SEQUENCE` tokens in order.
@@ -217,14 +172,28 @@ class Model(nn.Module):
         """
         for rows in sequences:
             self.check_cache(rows.cache)
-        step = Step(checked_rows(sequences, self.args.vocab_size))
+        step = Step(checked_rows(sequences, self.args.vocab_size, believed=backend.has_kernels()))
+        tokens = step.tokens
         try:
-            for token, cache in step.rows():
-                step.add(self(token, cache)[:, -1])
+            if tokens.size == 1:
+                logits, *hidden = self._in_turn(self._outputs, tokens, step.sequences[0].cache)
+                step.logits, step.hidden = logits[:, -1], hidden[0] if hidden else None
+            else:
+                step.logits, step.hidden = self._of_rows(tokens, step)
         except BaseException:
             step.undo()
             raise
+        if self.experts is not None and self.experts.counts_rows:
+            step.asked = self.experts.asked_by_row()
         return step
+
+    def _of_rows(self, tokens: mx.array, step: Step) -> tuple[mx.array, mx.array | None]:
+        """Logits [R, vocab_size] of the tokens [1, R] of a step, and for a head hidden states [1, R, hidden_size]."""
+        with self._turn(tokens.size) as shared:
+            logits, *hidden = map(backend.leave, self._rows(tokens, step))
+            if shared:
+                mx.eval(logits, hidden, [layer.state for rows in step.sequences for layer in rows.cache])
+        return logits[0], hidden[0] if hidden else None
 
     def check_process(self) -> None:
         """Raises ExpertIOError: this process was forked from the one that loaded the model."""
@@ -232,24 +201,28 @@ class Model(nn.Module):
             self.experts.check_process()
 
     def _in_turn(
-        self, compute: Callable[[mx.array, list[Cache]], mx.array], tokens: mx.array, cache: list[Cache] | None
-    ) -> mx.array:
+        self, compute: Callable[[mx.array, list[Cache]], list[Any]], tokens: mx.array, cache: list[Cache] | None
+    ) -> list[mx.array]:
         cache = self.make_cache() if cache is None else cache
-        with self._turn(tokens, cache) as shared:
-            out = backend.leave(compute(tokens, cache))
+        with self._turn(getattr(tokens, "size", 0)) as shared:  # `_check` may still refuse them
+            self._check(tokens, cache)
+            out = [backend.leave(one) for one in compute(tokens, cache)]
             if shared:
                 mx.eval(out, [layer.state for layer in cache])
         return out
 
     @contextmanager
-    def _turn(self, tokens: mx.array, cache: list[Cache]) -> Iterator[bool]:
+    def _turn(self, tokens: int) -> Iterator[bool]:
         """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
-        count = getattr(tokens, "size", 0)  # `_check` may still refuse them
-        turn = nullcontext(False) if self.experts is None else self.experts.turn(count)
-        with within_limits(), native.activations(self.cpu_activations), turn as shared:
-            self._check(tokens, cache)
-            with using(self.tiles):
-                yield shared
+        turn = nullcontext(False) if self.experts is None else self.experts.turn(tokens)
+        with within_limits(), turn as shared, self._computing():
+            yield shared
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """What kernels are told, however little is computed."""
+        with native.activations(self.cpu_activations), using(self.tiles):
+            yield
 
     def _check(self, tokens: mx.array, cache: list[Cache]) -> None:
         if not isinstance(tokens, mx.array) or tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
@@ -268,21 +241,69 @@ class Model(nn.Module):
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
         raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
 
-    def _logits(self, tokens: mx.array, cache: list[Cache]) -> mx.array:
-        if self.decode_step is not None and self.decode_step.takes(tokens, cache):
-            return self.decode_step(tokens, cache)[0]
+    def _outputs(self, tokens: mx.array, cache: list[Cache]) -> list[Any]:
+        """Logits [B, L, vocab_size], and for a head that drafts the hidden states [B, L, hidden_size] that it takes."""
+        if self.decode_step is not None and self.decode_step.takes(tokens, [cache]):
+            return self.decode_step(tokens, [cache])
         return self._step(tokens, cache)
 
-    def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced]) -> mx.array:
+    def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced | RowCaches]) -> list[Any]:
         """Also what is compiled."""
-        hidden = self.run(tokens, cache)
-        count, most = hidden.shape[1], gpu_time.rows_at_once(*self.lm_head.shape)
+        return self._out_of(self._last(tokens, cache))
+
+    def _out_of(self, last: Any) -> list[Any]:
+        """`_outputs` of what the last layer gave."""
+        normed = self.model.normed(last)
+        return [self._logits_of(normed), *([] if self.head is None else [normed if self.head.takes_normed else last])]
+
+    def _logits_of(self, hidden: Any) -> Any:
+        """Of normed hidden states [B, L, hidden_size]."""
+        product, count = self.last_product, hidden.shape[1]
+        most = gpu_time.rows_at_once(*product.matrix.shape)
         if most is None or count <= most:
-            return self.lm_head(hidden)
-        return mx.concatenate([self.lm_head(hidden[:, at : at + most]) for at in range(0, count, most)], axis=1)
+            return product(hidden)
+        return mx.concatenate([product(hidden[:, at : at + most]) for at in range(0, count, most)], axis=1)
+
+    @property
+    def last_product(self) -> LastProduct:
+        """What makes logits of normed hidden states; it holds no other part of the model."""
+        return LastProduct(self.model.embed_tokens if self.args.is_tied else self.lm_head, self.args.logit_softcap)
+
+    def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
+        """`_outputs` of the rows of a step."""
+        sequences = [rows.cache for rows in step.sequences]
+        if self.decode_step is not None and self.decode_step.takes(tokens, sequences):
+            return self.decode_step(tokens, sequences)
+        caches = step.caches
+        if self.args.connections:  # whose layers are not compiled
+            return self._step(tokens, caches)
+        arrays: list[Any] = [tokens]
+        chosen = Chosen()
+        for i in range(len(self.layers) + 1):
+            arrays = self._compiled_rows[i](*arrays) if self._compiled_rows else self._before(i, *arrays)
+            if i < len(self.layers):
+                arrays = [self.layers[i].mixer.mix(arrays[1:], caches[i], chosen), *arrays]
+        return arrays
+
+    def _before(self, layer: int, *arrays: Any) -> list[Any]:
+        """What rows need between the mixers of the last layer and of this one: the tokens, or what the mixer made,
+        what the last layer was given, and its parts, become what this layer is given, and its parts. Beyond the last
+        layer: `_outputs`."""
+        if layer == 0:
+            x = self._embedded(arrays[0])
+        else:
+            mixed, x, *parts = arrays
+            x = self.layers[layer - 1].end(mixed, x, parts)
+        if layer == len(self.layers):
+            return self._out_of(x)
+        return [x, *self.layers[layer].begin(x)]
 
     def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
-        """The normed hidden states [B, L, hidden_size] before `lm_head`, on the CPU as a numpy array."""
+        """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
+        return self.model.normed(self._last(tokens, cache))
+
+    def _last(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
+        """What the last layer gives."""
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
             try:
@@ -290,11 +311,18 @@ class Model(nn.Module):
             except BaseException:
                 span.drop(cache)  # else layers would have seen tokens that others have not
                 raise
-            return self.model.norm(span.hidden)
-        h = self._embedded(tokens)
+            return span.hidden
+        inputs, h, chosen = self._inputs(tokens, cache), self._embedded(tokens), Chosen()
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            h = layer(h, layer_cache)
-        return self.model.norm(h)
+            h = layer(h, layer_cache, chosen, inputs)
+        return h
+
+    def draft_states(self, span: Span, start: int, end: int) -> Any:
+        """What a head takes of the tokens from `start` to `end` of a span that has passed all layers."""
+        assert self.head is not None
+        with self._computing():
+            last = backend.contiguous(span.hidden[:, start:end])
+            return self.model.normed(last) if self.head.takes_normed else last
 
     def advance(self, span: Span, cache: list[Cache], report: Report = ignore_report) -> mx.array:
         """Takes a span through the layers that it has not passed; the logits [B, vocab_size] of its last token.
@@ -309,10 +337,11 @@ class Model(nn.Module):
         Raises:
             RequestError, ExpertIOError, DeviceError: as calling the model does.
         """
-        with self._turn(span.tokens, cache):
+        with self._turn(span.tokens.size):
+            self._check(span.tokens, cache)
             self._through_layers(span, cache, report)
             last = backend.contiguous(span.hidden[:, -1:])
-            logits = backend.leave(self.lm_head(self.model.norm(last)))
+            logits = backend.leave(self.last_product(self.model.normed(last)))
             mx.eval(logits)
         return logits[:, 0]
 
@@ -320,7 +349,8 @@ class Model(nn.Module):
         count = len(self.layers)
         if span.hidden is None:
             self._expect(span)
-            span.reached = 0, self._embedded(span.tokens)
+            span.inputs = self._inputs(span.tokens, cache)
+            span.reached = 0, span.images.embedded(self._embedded(span.tokens), span.start)
         while span.layer < count:
             i = span.layer
             span.begin(i, cache[i])
@@ -328,12 +358,17 @@ class Model(nn.Module):
                 h = self.layers[i].pass_span(
                     span.hidden, cache[i], span, lambda share, done=i: report((done + share) / count)
                 )
+                h = span.images.deepened(h, span.start, i)
                 backend.start(h)
             except BaseException:
                 span.undo(i, cache[i])
                 raise
             span.reached = i + 1, h
             backend.give_back(h)
+
+    def _inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
+        """What layers want of the tokens; the rows of tables begin to be read."""
+        return Tokens(tokens, self._tables.begin(np.array(tokens), cache) if self._tables else {})
 
     def _expect(self, span: Span) -> None:
         """Lets the experts of the first layer that has any be read while what is before them is computed."""
@@ -342,9 +377,14 @@ class Model(nn.Module):
             first.experts.expect(first.layer, span.tokens.size)
 
     def _embedded(self, tokens: mx.array) -> Any:
-        """[B, L, hidden_size], on the CPU as a numpy array."""
+        """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
+        streams, h = self.args.connections.streams if self.args.connections else 1, self._of_one_stream(tokens)
+        return h if streams == 1 else spread(h, streams)
+
+    def _of_one_stream(self, tokens: mx.array) -> Any:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
-        return h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 says no dtype of its own
+        h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 says no dtype of its own
+        return h if self.args.embedding_scale == 1.0 else h * self.args.embedding_scale
 
     @property
     def layers(self) -> list[Any]:
@@ -353,7 +393,7 @@ class Model(nn.Module):
     @property
     def activation_dtype(self) -> mx.Dtype:
         """The dtype that the model computes in and that its attention and convolution caches hold."""
-        return self.model.norm.weight.dtype
+        return self.model.dtype
 
     def make_cache(self) -> list[Cache]:
         """An empty cache for each layer."""

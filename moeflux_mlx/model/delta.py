@@ -1,15 +1,20 @@
-"""Gated DeltaNet (arXiv:2412.06464), a linear-attention token mixer: the projections round its core."""
+"""Gated DeltaNet (arXiv:2412.06464) and Kimi Delta Attention (arXiv:2510.26692), linear-attention token mixers: the
+projections round their core."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import Delta
-from ..ops.backend import Array
+from ..ops.backend import Array, library_of
 from ..ops.delta import DeltaWeights, State, delta
-from .layers import Linear, RMSNorm, Stack, packed
+from ..ops.rows import RowCaches
+from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(MixerModule):
     """Projections are stored flat: [q of all heads | k | v], z, b and a."""
 
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
@@ -33,9 +38,67 @@ class GatedDeltaNet(nn.Module):
         self.out_proj.pack()
         self._weights = packed(self.A_log, self.dt_bias, self.conv1d.weight, self.norm.weight)
 
-    def __call__(self, x: Array, norm: RMSNorm, cache: State) -> Array:
-        """x plus what is mixed of norm(x)."""
-        joined, (qkv, z, b, a) = self._inputs(x, norm)
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        return self._inputs.outputs(x, norm)
+
+    def mix(self, parts: Sequence[Array], cache: State | RowCaches, *more: Any) -> Array:
+        joined, (qkv, z, b, a) = self._inputs.parted(parts)
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps
         weights = DeltaWeights(*parameters, self._weights)
-        return self.out_proj(delta(qkv, z, b, a, cache, weights, self.mixer, joined), residual=x)
+        return delta(qkv, z, b, a, cache, weights, self.mixer, joined)
+
+    def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
+        return self.out_proj(out, residual=x)
+
+
+class Convolution(nn.Module):
+    """A causal convolution of each channel by itself."""
+
+    def __init__(self, channels: int, taps: int):
+        super().__init__()
+        self.weight = mx.zeros((channels, taps, 1))
+
+
+class KimiDelta(MixerModule):
+    """The delta rule with a decay for each channel: q, k and v have projections and convolutions of their own, decays
+    and gates two matrices each."""
+
+    def __init__(self, mixer: Delta, hidden_size: int, eps: float):
+        super().__init__()
+        assert mixer.channel_decay is not None
+        self.mixer, rank = mixer, mixer.channel_decay.rank
+        for name, width in (("q", mixer.key_width), ("k", mixer.key_width), ("v", mixer.value_width)):
+            setattr(self, f"{name}_proj", Linear(hidden_size, width))
+            setattr(self, f"{name}_conv1d", Convolution(width, mixer.taps))
+        self.b_proj = Linear(hidden_size, mixer.value_heads)
+        self.f_a_proj, self.f_b_proj = Linear(hidden_size, rank), Linear(rank, mixer.key_width)
+        self.g_a_proj, self.g_b_proj = Linear(hidden_size, rank), Linear(rank, mixer.value_width)
+        self.A_log = mx.zeros((mixer.value_heads,))
+        self.dt_bias = mx.zeros((mixer.key_width,))
+        self.o_norm = RMSNorm(mixer.value_dim, eps)
+        self.o_proj = Linear(mixer.value_width, hidden_size)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the layers that read x, and the convolutions; called again once all have their tensors."""
+        inputs = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.f_a_proj, self.g_a_proj
+        self._inputs = Stack(*inputs)
+        for layer in (self.f_b_proj, self.g_b_proj, self.o_proj):
+            layer.pack()
+        self._taps = mx.concatenate([one.weight for one in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+        self._weights = packed(self.A_log, self.dt_bias, self._taps, self.o_norm.weight)
+
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        joined, (q, k, v, b, low, gate) = self._inputs(x, norm)
+        library = library_of(x)
+        qkv = library.concatenate([q, k, v], axis=-1) if joined is None else joined[..., : self.mixer.channels]
+        return [qkv, self.g_b_proj(gate), b, self.f_b_proj(low)]
+
+    def mix(self, parts: Sequence[Array], cache: State | RowCaches, *more: Any) -> Array:
+        parameters = self._taps, self.A_log, self.dt_bias, self.o_norm.weight, self.o_norm.eps
+        weights = DeltaWeights(*parameters, self._weights)
+        qkv, z, b, a = parts
+        return delta(qkv, z, b, a, cache, weights, self.mixer)
+
+    def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
+        return self.o_proj(out, residual=x)

@@ -1,23 +1,22 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the projections round its core."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..kinds import Latent
 from ..ops import backend
 from ..ops.attend import Steps
 from ..ops.backend import Array
 from ..ops.latent import HeadMatrices, Queries, Up, attend_latent
-from ..ops.linear import part_of_heads
+from ..ops.linear import part_of_heads, parts_of
 from ..ops.rope import Rope, mscale
-from .layers import Linear, RMSNorm, Stack, Weight
+from ..ops.rows import RowCaches
+from .layers import Linear, MixerModule, RMSNorm, Stack, Weight
 
-LORA_NORM_EPS = 1e-6  # of the two latent norms, fixed in the published model code
 
-
-class MLA(nn.Module):
+class MLA(MixerModule):
     """The up-projection from the latent comes in one of two forms, as the checkpoint has it:
 
     `kv_b_proj` [heads, nope + v, latent] (rows of both kinds, quantised along the latent), or the pair
@@ -26,7 +25,7 @@ class MLA(nn.Module):
 
     def __init__(self, mixer: Latent, hidden_size: int, split_latent: bool = False):
         super().__init__()
-        self.heads, self.latent, self.nope = mixer.heads, mixer.latent, mixer.nope
+        self.mixer, self.heads, self.latent, self.nope = mixer, mixer.heads, mixer.latent, mixer.nope
         self.split_latent = split_latent
         self.query_scale = mixer.query_scale
         queries = self.heads * mixer.head_dim
@@ -34,17 +33,17 @@ class MLA(nn.Module):
             self.q_proj = Linear(hidden_size, queries)
         else:
             self.q_a_proj = Linear(hidden_size, mixer.q_latent)
-            self.q_a_layernorm = RMSNorm(mixer.q_latent, LORA_NORM_EPS)
+            self.q_a_layernorm = RMSNorm(mixer.q_latent, mixer.norm_eps)
             self.q_b_proj = Linear(mixer.q_latent, queries)
-        self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotation.dims)
-        self.kv_a_layernorm = RMSNorm(self.latent, LORA_NORM_EPS)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotated)
+        self.kv_a_layernorm = RMSNorm(self.latent, mixer.norm_eps)
         if split_latent:
             self.embed_q = Weight(self.heads, self.latent, self.nope)
             self.unembed_out = Weight(self.heads, mixer.value, self.latent)
         else:
             self.kv_b_proj = LatentProjection(self.heads, self.nope, mixer.value, self.latent)
         self.o_proj = Linear(self.heads * mixer.value, hidden_size)
-        self.rope = Rope(mixer.rotation)
+        self.rope = Rope(mixer.rotation) if mixer.rotation else None
         self.scale = softmax_scale(mixer)
 
         self.arrange()
@@ -56,13 +55,17 @@ class MLA(nn.Module):
             self.q_b_proj.pack()
         self.o_proj.pack()
 
-    def __call__(self, x: Array, norm: RMSNorm, cache: Steps) -> Array:
-        """x plus what is mixed of norm(x)."""
-        _, (q, kv) = self._inputs(x, norm)
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        return self._inputs.outputs(x, norm)
+
+    def mix(self, parts: Sequence[Array], cache: Steps | RowCaches, *more: Any) -> Array:
+        _, (q, kv) = self._inputs.parted(parts)
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
         queries = Queries(self.heads, up, self.query_scale)
-        more: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale}
-        out = attend_latent(q, kv, cache, queries, self._key(), self._value(), **more)
+        around: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale}
+        return attend_latent(q, kv, cache, queries, self._key(), self._value(), **around)
+
+    def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.o_proj(out, residual=x)
 
     def _key(self) -> HeadMatrices:
@@ -87,10 +90,10 @@ class LatentProjection(Weight):
             return
         self.halves = [Weight(0), Weight(0)]
         parts = [part_of_heads(self, self.heads, rows) for rows in self._rows]
-        for name in self.tensors():
-            for half, part in zip(self.halves, parts, strict=True):
-                half.quant = self.quant
-                setattr(half, name, mx.contiguous(getattr(part, name)))
+        for half, part in zip(self.halves, parts, strict=True):
+            half.quant = self.quant
+            for name, array in zip(self.tensors(), parts_of(part), strict=True):
+                setattr(half, name, mx.contiguous(array))
                 mx.eval(half[name])
         for name in self.tensors():
             self.pop(name)
@@ -114,7 +117,7 @@ class LatentProjection(Weight):
 def softmax_scale(mixer: Latent) -> float:
     """head_dim^-1/2, times YaRN's mscale_all_dim magnitude squared (DeepSeek-V2's model code)."""
     scale = mixer.head_dim**-0.5
-    yarn = mixer.rotation.yarn
+    yarn = mixer.rotation.yarn if mixer.rotation else None
     if yarn is not None and yarn.mscale_all_dim:
         scale *= mscale(yarn.factor, yarn.mscale_all_dim) ** 2
     return scale

@@ -3,15 +3,19 @@
 A matrix is declared with its sizes only; `weights` fills it and tells it how its tensor is stored.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import SILU, Activation
 from ..ops import backend
+from ..ops.add_normed import Pair, add_normed
 from ..ops.backend import Array
-from ..ops.elementwise import activate, plus, split
+from ..ops.elementwise import activate, plus, softcap, split
 from ..ops.launch import ArrayPiece, pack
 from ..ops.linear import embed, linear
 from ..ops.norm import Norm, rms_norm
@@ -41,7 +45,7 @@ class Weight(nn.Module):
         return self._pieces if self.weight is self._packed else None
 
     def pack(self) -> None:
-        """Puts codes, scales and biases into one array, of which they become views, for a GPU's kernels."""
+        """Puts the arrays of its form into one, of which they become views, for a GPU's kernels."""
         if self.quant is None or self.pieces is not None:
             return
         names = self.tensors()
@@ -58,6 +62,12 @@ class Weight(nn.Module):
         """The logical shape, whatever the storage."""
         return self._shape
 
+    @property
+    def third(self) -> mx.array | None:
+        """Biases or a global scale, if its form has them."""
+        names = self.tensors()
+        return self[names[2]] if len(names) > 2 else None
+
     def tensors(self) -> tuple[str, ...]:
         """Names of the arrays that hold it."""
         return ("weight",) if self.quant is None else self.quant.parts
@@ -70,6 +80,11 @@ class Linear(Weight):
         super().__init__(out_features, in_features)
         if bias:
             self.bias = mx.zeros((out_features,))
+
+    def is_like(self, other: "Linear") -> bool:
+        """Whether both are stored alike, so that their rows can be one matrix's."""
+        ours, theirs = ((layer.quant, layer.weight.dtype, "bias" in layer) for layer in (self, other))
+        return ours == theirs
 
     def __call__(self, x: Array, norm: Norm | None = None, residual: Array | None = None) -> Array:
         if "bias" not in self:
@@ -88,7 +103,7 @@ class Stack:
         self.layers = layers
         self.ends = list(accumulate(layer.shape[0] for layer in layers))
         self.stacked: Linear | None = None
-        alike = len({(layer.quant, layer.weight.dtype, "bias" in layer) for layer in layers}) == 1
+        alike = all(layer.is_like(layers[0]) for layer in layers)
         if alike and all(layer.quant or layer.filled for layer in layers):
             self.stacked = self._join()
 
@@ -108,11 +123,49 @@ class Stack:
 
     def __call__(self, x: Array, norm: Norm | None = None) -> tuple[Array | None, list[Array]]:
         """What each layer makes of norm(x), and before that all of it in one array, row by row, if they are stacked."""
+        return self.parted(self.outputs(x, norm))
+
+    def outputs(self, x: Array, norm: Norm | None = None) -> list[Array]:
+        """The arrays that are computed of norm(x): one if the layers are stacked, else one of each."""
+        if self.stacked is not None:
+            return [self.stacked(x, norm)]
+        x = x if norm is None else norm(x)
+        return [layer(x) for layer in self.layers]
+
+    def parted(self, outputs: Sequence[Array]) -> tuple[Array | None, list[Array]]:
+        """What a call returns, of what `outputs` does and whatever is behind it."""
         if self.stacked is None:
-            x = x if norm is None else norm(x)
-            return None, [layer(x) for layer in self.layers]
-        joined = self.stacked(x, norm)
-        return joined, split(joined, *self.ends[:-1])
+            return None, list(outputs[: len(self.layers)])
+        return outputs[0], split(outputs[0], *self.ends[:-1])
+
+
+class MixerModule(nn.Module):
+    """A mixer in three parts: what its rows need before they meet their caches, the mixing, and what follows.
+
+    `begin` and `end` look at each row alone, and at no cache: rows of several sequences go through them together.
+    """
+
+    def __call__(self, x: Array, norm: "RMSNorm", cache: Any, *more: Any) -> Array:
+        """x plus what is mixed of norm(x)."""
+        parts = self.begin(x, norm)
+        return self.end(self.mix(parts, cache, *more), parts, x)
+
+    def mixed(self, x: Array, norm: "RMSNorm | None", cache: Any, *more: Any) -> Array:
+        """What is mixed of norm(x), or of x itself, without x."""
+        parts = self.begin(x, norm)
+        return self.end(self.mix(parts, cache, *more), parts, None)
+
+    def begin(self, x: Array, norm: "RMSNorm | None") -> list[Array]:
+        """What `mix` and `end` take of norm(x), or of x itself."""
+        raise NotImplementedError
+
+    def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
+        """[B, L, .] of what `begin` gave; `cache` absorbs it, or the caches of rows do (`RowCaches`)."""
+        raise NotImplementedError
+
+    def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
+        """x, if it is given, plus the projection of what `mix` gave."""
+        raise NotImplementedError
 
 
 class Embedding(Weight):
@@ -125,6 +178,17 @@ class Embedding(Weight):
         return embed(ids, self)
 
 
+@dataclass(frozen=True)
+class LastProduct:
+    """Logits of normed hidden states [..., D]: the product with a matrix, limited to `cap` if there is one."""
+
+    matrix: Linear | Embedding
+    cap: float | None
+
+    def __call__(self, hidden: Array) -> Array:
+        return softcap(linear(hidden, self.matrix), self.cap)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, in float32 inside (arXiv:1910.07467)."""
 
@@ -135,6 +199,19 @@ class RMSNorm(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.weight, self.eps)
+
+
+class Output(nn.Module):
+    """How what a part of a layer makes joins the stream: (h + norm(made)) * layer_scalar, this if `has_scalar`."""
+
+    def __init__(self, dims: int, eps: float, has_scalar: bool = False):
+        super().__init__()
+        self.norm = RMSNorm(dims, eps)
+        if has_scalar:
+            self.layer_scalar = mx.ones((1,))
+
+    def __call__(self, h: Array, made: Array | Pair) -> Array:
+        return add_normed(h, made, self.norm, self.get("layer_scalar"))
 
 
 class MLP(nn.Module):

@@ -1,34 +1,62 @@
-"""The Mixture-of-Experts block: router, shared expert, and the one call behind which experts stream."""
+"""The Mixture-of-Experts block: router, shared expert, and the one call to the routed experts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
-from ..kinds import Experts
+from ..kinds import Dense, Experts, Residual
+from ..ops import backend
+from ..ops.add_normed import Pair
 from ..ops.backend import Array
 from ..ops.elementwise import float32, softcap
 from ..ops.experts import Shared
-from ..ops.route import Choice, route, route_with_host_copy, router_logits
+from ..ops.norm import ConstantNorm
+from ..ops.route import Choice, route, route_by_table, route_with_host_copy, router_logits, table_rows
 from ..ops.tiles import MAX_TOKENS
-from .layers import MLP, Linear, RMSNorm, Stack
+from .layers import MLP, Linear, Output, RMSNorm, Stack
+
+PLAIN = Residual()
 
 
 class MoE(nn.Module):
-    """Replaces the dense MLP. `experts` is given by whoever loads the model; None where only shapes are wanted."""
+    """Replaces the dense MLP. The loader of the model gives `experts`; None: only shapes are needed.
 
-    def __init__(self, part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None):
+    `residual` says how what the block makes joins the stream; `eps` is that of the norms which it has itself.
+    """
+
+    def __init__(
+        self,
+        part: Experts,
+        hidden_size: int,
+        layer: int,
+        experts: RoutedExpertsCall | None,
+        residual: Residual = PLAIN,
+        eps: float = 1e-6,
+    ):
         super().__init__()
         self.layer, self.rule, self.experts = layer, part.router, experts
         self.gate = Linear(hidden_size, self.rule.experts, self.rule.logit_bias)
+        if self.rule.table is not None:
+            self.tid2eid = mx.zeros((self.rule.table, self.rule.top_k), mx.uint32)
         if self.rule.correction_bias:
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
             self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation)
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
+            if part.shared.normed:
+                self.shared_input_norm = RMSNorm(hidden_size, eps)
+                self.shared_output_norm, self.routed_output_norm = (RMSNorm(hidden_size, eps) for _ in range(2))
+        if self.rule.own_norm:
+            self.gate_norm = RMSNorm(hidden_size, eps)
+        if self.rule.expert_scales:
+            self.expert_scales = mx.ones((self.rule.experts,))
+        if residual.output_norms:
+            self.output = Output(hidden_size, eps, residual.layer_scale)
         self.arrange()
         self._following: Callable[[], tuple[MoE, RMSNorm]] | None = None
 
@@ -36,42 +64,50 @@ class MoE(nn.Module):
         """Joins the gates, which read x in float32; called again once they have their tensors."""
         gates = (self.gate, self.shared_expert_gate) if "shared_expert_gate" in self else (self.gate,)
         self._gates = Stack(*gates)
+        if self.rule.own_norm:
+            weight = self.gate_norm.weight.astype(mx.float32) * self.gate_norm.weight.size**-0.5
+            mx.eval(weight)
+            self._gate_norm = ConstantNorm(weight, self.gate_norm.eps)
 
     def set_next(self, following: "MoE", norm: RMSNorm) -> None:
         """`following` is the next MoE block, and `norm` the norm before it."""
         # Behind a function, so that the next layer does not become a part of this module.
         self._following = lambda: (following, norm)
 
-    def forward(self, residual: Array, norm: RMSNorm) -> Array:
-        """`residual` [B, L, D] and what the block makes of it, normed."""
+    def forward(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> Array:
+        """`residual` [B, L, D] and what the block makes of it, normed; `tokens` as in `prepare`."""
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
-            return self.finish(self.prepare(residual, norm))
-        return self.run_experts(self.choose(residual, norm, self.should_predict(B * L)))
+            return self.finish(self.prepare(residual, norm, tokens))
+        return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
-    def choose(self, residual: Array, norm: RMSNorm, predict: bool) -> list[Any]:
+    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> list[Any]:
         """What `run_experts` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
 
-        `predict`: with the experts of the next MoE block. Nothing here looks at a value.
+        `predict`: with the experts of the next MoE block. `tokens`: ids [B, L], where the rule has a table. Nothing
+        here looks at a value.
         """
         x, logits, gates = self._routed(residual, norm)
-        routed = self.route_with_host_copy(logits)
-        return [residual, x, logits, gates, routed, self._predict_next(residual) if predict else None]
+        routed = self.route_with_host_copy(logits, tokens)
+        predicted = self._predict_next(residual, tokens) if predict else None
+        return [residual, x, logits, gates, routed, predicted, *self._beside(residual)]
 
     def run_experts(self, parts: Sequence[Any]) -> Any:
         """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
-        residual, x, logits, gates, (ids, weights, host_copy), predicted = parts
+        residual, x, logits, gates, (ids, weights, host_copy), predicted, *beside = parts
         assert self.experts is not None
-        choice = Choice(logits, self.rule, self._bias)
+        choice = Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, host_copy)
-        return self.experts(routing, x, residual, self._shared(gates))
+        made: Any = self.experts(routing, x, self._added_to(residual), self._shared(gates))
+        return self._joined(residual, made, *beside)
 
-    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
         """What each token of many needs of itself alone; `finish` takes it, of one block of tokens or several joined.
 
         Args:
             residual: the stream [B, L, D].
-            norm: what the block's input is normed with.
+            norm: what the block's input is normed with; None: it is taken as it is.
+            tokens: ids [B, L], where the rule has a table.
 
         Returns:
             `residual`, the normed input [B, L, D], ids and weights [B, L, K], and the shared expert's output [B, L, D]
@@ -79,8 +115,8 @@ class MoE(nn.Module):
         """
         B, L, _ = residual.shape
         x, logits, gates = self._routed(residual, norm)
-        ids, weights = self.route(logits)
-        parts = [residual, x, ids, weights]
+        ids, weights = self.route(logits, tokens)
+        parts: list[Any] = [residual, x, ids, weights, *self._beside(residual)]
         shared = self._shared(gates)
         if shared is not None:
             parts.append(shared.rows(x))
@@ -95,9 +131,29 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
+        has_norms, shared = "shared_output_norm" in self, rows[4] if len(rows) > 4 else None
         predicted = self._predict_next(residual) if self.should_predict(B * L) else None
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
-        return self.experts(routing, x, residual, rows[4] if len(rows) > 4 else None, report).reshape(B, L, -1)
+        made = self.experts(routing, x, self._added_to(residual), None if has_norms else shared, report)
+        return self._joined(residual, made, shared if has_norms else None).reshape(B, L, -1)
+
+    def _beside(self, residual: Array) -> list[Array]:
+        """What the shared expert makes of the stream where it has norms of its own, the last of them left out."""
+        if "shared_output_norm" not in self:
+            return []
+        return [self.shared_expert(residual, norm=self.shared_input_norm)]
+
+    def _added_to(self, residual: Array) -> Array:
+        """What the routed experts' kernels add to what they make: the stream, where no norm stands between."""
+        is_plain = "output" not in self and "routed_output_norm" not in self
+        return residual if is_plain else backend.zeros_like(residual)
+
+    def _joined(self, residual: Array, made: Array, beside: Array | None = None) -> Array:
+        """The stream behind the block, of what the routed experts made on top of `_added_to` of it."""
+        if beside is None:
+            return self.output(residual, made) if "output" in self else made
+        pair = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)
+        return self.output(residual, pair) if "output" in self else residual + pair.sum()
 
     def should_predict(self, tokens: int) -> bool:
         """Whether to predict the experts of the next MoE block, now."""
@@ -105,10 +161,14 @@ class MoE(nn.Module):
             return False
         return self.experts.wants_guess(self._following()[0].layer, tokens)
 
-    def _predict_next(self, rows: Array) -> tuple[Array, Array, Sequence[mx.array]]:
-        """The next MoE layer's choice on this layer's hidden state, which its own norm rescales."""
+    def _predict_next(self, rows: Array, tokens: Any = None) -> tuple[Array, Array, Sequence[mx.array]]:
+        """The next MoE layer's choice on this layer's hidden state, which its own norm rescales; where that layer has a
+        table, what stands there, each expert as likely as the others."""
         assert self._following is not None
         following, norm = self._following()
+        if following.rule.table is not None:
+            ids = table_rows(following.tid2eid, tokens.reshape(-1))
+            return ids, (ids * 0 + 1).astype(np.float32 if isinstance(ids, np.ndarray) else mx.float32), []
         return following.route_with_host_copy(following._routed(rows, norm)[1])
 
     def _as_routing(self, predicted: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:
@@ -117,33 +177,72 @@ class MoE(nn.Module):
         ids, weights, host_copy = predicted
         return Routing(self._following()[0].layer, ids, weights, host_copy=host_copy)
 
-    def _routed(self, residual: Array, norm: RMSNorm) -> tuple[Array, Array, Array]:
+    def _routed(self, residual: Array, norm: RMSNorm | None) -> tuple[Array, Array, Array]:
         """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
         expert's gate last."""
         gates = self._gates.stacked
-        if gates is not None:
+        own = self._gate_norm if self.rule.own_norm else norm
+        if gates is not None and norm is not None and own is not None:
             bias = gates.bias if "bias" in gates else None
-            x, logits = router_logits(residual, norm.weight, norm.eps, gates, bias)
+            x_norm = norm.weight if self.rule.own_norm else None
+            x, logits = router_logits(residual, own.weight, own.eps, gates, bias, x_norm)
             return x, softcap(logits, self.rule.softcap), logits
-        x = norm(residual.reshape(-1, residual.shape[-1]))
-        _, outputs = self._gates(float32(x))
-        return x, softcap(outputs[0], self.rule.softcap), outputs[-1]
+        rows = residual.reshape(-1, residual.shape[-1])
+        x = rows if norm is None else norm(rows)
+        if self.rule.own_norm:
+            logits = self.gate(float32(self._gate_norm(rows)))
+            return x, softcap(logits, self.rule.softcap), logits
+        joined, outputs = self._gates(float32(x))
+        logits = outputs[0] if joined is None else joined
+        return x, softcap(logits, self.rule.softcap), outputs[-1] if joined is None else joined
 
-    def route(self, logits: Array) -> tuple[Array, Array]:
-        """logits [T, O] float32 -> (ids [T, K], weights [T, K] float32)."""
-        return route(logits, self.rule, self._bias)
+    def route(self, logits: Array, tokens: Any = None) -> tuple[Array, Array]:
+        """logits [T, O] float32 and, where the rule has a table, T ids -> (ids [T, K], weights [T, K] float32)."""
+        if self.rule.table is not None:
+            return route_by_table(logits, self.rule, self.tid2eid, tokens.reshape(-1))
+        return route(logits, self.rule, self._bias, self._scales)
 
-    def route_with_host_copy(self, logits: Array) -> tuple[Array, Array, Sequence[mx.array]]:
+    def route_with_host_copy(self, logits: Array, tokens: Any = None) -> tuple[Array, Array, Sequence[mx.array]]:
         """The same, for a wait."""
-        return route_with_host_copy(logits, self.rule, self._bias)
+        if self.rule.table is not None:
+            ids, weights = self.route(logits, tokens)
+            return ids, weights, []
+        return route_with_host_copy(logits, self.rule, self._bias, self._scales)
 
     @property
     def _bias(self) -> mx.array | None:
         return self.e_score_correction_bias if self.rule.correction_bias else None
 
+    @property
+    def _scales(self) -> mx.array | None:
+        return self.expert_scales if self.rule.expert_scales else None
+
     def _shared(self, gates: Array) -> Shared | None:
-        if "shared_expert" not in self:
+        if "shared_expert" not in self or "shared_output_norm" in self:
             return None
         mlp = self.shared_expert
         own = gates if "shared_expert_gate" in self else None
         return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)
+
+
+class DenseMLP(MLP):
+    """The first layers of DeepSeek-V3: every token, one wide MLP. `residual` and `eps` as for `MoE`."""
+
+    def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
+        super().__init__(hidden_size, part.width, part.activation)
+        if residual.output_norms:
+            self.output = Output(hidden_size, eps, residual.layer_scale)
+
+    def forward(self, residual: Array, norm: RMSNorm) -> Array:
+        """`residual` [B, L, D] and what the MLP makes of it, normed."""
+        if "output" in self:
+            return self.output(residual, self(residual, norm=norm))
+        return self(residual, norm=norm, residual=residual)
+
+    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+        """All of it."""
+        return (self.forward(residual, norm),)
+
+    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
+        """What `prepare` gave."""
+        return parts[0]

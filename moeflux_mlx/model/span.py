@@ -1,17 +1,23 @@
 """A span: prompt tokens that go through the model together, layer after layer, and how far they have come.
 
-Between two layers a span is its hidden states and nothing else, so it can be left there and taken up again. Within a
-layer its mixer handles one block of tokens after the other, and states that cannot be cut later are kept on the way.
+Between two layers the state of a span is only its hidden states, so it can stop and continue there. Within a layer the
+mixer handles one block of tokens after the other, and states that cannot be cut later are kept between blocks.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
+from ..ops.indexed import Chosen
 from ..state.cache import Cache
-from ..state.layer_cache import Pair
+from ..state.layer_cache import Arrays
+from .images import NO_IMAGES, Images
+from .tokens import Tokens
+
+MIXER_SHARE = 0.3  # of a layer's work, for progress reports: the experts take the rest
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,12 @@ class Span:
         start: what the caches had absorbed before them.
         block: tokens that a mixer handles at once.
         keep: numbers of the span's tokens after which states that cannot be cut are kept, ascending.
+        images: of the text, at places as the caches count them.
 
     Attributes:
         reached: how many layers are done, and what came out of the last of them, [B, N, hidden_size]; None at first.
+        inputs: what layers want of the tokens besides hidden states; None until the span begins.
+        chosen: for the start of each block, the positions that its tokens attend to, for layers that reuse them.
         kept: for each of `keep` the states of the layers that cannot be cut, by layer.
     """
 
@@ -41,9 +50,12 @@ class Span:
     start: int
     block: int
     keep: Sequence[int] = ()
+    images: Images = NO_IMAGES
     reached: tuple[int, Any] = (0, None)
-    kept: dict[int, dict[int, Pair]] = field(default_factory=dict)
-    _before: dict[int, Pair | None] = field(default_factory=dict)  # states of layers that are done or in work
+    inputs: Tokens | None = None
+    chosen: dict[int, Chosen] = field(default_factory=lambda: defaultdict(Chosen))
+    kept: dict[int, dict[int, Arrays]] = field(default_factory=dict)
+    _before: dict[int, Arrays | None] = field(default_factory=dict)  # states of layers that are done or in work
 
     @property
     def length(self) -> int:
@@ -63,30 +75,41 @@ class Span:
         """Bytes that a span holds on to between two layers."""
         pairs = [*self._before.values(), *(pair for states in self.kept.values() for pair in states.values())]
         states = sum(array.nbytes for pair in pairs for array in pair or () if array is not None)
-        return states + (0 if self.hidden is None else self.hidden.nbytes)
+        chosen = sum(one.positions.nbytes for one in self.chosen.values() if one.positions is not None)
+        chosen += sum(rows.nbytes for rows in self.inputs.tables.values()) if self.inputs else 0
+        return states + chosen + (0 if self.hidden is None else self.hidden.nbytes)
 
     def blocks(self, cache: Cache) -> Iterator[tuple[int, int]]:
-        """Start and end of what the mixer of `cache` takes in turn: blocks, cut where its state is to be kept."""
+        """Start and end of what the mixer of `cache` takes in turn: blocks, cut where its state is to be kept.
+
+        The cache knows the rotary positions of the images in each, and of what follows them.
+        """
         ends = set(range(self.block, self.length, self.block)) | {self.length}
         if not cache.is_trimmable():
             ends |= set(self.keep)
         start = 0
         for end in sorted(ends):
+            cache.axes = self.images.positions(self.start + start, self.start + end)
             yield start, end
+            cache.axes = None
+            for place, by in self.images.shifts(self.start + start, self.start + end):
+                cache.shift(by, place)
             start = end
 
     def begin(self, layer: int, cache: Cache) -> None:
         """A layer is about to absorb the span; if it had begun before and was interrupted, that is undone."""
         self.undo(layer, cache)
-        self._before[layer] = None if cache.is_trimmable() else cache.state[:2]
+        self._before[layer] = cache.kept()
 
     def passed(self, layer: int, end: int, cache: Cache) -> None:
         """The mixer of `layer` has absorbed the first `end` tokens."""
-        if end in self.keep and not cache.is_trimmable():
-            self.kept.setdefault(end, {})[layer] = cache.state[:2]
+        kept = cache.kept() if end in self.keep else None
+        if kept is not None:
+            self.kept.setdefault(end, {})[layer] = kept
 
     def undo(self, layer: int, cache: Cache) -> None:
         """Takes the cache of a layer that has begun back to where the span starts."""
+        cache.axes = None
         if layer in self._before:
             cache.go_back(self.start, self._before[layer])
             for states in self.kept.values():
@@ -98,3 +121,4 @@ class Span:
         for layer in list(self._before):
             self.undo(layer, caches[layer])
         self.reached, self.kept = (0, None), {}
+        self.chosen.clear()

@@ -1,14 +1,16 @@
 """A step of rows: the next few tokens of several sequences, and the way back to any of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
 
 from ..errors import RequestError
+from ..experts.source import Asked
+from ..ops.rows import RowCaches
 from ..state.cache import Cache
-from ..state.layer_cache import Pair
+from ..state.layer_cache import Arrays
 from .tokens import token_ids
 
 MAX_ROWS = 16  # of a step
@@ -21,7 +23,7 @@ class SequenceRows:
 
     Args:
         cache: a cache for each layer, from `Model.make_cache`; it may be empty.
-        tokens: ids in order. An array of one id need not be evaluated yet: on a GPU it is believed to be in the
+        tokens: ids in order. An array of one id need not be evaluated yet: on a GPU it is assumed to be in the
             vocabulary.
     """
 
@@ -36,17 +38,19 @@ class SequenceRows:
 class _Absorbing:
     """What one sequence absorbs in a step: the position where it begins, and the ways back to before each row."""
 
-    def __init__(self, cache: list[Cache]):
-        self.cache, self.start = cache, cache[0].offset
-        self.ways: list[list[Pair | None]] = []
+    def __init__(self, rows: SequenceRows):
+        self.cache, self.start = rows.cache, rows.cache[0].offset
+        self.ways: list[list[Arrays | None]] = [[None] * len(rows.cache) for _ in range(rows.count)]
+        self.ways[0] = [layer.way_back() for layer in rows.cache]
 
-    def begin_row(self) -> None:
-        self.ways.append([layer.way_back() for layer in self.cache])
+    def begin(self, row: int, layer: int) -> None:
+        """The cache of the layer has absorbed the rows before this one."""
+        self.ways[row][layer] = self.cache[layer].way_back()
 
     def go_back(self, rows: int) -> None:
         """Keeps the first so many rows."""
         for layer, way in zip(self.cache, self.ways[rows], strict=True):
-            layer.go_back(self.start + rows, way)
+            layer.take_back(self.start + rows, way)
         del self.ways[rows:]
 
 
@@ -56,19 +60,20 @@ class Step:
     Attributes:
         sequences: as they were given, the tokens as arrays [n].
         logits: [R, vocab_size], in the order of the sequences and of their tokens.
+        hidden: what a draft head takes of the rows, [1, R, hidden_size]; None: the model has none.
+        asked: what each row asked for, where that is counted (`ExpertLoader.counts_rows`).
     """
+
+    logits: mx.array
+    hidden: mx.array | None
+    asked: Sequence[Asked] = ()
 
     def __init__(self, sequences: list[SequenceRows]):
         self.sequences = sequences
-        self._logits: list[mx.array] = []
-        self._absorbing = [_Absorbing(rows.cache) for rows in sequences]
+        self._absorbing = [_Absorbing(rows) for rows in sequences]
         self._mark = object()  # not the step: a cache that held that would be held by what it holds
         for rows in sequences:
             rows.cache[0].last_step = self._mark
-
-    @property
-    def logits(self) -> mx.array:
-        return self._logits[0] if len(self._logits) == 1 else mx.concatenate(self._logits)
 
     @property
     def nbytes(self) -> int:
@@ -76,17 +81,25 @@ class Step:
         pairs = (way for one in self._absorbing for ways in one.ways for way in ways)
         return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
-    def rows(self) -> Iterator[tuple[mx.array, list[Cache]]]:
-        """A token [1, 1] and the caches that are to absorb it, row after row; each is followed by its `add`."""
-        for rows, absorbing in zip(self.sequences, self._absorbing, strict=True):
-            tokens = cast(mx.array, rows.tokens)
-            for i in range(rows.count):
-                absorbing.begin_row()
-                yield tokens[None] if rows.count == 1 else tokens[None, i : i + 1], rows.cache
+    @property
+    def tokens(self) -> mx.array:
+        """Of all rows, [1, R]."""
+        tokens = [cast(mx.array, rows.tokens) for rows in self.sequences]
+        return (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[None]
 
-    def add(self, logits: mx.array) -> None:
-        """The row has been computed; its logits are [1, vocab_size]."""
-        self._logits.append(logits)
+    @property
+    def caches(self) -> list[RowCaches]:
+        """For each layer the caches that absorb the rows; they tell the step when they begin with one."""
+        places = [(one, row) for one in self._absorbing for row in range(len(one.ways))]
+        return [self._of_layer(layer, places) for layer in range(len(self.sequences[0].cache))]
+
+    def _of_layer(self, layer: int, places: Sequence[tuple[_Absorbing, int]]) -> RowCaches:
+        def begin(i: int) -> None:
+            absorbing, row = places[i]
+            if row:
+                absorbing.begin(row, layer)
+
+        return RowCaches([absorbing.cache[layer] for absorbing, _ in places], begin)
 
     def start(self, sequence: int) -> int:
         """The position where a sequence's rows begin."""
@@ -114,15 +127,15 @@ class Step:
             first.last_step = self._mark
 
     def undo(self) -> None:
-        """Takes all caches back to where the step began, whatever has been done of it."""
+        """Takes all caches back to the beginning of the step, however much of it is done."""
         for absorbing in self._absorbing:
-            if absorbing.ways:
-                absorbing.go_back(0)
+            absorbing.go_back(0)
 
 
-def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int) -> list[SequenceRows]:
-    """The same with their tokens as arrays [n]. Raises RequestError: they do not make a step."""
-    checked = [rows if _is_lone(rows.tokens) else _as_array(rows, vocab_size) for rows in sequences]
+def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int, believed: bool) -> list[SequenceRows]:
+    """The same with their tokens as arrays [n]; an array of one is `believed`. Raises RequestError: they do not make a
+    step."""
+    checked = [rows if believed and _is_lone(rows.tokens) else _as_array(rows, vocab_size) for rows in sequences]
     if len(checked) == 1 and checked[0].count == 1:
         return checked
     longest, total = max((rows.count for rows in checked), default=0), sum(rows.count for rows in checked)

@@ -1,29 +1,39 @@
-"""The plan of resident tensors, everything that is not a routed expert: what a model needs, how a conversion stores
-it, and in which form it is kept in memory. Conversion, planning and loading all ask here.
+"""The plan of resident tensors, all that do not belong to a routed expert: what a model needs, how a conversion stores
+it, and its form in memory. Conversion, planning and loading use this plan.
 """
 
+from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..ops.forms import DTYPES
-from ..quant import DEFAULT, OF_GROUPS, Quant
+from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
+from .head import DraftHead
 from .layers import Weight
 
-KEPT_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")
+KEPT_FLOAT32 = (
+    *("A_log", "dt_bias", "e_score_correction_bias", "expert_scales", "ape", "fn", "base", "scale", GLOBAL_SCALE),
+)
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 ROUTER_BITS = 8
+TABLE = ".tid2eid"  # the experts of each token id: integers
+# A few rows, by which scores of positions are summed, and keys of blocks are.
+INDEX_WEIGHTS = (".indexer.weights_proj", ".indexer.wgate")
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def needed(args: ModelArgs, split_latent: bool = False) -> tuple[Shapes, Shapes]:
-    """Shapes of the model's matrices by module path, and of its other tensors by name."""
-    model = Model(args, None, split_latent)
+def needed(
+    args: ModelArgs, split_latent: bool = False, kind: type[Model] | type[DraftHead] = Model
+) -> tuple[Shapes, Shapes]:
+    """Shapes of the model's matrices by module path, and of its other tensors by name; or of a draft head's."""
+    model = kind(args, None, split_latent)
     matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
     names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
     return matrices, {name: shape for name, shape in names.items() if not is_of_matrix(name, matrices)}
@@ -39,7 +49,9 @@ def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT) 
     """How a conversion stores a matrix that comes as floats, linear layers as `quant`; None: as floats."""
     is_router = path.endswith(ROUTERS)
     wanted = Quant(ROUTER_BITS, DEFAULT.group_size) if is_router else quant
-    if (is_router and args.experts.router.correction_bias) or columns % wanted.group_size:
+    has_bias = any(args.experts_of(i).router.correction_bias for i in args.moe_layers)
+    is_exact = path.endswith(INDEX_WEIGHTS) or (is_router and has_bias)
+    if is_exact or columns % wanted.group_size:
         return None
     return wanted
 
@@ -52,12 +64,13 @@ def split_latent(names: Mapping[str, object]) -> bool:
 def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
     """Of a tensor in memory, of a model whose activations have `dtype`.
 
-    Scales, biases, norms and dense matrices become `dtype`; the router and the decay parameters float32.
+    Scales, biases, norms and dense matrices become `dtype`; the router, an indexer's weights of heads and the decay
+    parameters float32.
     """
     if tensor.dtype in (mx.uint32, mx.uint8):
         return tensor.dtype
     path, _, leaf = name.rpartition(".")
-    kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith(ROUTERS) else dtype
+    kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith((*ROUTERS, *INDEX_WEIGHTS)) else dtype
     # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.
     on_cpu = kept == mx.float32 and mx.default_device() == mx.cpu
     narrow = leaf in OF_GROUPS and not path.endswith(EMBEDDING) and tensor.dtype == mx.bfloat16
@@ -70,7 +83,12 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
 
 
 def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> int:
-    """`resident_bytes` of a model that is not here, as a conversion to `quant` would store it."""
+    """`resident_bytes` of a model that is not here, as a conversion to `quant` would store it.
+
+    Layers that are alike are counted, not made one by one.
+    """
+    counts = Counter(args.layers)
+    args = replace(args, layers=tuple(counts))
     matrices, plain = needed(args)
     tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
     for path, (*rows, columns) in matrices.items():
@@ -78,7 +96,11 @@ def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> i
         if stored is None:
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
             continue
-        tensors[f"{path}.weight"] = mx.zeros((*rows, stored.words(columns)), mx.uint32)
-        for part in stored.parts[1:]:
-            tensors[f"{path}.{part}"] = mx.zeros((*rows, stored.groups(columns)), DTYPES[stored.of_groups("BF16")])
-    return resident_bytes(tensors, dtype)
+        for part in stored.parts:
+            values, kind = stored.of_part(part, columns, "BF16")
+            tensors[f"{path}.{part}"] = mx.zeros((*rows, values), DTYPES[kind])
+    times = {f"model.layers.{i}": counts[layer] for i, layer in enumerate(args.layers)}
+    return sum(
+        resident_bytes({name: tensor}, dtype) * times.get(".".join(name.split(".")[:3]), 1)
+        for name, tensor in tensors.items()
+    )

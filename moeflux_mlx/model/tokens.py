@@ -1,11 +1,51 @@
-"""Token ids as they come from callers, checked."""
+"""Checks token ids from callers and brings them to the form that layers need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
+
+
+class Rows(Protocol):
+    """Rows of a table that are being read, for the n-grams of tokens [B, L]."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def take(self, start: int, end: int) -> mx.array:
+        """[B, end - start, values] of these tokens, in the dtype that the model computes in."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What layers want of tokens besides hidden states.
+
+    Attributes:
+        ids: [B, L].
+        tables: by layer, the rows of tables for n-grams.
+        start: of these tokens, among those that the rows are for.
+    """
+
+    ids: mx.array
+    tables: Mapping[int, Rows] = field(default_factory=dict)
+    start: int = 0
+
+    def at(self, start: int, end: int) -> "Tokens":
+        """Some of them."""
+        return replace(self, ids=self.ids[:, start:end], start=self.start + start)
+
+    def rows(self, layer: int, width: int, like: Any) -> Any:
+        """[B, L, width] of a layer's table, as an array of the same kind and dtype as `like`; zeros without tables."""
+        B, L = self.ids.shape
+        if layer not in self.tables:
+            return mx.zeros((B, L, width), like.dtype) if isinstance(like, mx.array) else np.zeros((B, L, width), "f4")
+        rows = self.tables[layer].take(self.start, self.start + L)
+        return rows.astype(like.dtype) if isinstance(like, mx.array) else np.asarray(rows.astype(mx.float32))
 
 
 def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:

@@ -1,7 +1,7 @@
-"""Fills a model with its resident tensors: everything that is not a routed expert.
+"""Fills a model with its resident tensors: all that do not belong to a routed expert.
 
-Tensors carry the model's own module paths as names. A matrix is stored dense, or as codes with scales and, in mode
-affine, biases; which, its shapes tell, and the configuration must agree.
+Tensors have the model's module paths as names. A matrix is stored dense, or as codes with the other parts of its form;
+its shapes determine which, and the configuration must agree.
 """
 
 from pathlib import Path
@@ -15,8 +15,9 @@ from ..ops import backend
 from ..ops.backend import FLOATS
 from ..quant import FLOAT, Quant, Quantization, of_shapes
 from .decoder import Model
+from .head import DraftHead
 from .layers import Weight
-from .tensors import is_of_matrix, kept_dtype
+from .tensors import TABLE, is_of_matrix, kept_dtype
 
 
 def read_resident(path: Path) -> dict[str, mx.array]:
@@ -37,7 +38,9 @@ def read_resident(path: Path) -> dict[str, mx.array]:
     return tensors
 
 
-def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype) -> None:
+def fill(
+    model: Model | DraftHead, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
+) -> None:
     """Gives every parameter of `model` its tensor, converted once to the form in which it is kept (`tensors`).
 
     `tensors` is emptied, so that no tensor is in memory twice.
@@ -51,7 +54,9 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
         _fill_weight(path, module, left, quantization, dtype)
     for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         path, _, leaf = name.rpartition(".")
-        if not is_of_matrix(name, matrices):
+        if name.endswith(TABLE):
+            setattr(_module(model, path), leaf, _take_table(left, name, parameter.shape, model.args.num_experts))
+        elif not is_of_matrix(name, matrices):
             tensor = _take_float(left, name, parameter.shape)
             setattr(_module(model, path), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
     arrange(model)
@@ -62,14 +67,14 @@ def fill(model: Model, tensors: dict[str, mx.array], quantization: Quantization 
     backend.settle_weights(model.parameters())
 
 
-def arrange(model: Model) -> None:
+def arrange(model: Model | DraftHead) -> None:
     """Lets every module that wants its tensors in another form make it, once all have theirs."""
     for module in model.modules():
         if hasattr(module, "arrange"):
             module.arrange()
 
 
-def _module(model: Model, path: str) -> Any:
+def _module(model: Model | DraftHead, path: str) -> Any:
     module: Any = model
     for part in path.split("."):
         module = module[int(part)] if isinstance(module, list) else getattr(module, part)
@@ -89,16 +94,19 @@ def _fill_weight(
         raise ModelFileError(f"tensor {path}.scales is missing; {path}.weight is {weight.dtype}")
     module.quant = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
     module.weight = weight
-    groups = (*module.shape[:-1], module.quant.groups(module.shape[-1]))
     for name in module.tensors()[1:]:
-        setattr(module, name, _of_groups(f"{path}.{name}", module.quant, groups, left, dtype))
+        setattr(module, name, _beside(path, name, module.quant, module.shape, left, dtype))
     mx.eval([module[name] for name in module.tensors()])
 
 
-def _of_groups(name: str, quant: Quant, shape: tuple[int, ...], left: dict[str, mx.array], dtype: mx.Dtype) -> mx.array:
-    """Scales or biases as they are kept."""
-    tensor = _take(left, name)
-    if quant.scale == FLOAT:
+def _beside(
+    path: str, part: str, quant: Quant, matrix: tuple[int, ...], left: dict[str, mx.array], dtype: mx.Dtype
+) -> mx.array:
+    """A part of a stored matrix that is not its codes, as it is kept."""
+    name = f"{path}.{part}"
+    tensor, (values, kind) = _take(left, name), quant.of_part(part, matrix[-1], FLOAT)
+    shape = (*matrix[:-1], values)
+    if kind != "U8":
         _checked_float(name, tensor, shape)
     else:
         _check_shape(name, tensor, shape)
@@ -133,6 +141,18 @@ def _check_shape(name: str, tensor: mx.array, wanted: tuple[int, ...]) -> None:
 
 def _take_float(left: dict[str, mx.array], name: str, shape: tuple[int, ...]) -> mx.array:
     return _checked_float(name, _take(left, name), shape)
+
+
+def _take_table(left: dict[str, mx.array], name: str, shape: tuple[int, ...], count: int) -> mx.array:
+    """Ids below `count`, uint32."""
+    table = _take(left, name)
+    _check_shape(name, table, shape)
+    if table.dtype != mx.uint32:
+        raise ModelFileError(f"tensor {name} is {table.dtype}; expected uint32")
+    largest = int(cast(Any, table.max().item()))
+    if largest >= count:
+        raise ModelFileError(f"tensor {name} names expert {largest} of {count}; convert the checkpoint again")
+    return table
 
 
 def _checked_float(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:

@@ -3,10 +3,10 @@
 A window bounds what a query sees (arXiv:2004.05150). A sink is a learned logit of each head that counts in the sum of
 the softmax and in nothing else (after arXiv:2309.17453).
 
-On a GPU a token takes two launches, which write no key or value to the cache: a few of the newest come as an array of
-their own, which is copied with one more at each token. MLX's attention would take a dozen, and copies the whole cache
-where the token before is still being computed. On the CPU a token takes one call, which writes its key and value into
-such an array: asking MLX to append them takes as long as reading a tenth of the layer's weights.
+On a GPU a token takes two launches, which write no key or value to the cache: a few of the newest are in an array of
+their own, which is copied with one more at each token. MLX's attention would take a dozen launches, and copies the
+whole cache if the previous token is still being computed. On the CPU a token takes one call, which writes its key and
+value into such an array: appending them with MLX takes as long as reading a tenth of the layer's weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,23 @@ import numpy as np
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
 from .elementwise import sigmoid
-from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, in_turn
-from .norm import Norm
+from .kv_rows import row_bytes
+from .launch import (
+    MOST_THREADS,
+    NO_KERNELS,
+    TOGETHER,
+    ArrayPiece,
+    Input,
+    Kernel,
+    Launch,
+    Reason,
+    Shape,
+    ceildiv,
+    in_turn,
+)
+from .norm import Norm, rms_norm
 from .rope import Rope, angles
+from .rows import RowCaches
 from .tiles import planned
 
 ATTEND_STEP = Kernel(
@@ -76,9 +90,9 @@ def _band(rows: int, positions: int, window: int) -> mx.array:
 class Held(NamedTuple):
     """What a cache has before a token, numpy arrays on the CPU.
 
-    keys, values: [1, kv heads, capacity, .], with a window position p in row p % capacity; or latents
-        [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
-    recent: the newest keys [kv heads, RECENT, D] and then values in one row, or [RECENT, N + R].
+    keys, values: [1, kv heads, capacity, .], values or rows of bytes (`kv_rows`), with a window position p in row
+        p % capacity; or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
+    recent: the newest keys [kv heads, RECENT, .] and then values in one row, or [RECENT, N + R].
     positions: int32, the token's place in the cache, the first of `recent`, the capacity, and the token's rotary
         position.
     """
@@ -101,7 +115,8 @@ class Whole(NamedTuple):
 
 
 class Positions(Protocol):
-    """A cache of two arrays [B, heads, capacity, width], full to `offset`; the next token is turned by `position`."""
+    """A cache of two arrays [B, heads, capacity, width], full to `offset`; the next token is turned by `position`, or
+    the next L tokens by integers [3, L]."""
 
     offset: Any
     position: Any
@@ -142,13 +157,28 @@ class Terms(NamedTuple):
     scale: float
     window: int | None
     sinks: mx.array | None
+    value_norm: float | None
+
+    def values(self, v: Array) -> Array:
+        """As they are kept."""
+        return v if self.value_norm is None else rms_norm(v, None, self.value_norm)
+
+    @property
+    def eps(self) -> float:
+        """Of all norms."""
+        return self.q_norm.eps if self.q_norm else self.value_norm or 0.0
+
+    @property
+    def limits(self) -> tuple[int | None, bool, bool]:
+        """What of it a kernel's text depends on."""
+        return self.window, self.sinks is not None, self.value_norm is not None
 
 
 def attend(
     q: Array,
     k: Array,
     v: Array,
-    cache: Steps,
+    cache: Steps | RowCaches,
     *,
     q_norm: Norm | None,
     k_norm: Norm | None,
@@ -156,32 +186,46 @@ def attend(
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,
+    value_norm: float | None = None,
     whole: Whole | None = None,
 ) -> Array:
     """softmax(scale * q k) v over what `cache` has seen and the new positions up to each query's own.
 
     Args:
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
-        k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and turned.
+        k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and turned, v normed.
+        cache: of one text or a batch of them; or the caches of the L rows of a step.
         q_norm, k_norm: of each head of q and k; None: there is none, or q and k are normed already.
         rope: turns q and k by their rotary positions; None: nothing does.
         window: how many positions a query sees, its own included; None: all. `cache` is then one of that window.
         sinks: [heads], logits that take part in the softmax's sum only; None: there are none.
+        value_norm: epsilon of a norm without weight of each head of v, that of the other norms; None: there is none.
         whole: the same as kernels take it.
 
     Returns:
         [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    terms = Terms(q_norm, k_norm, rope, scale, window, sinks)
-    if isinstance(q, np.ndarray) and not native_refusal(B * L == 1):
-        return _step_native(q, k, v, cache, terms)
-    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, D, v.shape[-1]):
-        return _step_kernel(q, k, v, cache, terms, whole)
+    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm)
+    if isinstance(cache, RowCaches):
+        if isinstance(q, np.ndarray) or refusal(backend.name(), True, D, v.shape[-1]):
+            return cache.each(lambda row, one: _of_row(row, q, k, v, one, terms, whole))
+        more: Any = (q, k, v), terms, whole
+        return cache.each(
+            lambda row, one: _of_row(row, q, k, v, one, terms, whole),
+            lambda rows, some: _rows_kernel(rows, some, *more),
+            TOGETHER.get(backend.name(), 1),
+        )
     position = cache.position
+    is_alone = B * L == 1 and not isinstance(position, np.ndarray)  # a row of an image has three positions
+    if isinstance(q, np.ndarray) and not native_refusal(is_alone):
+        return _step_native(q, k, terms.values(v), cache, terms)
+    if isinstance(q, mx.array) and not refusal(backend.name(), is_alone, D, v.shape[-1]):
+        return _step_kernel(q, k, v, cache, terms, whole)
+    v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
-        q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
+        q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
         seen = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
         mx.eval(cache.keys, cache.values, *seen[:2])  # one wait for all
         keys, values = view(seen[0]), view(seen[1])
@@ -191,7 +235,7 @@ def attend(
         if gate is not None:
             out *= sigmoid(gate)
         return out.reshape(B, L, -1)
-    q, k = _prepared(q, q_norm, rope, position), _prepared(k, k_norm, rope, position)
+    q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts = []
     sinks = None if sinks is None else sinks.astype(q.dtype)
@@ -206,7 +250,13 @@ def attend(
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 
-def _prepared(x: Array, norm: Norm | None, rope: Rope | None, position: int) -> Array:
+def _of_row(row: slice, q: Array, k: Array, v: Array, cache: Steps, terms: Terms, whole: Whole | None) -> Array:
+    """`attend` of one of several rows."""
+    own = None if whole is None else Whole(whole.joined[:, row], whole.weights)
+    return attend(q[:, row], k[:, row], v[:, row], cache, whole=own, **terms._asdict())
+
+
+def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> Array:
     """Queries or keys [B, L, heads, D] normed and turned, as attention takes them: MLX's [B, heads, L, D]."""
     x = x if norm is None else norm(x)
     if isinstance(x, mx.array):
@@ -280,43 +330,104 @@ def _step_kernel(
     held = cache.held(k.dtype)
     norm_dtype = None if norms[0] is None else norms[0].weight.dtype
     turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
-    limits = terms.window, terms.sinks is not None
     shapes = q.shape, k.shape, v.shape
-    step, combine = plan(backend.name(), shapes, (q.dtype, norm_dtype), held.keys.shape[2], turn, limits)
+    types = q.dtype, norm_dtype, held.keys.dtype
+    step, combine = plan(backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
     # A kernel wants an array in every place; what it does not read is k.
     norm_weights = [k if norm is None else norm.weight for norm in norms]
     weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
-    numbers = norms[0].eps if norms[0] else 0.0, rope.magnitude if rope else 1.0, terms.scale
+    numbers = terms.eps, rope.magnitude if rope else 1.0, terms.scale
     parts, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
     return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, held.positions)[0]
+
+
+def _rows_kernel(
+    rows: slice,
+    caches: Sequence[Steps],
+    heads: tuple[mx.array, mx.array, mx.array],
+    terms: Terms,
+    whole: Whole | None,
+) -> mx.array:
+    """`attend` for a row of each of several sequences in two launches: [1, R, heads * V]."""
+    norms, rope, count = (terms.q_norm, terms.k_norm), terms.rope, len(caches)
+    q, k, v = (part[:, rows] for part in heads)
+    joined = None if whole is None else whole.joined[:, rows]
+    held = [cache.held(k.dtype) for cache in caches]
+    capacity = max(one.keys.shape[2] for one in held)
+    norm_dtype = None if norms[0] is None else norms[0].weight.dtype
+    turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
+    shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
+    widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
+    types = q.dtype, norm_dtype, held[0].keys.dtype
+    step, combine = plan_rows(backend.name(), shapes, types, capacity, turn, terms.limits, count, widths)
+    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
+    norm_weights = [k if norm is None else norm.weight for norm in norms]
+    weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
+    numbers = terms.eps, rope.magnitude if rope else 1.0, terms.scale
+    positions, *arrays = ([getattr(one, name) for one in held] for name in ("positions", "keys", "values", "recent"))
+    parts, *recent = step(*inputs, *weights, *numbers, *positions, *(array for own in arrays for array in own))
+    for cache, kept in zip(caches, recent, strict=True):
+        cache.advance(kept)
+    return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, *positions)[0]
+
+
+@lru_cache(512)
+def plan_rows(
+    target: str,
+    shapes: tuple[Shape, Shape, Shape],
+    types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
+    capacity: int,
+    turn: tuple[int, bool],
+    limits: tuple[int | None, bool, bool],
+    count: int,
+    widths: tuple[int, int, int],
+) -> tuple[Launch, Launch]:
+    """The launches of so many rows; `widths`: values from a row of q, k and v to the next."""
+    step, combine = plan(target, shapes, types, capacity, turn, limits)
+    ((pieces, heads, values), _), (recent, _) = step.outputs
+    ((out, _),) = combine.outputs
+    # A piece of every row, then the next piece: what rows have between them does not depend on `capacity`, because a
+    # text is compiled for each constant.
+    sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), widths, strict=True)) | {"AT_OUT": out[-1]}
+    sizes |= {"PIECE": count * heads, "AT_PARTS": heads * values}
+    own = {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
+    own |= {"out": "out+AT_OUT"} | {
+        name: f"{name}@{count}" for name in ("positions", "keys", "values", "recent", "next")
+    }
+    made = [((pieces, count * heads, values), mx.float32), *[(recent, types[2])] * count]
+    outputs = [((1, count, out[-1]), types[0])]
+    return step.of_rows(own, count, sizes, made), combine.of_rows(own, count, sizes, outputs)
 
 
 @lru_cache(512)
 def plan(
     target: str,
     shapes: tuple[Shape, Shape, Shape],
-    types: tuple[mx.Dtype, mx.Dtype | None],
+    types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
     capacity: int,
     turn: tuple[int, bool],
-    limits: tuple[int | None, bool],
+    limits: tuple[int | None, bool, bool],
 ) -> tuple[Launch, Launch]:
     (heads, stride), (kv_heads, width), (_, value_width) = (shape[2:] for shape in shapes)
-    window, has_sinks = limits
+    window, has_sinks, norms_values = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
-    template = sizes | {"W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
+    sizes["PIECE"] = heads
+    template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
+    template["VNORM"] = int(norms_values)
     # A window of n positions lies in one piece more than it fills, or in all of a short text's.
     pieces = ceildiv(capacity + RECENT, positions) if window is None else ceildiv(window - 1, positions) + 1
     most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, value_width + 1, 32) if value_width % n == 0 and 4 * n <= most)
-    kept = kv_heads * RECENT * (width + value_width)
-    outputs = [((pieces, heads, value_width + 2), mx.float32), ((kept,), types[0])]
+    elements = row_bytes if types[2] == mx.uint8 else int
+    kept = kv_heads * RECENT * (elements(width) + elements(value_width))
+    outputs = [((pieces, heads, value_width + 2), mx.float32), ((kept,), types[2])]
     step = Launch(target, ATTEND_STEP, template, (pieces, heads // abreast), shares * width, outputs)
     out = [((1, 1, heads * value_width), types[0])]
     sizes |= {"GATE": int(stride > width), "C": columns, "SINKS": int(has_sinks)}

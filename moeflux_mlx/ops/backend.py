@@ -8,7 +8,7 @@ read in place; no operation writes into one.
 import ctypes
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from .stand_ins import stand_ins
 Array = TypeVar("Array", mx.array, np.ndarray)
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+FEW = 1 << 16  # values of zeros that are kept
 LANES = 16  # the native kernels want rows of whole vectors
 
 
@@ -139,8 +140,7 @@ def join(parts: "list[tuple[Array, ...]]", axis: int) -> "list[Array]":
     parts.clear()
     joined: list[Array] = []
     for column in columns:
-        library: Any = mx if isinstance(column[0], mx.array) else np
-        joined.append(library.concatenate(column, axis=axis))
+        joined.append(library_of(column[0]).concatenate(column, axis=axis))
         column.clear()
         start(joined[-1])
     return joined
@@ -156,6 +156,25 @@ def view(x: Any) -> np.ndarray:
     if isinstance(x, mx.array) and x.dtype == mx.bfloat16:
         x = x.view(mx.uint16)
     return np.ascontiguousarray(np.asarray(x))
+
+
+def library_of(x: Any) -> Any:
+    """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
+    return mx if isinstance(x, mx.array) else np
+
+
+def zeros_like(x: Any) -> Any:
+    """An array of x's kind, shape and dtype; of a few rows one that is made once."""
+    if not isinstance(x, mx.array):
+        return np.zeros_like(x)
+    return _zeros(x.shape, x.dtype, str(mx.default_device())) if x.size <= FEW else mx.zeros_like(x)
+
+
+@lru_cache(32)
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
+    zeros = mx.zeros(shape, dtype)
+    mx.eval(zeros)
+    return zeros
 
 
 def stack(arrays: list[np.ndarray]) -> np.ndarray:

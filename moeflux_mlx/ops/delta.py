@@ -1,7 +1,8 @@
 """Gated DeltaNet between its projections (arXiv:2412.06464), as Qwen3-Next and Qwen3.5 use it.
 
 A short causal convolution, then for each value head a matrix that decays, forgets along the new key and learns the new
-value; then a gated norm. Two pieces of state: the convolution's last inputs, and the matrices.
+value; then a gated norm. Two pieces of state: the convolution's last inputs, and the matrices. Where each channel of a
+key decays by itself, the plain operations are `channel_delta`'s.
 """
 
 from collections.abc import Sequence
@@ -13,14 +14,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..kinds import Delta
+from ..kinds import ChannelDecay, Delta
 from . import backend, native
 from .backend import Array, stack, view
-from .elementwise import activate, sigmoid, split
+from .channel_delta import channel_delta, log_decays
+from .elementwise import activate, float32, sigmoid, split
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
     SHARED_BYTES,
+    TOGETHER,
     ArrayPiece,
     Input,
     Kernel,
@@ -33,6 +36,7 @@ from .launch import (
     require,
 )
 from .norm import rms_norm
+from .rows import RowCaches
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
@@ -41,6 +45,7 @@ DELTA_INPUTS = Kernel("delta_inputs", "qkv a b A_log dt_bias length", "qk gates"
 GATED_DELTA_TOKENS = Kernel("gated_delta_tokens", "qkv qk gates state length", "out next")
 GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
 DELTA_STEP = Kernel("delta_step", "qkv z b a A_log dt_bias taps weight eps conv state", "out next_conv next")
+PARTS = ("qkv", "z", "b", "a", "out")  # of which each row of a step has its part in an array of all
 SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
@@ -58,7 +63,8 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim].
+    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim]; where
+    channels decay, `dt_bias` [key width].
 
     `pieces`: where A_log, dt_bias, the convolution and the norm lie in one array, if they do.
     """
@@ -70,13 +76,18 @@ class DeltaWeights:
     eps: float
     pieces: list[ArrayPiece] | None = None
 
+    @property
+    def inputs(self) -> Sequence[Input]:
+        """What a kernel takes for A_log, dt_bias, the convolution and the norm."""
+        return (self.A_log, self.dt_bias, self.conv, self.norm) if self.pieces is None else self.pieces
+
 
 def delta(
     qkv: Array,
     z: Array,
     b: Array,
     a: Array,
-    state: State,
+    state: State | RowCaches,
     w: DeltaWeights,
     sizes: Delta,
     joined: Array | None = None,
@@ -85,17 +96,31 @@ def delta(
 
     Args:
         qkv: [B, L, channels], q and k of all key heads, then v of all value heads.
-        z: [B, L, value width], the gate of the norm.
-        b, a: [B, L, value heads]; beta = sigmoid(b), decay = exp(-exp(A_log) * softplus(a + dt_bias)).
+        z: [B, L, value width], the gate of the norm; `sizes.gate` says what is made of it.
+        state: of one text or a batch of them; or the states of the L rows of a step.
+        b, a: [B, L, value heads]; beta = sigmoid(b), decay = exp(-exp(A_log) * softplus(a + dt_bias)). Where channels
+            decay, a is [B, L, key width], and `log_decays` says of what the decays are made.
         joined: [B, L, ...], for each position qkv, z, b and a one after another, if there is such an array.
 
     Returns:
         [B, L, value width]
     """
     B, L = qkv.shape[:2]
+    if isinstance(state, RowCaches):
+
+        def of_row(row: slice, one: State) -> Array:
+            own = None if joined is None else joined[:, row]
+            return delta(qkv[:, row], z[:, row], b[:, row], a[:, row], one, w, sizes, own)
+
+        def of_rows(rows: slice, some: Sequence[State]) -> Any:
+            parts: Any = [part[:, rows] for part in (qkv, z, b, a)]
+            return _rows_kernel(parts, some, w, sizes, None if joined is None else joined[:, rows])
+
+        has_kernel = isinstance(qkv, mx.array) and not refusal(backend.name(), B, sizes)
+        return state.each(of_row, of_rows if has_kernel else None, TOGETHER.get(backend.name(), 1))
     if isinstance(qkv, np.ndarray):
         out = _delta_native(qkv, z, b, a, state, w, sizes)
-    elif not refusal(backend.name(), B, sizes.key_dim):
+    elif not refusal(backend.name(), B, sizes):
         out = _delta_kernel(qkv, z, b, a, state, w, sizes, joined)
     else:
         out = _delta_ops(qkv, z, b, a, state, w, sizes)
@@ -104,13 +129,15 @@ def delta(
 
 
 @planned()
-def refusal(target: str, sequences: int, key_dim: int) -> Reason | None:
-    """Why the kernels do not take so many sequences, with keys of so many values."""
+def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
+    """Why the kernels do not take so many sequences, with heads of these sizes."""
     if target == "ops":
         return NO_KERNELS
+    if sizes.channel_decay is not None and sizes.key_heads != sizes.value_heads:
+        return Reason(f"channels of {sizes.key_heads} keys decay by themselves for {sizes.value_heads} values")
     if sequences > 1:
         return Reason(f"there are {sequences} sequences; the kernels take one")
-    return Reason(f"keys of {key_dim} values are no multiple of 32") if key_dim % 32 else None
+    return Reason(f"keys of {sizes.key_dim} values are no multiple of 32") if sizes.key_dim % 32 else None
 
 
 # ---- plain MLX operations
@@ -124,9 +151,17 @@ def _delta_ops(
     if recurrent is None:
         recurrent = mx.zeros((B, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
     qkv = _convolve(qkv, state, w, sizes)
-    out, state.recurrent = gated_delta_ops(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
+    if sizes.channel_decay is None:
+        out, state.recurrent = gated_delta_ops(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
+    else:
+        q, k, v = _heads(float32(qkv), sizes)
+        decays = log_decays(a, w.A_log, w.dt_bias, sizes.channel_decay)
+        beta = mx.sigmoid(float32(b))
+        made, state.recurrent = channel_delta(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, decays, beta, recurrent)
+        out = made.astype(qkv.dtype)
     z = z.reshape(B, L, sizes.value_heads, sizes.value_dim).astype(mx.float32)
-    out = rms_norm(out, w.norm, w.eps) * nn.silu(z).astype(out.dtype)
+    gates = nn.silu(z) if sizes.gate == "silu" else mx.sigmoid(z)
+    out = rms_norm(out, w.norm, w.eps) * gates.astype(out.dtype)
     return out.reshape(B, L, -1)
 
 
@@ -151,6 +186,15 @@ def gated_delta_ops(
     v = v.reshape(B, L, heads, v_dim)
     out, following = mx.fast.gated_delta_update(q, k, v, decay_rate(a, A_log, dt_bias), mx.sigmoid(b), state)
     return out, following
+
+
+def _heads(qkv: mx.array, sizes: Delta) -> list[mx.array]:
+    """q, k and v [B, L, heads, .] of them side by side."""
+    parts = split(qkv, sizes.key_width, 2 * sizes.key_width)
+    return [
+        part.reshape(*qkv.shape[:2], -1, width)
+        for part, width in zip(parts, (sizes.key_dim, sizes.key_dim, sizes.value_dim), strict=True)
+    ]
 
 
 def _unit(x: mx.array) -> mx.array:
@@ -178,14 +222,18 @@ def _delta_native(
     else:
         conv, recurrent = view(state.conv), view(state.recurrent)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
-        softplus = np.logaddexp(a + view(w.dt_bias), np.float32(0))
-    decay = np.exp(-np.exp(view(w.A_log)) * softplus)
+        if sizes.channel_decay is None:
+            softplus = np.logaddexp(a + view(w.dt_bias), np.float32(0))
+            decay = np.exp(-np.exp(view(w.A_log)) * softplus)
+        else:
+            decay = np.exp(log_decays(a, w.A_log, w.dt_bias, sizes.channel_decay))
     beta = sigmoid(b)
     taps = np.ascontiguousarray(view(w.conv).reshape(sizes.channels, -1).T)
     steps = [_recur(qkv[i], decay[i], beta[i], conv[i], recurrent[i], taps, sizes) for i in range(B)]
     out, conv, recurrent = (stack(list(part)) for part in zip(*steps, strict=True))
     state.conv, state.recurrent = mx.array(conv), mx.array(recurrent)
-    return activate(z.reshape(out.shape), rms_norm(out, w.norm, w.eps)).reshape(B, L, -1)
+    out, z = rms_norm(out, w.norm, w.eps), z.reshape(out.shape)
+    return (activate(z, out) if sizes.gate == "silu" else sigmoid(z) * out).reshape(B, L, -1)
 
 
 def _recur(
@@ -224,19 +272,17 @@ def _delta_kernel(
 ) -> mx.array:
     """[1, L, ...] in, [1, L, value width] out."""
     L = qkv.shape[1]
-    conv, recurrent = state.conv, state.recurrent
-    if conv is None or recurrent is None:
-        conv = mx.zeros((1, sizes.taps - 1, sizes.channels), qkv.dtype)
-        recurrent = mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
+    conv, recurrent = _begun(state, qkv.dtype, sizes)
     if L == 1:
         out, state.conv, state.recurrent = delta_step(qkv, z, b, a, conv, recurrent, w, sizes, joined)
         return out
     qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
     qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
     steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
-    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, recurrent.reshape(recurrent.shape[1:]), sizes.key_heads)
+    state_of = recurrent.reshape(recurrent.shape[1:])
+    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, state_of, sizes.key_heads, sizes.channel_decay)
     state.conv, state.recurrent = conv[None], recurrent[None]
-    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps).reshape(1, L, -1)
+    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate).reshape(1, L, -1)
 
 
 def delta_step(
@@ -263,8 +309,7 @@ def delta_step(
     shapes = qkv.shape, conv.shape, recurrent.shape
     launch = plan_step(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
     parts: Sequence[Input] = (qkv, z, b, a) if joined is None else in_turn(joined, qkv, z, b, a)
-    weights: Sequence[Input] = (w.A_log, w.dt_bias, w.conv, w.norm) if w.pieces is None else w.pieces
-    out, conv, recurrent = launch(*parts, *weights, w.eps, conv.astype(qkv.dtype), recurrent)
+    out, conv, recurrent = launch(*parts, *w.inputs, w.eps, conv.astype(qkv.dtype), recurrent)
     return out, conv, recurrent
 
 
@@ -283,9 +328,59 @@ def plan_step(
     rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
     simdgroups = min(ceildiv(v_dim, rows), MOST_THREADS[target] // 32)
     template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
-    template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups}
+    template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups, "SIGMOID": int(sizes.gate == "sigmoid")}
+    template |= _decay(sizes.channel_decay)
     outputs = [((*qkv[:-1], sizes.value_width), dtype), (conv, dtype), (recurrent, mx.float32)]
     return Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
+
+
+def _rows_kernel(
+    parts: Sequence[mx.array], states: Sequence[State], w: DeltaWeights, sizes: Delta, joined: Any
+) -> mx.array:
+    """`delta_step` of a row of each of several sequences in one launch, of qkv, z, b and a [1, R, .]: [1, R, value
+    width]."""
+    count, qkv = len(states), parts[0]
+    pairs = [_begun(state, qkv.dtype, sizes) for state in states]
+    shapes = (1, 1, sizes.channels), pairs[0][0].shape, pairs[0][1].shape
+    widths = tuple(part.shape[-1] if joined is None else joined.shape[-1] for part in parts)
+    launch = plan_rows(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes, count, widths)
+    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *(part[:, :1] for part in parts))
+    convs, recurrents = zip(*pairs, strict=True)
+    out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
+    for state, conv, recurrent in zip(states, made[:count], made[count:], strict=True):
+        state.conv, state.recurrent = conv, recurrent
+        state.offset += 1
+    return out
+
+
+def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.array]:
+    """A sequence's two arrays, zeros before its first token."""
+    if state.conv is not None and state.recurrent is not None:
+        return state.conv.astype(dtype), state.recurrent
+    conv = mx.zeros((1, sizes.taps - 1, sizes.channels), dtype)
+    return conv, mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
+
+
+@planned(PLANS)
+def plan_rows(
+    target: str,
+    qkv: Shape,
+    conv: Shape,
+    recurrent: Shape,
+    dtype: mx.Dtype,
+    taps: mx.Dtype,
+    norm: mx.Dtype,
+    sizes: Delta,
+    count: int,
+    widths: tuple[int, ...],
+) -> Launch:
+    """`widths`: values from a row of qkv, z, b and a to the next."""
+    alone = plan_step(target, qkv, conv, recurrent, dtype, taps, norm, sizes)
+    sizes_of = {f"AT_{name.upper()}": n for name, n in zip(PARTS, (*widths, sizes.value_width), strict=True)}
+    own = {name: f"{name}+AT_{name.upper()}" for name in PARTS}
+    own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
+    outputs = [((1, count, sizes.value_width), dtype), *[(conv, dtype)] * count, *[(recurrent, mx.float32)] * count]
+    return alone.of_rows(own, count, sizes_of, outputs)
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -307,8 +402,20 @@ def plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtyp
     return Launch(target, CONV_SILU, template, (ceildiv(C, THREADS), T), THREADS, [(x, dtype), ((taps - 1, C), dtype)])
 
 
+def _decay(rule: ChannelDecay | None) -> dict[str, int | float]:
+    """How the state decays, as constants of the texts."""
+    return {"EACH": int(rule is not None), "FLOOR": 0.0 if rule is None else rule.floor}
+
+
 def gated_delta(
-    qkv: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, state: mx.array, key_heads: int
+    qkv: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+    key_heads: int,
+    rule: ChannelDecay | None = None,
 ) -> tuple[mx.array, mx.array]:
     """T steps of the gated delta rule (arXiv:2412.06464) on raw queries and keys, which it normalises.
 
@@ -317,19 +424,20 @@ def gated_delta(
         a, b: [T, value heads]; decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b).
         A_log, dt_bias: [value heads] float32.
         state: [value heads, value dim, key dim] float32, key dim a multiple of 32.
+        rule: how channels decay by themselves, a [T, key width] and dt_bias [key width]; None: they do not.
 
     Returns (out [T, value heads, value dim] in qkv's dtype, the next state).
     """
     T = qkv.shape[0]
-    launch = plan_delta(backend.name(), T, qkv.dtype, state.shape, key_heads)
+    launch = plan_delta(backend.name(), T, qkv.dtype, state.shape, key_heads, rule)
     out, following = launch(qkv, a, b, A_log, dt_bias, state, count(T))
     return out, following
 
 
 @lru_cache(PLANS)
-def plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> Launch:
+def plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None) -> Launch:
     heads, v_dim, k_dim = state
-    template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
+    template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim, "DV": v_dim} | _decay(rule)
     template |= {"R": STATE_ROWS, "SG": SIMDGROUPS}
     groups = (ceildiv(v_dim, STATE_ROWS * SIMDGROUPS), heads)
     outputs = [((T, heads, v_dim), dtype), (state, mx.float32)]
@@ -337,7 +445,14 @@ def plan_delta(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: in
 
 
 def gated_delta_tokens(
-    qkv: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, state: mx.array, key_heads: int
+    qkv: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    state: mx.array,
+    key_heads: int,
+    rule: ChannelDecay | None = None,
 ) -> tuple[mx.array, mx.array]:
     """`gated_delta` for more than a few tokens, in two launches: the same values but for float32's rounding.
 
@@ -345,27 +460,30 @@ def gated_delta_tokens(
     """
     T = qkv.shape[0]
     target = backend.name()
-    prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads)
+    prepare, steps = plan_tokens(target, T, qkv.dtype, state.shape, key_heads, rule)
     qk, gates = prepare(qkv, a, b, A_log, dt_bias, count(T))
     out, following = steps(qkv, qk, gates, state, count(T))
     return out, following
 
 
 @planned(PLANS)
-def plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int) -> tuple[Launch, Launch]:
+def plan_tokens(
+    target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None
+) -> tuple[Launch, Launch]:
     """The launch that prepares what the steps read, and that of the steps."""
     heads, v_dim, k_dim = state
     tile = tile_of(target, "gated_delta_tokens", f"{key_heads} keys, {heads}x{v_dim}x{k_dim}")
-    template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim}
+    template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim} | _decay(rule)
+    vectors = 2 if rule is None else 3
     inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
-    shapes = (T, 2, key_heads, k_dim), (T, 2, heads)
+    shapes = (T, vectors, key_heads, k_dim), (T, 2, heads)
     prepared = [(shape, mx.float32) for shape in shapes]
     groups = (ceildiv(T * key_heads, SIMDGROUPS), 1)
     prepare = Launch(target, DELTA_INPUTS, inputs, groups, 32 * SIMDGROUPS, prepared)
 
     lanes = lanes_of(k_dim // 4, tile.lanes)
     rows = tile.rows * tile.simdgroups * 32 // lanes
-    shared = 32 * tile.ahead * (k_dim // 2 + rows)  # bytes, as the text declares them
+    shared = 32 * tile.ahead * (vectors * k_dim // 4 + rows)  # bytes, as the text declares them
     require(shared <= SHARED_BYTES, f"{tile} takes {shared} bytes of threadgroup memory; there are {SHARED_BYTES}")
     template |= {"DV": v_dim, "L": lanes, "R": tile.rows, "SG": tile.simdgroups, "B": tile.ahead}
     groups = (ceildiv(v_dim * lanes, 32 * tile.rows * tile.simdgroups), heads)
@@ -373,14 +491,14 @@ def plan_tokens(target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: i
     return prepare, Launch(target, GATED_DELTA_TOKENS, template, groups, 32 * tile.simdgroups, outputs)
 
 
-def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """rms_norm(x) * weight * silu(z), over the last axis; x, z [..., D], weight [D]."""
-    launch = plan_norm(backend.name(), x.shape, x.dtype, weight.dtype)
+def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float, gate: str = "silu") -> mx.array:
+    """rms_norm(x) * weight * silu(z), or sigmoid(z) as `gate` says, over the last axis; x, z [..., D], weight [D]."""
+    launch = plan_norm(backend.name(), x.shape, x.dtype, weight.dtype, gate)
     return launch(x, z, weight, eps, count(x.size // x.shape[-1]))[0]
 
 
 @lru_cache(PLANS)
-def plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype) -> Launch:
+def plan_norm(target: str, x: Shape, dtype: mx.Dtype, weight_dtype: mx.Dtype, gate: str) -> Launch:
     rows, D = int(np.prod(x[:-1])), x[-1]
-    template = {"X": dtype, "W": weight_dtype, "D": D, "SG": SIMDGROUPS}
+    template = {"X": dtype, "W": weight_dtype, "D": D, "SG": SIMDGROUPS, "SIGMOID": int(gate == "sigmoid")}
     return Launch(target, GATED_NORM, template, (ceildiv(rows, SIMDGROUPS), 1), 32 * SIMDGROUPS, [(x, dtype)])

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import SCALE_DTYPES, Field, Record
+from ..quant import GLOBAL_SCALE
 from . import backend
 from .backend import FLOATS
 from .experts import Records, check_blob, is_read, places_of, unread_reason
@@ -16,7 +17,7 @@ from .tiles import planned, tile_of
 DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "out")
 LARGEST_INDEX = 2**31 - 1
 
-Dense = list[mx.array]  # a projection's codes, scales and, where its form has them, biases [n, rows, ...]
+Dense = list[mx.array]  # the arrays of a projection's form, [n, rows, ...]; of a global scale [n, 1, 1]
 
 
 def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -54,8 +55,8 @@ def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record
     count, rows, columns = 2 - which, first.rows, first.columns
     form = form_of(first)
     tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
-    template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.template}
-    template |= {"MX": code_number(first.quant), "R": tile.rows, "SG": tile.simdgroups}
+    template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.record_template}
+    template |= {"KIND": code_number(first.quant), "R": tile.rows, "SG": tile.simdgroups}
     template |= places_of("FIRST", first) | places_of("LAST", last)
     threads = 32 * tile.simdgroups
     groups = (ceildiv(count * rows * columns // 8, tile.rows * threads), slots[0])
@@ -101,7 +102,7 @@ def _taken(records: Records, where: np.ndarray, fields: Sequence[Field], dtype: 
         words = mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
         if field.dtype != "U32":
             words = mx.view(words, DTYPES[field.dtype])
-        if field.dtype in SCALE_DTYPES:
+        if field.dtype in SCALE_DTYPES and field.part != GLOBAL_SCALE:
             words = words.astype(dtype)
-        made.append(words.reshape(len(where), *field.shape))
+        made.append(words.reshape(len(where), *field.beside))
     return made

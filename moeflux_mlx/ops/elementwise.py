@@ -1,7 +1,6 @@
 """Small operations on values side by side: norms apart, everything that needs no kernel of its own."""
 
 import math
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,7 +8,7 @@ import numpy as np
 
 from ..kinds import SILU, Activation
 from . import native
-from .backend import Array, view
+from .backend import Array, library_of, view
 
 
 def float32(x: Array) -> Array:
@@ -51,11 +50,16 @@ def plus(x: Array, bias: mx.array) -> Array:
     return x + (bias if isinstance(x, mx.array) else view(bias))
 
 
+def scaled(x: Array, factor: mx.array) -> Array:
+    """x * factor, which is [1] or as long as x's last axis."""
+    return x * (factor if isinstance(x, mx.array) else view(factor))
+
+
 def softcap(x: Array, cap: float | None) -> Array:
     """cap * tanh(x / cap); x itself, where there is no cap."""
     if cap is None:
         return x
-    library: Any = mx if isinstance(x, mx.array) else np
+    library = library_of(x)
     return cap * library.tanh(x / cap)
 
 

@@ -22,7 +22,7 @@ from .combine import combine_types, moe_combine_ops
 from .elementwise import activate, sigmoid
 from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
-from .linear import Weights, check_activations, inputs_of, row_by_row
+from .linear import Weights, check_activations, inputs_of, linear, pays, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
@@ -90,8 +90,24 @@ class Shared:
 
     def rows(self, x: Array) -> Array:
         """The output [T, H] in x's dtype."""
-        output: Array = self.layer(x, None if self.gates is None else sigmoid(self.gates[:, -1:]))
-        return output
+        scale = None if self.gates is None else sigmoid(self.gates[:, -1:])
+        act = self._act(x) if isinstance(x, mx.array) else None
+        if act is None:
+            output: Array = self.layer(x, scale)
+            return output
+        return linear(act if scale is None else (act * scale).astype(act.dtype), self.down)
+
+    def _act(self, x: mx.array) -> mx.array | None:
+        """What gate x and up x join to, [T, I], in one launch; None where MLX multiplies."""
+        up, down = self.gate_up, self.down.quant
+        if up is None or up.quant is None or down is None or not pays(x, up):
+            return None
+        stored = next((name for name, dtype in DTYPES.items() if dtype == up.scales.dtype), "")
+        quants, width = (up.quant, up.quant, down), up.shape[0] // 2
+        record = Record.make(up.shape[1], width, quants, dtype=stored, activation=self.activation)
+        launch = _own_launch(x, record, self.activation)
+        own = inputs_of(up)
+        return None if isinstance(launch, Reason) else launch(x, own[0], own[0], *own)[0].reshape(len(x), -1)
 
     def joins(self, record: Record, top_k: int) -> bool:
         """Whether the kernels compute it beside `top_k` such records."""
@@ -102,6 +118,7 @@ class Shared:
         pairs = (self.gate_up, record.gate, 2), (self.down, record.down, 1)
         return all(
             w.quant is not None
+            and not w.quant.has_global_scale
             and Form(w.quant, w.scales.dtype) == form_of(part)
             and w.shape == (times * part.rows, part.columns)
             for w, part, times in pairs
@@ -118,10 +135,10 @@ def chosen_ffn(
     rule = choice.rule, choice.bias is not None
     launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared))
     if isinstance(launch, Reason):
-        ids, weights = route(choice.logits, choice.rule, choice.bias)
+        ids, weights = route(choice.logits, choice.rule, choice.bias, choice.scales)
         return expert_ffn(x, ids, records, weights, residual, shared)
     own = _first_of(shared, records.blob)
-    act, chosen = launch(x, records.blob, choice.logits, *beside(choice.logits, choice.rule, choice.bias), *own)
+    act, chosen = launch(x, records.blob, choice.logits, *beside(choice), *own)
     top_k = choice.rule.top_k
     used = Used(ArrayPiece(chosen, 0, mx.uint32), ArrayPiece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
     out = _down_combine_kernel(act, used, records, residual, shared)
@@ -167,16 +184,26 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
         return shared.rows(x)
     assert isinstance(x, mx.array)
     (tokens, hidden), own = x.shape, _first_of(shared, None)
-    target, blob, none = backend.name(), (1, ceildiv(record.size, 16) * 4), (tokens, 0)
-    first = plan_gate_up(target, x.shape, x.dtype, blob, none, record, shared.activation)
+    target, blob, none = backend.name(), _words(record), (tokens, 0)
+    first = _own_launch(x, record, shared.activation)
     assert not isinstance(first, Reason)
-    act = first(x, own[0], own[0], *own)[0]  # without slots records are not read
+    act = first(x, own[0], own[0], *own)[0]
     dtypes, width = (x.dtype, mx.float32, None), record.moe_intermediate_size
     columns = 0 if shared.gates is None else shared.gates.shape[1]
     last = plan_down(target, (tokens, 1, width), x.shape, blob, none, dtypes, record, True, columns)
     assert not isinstance(last, Reason)
     zeros = mx.zeros((tokens, hidden), mx.float32)
     return last(act, own[0], own[0], zeros, zeros, zeros, *_last_of(shared, zeros))[0]
+
+
+def _own_launch(x: mx.array, record: Record, activation: Activation) -> Launch | Reason:
+    """Gate and up of a shared expert alone: without slots records are not read, but one says what its matrices are."""
+    return plan_gate_up(backend.name(), x.shape, x.dtype, _words(record), (len(x), 0), record, activation)
+
+
+def _words(record: Record) -> Shape:
+    """A blob's shape that has room for the record."""
+    return 1, ceildiv(record.size, 16) * 4
 
 
 def _joined(shared: Any) -> Activation | None:
@@ -343,11 +370,12 @@ def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
 
 
 def places_of(name: str, projection: Projection) -> dict[str, int]:
-    """Where a matrix lies in a record, as the text's constants say it: words to its codes, scales and biases.
+    """Where a matrix lies in a record, as the text's constants say it: words to its codes, scales and biases, or global
+    scale.
 
-    Where it has no biases, their place is that of the scales; they are not read.
+    Where it has neither, their place is that of the scales; they are not read.
     """
-    words = projection.words[: len(projection.quant.parts)]
+    words = [field.words.start for field in projection.codes]
     return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
 
 
@@ -428,7 +456,7 @@ def _first_launch(
     tile = tile_of(target, _spot("expert_gate_up", form), f"{inner}x{hidden} {form}")
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(has_shared), "WORDS": blob[1]}
-    template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.template
+    template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.record_template
     template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     routed, own = record.activation, joined or record.activation
     template |= {"ACTIVATION": FORMS.index(routed.form), "LIMIT": float(routed.limit or 0)}
@@ -482,7 +510,8 @@ def plan_down(
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
-    template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead), **combine_types(dtypes), **form.template}
+    template |= combine_types(dtypes) | form.record_template
+    template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead)}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     template |= biases_of(DOWN=record.down)
     simdgroups = min(each, MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
@@ -504,7 +533,7 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
 
     def values(field: Field) -> mx.array:
         part = words[:, field.words.start - start : field.words.stop - start]
-        return part.view(DTYPES[field.dtype]).reshape(pairs, *field.shape)
+        return part.view(DTYPES[field.dtype]).reshape(pairs, *field.beside)
 
     product = matmul_float32(x[:, None], projection.quant, *map(values, projection.codes))[:, 0]
     return product if projection.bias is None else product + values(projection.bias).astype(mx.float32)

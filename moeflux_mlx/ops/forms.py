@@ -11,13 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E8M0, FLOAT, INTEGER, Quant
+from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, Quant
 
 MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
-CHUNKS = {2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
+CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # What the GPU kernels and the native ones read: codes and scales. Any other form is computed by MLX's own operations.
-READ = ((INTEGER, FLOAT), (E2M1, E8M0))
+READ = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))
 # What the experts' kernels of a backend multiply as integers: codes and bits.
 INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4))}
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
@@ -40,8 +40,8 @@ class Form:
         """The text that unpacks its codes: `metal/{header}.h.metal`."""
         if self.planes:
             return "planes"
-        if self.quant.codes == E2M1:
-            return "mxfp4"
+        if self.quant.codes != INTEGER:
+            return self.quant.codes
         return "affine4" if self.quant.bits == 4 else "affine"
 
     @cached_property
@@ -53,8 +53,15 @@ class Form:
     def template(self) -> dict[str, Any]:
         """The constants of the text."""
         quant = self.quant
-        made = {"S": self.scales, "BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
+        scale = scale_type(quant, self.scales)
+        made: dict[str, Any] = {"S": scale, "G": mx.float32 if quant.has_global_scale else scale}
+        made |= {"BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
         return made | {"PLANES": self.planes} if self.planes else made
+
+    @cached_property
+    def record_template(self) -> dict[str, Any]:
+        """The same where a matrix lies in a record: a global scale is one number there, and not one for each row."""
+        return self.template | ({"G": "codes_whole"} if self.quant.has_global_scale else {})
 
     def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
         """As the experts' kernels of a backend read it beside an x of this dtype."""
@@ -81,9 +88,14 @@ def is_read(quant: Quant, columns: int) -> bool:
     return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.group_size == 0
 
 
+def scale_type(quant: Quant | None, floating: mx.Dtype) -> mx.Dtype | str:
+    """The type of a scale in the kernels' texts."""
+    return floating if quant is None or quant.scale == FLOAT else f"codes_{quant.scale}"
+
+
 def code_number(quant: Quant | None) -> int:
-    """`MX` of the kernels' texts that are compiled for any code: 1 for E2M1, 0 for integers and plain values."""
-    return int(quant is not None and quant.codes == E2M1)
+    """`KIND` of the kernels' texts that are compiled for any code: 0 for integers and plain values."""
+    return 0 if quant is None else (INTEGER, E2M1, E4M3).index(quant.codes)
 
 
 @cache
@@ -100,24 +112,39 @@ def settings(quant: Quant) -> dict[str, Any]:
     return {"group_size": quant.group_size, "bits": quant.bits, "mode": quant.mode}
 
 
-def unpacked(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
-    """The weights in the dtype of the scales, or in bfloat16 where scales are no floats, which holds them exactly."""
-    return mx.dequantize(codes, scales, biases, **settings(quant))
+def unpacked(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
+    """The weights in the dtype of float scales, else in one that holds them, bfloat16 or with a global scale float32.
+
+    `third`: biases, or a global scale, [..., rows or 1, 1].
+    """
+    if quant.has_global_scale:
+        return unpacked_float32(quant, codes, scales, third)
+    return mx.dequantize(codes, scales, third, **settings(quant))
 
 
-def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
     """The weights in float32, whatever the dtype of the scales."""
-    return unpacked(quant, codes, *_wide(quant, scales, biases)).astype(mx.float32)
+    scales, biases = _wide(quant, scales, third)
+    weights = mx.dequantize(codes, scales, biases, **settings(quant)).astype(mx.float32)
+    return weights if third is None or not quant.has_global_scale else weights * factors(third)
 
 
 def matmul_float32(
-    x: mx.array, quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None = None
+    x: mx.array, quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None
 ) -> mx.array:
     """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
-    x, (scales, biases) = x.astype(mx.float32), _wide(quant, scales, biases)
-    return mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
+    x, (scales, biases) = x.astype(mx.float32), _wide(quant, scales, third)
+    product = mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
+    return product if third is None or not quant.has_global_scale else product * factors(third).swapaxes(-1, -2)
 
 
-def _wide(quant: Quant, *parts: Any) -> list[Any]:
-    """Scales and biases in float32, if they are floats."""
-    return [part if part is None or quant.scale != FLOAT else part.astype(mx.float32) for part in parts]
+def factors(global_scale: mx.array) -> mx.array:
+    """What multiplies the scales."""
+    return global_scale * (1 / GLOBAL_UNIT)
+
+
+def _wide(quant: Quant, scales: mx.array, third: mx.array | None) -> tuple[mx.array, mx.array | None]:
+    """Scales and biases, in float32 if they are floats."""
+    if quant.scale != FLOAT:
+        return scales, None
+    return scales.astype(mx.float32), None if third is None else third.astype(mx.float32)

@@ -1,16 +1,16 @@
-"""How long a Mac's GPU takes for a part of a prompt, and how much it may be given at once.
+"""Estimates how long a Mac's GPU needs for a part of a prompt, and limits the work of one command buffer.
 
 macOS ends a command buffer that holds the GPU for about five seconds ("Caused GPU Timeout Error"), or keeps the screen
 waiting ("Impacting Interactivity", a limit that is not documented). MLX commits a command buffer after a number of
-operations, however long they take. So on Metal what is committed together is counted in floating-point operations and
-stays below `SECONDS` at the GPU's full rate: kernels that reach a tenth of that rate are still in time. Traffic is not
-counted; the most of it sums the experts' outputs of a span: 19 GB for 32,768 tokens of DeepSeek-V3, 0.3 s at an M1's
-68 GB/s. Elsewhere nothing is bounded. Nothing here has run on an Apple GPU.
+operations, however long they take. So on Metal the floating-point operations that are committed together are counted,
+and stay below `SECONDS` at the GPU's full rate: kernels that reach a tenth of that rate are still in time. Memory
+traffic is not counted; most of it is the sum of the experts' outputs of a span: 19 GB for 32,768 tokens of DeepSeek-V3,
+0.3 s at an M1's 68 GB/s. Other backends have no limit. Nothing here has run on an Apple GPU.
 """
 
 import mlx.core as mx
 
-from ..kinds import Delta, GroupedQuery, Latent, Mixer
+from ..kinds import Compressed, Delta, GroupedQuery, Latent, Mixer
 from ..spec import ModelArgs
 from . import backend
 
@@ -57,7 +57,7 @@ def product(rows: int, inner: int, outer: int) -> float:
 
 def block_size(args: ModelArgs, longest: int, operations: float) -> int:
     """`longest`, or that halved until a block is within its share of what one command buffer may hold."""
-    while longest > 1 and max(block(args, mixer, longest) for mixer in args.mixers) > BLOCK_SHARE * operations:
+    while longest > 1 and max(block(args, mixer, longest) for mixer in args.mixer_counts) > BLOCK_SHARE * operations:
         longest //= 2
     return longest
 
@@ -78,7 +78,11 @@ def _projected(mixer: Mixer) -> int:
             return mixer.heads * (queries + gates) + mixer.kv_heads * (mixer.head_dim + mixer.value_width)
         case Latent():
             queries = mixer.heads * mixer.head_dim if mixer.q_latent is None else mixer.q_latent
-            return queries + mixer.latent + mixer.rotation.dims + mixer.heads * mixer.value
+            index = mixer.indexer.dim + mixer.indexer.heads if mixer.indexer else 0
+            return queries + index + mixer.latent + mixer.rotated + mixer.heads * mixer.value
+        case Compressed():
+            index = mixer.compressor.indexer.heads if mixer.compressor and mixer.compressor.indexer else 0
+            return mixer.q_latent + mixer.row + index + mixer.groups * mixer.group_latent
         case Delta():
             return mixer.channels + 2 * mixer.value_width + 2 * mixer.value_heads
 
@@ -89,6 +93,12 @@ def _own(mixer: Mixer, tokens: int) -> float:
         case GroupedQuery():
             return 0.0
         case Latent():
-            return product(tokens, mixer.q_latent or 0, mixer.heads * mixer.head_dim)
+            index = mixer.indexer.heads * mixer.indexer.dim if mixer.indexer else 0
+            return product(tokens, mixer.q_latent or 0, mixer.heads * mixer.head_dim + index)
+        case Compressed():
+            indexer = mixer.compressor.indexer if mixer.compressor else None
+            index = indexer.heads * indexer.dim if indexer else 0
+            width = mixer.heads * mixer.head_dim
+            return product(tokens, mixer.q_latent, width + index) + product(tokens, width, mixer.group_latent)
         case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464)
             return 7.0 * tokens * mixer.value_width * mixer.key_dim / DELTA_SHARE

@@ -5,7 +5,7 @@ dense matrices, and experts with about as many rows go through one batched produ
 number of an expert's rows and nothing else. On the CPU the native kernels read records in place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
-from .forms import settings
+from .forms import factors, settings
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
@@ -113,13 +113,15 @@ class GroupedRows:
         places[order] = own
         self._places = places.reshape(ids.shape)
 
-    def multiply(self, index: int, slots: np.ndarray, records: Records) -> Any:
+    def multiply(
+        self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
+    ) -> Any:
         """Multiplies the rows of wave `index`, the next one, whose experts lie in the rows `slots` of the records.
 
         What is returned is computed once the wave is; where it is a numpy array, that is now.
         """
         if self._is_native:
-            return self._multiply_native(index, slots, records)
+            return self._multiply_native(index, slots, records, between)
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
         made: list[mx.array] = []
@@ -135,10 +137,14 @@ class GroupedRows:
         self._outputs += made
         return made[-1]
 
-    def _multiply_native(self, index: int, slots: np.ndarray, records: Records) -> np.ndarray:
+    def _multiply_native(
+        self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None
+    ) -> np.ndarray:
         experts = slice(self._firsts[index], self._firsts[index + 1])
         first, last = self._ends[experts.start - 1] if experts.start else 0, self._ends[experts.stop - 1]
         for start in range(first, last, NATIVE_ROWS):
+            if between is not None:
+                between()
             stop = min(start + NATIVE_ROWS, last)
             owners = np.searchsorted(self._ends[experts], np.arange(start, stop), side="right")
             taken, where = self._x[self._rows[start:stop]], slots[owners].astype(np.int32)
@@ -339,5 +345,9 @@ def grouped_ffn(
 
 
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:
-    biases, how = part[2] if len(part) > 2 else None, settings(projection.quant)
-    return mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, sorted_indices=True, **how)
+    quant, third = projection.quant, part[2] if len(part) > 2 else None
+    biases = third if quant.has_biases else None
+    product = mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, sorted_indices=True, **settings(quant))
+    if third is None or not quant.has_global_scale:
+        return product
+    return (product * factors(third)[owners]).astype(x.dtype)

@@ -5,10 +5,11 @@ projection into itself and attends over the latents; a long one expands the late
 that is less arithmetic. On a GPU a token takes three launches, which write nothing to the cache (`attend`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,14 +17,15 @@ import numpy as np
 from ..kinds import QueryScale
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import RECENT, SEVERAL, Held, Steps, in_parts
+from .attend import RECENT, SEVERAL, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
-from .forms import Form, code_number, is_read
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, ceildiv
-from .linear import Weights, by_head, inputs_of, linear, multiply, part_of_heads
+from .forms import Form, code_number, is_read, scale_type
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
+from .linear import Part, Weights, by_head, dequantized, inputs_of, linear, linear_by_head, multiply, part_of_heads
 from .norm import Norm
 from .rope import Rope
+from .rows import RowCaches
 from .tiles import planned
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
@@ -36,7 +38,7 @@ PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # that a threadgroup attends for, where its memory holds so many
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
-StoredForm = tuple[int, int, int, mx.Dtype]  # of metal/stored.h.metal: BITS, GROUP, MX and the scales' dtype
+StoredForm = tuple[int, int, int, mx.Dtype | str]  # of metal/stored.h.metal: BITS, GROUP, KIND and the type of scales
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class HeadMatrices:
     def stored(self) -> "StoredMatrices":
         """What kernels take of them."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
+        if part.quant is not None and part.quant.has_global_scale:  # which the kernels do not take
+            part = Part(None, dequantized(part, mx.float32))
         arrays: list[Any] = inputs_of(part)
         transposed, (bits, group) = self.transposed, (0, 1)
         if part.quant is not None:
@@ -77,7 +81,8 @@ class HeadMatrices:
         else:
             weight, transposed = arrays[0], transposed and arrays[0].shape[-1] % 8 == 0
             arrays = [weight if transposed == self.transposed else weight.swapaxes(-1, -2)] * 3
-        return StoredMatrices(arrays, (bits, group, code_number(part.quant), arrays[1].dtype), transposed)
+        kind, scale = code_number(part.quant), scale_type(part.quant, arrays[1].dtype)
+        return StoredMatrices(arrays, (bits, group, kind, scale), transposed)
 
     def each(self) -> Iterator[np.ndarray]:
         """In turn, in float32; the memory may be used again for the next."""
@@ -136,7 +141,7 @@ class Queries:
         """q [B, L, heads, nope + R] of positions from `offset`, scaled."""
         if self.scale is None:
             return q
-        library = np if isinstance(q, np.ndarray) else mx
+        library = backend.library_of(q)
         factors = query_factors(library.arange(q.shape[1]) + offset, self.scale, library)
         return (q * factors[:, None, None]).astype(q.dtype)
 
@@ -150,13 +155,13 @@ def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
 def attend_latent(
     q: Array,
     kv: Array,
-    cache: Steps,
+    cache: Steps | RowCaches,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
     *,
     norm: Norm,
-    rope: Rope,
+    rope: Rope | None,
     scale: float,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all that `cache` has seen.
@@ -164,27 +169,41 @@ def attend_latent(
     Args:
         q: [B, L, columns], of which `queries` make q_nope and q_pe of each head.
         kv: [B, L, N + R], latent and k_pe. Both are appended to `cache`, the latent normed, k_pe turned.
+        cache: of one text or a batch of them; or the caches of the L rows of a step.
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
-        rope: turns q_pe and k_pe by their rotary positions.
+        rope: turns q_pe and k_pe by their rotary positions; None: there are none.
 
     Returns:
         [B, L, heads * v]
     """
-    B, L = q.shape[:2]
-    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rope.dims, rope.dims):
-        return _step_kernel(q, kv, cache, queries, key, value, norm, rope, scale)
+    (B, L), rotated = q.shape[:2], rope.dims if rope else 0
+    if isinstance(cache, RowCaches):
+        more: Any = {"norm": norm, "rope": rope, "scale": scale}
+
+        def of_row(row: slice, one: Steps) -> Array:
+            return attend_latent(q[:, row], kv[:, row], one, queries, key, value, **more)
+
+        def of_rows(rows: slice, some: Sequence[Steps]) -> Any:
+            x, latent = cast(mx.array, q[:, rows]), cast(mx.array, kv[:, rows])
+            return _step_kernel(x, latent, some, queries, key, value, **more)
+
+        has_kernel = isinstance(q, mx.array) and takes_step(kv.shape[-1] - rotated, rotated)
+        return cache.each(of_row, of_rows if has_kernel else None, TOGETHER.get(backend.name(), 1))
+    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
+        assert rope is not None
+        return _step_kernel(q, kv, [cache], queries, key, value, norm, rope, scale)
     q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
-        q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
-        cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, -1)))
+        q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
+        cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
-        native_form = _expanded_native if native_refusal(L) else _absorbed_native
+        native_form = expanded_native if native_refusal(L) else absorbed_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
-    q_nope, q_pe, latent, k_pe = _parts(q, kv, norm, rope, cache.position)
+    q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
-    form = _absorbed_ops if L <= ABSORB_AT_MOST else _expanded_ops
+    form = absorbed_ops if L <= ABSORB_AT_MOST else expanded_ops
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
@@ -196,15 +215,20 @@ def native_refusal(tokens: int) -> Reason | None:
     return Reason(expanded) if tokens > ABSORB_AT_MOST else None
 
 
-def _parts(q: Array, kv: Array, norm: Norm, rope: Rope, offset: int | mx.array) -> tuple[Array, Array, Array, Array]:
+def parts_of(
+    q: Array, kv: Array, norm: Norm, rope: Rope | None, offset: int | mx.array
+) -> tuple[Array, Array, Array, Array]:
     """(q_nope, turned q_pe, normed latent [B, L, N], turned k_pe), all but the latent laid out as attention wants it of
-    each kind of array (`Rope`)."""
-    latent, k_pe = split(kv, kv.shape[-1] - rope.dims)
+    each kind of array (`Rope`); without a rope two of them have no values."""
+    rotated = rope.dims if rope else 0
+    latent, k_pe = split(kv, kv.shape[-1] - rotated)
     k_pe = k_pe[:, :, None]
-    q_nope, q_pe = split(q, q.shape[-1] - rope.dims)
+    q_nope, q_pe = split(q, q.shape[-1] - rotated)
     if isinstance(q, mx.array):
         q_nope, q_pe, k_pe = (part.transpose(0, 2, 1, 3) for part in (q_nope, q_pe, k_pe))
-    return q_nope, rope(q_pe, offset), norm(latent), rope(k_pe, offset)
+    if rope is not None:
+        q_pe, k_pe = rope(q_pe, offset), rope(k_pe, offset)
+    return q_nope, q_pe, norm(latent), k_pe
 
 
 # ---- the kernels for one token
@@ -224,6 +248,8 @@ def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | 
         return SEVERAL
     if latent > WIDEST or _abreast(1, latent + rotated) != 1:
         return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
+    if not rotated:
+        return Reason("there is no rotated key")
     return Reason(f"widths {latent} and {rotated} are no multiples of 8") if latent % 8 or rotated % 8 else None
 
 
@@ -236,7 +262,7 @@ def _abreast(heads: int, row: int) -> int:
 def _step_kernel(
     q: mx.array,
     kv: mx.array,
-    cache: Steps,
+    caches: Sequence[Steps],
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -244,39 +270,44 @@ def _step_kernel(
     rope: Rope,
     scale: float,
 ) -> mx.array:
-    """`attend_latent` for one token: [1, 1, heads * v]."""
-    up, keys, values, form = queries.up, key.stored(), value.stored(), queries.form
+    """`attend_latent` for one token of each of several sequences: [1, R, heads * v]."""
+    up, keys, values, form, count = queries.up, key.stored(), value.stored(), queries.form, len(caches)
     q_norm, sizes = (norm, (q.shape[-1], q.shape[-1])) if up is None else (up.norm, up.weights.shape)
     assert norm.eps == q_norm.eps
     made = [_nothing(), q, q] if form is None or up is None else inputs_of(up.weights)
-    held = cache.held(kv.dtype)
-    query, attend, combine = plan(
-        backend.name(),
-        (queries.heads, *sizes, kv.shape[2], held.keys.shape[2]),
+    held, target = [one.held(kv.dtype) for one in caches], backend.name()
+    positions = [one.positions for one in held]
+    capacity = max(one.keys.shape[2] for one in held)
+    given: Any = (
+        (queries.heads, *sizes, kv.shape[2], capacity),
         (q.dtype, norm.weight.dtype),
         form,
         (keys.form, values.form),
         (values.rows, keys.transposed),
         (rope.dims, rope.interleaved),
     )
+    several = (count, queries.scale is not None)
+    query, attend, combine = plan(target, *given) if count == 1 else plan_rows(*several, target, *given)
     x = queries(q) if form is None else q
-    numbers = norm.eps, rope.magnitude, _scale_of(held, scale, queries.scale)
+    numbers = norm.eps, rope.magnitude, _scale_of(positions, scale, queries.scale)
     norms = q_norm.weight, norm.weight
-    rows, token = query(x, kv, *norms, rope.periods, held.positions, *numbers, *made, *keys.arrays)
-    parts, stats, recent = attend(rows, token, held.positions, held.keys, held.values, held.recent)
-    cache.advance(recent)
-    return combine(parts, stats, held.positions, *values.arrays)[0]
+    rows, token = query(x, kv, *norms, rope.periods, *positions, *numbers, *made, *keys.arrays)
+    arrays = [getattr(one, name) for name in ("keys", "values", "recent") for one in held]
+    parts, stats, *recent = attend(rows, token, *positions, *arrays)
+    for one, kept in zip(caches, recent, strict=True):
+        one.advance(kept)
+    return combine(parts, stats, *positions, *values.arrays)[0]
 
 
-def _scale_of(held: Held, scale: float, by: QueryScale | None) -> Input:
-    """What multiplies the scores of a token: a number, or an array of one."""
-    return scale if by is None else _scaling(scale, by)(held.positions[3:])
+def _scale_of(positions: Sequence[mx.array], scale: float, by: QueryScale | None) -> Input:
+    """What multiplies the scores of a token: a number, or an array of one for each row."""
+    return scale if by is None else _scaling(scale, by)(*(own[3:] for own in positions))
 
 
 @lru_cache(16)
 def _scaling(scale: float, by: QueryScale) -> Any:
-    """A function of the token's position; compiled it is one launch."""
-    return mx.compile(lambda position: scale * query_factors(position, by, mx))
+    """A function of the tokens' positions; compiled it is one launch for one of them."""
+    return mx.compile(lambda *positions: scale * query_factors(mx.concatenate(list(positions)), by, mx))
 
 
 @cache
@@ -306,21 +337,48 @@ def plan(
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
     query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
     abreast = _abreast(heads, row)
-    made = common | {"GH": abreast, "P": PIECE, "T": ATTENDING}
+    made = common | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | {"V": v, "P": PIECE, "T": threads} | _template(stored[1])
+    made = common | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | _template(stored[1])
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 
+@lru_cache(512)
+def plan_rows(count: int, is_scaled: bool, target: str, sizes: tuple[int, ...], *more: Any) -> Any:
+    """The launches of so many rows; `is_scaled`: the scale is an array."""
+    launches: Any = plan(target, sizes, *more)
+    (heads, height, columns, row, _), form = sizes, more[1]
+    ((_, _, width), _), ((_, _, both), _), _ = launches[1].outputs
+    # Of parts and stats a piece of every row, then the next piece: no constant depends on the capacity.
+    of_row = {"x": height if form is None else columns, "kv": row, "query": heads * row, "token": row}
+    of_row |= {"parts": heads * width, "stats": heads * both, "out": launches[2].outputs[0][0][-1]}
+    of_row |= {"scale": 1} if is_scaled else {}
+    own = {name: f"{name}+AT_{name.upper()}" for name in of_row}
+    own |= {name: f"{name}@{count}" for name in ("positions", "latents", "keys", "recent", "next")}
+    return tuple(_of_rows(launch, count, of_row, own) for launch in launches)
+
+
+def _of_rows(launch: Launch, count: int, of_row: Mapping[str, int], own: dict[str, str]) -> Launch:
+    """One of them; `of_row`: values from a row's to the next one's."""
+    inputs, outputs = launch.kernel.inputs, launch.kernel.outputs
+    sizes = {f"AT_{name.upper()}": of_row[name] for name in f"{inputs} {outputs}".split() if name in of_row}
+    if "PIECE" in launch.template:
+        sizes["PIECE"] = count * launch.template["PIECE"]
+    made: list[Any] = []
+    for name, (shape, dtype) in zip(outputs.split(), launch.outputs, strict=True):
+        made += [(shape, dtype)] * count if name == "next" else [((1, count, prod(shape)), dtype)]
+    return launch.of_rows(own, count, sizes, made)
+
+
 def _template(form: StoredForm) -> dict[str, Any]:
-    return dict(zip(("BITS", "GROUP", "MX", "S"), form, strict=True))
+    return dict(zip(("BITS", "GROUP", "KIND", "S"), form, strict=True))
 
 
 # ---- plain operations
 
 
-def _absorbed_ops(
+def absorbed_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,
@@ -330,12 +388,11 @@ def _absorbed_ops(
     value: HeadMatrices,
     scale: float,
 ) -> mx.array:
-    q = key.multiply(q_nope, transpose=False)
-    scores = (q @ latent.swapaxes(-1, -2) + q_pe @ k_pe.swapaxes(-1, -2)) * scale
+    scores = products(key.multiply(q_nope, transpose=False), q_pe, latent, k_pe) * scale
     return value.multiply(_softmax(scores, mask) @ latent, transpose=True)
 
 
-def _expanded_ops(
+def expanded_ops(
     q_nope: mx.array,
     q_pe: mx.array,
     latent: mx.array,
@@ -367,14 +424,19 @@ def _of_heads_ops(
     value: HeadMatrices,
     scale: float,
 ) -> mx.array:
-    k = key.multiply(latent, transpose=True).swapaxes(-1, -2)  # [B, heads, nope, N]
-    v = value.multiply(latent, transpose=True)
-    k_pe, parts = k_pe.swapaxes(-1, -2), []
+    k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
+    v, parts = value.multiply(latent, transpose=True), []
     for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
-        scores = q_nope[:, :, rows] @ k[..., seen] + q_pe[:, :, rows] @ k_pe[..., seen]
+        scores = products(q_nope[:, :, rows], q_pe[:, :, rows], k[:, :, seen], k_pe[:, :, seen])
         parts.append(_softmax(scores * scale, part_mask) @ v[:, :, seen])
         gpu_time.commit(parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def products(q: mx.array, q_pe: mx.array, keys: mx.array, k_pe: mx.array) -> mx.array:
+    """Scores [..., L, P] of queries and keys [..., D], and of their rotated parts, if there are any."""
+    scores = q @ keys.swapaxes(-1, -2)
+    return scores + q_pe @ k_pe.swapaxes(-1, -2) if q_pe.shape[-1] else scores
 
 
 def _softmax(scores: mx.array, mask: Mask) -> mx.array:
@@ -387,7 +449,7 @@ def _softmax(scores: mx.array, mask: Mask) -> mx.array:
     return mx.softmax(scores, axis=-1, precise=True)
 
 
-def _absorbed_native(
+def absorbed_native(
     q_nope: np.ndarray,
     q_pe: np.ndarray,
     latent: np.ndarray,
@@ -397,20 +459,32 @@ def _absorbed_native(
     scale: float,
 ) -> np.ndarray:
     """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
-    L, heads = q_nope.shape[:2]
-    N, width = latent.shape
-    q = np.empty((L, heads, width + q_pe.shape[-1]), np.float32)
+    q = absorb_native(q_nope, q_pe, latent.shape[1], key)
+    mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], len(latent), scale)
+    return values_native(mixed, value)
+
+
+def absorb_native(q_nope: np.ndarray, q_pe: np.ndarray, width: int, key: HeadMatrices) -> np.ndarray:
+    """Queries [L, heads, width + R] over latents of `width` values, into which the key projection is folded."""
+    q = np.empty((*q_nope.shape[:2], width + q_pe.shape[-1]), np.float32)
     for head, matrix in enumerate(key.each()):
         q[:, head, :width] = q_nope[:, head] @ matrix
     q[..., width:] = q_pe
-    mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], N, scale)
-    out = np.empty((L, heads, value.height), np.float32)
+    return q
+
+
+def values_native(mixed: np.ndarray, value: HeadMatrices) -> np.ndarray:
+    """[L, heads, v] of mixed latents [L, heads, N]."""
+    made = None if value.transposed else linear_by_head(mixed, value.weights, value.heads, value.rows or slice(None))
+    if made is not None:
+        return made
+    out = np.empty((*mixed.shape[:2], value.height), np.float32)
     for head, matrix in enumerate(value.each()):
         out[:, head] = mixed[:, head] @ matrix.T
     return out
 
 
-def _expanded_native(
+def expanded_native(
     q_nope: np.ndarray,
     q_pe: np.ndarray,
     latent: np.ndarray,

@@ -6,9 +6,10 @@ raises when it is evaluated; nothing falls back in silence. Which kernel and til
 shapes alone, so the bits of a result do not depend on slot numbers or on what else memory holds.
 """
 
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, starmap
 from math import prod
@@ -27,6 +28,10 @@ NEEDS = "// needs: "  # begins the first line of a text that uses headers
 ALIGNED = 256  # bytes: where each of several arrays in one begins
 # Of a threadgroup. A kernel that needs many registers has fewer than 1,024 on Apple's GPUs before the M3: 384 at least.
 MOST_THREADS = {"metal": 256, "cuda": 1024}
+# Rows of a step that share a launch where each has arrays of its own: Metal hands a kernel at most 31 arrays.
+TOGETHER = {"metal": 4, "cuda": 8}
+ROW = "threadgroup_position_in_grid.z"
+ARRAYS = ("*", "@")  # signs of a name that stands for several (`Kernel`)
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
     **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
@@ -72,19 +77,22 @@ Input = mx.array | ArrayPiece | float
 Place = tuple[int, int, mx.Dtype | None] | float
 
 
-def placed(inputs: Sequence[Input]) -> tuple[list[mx.array], tuple[Place, ...]]:
+def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.array], tuple[Place, ...]]:
     """The arrays that inputs lie in, each once, and where each input lies in them.
 
-    What MLX does for a launch on the host grows with the arrays that it takes.
+    What MLX does for a launch on the host grows with the arrays that it takes. `apart`: inputs that are handed over for
+    themselves: a text must not depend on whether two sequences happen to have the same array.
     """
     arrays: list[mx.array] = []
     places: list[Place] = []
-    for given in inputs:
+    for number, given in enumerate(inputs):
         if isinstance(given, float):
             places.append(given)
             continue
         whole, start, dtype = given if isinstance(given, ArrayPiece) else (given, 0, None)
         index = next((i for i, array in enumerate(arrays) if array is whole), len(arrays))
+        if number in apart:
+            index = len(arrays)
         if index == len(arrays):
             arrays.append(whole)
         places.append((index, start, dtype))
@@ -125,10 +133,23 @@ def headers_of(name: str, form: str) -> list[str]:
 
 
 @dataclass(frozen=True)
+class KernelText:
+    """The arguments of `mx.fast.metal_kernel` and `mx.fast.cuda_kernel`. A name is never that of two texts."""
+
+    name: str
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+    header: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Kernel:
     """`metal/{name}.metal`: the names of its inputs and outputs, separated by spaces.
 
-    `name*3` in place of a name: three arrays, which the text has as name[0] to name[2].
+    `name*3` in place of a name: three arrays, which the text has as name[0] to name[2]. `name@3`: an array for each of
+    three rows of a step, along the grid's last axis; the text has its own row's as `name`. `name+SIZE`: an array with
+    SIZE values, a constant of the template, for each row; `name` points to those of its own row.
     `form`: of `metal/{form}.h.metal`, for a text that needs it: such headers define the same functions, each for other
     codes.
     """
@@ -138,8 +159,19 @@ class Kernel:
     outputs: str
     form: str = ""
 
+    @cached_property
+    def apart(self) -> Sequence[int]:
+        """Which of the inputs are those that each row of a step has of its own."""
+        signs = [sign for _, sign, of in _parsed(self.inputs) for _ in range(int(of) if sign in ARRAYS else 1)]
+        return [i for i, sign in enumerate(signs) if sign == "@"]
+
     def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
-        """MLX's object for it, compiled at first use.
+        """MLX's object for it, compiled at first use."""
+        make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
+        return make(**asdict(self.text(target, constants, threads, places)))
+
+    def text(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> "KernelText":
+        """What MLX is given of it.
 
         The headers that the text needs go before it. CUDA's build hashes the text at every launch, so it is given the
         names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
@@ -148,19 +180,16 @@ class Kernel:
         (names, first), (outputs, output_lines) = self._named(places), _several(self.outputs)
         source, first = text_of(f"{self.name}.metal"), constants + first + output_lines
         headers = headers_of(f"{self.name}.metal", self.form)
-        make: Any = mx.fast.metal_kernel
-        header = "".join(map(text_of, headers)) + threads_named(threads)
         if target == "cuda":
-            make = mx.fast.cuda_kernel
-            header = "".join(map(_include, ["cuda_shim.h", *headers]))
-            source = _include(f"{self.name}.metal")
-        return make(
-            name=f"moeflux_{self.name}{self.form}_{threads}_{zlib.crc32(first.encode()):x}",
-            input_names=names,
-            output_names=outputs,
-            header=header,
-            source=first + source,
-        )
+            headers = ["cuda_shim.h", *headers]
+        texts = [*map(text_of, headers), source]
+        digest = hashlib.sha256("\0".join([first, *texts]).encode()).hexdigest()[:16]
+        name = f"moeflux_{self.name}{self.form}_{threads}_{digest}"
+        if target == "cuda":
+            return KernelText(
+                name, names, outputs, "".join(map(_include, headers)), first + _include(f"{self.name}.metal")
+            )
+        return KernelText(name, names, outputs, "".join(texts[:-1]) + threads_named(threads), first + source)
 
     def _named(self, places: tuple[Place, ...]) -> tuple[list[str], str]:
         """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
@@ -192,20 +221,31 @@ def _include(name: str) -> str:
     return f'#include "{directory("metal") / name}"\n'
 
 
+def _parsed(names: str) -> list[tuple[str, str, str]]:
+    """Of each name the sign behind it, if there is one, and what follows the sign."""
+    return re.findall(r"(\w+)([*@+]?)(\w*)", names)
+
+
 def _several(names: str) -> tuple[list[str], str]:
     """What is passed for `names`, and the lines of text that join what several arrays stand for."""
-    passed, lines = [], ""
-    for name, _, count in (name.partition("*") for name in names.split()):
-        arrays = [f"{name}{i}" for i in range(int(count))] if count else [name]
+    passed, lines = list[str](), ""
+    for name, sign, of in _parsed(names):
+        arrays = [f"{name}{i}" for i in range(int(of))] if sign in ARRAYS else [name]
         passed += arrays
-        lines += f"decltype({name}0) {name}[] = {{{', '.join(arrays)}}};\n" if count else ""
+        if sign == "*":
+            lines += f"decltype({name}0) {name}[] = {{{', '.join(arrays)}}};\n"
+        elif sign == "@":
+            lines += f"auto {name} = {name}0;\n"
+            lines += "".join(f"if ({ROW} == {i}) {{ {name} = {name}{i}; }}\n" for i in range(1, int(of)))
+        elif sign:
+            lines += f"{name} += size_t({ROW}) * {of};\n"
     return passed, lines
 
 
-def _constant(name: str, value: int | float | mx.Dtype) -> str:
-    """A line of text that declares it."""
-    if isinstance(value, mx.Dtype):
-        return f"using {name} = {TYPES[value]};\n"
+def _constant(name: str, value: int | float | mx.Dtype | str) -> str:
+    """A line of text that declares it: a number, or a type, of MLX's or of a header."""
+    if isinstance(value, mx.Dtype | str):
+        return f"using {name} = {value if isinstance(value, str) else TYPES[value]};\n"
     if isinstance(value, float):
         return f"constexpr float {name} = {np.float32(value).item()!r}f;\n"
     return f"constexpr int {name} = {value};\n"
@@ -232,7 +272,7 @@ class Launch:
         target: "metal" or "cuda".
         kernel: what runs.
         template: constants of the text by name, numbers and types.
-        groups: threadgroups along both axes; MLX counts its grid in threads.
+        groups: threadgroups along two axes, and for several rows a third; MLX counts its grid in threads.
         threads: of a threadgroup.
         outputs: shape and dtype of each.
     """
@@ -240,7 +280,7 @@ class Launch:
     target: str
     kernel: Kernel
     template: dict[str, Any]
-    groups: tuple[int, int]
+    groups: tuple[int, ...]
     threads: int
     outputs: Sequence[tuple[Shape, mx.Dtype]]
 
@@ -255,14 +295,29 @@ class Launch:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         return {
-            "grid": (self.groups[0] * self.threads, self.groups[1], 1),
+            "grid": (self.groups[0] * self.threads, *self.groups[1:], *([1] * (3 - len(self.groups)))),
             "threadgroup": (self.threads, 1, 1),
             "output_shapes": [shape for shape, _ in self.outputs],
             "output_dtypes": [dtype for _, dtype in self.outputs],
         }
 
+    def of_rows(self, own: Mapping[str, str], count: int, sizes: Mapping[str, int], outputs: Sequence[Any]) -> "Launch":
+        """The launch of so many rows of a step in place of one, each with the text that it has alone.
+
+        Args:
+            own: of the kernel's names those of what rows have of their own, as `Kernel` then has them.
+            sizes: constants that these name.
+            outputs: shape and dtype of each.
+        """
+        named = (self.kernel.inputs, self.kernel.outputs)
+        taken, made = (" ".join(own.get(name, name) for name in names.split()) for names in named)
+        kernel = replace(self.kernel, inputs=taken, outputs=made)
+        return replace(
+            self, kernel=kernel, template={**self.template, **sizes}, groups=(*self.groups, count), outputs=outputs
+        )
+
     def __call__(self, *inputs: Input) -> list[mx.array]:
-        arrays, places = placed(inputs)
+        arrays, places = placed(inputs, self.kernel.apart)
         call = built(stand_ins().build, self.target, self.kernel, self.constants, self.threads, places)
         return call(inputs=arrays, **self.arguments)
 

@@ -15,8 +15,20 @@ import numpy as np
 from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
-from .forms import MULTIPLE, Form, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
+from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
+from .launch import (
+    LEAST_ELEMENTS,
+    NO_KERNELS,
+    ArrayPiece,
+    Input,
+    Kernel,
+    Launch,
+    Reason,
+    Shape,
+    ceildiv,
+    count,
+    require,
+)
 from .norm import Norm
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
@@ -25,13 +37,13 @@ from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 DENSE_ROWS = 256
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
-ROWS_AT_ONCE = 8  # of x, for which a thread of the kernel for several rows has room: 4 sums each
+ROWS_AT_ONCE = 8  # of x, even, for which a thread of the kernel for several rows has room: 4 sums each
 
 
 class Weights(Protocol):
-    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside `scales` and `biases`.
+    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside the other `quant.parts`.
 
-    `biases` are not looked at where the form has none.
+    `third` are biases or a global scale, which is not looked at where the form has neither.
     """
 
     @property
@@ -44,7 +56,7 @@ class Weights(Protocol):
     def scales(self) -> Any: ...
 
     @property
-    def biases(self) -> Any: ...
+    def third(self) -> Any: ...
 
     @property
     def pieces(self) -> list[ArrayPiece] | None:
@@ -64,7 +76,7 @@ class Part:
     quant: Quant | None
     weight: mx.array
     scales: mx.array | None = None
-    biases: mx.array | None = None
+    third: mx.array | None = None
     pieces: None = None
 
     @property
@@ -106,10 +118,13 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
 
 def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
     """`linear` by the kernels for a few rows; None where they do not take it or do not pay."""
+    return _qmv(x, w, norm, residual) if pays(x, w) else None
+
+
+def pays(x: mx.array, w: Weights) -> bool:
+    """Whether the kernels for a few rows multiply x with the matrix."""
     count = x.size // x.shape[-1]
-    if refusal(backend.name(), min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM):
-        return None
-    return _qmv(x, w, norm, residual)
+    return not refusal(backend.name(), min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM)
 
 
 def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:
@@ -120,7 +135,7 @@ def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.nd
         around: Any = {} if norm is None else {"norm": (norm.weight, norm.eps)}
         if residual is not None:
             around["residual"] = np.ascontiguousarray(residual).reshape(-1, shape[-1])
-        return native.linear(rows, w.quant, *_parts(w), **around).reshape(shape)
+        return native.linear(rows, w.quant, *parts_of(w), **around).reshape(shape)
     y = (x if norm is None else norm(x)).reshape(-1, x.shape[-1]) @ _dense(w).T
     return y.reshape(shape) if residual is None else residual + y.reshape(shape)
 
@@ -130,8 +145,12 @@ def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
     if w.quant is None or _pays_dense(x, w):
         weight = dequantized(w, x.dtype)
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
-    biases = w.biases if w.quant.has_biases else None
-    return mx.quantized_matmul(x, w.weight, w.scales, biases, transpose=transpose, **settings(w.quant))
+    biases, has_factors, dtype = w.third if w.quant.has_biases else None, w.quant.has_global_scale, x.dtype
+    of_rows = factors(w.third).swapaxes(-1, -2) if has_factors else None
+    if of_rows is not None and not transpose:
+        x = (x * of_rows).astype(dtype)
+    y = mx.quantized_matmul(x, w.weight, w.scales, biases, transpose=transpose, **settings(w.quant))
+    return y if of_rows is None or not transpose else (y * of_rows).astype(dtype)
 
 
 def _pays_dense(x: mx.array, w: Weights) -> bool:
@@ -143,11 +162,11 @@ def _pays_dense(x: mx.array, w: Weights) -> bool:
 def embed(ids: Array, w: Weights) -> Array:
     """Rows of W by id: [...] -> [..., I]."""
     if isinstance(ids, mx.array):
-        rows = [part[ids] for part in _parts(w)]
+        rows = [part[ids] for part in parts_of(w)]
         return rows[0] if w.quant is None else unpacked(w.quant, *rows)
     flat = ids.reshape(-1)
     if _is_native(w):
-        parts = [view(part)[flat] for part in _parts(w)]
+        parts = [view(part)[flat] for part in parts_of(w)]
         out = parts[0] if w.quant is None else native.dequantize(w.quant, *parts)
     else:
         out = _dense(w)[flat]
@@ -158,7 +177,9 @@ def dequantized(w: Weights, dtype: mx.Dtype) -> mx.array:
     """The matrix in floats for activations in `dtype`: float32 is not rounded to the scales' dtype on the way."""
     if w.quant is None:
         return w.weight
-    return (unpacked_float32 if dtype == mx.float32 else unpacked)(w.quant, *_parts(w))
+    if w.quant.has_global_scale:
+        return unpacked_float32(w.quant, *parts_of(w)).astype(dtype)
+    return (unpacked_float32 if dtype == mx.float32 else unpacked)(w.quant, *parts_of(w))
 
 
 def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
@@ -167,15 +188,32 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         dense = _dense(w)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
-    parts = [view(part).reshape(heads, -1, part.shape[-1])[:, rows] for part in _parts(w)]
+    parts = [view(part).reshape(heads, -1, part.shape[-1])[:, rows] for part in parts_of(w)]
     into: Any = {"out": np.empty((parts[0].shape[1], w.shape[-1]), np.float32)}
     for head in range(heads):
         yield native.dequantize(w.quant, *(part[head] for part in parts), **into)
 
 
+def linear_by_head(x: np.ndarray, w: Weights, heads: int, rows: slice) -> np.ndarray | None:
+    """x [T, heads, columns] of a few tokens times the transposed `rows` of each head's matrix: [T, heads, rows]; None:
+    the native kernels do not read the matrix as it is stored, or there are more tokens. Activations are not rounded."""
+    if w.quant is None or w.quant.has_global_scale or not _is_native(w) or len(x) > MAX_TOKENS:
+        return None
+    parts = [view(part).reshape(heads, -1, part.shape[-1])[:, rows] for part in parts_of(w)]
+    x = np.ascontiguousarray(x.swapaxes(0, 1))
+    with native.activations(native.EXACT):
+        made = [native.linear(x[head], w.quant, *(part[head] for part in parts)) for head in range(heads)]
+    return np.stack(made, axis=1)
+
+
 def part_of_heads(w: Weights, heads: int, rows: slice, some: slice = slice(None)) -> Part:
     """The `rows` of the matrices of `some` heads, [heads, rows, columns], as views."""
-    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[some, rows] for part in _parts(w)))
+    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[some, rows] for part in parts_of(w)))
+
+
+def rows_of(w: Weights, rows: slice) -> Part:
+    """Some rows of a matrix, as views."""
+    return Part(w.quant, *(part[rows] for part in parts_of(w)))
 
 
 def _is_native(w: Weights) -> bool:
@@ -190,19 +228,19 @@ def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
 
 def _dense(w: Weights) -> np.ndarray:
     """A matrix in a form that the native kernels do not read, in float32 whatever its scales are."""
-    return view(w.weight if w.quant is None else unpacked_float32(w.quant, *_parts(w)))
+    return view(w.weight if w.quant is None else unpacked_float32(w.quant, *parts_of(w)))
 
 
-def _parts(w: Weights) -> list[Any]:
-    """The arrays that hold it: values, or codes, scales and, where its form has them, biases."""
+def parts_of(w: Weights) -> list[Any]:
+    """The arrays that hold it: values, or those of its form."""
     if w.quant is None:
         return [w.weight]
-    return [w.weight, w.scales, w.biases] if w.quant.has_biases else [w.weight, w.scales]
+    return [w.weight, w.scales, w.third][: len(w.quant.parts)]
 
 
 def inputs_of(w: Weights) -> list[Input]:
-    """What a kernel takes of it: none can be left out, so scales stand for biases that its form lacks."""
-    parts: list[Input] = [*(_parts(w) if w.pieces is None else w.pieces)]
+    """What a kernel takes of it: none can be left out, so scales stand for what its form lacks."""
+    parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
 
@@ -227,7 +265,7 @@ def qmv(
     quant: Quant,
     w: mx.array,
     scales: mx.array,
-    biases: mx.array | None = None,
+    third: mx.array | None = None,
     *,
     norm: Norm | None = None,
     residual: mx.array | None = None,
@@ -239,7 +277,8 @@ def qmv(
             array and in slices of its leading axes.
         quant: of the matrix, one that `forms.is_read`.
         w: codes.
-        scales, biases: both of one floating dtype, or E8M0 scales and None.
+        scales: floating, or of 8 bits.
+        third: biases in the scales' dtype, a global scale [O, 1] float32, or None, as the form has it.
         norm: of x.
         residual: [..., O] in x's dtype, is added to the product.
 
@@ -249,7 +288,7 @@ def qmv(
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
-    return _qmv(x, Part(quant, w, scales, biases), norm, residual)
+    return _qmv(x, Part(quant, w, scales, third), norm, residual)
 
 
 def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array | None = None) -> mx.array:
@@ -259,10 +298,12 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     launch = plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
     if isinstance(launch, Reason):
         x, quant = x if norm is None else norm(x), w.quant
-        y = _by_mlx(lambda rows: matmul_float32(rows, quant, *_parts(w)), x).astype(x.dtype)
+        y = _by_mlx(lambda rows: matmul_float32(rows, quant, *parts_of(w)), x).astype(x.dtype)
         return y if residual is None else residual + y
     weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-    return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual)[0]
+    rows = x.size // x.shape[-1]
+    lengths = () if rows == 1 else (count(rows),)
+    return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual, *lengths)[0]
 
 
 @planned()
@@ -320,8 +361,9 @@ def plan(
     else:  # as many rows of the matrix as suit several rows of x
         name, template["R"] = "qmv_tokens", tile_of(target, "qmv_tokens", spot).rows
         blocks = ceildiv(rows * lanes, template["R"] * 32)
-        template |= {"N": tokens, "T": ceildiv(tokens, turns)}
+        template["T"] = 2 * ceildiv(tokens, 2 * turns)  # even: a text for every two numbers of rows
     grid = (ceildiv(blocks * split, tile.simdgroups), turns)
-    kernel = Kernel(name, "x w scales biases norm eps residual", "y", form.header)
+    inputs = "x w scales biases norm eps residual"
+    kernel = Kernel(name, inputs if tokens == 1 else f"{inputs} count", "y", form.header)
     outputs = [((*x[:-1], rows), x_dtype)]
     return Launch(target, kernel, template | around.template(x_dtype), grid, 32 * tile.simdgroups, outputs)

@@ -3,18 +3,18 @@
 Promises: float32 accumulation; a result depends on the processor's instruction set only, not on the
 number of threads, the slots an expert sits in, or the values of other rows in the call; read-only inputs
 (a mapped file) are fine; wrong dtypes, shapes, alignment or bounds raise before anything is written.
-With AVX-512 VNNI, 4-bit weights in groups of 64 have two exact kernels, of other bits: the rows of a step, up to
-`MAX_TOKENS` of them, are multiplied in integers one by one, as a lone row is; the rows of a prompt, more of them, in
-floats and together. Other forms are multiplied in one way, whatever the number of rows.
-Inside `activations(8)` or `activations(16)` products round the activations of each group of weights to so many bits,
-where a form and the processor have such a product: then a row has the same bits alone and among others, on every
-x86-64 instruction set that is used.
+With AVX-512 VNNI, 4-bit weights in groups of 64 have two exact kernels with different bits: the rows of a step, up to
+`MAX_TOKENS`, are multiplied in integers, and the rows of a prompt in floats. Other forms have one kernel for any number
+of rows. Up to four rows go through a matrix together, and each has the bits that it has alone.
+Inside `activations(8)` or `activations(16)` products round the activations of each group of weights to that many bits,
+if the form and the processor have such a product. A row then has the same bits alone and among others, on every x86-64
+instruction set that is used.
 Calls release the GIL and may come from several threads; they take turns. The thread team is as large
 as the physical cores this process may use, sleeps between bursts, and is started anew after a fork.
 
 Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
 unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits), float16 or float32,
-or scales alone are uint8 (E8M0).
+or scales alone are uint8 (E8M0, or E4M3 in groups of 16).
 `out` receives the result if given; it must be writable and overlap no input.
 
 Does not know: models, files, MLX streams. Where no compiler was at hand at install time the extension
@@ -43,7 +43,7 @@ import numpy as np
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..kinds import FORMS, SILU, Activation
-from ..quant import E8M0, FLOAT, Quant
+from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, Quant
 from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 
@@ -51,7 +51,7 @@ Buffer = Any  # numpy array, mx.array or memoryview
 NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
-KINDS = ("BF16", "F16", "F32", E8M0)  # of a record's scales, by the number that the kernels know them by
+KINDS = ("BF16", "F16", "F32", E8M0, E4M3)  # of a record's scales, by the number that the kernels know them by
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
@@ -191,39 +191,56 @@ def linear(
     quant: Quant | None,
     w: Buffer,
     scales: Buffer | None = None,
-    biases: Buffer | None = None,
+    third: Buffer | None = None,
     out: np.ndarray | None = None,
     norm: tuple[Buffer, float] | None = None,
     residual: Buffer | None = None,
 ) -> np.ndarray:
     """norm(x[T, I]) @ W.T + residual[T, O] -> [T, O]; `norm` is the weight [I] and epsilon of `rms_norm`.
 
-    W holds codes (w uint32 [O, I * bits / 32]) with scales and biases [O, I / group], in mxfp4 scales alone, and I a
-    multiple of 64; or, without `quant` and them, dense float32 [O, I], I a multiple of 16. Up to T = 4 the weights are
-    read from memory once, beyond that again from the cache.
+    W holds codes (w uint32 [O, I * bits / 32]) with scales [O, I / group] and, as its form has them, as many biases or
+    a global scale [O, 1], and I is a multiple of 64; or, without `quant` and them, dense float32 [O, I], I a multiple
+    of 16. Up to T = 4 the weights are read from memory once, beyond that again from the cache.
     """
     out = _result(out, x.shape[0], w.shape[0])
     bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
     weight, eps = norm or (None, 0.0)
     alone = x.shape[0] <= MAX_TOKENS
-    extension().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, residual, alone, out)
+    biases, factor = _apart(quant, third)
+    added = residual if factor is None else None
+    extension().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, added, alone, out)
+    if factor is not None:
+        out *= factor.reshape(-1)
+        out += 0 if residual is None else np.asarray(residual)
     return out
 
 
+def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np.ndarray | None]:
+    """Biases, and what multiplies the scales of each row [O, 1]."""
+    if quant is None or not quant.has_global_scale:
+        return third, None
+    return None, np.asarray(third) * np.float32(1 / GLOBAL_UNIT)
+
+
 def dequantize(
-    quant: Quant, w: Buffer, scales: Buffer, biases: Buffer | None = None, out: np.ndarray | None = None
+    quant: Quant, w: Buffer, scales: Buffer, third: Buffer | None = None, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """w, scales and biases as for `linear` -> float32 [O, I]."""
+    """w, scales and third as for `linear` -> float32 [O, I]."""
     out = _result(out, w.shape[0], quant.group_size * scales.shape[1])
+    biases, factor = _apart(quant, third)
     extension().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
+    if factor is not None:
+        out *= factor
     return out
 
 
 def _places(*projections: Projection) -> tuple[int, ...]:
-    """Where matrices of one form lie in a record, and the form; what has no biases of groups repeats the scales' place.
+    """Where matrices of one form lie in a record, and the form; what has neither biases of groups nor a global scale
+    repeats the scales' place.
     Then where what their products add lies, -1 for nothing, and its kind."""
     last = projections[-1]
-    places = [at for one in projections for at in (*one.words[:2], one.words[len(one.codes) - 1])]
+    fields = [field for one in projections for field in (*one.codes[:2], one.codes[-1])]
+    places = [field.words.start for field in fields]
     kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
     biases = [-1 if one.bias is None else one.bias.words.start for one in projections]
     kinds = (KINDS.index(kind), *biases, 0 if last.bias is None else KINDS.index(last.bias.dtype))
@@ -362,7 +379,8 @@ def attend_step(
     one token's, of no angles where nothing turns. seen: keys [Hkv, C, Dk] and values [Hkv, C, Dv] and how many
     positions lie there, position p in row p % C. The ones after those lie in `recent`, keys [Hkv, M, Dk] and then
     values [Hkv, M, Dv] in one row; position `length - 1`, the token's own, is written there. The bits are those of
-    `rms_norm`, `rope` and `attend` over one array.
+    `rms_norm`, `rope` and `attend` over one array. Where the three arrays are uint8, their rows are those of `kv_rows`
+    in place of Dk or Dv floats, and the token's own is rounded like them.
     """
     out = np.empty((q.shape[0], v.shape[1]), np.float32)
     limits = window or length or 1, NOTHING if sinks is None else sinks
@@ -380,7 +398,7 @@ def choose(
     Largest first, the lowest index of equals first; with `normalise` the values of a row sum to 1 before `scale`.
     """
     shape = logits.shape[0], top_k
-    ids, weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    ids, weights = np.zeros(shape, np.int32), np.empty(shape, np.float32)  # a stand-in leaves ids that exist
     extension().choose(logits, experts, normalise, scale, ids, weights)
     return ids, weights
 
@@ -398,10 +416,11 @@ def gated_delta(
 
     Per step and value head: S *= decay; S += outer((v - S k) * beta, k); o = S q, with key head
     h // (Hv / Hk). q, k [T, Hk, Dk]; v [T, Hv, Dv]; decay (a factor, not its logarithm) and beta
-    [T, Hv]; Dk is a multiple of 16.
+    [T, Hv]; or decay [T, Hv, Dk], a factor for each column of S. Dk is a multiple of 16.
     """
     out, following = _result(out, *v.shape), _result(None, *state.shape)
-    extension().gated_delta(state, q, k, v, decay, beta, following, out)
+    steps = extension().gated_delta if len(decay.shape) == 2 else extension().channel_delta
+    steps(state, q, k, v, decay, beta, following, out)
     return out, following
 
 

@@ -1,12 +1,14 @@
-"""x / sqrt(mean(x^2) + eps) * weight, in float32 inside (arXiv:1910.07467)."""
+"""x / sqrt(mean(x^2) + eps) * weight, in float32 inside (arXiv:1910.07467); and the norm that also takes the mean away
+(arXiv:1607.06450)."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from . import native
-from .backend import Array
+from .backend import Array, view
 
 
 class Norm(Protocol):
@@ -18,9 +20,29 @@ class Norm(Protocol):
     def __call__(self, x: Array) -> Array: ...
 
 
+@dataclass(frozen=True)
+class ConstantNorm:
+    """One whose weight [D] is no parameter, but made of some."""
+
+    weight: mx.array
+    eps: float
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, self.weight, self.eps)
+
+
 def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Array:
     """The RMS norm over the last axis, times `weight` [D]; None: times 1."""
     if isinstance(x, np.ndarray):
         return native.rms_norm(np.ascontiguousarray(x).reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
     assert weight is None or isinstance(weight, mx.array)
     return mx.fast.rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Array, weight: mx.array, bias: mx.array, eps: float) -> Array:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 inside."""
+    if isinstance(x, mx.array):
+        return mx.fast.layer_norm(x, weight, bias, eps)
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred * centred).mean(axis=-1, keepdims=True)
+    return centred / np.sqrt(variance + np.float32(eps)) * view(weight) + view(bias)

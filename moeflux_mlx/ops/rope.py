@@ -1,7 +1,10 @@
-"""Rotary position embedding: plain (arXiv:2104.09864), scaled by YaRN (arXiv:2309.00071) or as Llama 3.1's."""
+"""Rotary position embedding: plain (arXiv:2104.09864), scaled by YaRN (arXiv:2309.00071) or as Llama 3.1's, and by
+three axes (Qwen2-VL, arXiv:2409.12191, section 2.1).
+"""
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,11 +17,17 @@ from .backend import Array, stack
 class Rope:
     """Rotates the first `rotation.dims` values of each head.
 
+    `stride`: of the positions that it is given, by number; -1 rotates back.
     DeepSeek pairs neighbours (2i, 2i+1), the others pair (i, i + dims/2): `rotation.interleaved` chooses.
     """
 
-    def __init__(self, rotation: Rotation):
-        self.dims, self.interleaved, self.base = rotation.dims, rotation.interleaved, rotation.theta
+    def __init__(self, rotation: Rotation, stride: int = 1):
+        self.dims, self.interleaved, self.base, self.stride = (
+            rotation.dims,
+            rotation.interleaved,
+            rotation.theta,
+            stride,
+        )
         self.magnitude = 1.0
         frequencies = self.base ** -(np.arange(0, self.dims, 2) / self.dims)
         if rotation.yarn is not None:
@@ -26,18 +35,26 @@ class Rope:
             self.magnitude = yarn_magnitude(rotation.yarn)
         if rotation.llama3 is not None:
             frequencies = llama3_inv_freq(frequencies, rotation.llama3)
+        frequencies = stride * frequencies
+        if rotation.pairs is not None:
+            frequencies[rotation.pairs :] = 0.0
         self.frequencies = frequencies.tobytes()
-        self.periods = mx.array(1.0 / frequencies, mx.float32)
+        with np.errstate(divide="ignore"):  # a pair that does not turn has an infinite period
+            self.periods = mx.array(1.0 / frequencies, mx.float32)
+        self.axes = rotation.axes or (0,) * (self.dims // 2)
 
-    def __call__(self, x: Array, offset: int | mx.array) -> Array:
-        """x at positions offset .. offset + L - 1, laid out as attention wants it of each kind: numpy arrays
-        [B, L, heads, head_dim], MLX's [B, heads, L, head_dim].
+    def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
+        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]. It is laid out as attention wants
+        it of each kind: numpy arrays [B, L, heads, head_dim], MLX's [B, heads, L, head_dim].
         """
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
-            cosine, sine = angles(self.frequencies, self.magnitude, offset, L)
+            cosine, sine = self._angles(offset, L)
             rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
+        if isinstance(offset, np.ndarray):
+            cosine, sine = map(mx.array, self._angles(offset, x.shape[2]))
+            return rotated(x, cosine, sine, self.interleaved)
         if self.magnitude != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
         return mx.fast.rope(
@@ -50,6 +67,22 @@ class Rope:
             freqs=self.periods,
         )
 
+    def _angles(self, offset: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(cosine, sine) float32 [length, R/2]."""
+        if isinstance(offset, np.ndarray):
+            return angles_of_axes(self.frequencies, self.magnitude, self.axes, offset.astype(np.int64).tobytes())
+        return angles(self.frequencies, self.magnitude, offset, length)
+
+
+def rotated(x: mx.array, cosine: mx.array, sine: mx.array, neighbours: bool) -> mx.array:
+    """The first R values of x [..., L, D] turned by angles [L, R/2]; which make pairs as for `native.rope`."""
+    half = cosine.shape[-1]
+    turning, rest = x[..., : 2 * half].astype(mx.float32), x[..., 2 * half :]
+    parts = (turning[..., ::2], turning[..., 1::2]) if neighbours else (turning[..., :half], turning[..., half:])
+    pair = [parts[0] * cosine - parts[1] * sine, parts[0] * sine + parts[1] * cosine]
+    turned = mx.stack(pair, axis=-1).flatten(-2) if neighbours else mx.concatenate(pair, axis=-1)
+    return mx.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
 
 @lru_cache(maxsize=16)
 def angles(frequencies: bytes, magnitude: float, offset: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -58,6 +91,16 @@ def angles(frequencies: bytes, magnitude: float, offset: int, length: int) -> tu
     Kept for a while, because all layers ask for the same positions.
     """
     angle = np.arange(offset, offset + length)[:, None] * np.frombuffer(frequencies)
+    return (magnitude * np.cos(angle)).astype(np.float32), (magnitude * np.sin(angle)).astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def angles_of_axes(
+    frequencies: bytes, magnitude: float, axes: tuple[int, ...], positions: bytes
+) -> tuple[np.ndarray, np.ndarray]:
+    """(cosine, sine) [L, R/2] of positions int64 [3, L]; `axes` says which of the three turns each pair."""
+    turned_by = np.ascontiguousarray(np.frombuffer(positions, np.int64).reshape(3, -1)[list(axes)].T)
+    angle = turned_by * np.frombuffer(frequencies)
     return (magnitude * np.cos(angle)).astype(np.float32), (magnitude * np.sin(angle)).astype(np.float32)
 
 

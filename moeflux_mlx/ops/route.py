@@ -14,7 +14,7 @@ import numpy as np
 from ..kinds import Router
 from . import backend, native
 from .backend import Array, view
-from .elementwise import float32, pick, plus, sigmoid, softmax
+from .elementwise import float32, pick, plus, sigmoid, softmax, softplus
 from .forms import MULTIPLE, Form, is_read
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, inputs_of, linear
@@ -24,7 +24,13 @@ from .tiles import MAX_TOKENS, planned, tile_of
 # Where the host had better look into arrays of 8 bytes: on CUDA MLX keeps these with the host, and moves any other that
 # the host looks into to memory whose pages wander between the two from then on.
 HOST_COPY = {"cuda"}
-UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias")
+UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias, or another score")
+# What logits become, by the names of `Router.score`.
+SCORES: dict[str, Any] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "sqrtsoftplus": lambda logits: softplus(logits) ** 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -35,41 +41,81 @@ class Choice:
         logits: [T, O] float32, of which the first columns are the experts'.
         rule: the router.
         bias: [E] float32, where the rule has a correction bias.
+        scales: [E] float32, where it has `expert_scales`.
     """
 
     logits: Any  # mx.array | np.ndarray
     rule: Router
     bias: mx.array | None = None
+    scales: mx.array | None = None
 
 
-def route(logits: Array, rule: Router, bias: mx.array | None = None) -> tuple[Array, Array]:
+def route(
+    logits: Array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
+) -> tuple[Array, Array]:
     """The experts of each token, by its logits, and their weights.
 
-    Scores are the softmax over all experts (Qwen3MoeTopKRouter in Hugging Face transformers) or sigmoids (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2). The correction bias takes part in the choice only; a group's score is the sum of
-    its two best experts; experts of dropped groups are masked with -inf, so a negative score never loses to them.
+    Scores are the softmax over all experts (Qwen3MoeTopKRouter in Hugging Face transformers), sigmoids (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2) or roots of softplus (DeepSeek-V4's model code in transformers). The correction
+    bias takes part in the choice only; a group's score is the sum of its two best experts; those of dropped groups are
+    masked with -inf, so a negative score never loses to them.
 
     Args:
         logits: [T, O] float32, of which the first columns are the experts'.
         rule: the router.
         bias: [E] float32, where the rule has a correction bias.
+        scales: [E] float32, where it has `expert_scales`: each expert's weight is multiplied by its own (transformers,
+            `Gemma4TextRouter`).
 
     Returns:
         (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
     """
     if isinstance(logits, mx.array) and not refusal(backend.name(), rule):
-        return route_kernel(logits, rule, bias)
+        return route_kernel(logits, rule, bias, scales)
     if isinstance(logits, np.ndarray) and not native_refusal(rule):
-        return native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
+        chosen, weights = native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
+        return chosen, _scaled(weights, chosen, scales)
     logits = logits[:, : rule.experts]
-    scores = softmax(logits) if rule.score == "softmax" else sigmoid(logits)
+    scores = SCORES[rule.score](logits)
     choice = scores if bias is None else scores + (view(bias) if isinstance(logits, np.ndarray) else bias)
     ids = top_k(_of_kept_groups(choice, rule), rule.top_k)
-    weights = pick(scores, ids)
+    return ids, _scaled(_weights(pick(scores, ids), rule), ids, scales)
+
+
+def _scaled(weights: Array, ids: Array, scales: mx.array | None) -> Array:
+    """weights [T, k], each times its expert's of `scales` [E], if there are any."""
+    if scales is None:
+        return weights
+    of_chosen: Any = scales[ids] if isinstance(ids, mx.array) else view(scales)[ids]
+    return weights * of_chosen
+
+
+def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) -> tuple[Array, Array]:
+    """As `route`, of experts that stand in a table.
+
+    Args:
+        logits: [T, O] float32, of which the first columns are the experts'.
+        rule: the router, which gives the weights alone.
+        table: uint32 [token ids, k], the experts of each.
+        tokens: [T] ids.
+    """
+    rows = table_rows(table, tokens)
+    scores = SCORES[rule.score](logits[:, : rule.experts])
+    return rows, _weights(pick(scores, rows), rule)
+
+
+def table_rows(table: mx.array, tokens: Array) -> Array:
+    """The experts [T, k] of T token ids."""
+    rows: Any = table[tokens] if isinstance(tokens, mx.array) else view(table)[tokens]
+    return rows
+
+
+def _weights(weights: Array, rule: Router) -> Array:
+    """Of the chosen experts, by their scores."""
     if rule.normalise:
         total = weights.sum(axis=-1, keepdims=True)
         weights = weights / (total if rule.score == "softmax" else total + 1e-20)
-    return ids, weights if rule.scale == 1.0 else weights * rule.scale
+    return weights if rule.scale == 1.0 else weights * rule.scale
 
 
 def top_k(scores: Array, k: int) -> Array:
@@ -83,7 +129,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
     """`choice` [T, E], -inf in all but the best groups."""
     if rule.kept_groups == rule.groups:
         return choice
-    library = np if isinstance(choice, np.ndarray) else mx
+    library = backend.library_of(choice)
     T, E = choice.shape
     groups = choice.reshape(T, rule.groups, E // rule.groups)
     best_two = -library.sort(-groups, axis=-1)[..., : min(2, E // rule.groups)]
@@ -95,14 +141,17 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 # ---- the kernel of a choice
 
 
-def route_kernel(logits: mx.array, rule: Router, bias: mx.array | None = None) -> tuple[mx.array, mx.array]:
+def route_kernel(
+    logits: mx.array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
-    ids, weights = plan(backend.name(), logits.shape, rule, bias is not None)(logits, *beside(logits, rule, bias))
+    launch = plan(backend.name(), logits.shape, rule, bias is not None)
+    ids, weights = launch(logits, *beside(Choice(logits, rule, bias, scales)))
     return ids, weights
 
 
 def route_with_host_copy(
-    logits: Array, rule: Router, bias: mx.array | None = None
+    logits: Array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
 ) -> tuple[Array, Array, Sequence[mx.array]]:
     """`route` for who waits for it, with the choice once more as `read_host_copy` reads it.
 
@@ -110,10 +159,10 @@ def route_with_host_copy(
     """
     target = backend.name()
     if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
-        chosen = route(logits, rule, bias)
+        chosen = route(logits, rule, bias, scales)
         return chosen[0], chosen[1], []
     launch = plan(target, logits.shape, rule, bias is not None, copies=True)
-    ids, weights, *host_copy = launch(logits, *beside(logits, rule, bias))
+    ids, weights, *host_copy = launch(logits, *beside(Choice(logits, rule, bias, scales)))
     return ids, weights, host_copy
 
 
@@ -123,15 +172,17 @@ def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarra
     return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
 
 
-def beside(logits: mx.array, rule: Router, bias: mx.array | None) -> tuple[Input, Input]:
+def beside(choice: Choice) -> tuple[Input, Input]:
     """What the text reads beside the logits; an input cannot be left out."""
-    return logits if bias is None else bias, rule.scale
+    scale: Input = choice.rule.scale if choice.scales is None else choice.scales
+    return choice.logits if choice.bias is None else choice.bias, scale
 
 
 def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
     """Constants of the text, for logits of so many columns."""
     template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SIGMOID": int(rule.score != "softmax")}
     template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
+    template["SCALED"] = int(rule.expert_scales)
     return template
 
 
@@ -153,7 +204,7 @@ def native_refusal(rule: Router) -> Reason | None:
 
 def is_known(rule: Router) -> bool:
     """Whether the kernels know the rule: they choose by logit where scores are the softmax."""
-    return rule.score != "softmax" or (rule.groups == 1 and not rule.correction_bias)
+    return rule.score == "sigmoid" or (rule.score == "softmax" and rule.groups == 1 and not rule.correction_bias)
 
 
 @lru_cache(512)
@@ -173,7 +224,7 @@ def plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool =
 
 
 def router_logits(
-    h: Array, norm: mx.array, eps: float, w: Weights, bias: mx.array | None = None
+    h: Array, norm: mx.array, eps: float, w: Weights, bias: mx.array | None = None, x_norm: mx.array | None = None
 ) -> tuple[Array, Array]:
     """The RMS norm of a few rows or of many, and its product with a router's matrix, plus a bias.
 
@@ -183,6 +234,7 @@ def router_logits(
         eps: the norm's.
         w: [O, H].
         bias: [O] float32.
+        x_norm: [H], the weight of a norm of its own for x; None: `norm`.
 
     Returns:
         (x [T, H] normed, in h's dtype, logits [T, O] float32).
@@ -194,10 +246,13 @@ def router_logits(
         dtypes = h.dtype, norm.dtype, w.weight.dtype
         launch = plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None)
         if not isinstance(launch, Reason):
-            x, logits = launch(h, norm, eps, norm if bias is None else bias, *inputs_of(w))
+            x, logits = launch(
+                h, norm, norm if x_norm is None else x_norm, eps, norm if bias is None else bias, *inputs_of(w)
+            )
             return x, logits
     x = rms_norm(h.reshape(shape), norm, eps)
     logits = linear(float32(x), w)
+    x = x if x_norm is None else rms_norm(h.reshape(shape), x_norm, eps)
     return x, logits if bias is None else plus(logits, bias)
 
 
@@ -219,9 +274,9 @@ def plan_logits(
     blocks = ceildiv(rows, tile.rows)
     template = {"X": dtypes[0], "H": hidden, "O": rows, "R": tile.rows, "SG": tile.simdgroups, "BLOCKS": blocks}
     template["BIASED"] = int(has_bias)
-    kernel = Kernel("router_floats", "h norm eps bias w", "x logits")
+    kernel = Kernel("router_floats", "h norm x_norm eps bias w", "x logits")
     if form is not None:
-        kernel = Kernel("router_codes", "h norm eps bias w scales biases", "x logits", form.header)
+        kernel = Kernel("router_codes", "h norm x_norm eps bias w scales biases", "x logits", form.header)
         template |= form.template
     outputs = [((tokens, hidden), dtypes[0]), ((tokens, rows), mx.float32)]
     return Launch(target, kernel, template, (blocks, tokens), 32 * tile.simdgroups, outputs)

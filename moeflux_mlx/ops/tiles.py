@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 MAX_TOKENS = 16  # rows of a step: each has the bits that it has alone; a call of the model with more is a prompt
-LEASED_TOKENS = 8  # tokens whose experts the smallest pool has room for; more are asked for in parts
+LEASED_TOKENS = 8  # tokens whose experts the smallest pool has room for; those of more perhaps come in parts
 
 
 @dataclass(frozen=True)

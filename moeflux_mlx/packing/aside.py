@@ -1,6 +1,6 @@
 """What a checkpoint holds beside the text model, kept as it is in a file of its own: image encoders, heads that draft.
 
-Nothing here knows what a tensor is for; `families/names.py` does. Nobody reads the file yet.
+Nothing here knows what a tensor is for; `families/names.py` does. `vision` reads image encoders from it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ NAME = "aside.safetensors"
 
 @dataclass(frozen=True)
 class Copied:
-    """A tensor under its own name, whatever its dtype is."""
+    """A tensor of any dtype under its own name."""
 
     tensor: Tensor
 

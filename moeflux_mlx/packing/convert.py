@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ModelFileError
-from ..files import user_path
+from ..files import tagged, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
@@ -86,13 +86,13 @@ def convert(
     Args:
         hf_path: checkpoint directory, or Hugging Face repo id org/name.
         mlx_path: the directory to write.
-        q_bits: 2, 3, 4, 5, 6 or 8, of linear layers and routed experts that come as floats; None: the mode's, 4.
-        q_group_size: 32, 64 or 128; None: the mode's, 64 or (mxfp4) 32.
-        q_mode: "affine" or "mxfp4".
+        q_bits: 1 to 6 or 8, of linear layers and routed experts that come as floats; None: the mode's, 4.
+        q_group_size: 32, 64 or 128; None: the mode's, 64, or where there is one, that.
+        q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
         expert_bits: of routed experts, if it is another than `q_bits`.
         down_bits: of their down projections, if it is another than `expert_bits`.
-        requantize: quantise again what is stored in a way that the engine cannot use, and, with `expert_bits` or
-            `down_bits`, routed experts that are stored in another form; loses precision.
+        requantize: quantise again routed experts of a layer that differ in form, and, with `expert_bits` or
+            `down_bits`, those that are stored in another; loses precision.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
@@ -284,7 +284,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
-    files["config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
     files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
     return files
 

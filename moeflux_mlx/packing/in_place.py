@@ -1,7 +1,7 @@
 """A checkpoint as a model, left as it lies: what a conversion would write, found and checked, and where it can be read.
 
 Resident tensors are those of the packed model, bit by bit; experts are pieces of the checkpoint's files. Only what MLX
-has quantised in a form that is computed can be used so; whatever must be made anew needs a conversion.
+has quantised can be used so; whatever must be made anew needs a conversion.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +16,23 @@ from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field, Record
+from ..formats.tables import TableFiles
 from ..ops import native
 from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, Sampled, fingerprint_of
-from .layer_files import LayerFile, SingleExperts
+from .expert_parts import SingleExperts
+from .layer_files import LayerFile
 from .matrix import Matrix
 from .plan import ConversionPlan, make_plan, read_args
 from .resident import DTYPES, ResidentFile, Source
 from .samples import LayerSamples, ResidentSamples
-from .source_format import SourceFormat
+from .source_format import MXFP4, MXFP8, SourceFormat
 from .suggest import packing_command
 from .unit import Unit
 from .wanted import Wanted
+
+AS_PUBLISHED = (MXFP4, MXFP8)  # whose bytes are MLX's, whoever wrote them
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class InPlace:
     args: ModelArgs
     experts: InPlaceExperts
     units: tuple[Unit, ...]  # the files that a conversion would write
+    tables: Mapping[int, TableFiles]  # of n-grams, by layer
 
     @property
     def _sources(self) -> list[Source]:
@@ -75,7 +80,7 @@ def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
 
 
 def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
-    """Whether what lies in `path` looks like a checkpoint that MLX quantised, in forms that are computed.
+    """Whether what lies in `path` looks like a checkpoint that MLX quantised.
 
     Args:
         shards_in: other directories of its safetensors files.
@@ -89,14 +94,14 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
 
 
 def states_mlx(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that MLX quantised everything, in forms that are computed, or somebody in MLX's mxfp4.
+    """Whether config.json says that MLX quantised everything, or somebody in MLX's mxfp4 or mxfp8.
 
     Raises:
         ConfigError: it is of a model that does not run.
     """
     ModelArgs.from_dict(unquantized(config))
     form = SourceFormat(config)
-    return form.method == "mxfp4" or form.mlx and form.not_computed is None
+    return form.mlx or form.stated is not None and form.stated.default in AS_PUBLISHED
 
 
 def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
@@ -110,7 +115,8 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
     args = read_args(checkpoint)
     plan = make_plan(checkpoint, args, replace(Wanted.of(), keeps_floats=True))
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
-    return InPlace(path, args, _experts(checkpoint, plan), plan.units)
+    tables = {table.layer: table.in_place() for table in plan.tables}
+    return InPlace(path, args, _experts(checkpoint, plan), plan.units, tables)
 
 
 def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:
@@ -158,16 +164,16 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
     geometry = file.geometry
     for one, projection in zip(file.experts.parts(expert), geometry.projections, strict=True):
         part, matrix = one.in_place, one.matrix
-        wanted = tuple(field.dtype for field in projection.fields)
-        dtypes = matrix.dtypes if part.bias is None else (*matrix.dtypes, part.bias.dtype)
-        if type(matrix) is not Matrix or matrix.quant != projection.quant or dtypes != wanted:
-            weight = matrix.weight
+        wanted = [field.dtype for field in projection.fields]
+        stored = part.by_field if type(matrix) is Matrix and matrix.quant == projection.quant else {}
+        if [stored[field.part].dtype for field in projection.fields if field.part in stored] != wanted:
+            weight, dtypes = matrix.weight, [tensor.dtype for tensor in part.tensors]
             raise NotPackedError(
                 f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(dtypes)}; "
                 f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
                 f"run: {packing_command(weight.file.parent)}"
             )
-        tensors += matrix.rows(part.start, part.stop).tensors
-        if part.bias is not None:
-            tensors.append(part.bias.rows(part.start, part.stop))
+        bias = None if part.bias is None else part.bias.rows(part.start, part.stop)
+        stored = replace(part, matrix=matrix.rows(part.start, part.stop), bias=bias).by_field
+        tensors += [stored[field.part] for field in projection.fields]
     return tensors

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import FLOAT, MODES, Quant
+from ..quant import FLOAT, GLOBAL_SCALE, MODES, Quant
 from .foreign import find_foreign
 from .matrix import Matrix, TransposedMatrix, shaped, typed
+from .small_floats import find_small_floats
 from .source_format import SourceFormat
 
 
@@ -18,20 +19,24 @@ def find_matrix(
     shape: tuple[int, ...],
     form: SourceFormat,
     suffix: str = ".weight",
+    shards: int = 1,
 ) -> Matrix:
     """The matrix of a module path, its shapes and dtypes checked.
 
     Args:
         shape: the logical shape that the model needs.
         suffix: of the weight's name; Qwen3.5's fused experts have none.
+        shards: parts of a fused matrix, each with fp8 blocks of its own.
 
     Raises:
         ModelFileError: a tensor is missing, or has another shape or dtype than the model needs.
     """
     name = path + suffix
-    foreign = None if name in tensors else find_foreign(tensors, path, shape, form)
-    if foreign is not None:
-        return foreign
+    found = find_small_floats(tensors, path, name, shape, form.block, shards)
+    if found is None and name not in tensors:
+        found = find_foreign(tensors, path, shape, form)
+    if found is not None:
+        return found
     if name not in tensors:
         raise ModelFileError(f"tensor {name} is missing")
     weight = tensors[name]
@@ -39,19 +44,19 @@ def find_matrix(
     if f"{path}.scales" in tensors:
         return _quantized_matrix(tensors, path, weight, shape, form)
     if inverse is not None:
-        return _fp8_matrix(weight, inverse, shape, form)
+        return _fp8_matrix(weight, inverse, shape, form, shards)
     shaped(typed(weight, FLOATS), shape)
     return Matrix(shape, weight)
 
 
-def _fp8_matrix(weight: Tensor, scale: Tensor, shape: tuple[int, ...], form: SourceFormat) -> Matrix:
+def _fp8_matrix(weight: Tensor, scale: Tensor, shape: tuple[int, ...], form: SourceFormat, shards: int) -> Matrix:
     """Codes that a scale multiplies: one for each block, or (of shape [] or [1], in a stack [E, 1, 1]) for a matrix."""
     shaped(typed(weight, ("F8_E4M3",)), shape)
     block, lead = form.block, shape[:-2]
     if scale.shape in (lead, (*lead, 1, 1) if lead else (1,)):
         block, scale = (shape[-2], shape[-1]), replace(scale, shape=(*lead, 1, 1))
-    shaped(scale, (*lead, *(math.ceil(n / size) for n, size in zip(shape[-2:], block, strict=True))))
-    return Matrix(shape, weight, inverse=typed(scale, FLOATS), block=block)
+    shaped(scale, (*lead, shards * math.ceil(shape[-2] / shards / block[0]), math.ceil(shape[-1] / block[1])))
+    return Matrix(shape, weight, inverse=typed(scale, FLOATS), block=block, shards=shards)
 
 
 def find_transposed(weight: Tensor, shape: tuple[int, ...]) -> Matrix:
@@ -69,7 +74,9 @@ def _quantized_matrix(
 ) -> Matrix:
     scales = tensors[f"{path}.scales"]
     typed(weight, ("U32",))
-    biases, cols, name = tensors.get(f"{path}.biases"), shape[-1], form.mode(path)
+    biases, cols = tensors.get(f"{path}.biases"), shape[-1]
+    groups, words = (one.shape[-1] if one.shape else 0 for one in (scales, weight))
+    name = _mode_of(scales, 32 * words // cols, cols // max(groups, 1))
     mode = MODES[name]
     if (biases is not None) != mode.has_biases:
         raise ModelFileError(f"tensor {path}.biases {'is missing' if biases is None else f'does not go with {name}'}")
@@ -77,8 +84,10 @@ def _quantized_matrix(
         if tensor is not None:
             shaped(tensor, (*shape[:-1], scales.shape[-1] if scales.shape else 0))
             typed(tensor, FLOATS if mode.scale == FLOAT else ("U8",))
-    groups, words = scales.shape[-1], weight.shape[-1] if weight.shape else 0
-    quant = Quant(32 * words // cols, cols // max(groups, 1), name)
+    global_scale = tensors.get(f"{path}.{GLOBAL_SCALE}")
+    quant = Quant(32 * words // cols, cols // max(groups, 1), name, global_scale is not None)
+    if global_scale is not None:
+        shaped(typed(global_scale, ("F32",)), shape[:-2])
     form.check(path, quant, weight)
     if weight.bits not in (None, quant.bits):
         raise ModelFileError(f"tensor {weight.name} is stored with {quant}; its manifest says {weight.bits} bits")
@@ -87,4 +96,13 @@ def _quantized_matrix(
             f"tensor {weight.name} with shape {list(weight.shape)} and {groups} scales for {cols} columns"
         )
     shaped(weight, (*shape[:-1], quant.words(cols)))
-    return Matrix(shape, weight, scales, biases, quant)
+    return Matrix(shape, weight, scales, biases, quant, global_scale)
+
+
+def _mode_of(scales: Tensor, bits: int, group_size: int) -> str:
+    """By what is stored: only affine has float scales, and each other mode one width and one group."""
+    others = (name for name, mode in MODES.items() if mode.scale != FLOAT)
+    is_small = typed(scales, (*FLOATS, "U8")).dtype == "U8"
+    wanted = bits, group_size
+    found = (name for name in others if (MODES[name].bits, MODES[name].group_size) == wanted)
+    return next(found, "mxfp4") if is_small else "affine"

@@ -12,37 +12,37 @@ import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..quant import FLOAT, NAN, Quant
+from ..ops.forms import unpacked_float32
+from ..quant import E4M3, FLOAT, NAN, Quant
 
 CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """`shape` [..., rows, cols] is the logical one. With `quant`, the weight holds codes; with
-    `inverse`, fp8 codes that are multiplied by a scale for each block; else plain floats."""
+    """`shape` [..., rows, cols] is the logical one. With `quant`, the weight holds codes, and `global_scale`, if the
+    form has one, a number for each matrix; with `inverse`, fp8 codes that are multiplied by a scale for each block;
+    else plain floats. `shards` are parts of equal length one after another, at each of which the blocks begin anew."""
 
     shape: tuple[int, ...]
     weight: Tensor
     scales: Tensor | None = None
     biases: Tensor | None = None
     quant: Quant | None = None
+    global_scale: Tensor | None = None
     inverse: Tensor | None = None
     block: tuple[int, int] = (128, 128)
+    shards: int = 1
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in (self.weight, self.scales, self.biases, self.inverse) if t is not None)
+        all_of_it = (self.weight, self.scales, self.biases, self.global_scale, self.inverse)
+        return tuple(t for t in all_of_it if t is not None)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Of what `codes` gives."""
-        return tuple(t.dtype for t in (self.weight, self.scales, self.biases) if t is not None)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the codes can be computed with, and so are copied."""
-        return self.quant is not None and self.quant.is_computed
+        return tuple(t.dtype for t in (self.weight, self.scales, self.biases, self.global_scale) if t is not None)
 
     def __getitem__(self, index: int) -> "Matrix":
         """One entry of the leading axis of a stack."""
@@ -54,17 +54,29 @@ class Matrix:
 
     def _each(self, shape: tuple[int, ...], part: Callable[[Tensor], Tensor]) -> "Matrix":
         scales, biases, inverse = (None if t is None else part(t) for t in (self.scales, self.biases, self.inverse))
-        return replace(self, shape=shape, weight=part(self.weight), scales=scales, biases=biases, inverse=inverse)
+        made = replace(self, shape=shape, weight=part(self.weight), scales=scales, biases=biases, inverse=inverse)
+        if self.global_scale is None or len(self.shape) == 2:  # all rows of a matrix share it
+            return made
+        return replace(made, global_scale=part(self.global_scale))
 
     def codes(self) -> tuple[mx.array, ...]:
-        """Weight, scales and (affine only) biases as they are stored.
+        """Weight, scales and, as the form has them, biases, or a global scale [...], as they are stored.
 
         Raises:
-            ModelFileError: a scale or bias is NaN or infinite.
+            ModelFileError: a code, scale or bias is NaN or infinite.
         """
         scale = FLOAT if self.quant is None else self.quant.scale
         of_groups = [finite(t, t.read(), scale) for t in (self.scales, self.biases) if t is not None]
-        return self.weight.read(), *of_groups
+        weight = self.weight.read()
+        if self.quant is not None and self.quant.codes == E4M3:
+            finite(self.weight, weight.view(mx.uint8), E4M3)
+        return weight, *of_groups, *self.factor()
+
+    def factor(self) -> tuple[mx.array, ...]:
+        """The global scale, float32 [..., 1, 1] for [..., rows, cols], if the form has one."""
+        if self.global_scale is None:
+            return ()
+        return (finite(self.global_scale, self.global_scale.read()).reshape(*self.shape[:-2], 1, 1),)
 
     def values(self, start: int = 0, stop: int | None = None) -> mx.array:
         """Rows `start` to `stop` as stored floats, or in float32 when dequantised.
@@ -81,12 +93,7 @@ class Matrix:
     def _dequantized(self) -> mx.array:
         assert self.quant is not None
         kind = self.quant
-        weight, scales, *rest = self.codes()
-        biases = rest[0].astype(mx.float32) if rest else None
-        if rest:  # with float32 scales the arithmetic is in float32
-            scales = scales.astype(mx.float32)
-        values = mx.dequantize(weight, scales, biases, kind.group_size, kind.bits, kind.mode, dtype=mx.float32)
-        return finite(self.weight, values)
+        return finite(self.weight, unpacked_float32(kind, *self.codes()))
 
     def _from_fp8(self, start: int, stop: int) -> mx.array:
         """codes * scale of their block, in float32; the last block of an axis may be partial."""
@@ -94,10 +101,10 @@ class Matrix:
         if len(self.shape) == 3:
             return mx.stack([self[index]._from_fp8(0, self.shape[1]) for index in range(start, stop)])
         rows, cols = self.block
-        first, last = start // rows, math.ceil(stop / rows)
-        stored = self.inverse.rows(first, last)
-        scale = finite(stored, stored.read()).astype(mx.float32)
-        scale = mx.repeat(scale, rows, axis=0)[start - first * rows : stop - first * rows]
+        length = self.shape[0] // self.shards
+        blocks = [row // length * math.ceil(length / rows) + row % length // rows for row in range(start, stop)]
+        stored = self.inverse.rows(blocks[0], blocks[-1] + 1)
+        scale = finite(stored, stored.read()).astype(mx.float32)[mx.array(blocks) - blocks[0]]
         scale = mx.repeat(scale, cols, axis=1)[:, : self.shape[1]]
         return mx.from_fp8(self.weight.rows(start, stop).read(), mx.float32) * scale
 
@@ -142,10 +149,10 @@ def shaped(tensor: Tensor, wanted: tuple[int, ...]) -> None:
 
 
 def finite(tensor: Tensor, values: mx.array, scale: str = FLOAT) -> mx.array:
-    """`values`, once they are known to be numbers; `scale` says what they are if they are scales of 8 bits."""
+    """`values`, once they are known to be numbers; `scale` says what they are if they are floats of 8 bits."""
     nan = NAN.get(scale)
     if nan is not None and (values & nan == nan).any().item():
-        raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN scales; download it again")
+        raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN; download it again")
     if mx.issubdtype(values.dtype, mx.floating) and not mx.isfinite(values).all().item():
         raise ModelFileError(f"{tensor.file}: tensor {tensor.name} holds NaN or infinite values; download it again")
     return values

@@ -14,21 +14,16 @@ from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
+from ..formats.tables import STEM
 from ..quant import parse, unquantized
 from ..spec import ModelArgs
 from .aside import aside_files
-from .layer_files import (
-    HeldLayerFile,
-    LayerFile,
-    PackedLayerFile,
-    StripedLayerFile,
-    find_experts,
-    packed_layers,
-    plan_experts,
-)
+from .expert_parts import find_experts
+from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
 from .resident import override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
+from .tables import Table, find_tables, table_files
 from .unit import Unit
 from .wanted import Wanted
 
@@ -45,6 +40,7 @@ class ConversionPlan:
     made_experts: bool
     share: RankShare | None = None
     also: tuple[Path, ...] = ()
+    tables: tuple[Table, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -72,7 +68,7 @@ def make_plan(
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
     resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}
-    layers, lossy, made = list[LayerFile | PackedLayerFile](), list(resident.lossy), False
+    layers, lossy, made = list[LayerFile | PackedLayerFile](), list[str](), False
     if checkpoint.packed is not None:
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
@@ -85,15 +81,19 @@ def make_plan(
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
+    tables = find_tables(args, tensors, form, wanted)
+    used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
     units: tuple[Unit, ...] = (
         *resident.files(),
+        *(table_files(tables) if tables else ()),
         *aside_files(checkpoint.tensors.values(), args.num_hidden_layers),
         *_experts_files(layers, share, also),
     )
-    quantization = _with_experts(resident.quantization(), layout, share is not None or bool(also))
+    stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
+    quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
     quantized = resident.quantized(wanted.resident)
-    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also))
+    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also), tuple(tables))
 
 
 def _experts_files(

@@ -6,11 +6,11 @@ Everything is planned from shapes first; tensors are then read, converted and pa
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -18,18 +18,24 @@ import numpy as np
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor
-from ..model.tensors import ROUTERS, needed, split_latent, stored_as
-from ..quant import DEFAULT, SUPPORTED, Quant
+from ..model.decoder import Model
+from ..model.head import DraftHead
+from ..model.tensors import ROUTERS, TABLE, needed, split_latent, stored_as
+from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
 from .matrix import Matrix, finite
-from .sanitize import add_one, channels_first, has_zero_centred_norms, is_zero_centred
+from .sanitize import add_one, channels_first, has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat
 from .unit import Bytes
 from .wanted import Wanted
 
 SHARD_BYTES = 4 << 30
+INTEGERS = ("U32", "I32", "I64")  # that a table of ids may come in
+MAX_SHARDS = 64  # of one matrix in a checkpoint; far beyond any
+File = TypeVar("File")
 Pieces = tuple[tuple[str, np.ndarray | None], ...]
+FusedPieces = tuple[tuple[str, np.ndarray], ...]
 DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
 
 
@@ -46,6 +52,14 @@ class Written:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+class Part(NamedTuple):
+    """Some `rows` of a tensor that is `stored` with `total`."""
+
+    stored: str
+    rows: np.ndarray
+    total: int
+
+
 class Source(Protocol):
     """Tensors that are made together; `arrays` yields them in the order of `written`."""
 
@@ -60,12 +74,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class PlainSource:
-    """A tensor that is never quantised: norm, convolution, decay rate, router bias."""
+    """A tensor that is never quantised: norm, convolution, decay rate, router bias; of one that is stored with others
+    its own `rows`."""
 
     name: str
     tensor: Tensor
     centred: bool = False
     convolution: bool = False
+    rows: np.ndarray | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -74,15 +90,38 @@ class PlainSource:
     @property
     def written(self) -> tuple[Written, ...]:
         shape = self.tensor.shape
+        if self.rows is not None:
+            shape = (len(self.rows), *shape[1:])
         if self.convolution:
             shape = (shape[0], shape[2], shape[1])
         return (Written(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
 
     def arrays(self) -> Iterator[mx.array]:
         values = finite(self.tensor, self.tensor.read())
+        if self.rows is not None:
+            values = values[mx.array(self.rows)]
         if self.centred:
             values = add_one(values)
         yield channels_first(values) if self.convolution else values
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A table of ids, in whatever integers it comes."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        return (Written(self.name, "U32", self.tensor.shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        yield self.tensor.read().astype(mx.uint32)
 
 
 @dataclass(frozen=True)
@@ -118,11 +157,9 @@ class MatrixSource:
         *lead, cols = self.matrix.shape
         if self.quant is None:
             return [("weight", self.dense, self.matrix.shape)]
-        quant, dtypes = self.quant, self.matrix.dtypes
-        if self.made:
-            dtypes = ("U32", *[quant.of_groups("BF16")] * 2)
-        shapes = [(*lead, quant.words(cols))] + [(*lead, quant.groups(cols))] * 2
-        return list(zip(quant.parts, dtypes, shapes, strict=False))
+        floating = "BF16" if self.made else self.matrix.dtypes[1]
+        each = ((part, *self.quant.of_part(part, cols, floating)) for part in self.quant.parts)
+        return [(part, dtype, (*lead, values)) for part, values, dtype in each]
 
     def arrays(self) -> Iterator[mx.array]:
         parts = self._make()
@@ -134,7 +171,8 @@ class MatrixSource:
         if self.made:
             return self.matrix.quantized(self.made)
         if not self.dense:
-            return self.matrix.codes()
+            weight, scales, *third = self.matrix.codes()
+            return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
         values = self.matrix.values()
         kept = next(dtype for dtype, name in DTYPES.items() if name == self.dense)
         return (finite(self.matrix.weight, values.astype(kept)),)
@@ -142,10 +180,9 @@ class MatrixSource:
 
 @dataclass(frozen=True)
 class ResidentPlan:
-    """All resident tensors; `lossy` are quantised ones that have to be quantised again."""
+    """All resident tensors."""
 
     sources: tuple[Source, ...]
-    lossy: tuple[str, ...] = ()
 
     def quantization(self) -> dict[str, Any]:
         """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
@@ -168,67 +205,53 @@ class ResidentPlan:
         matrices = (source for source in self.sources if isinstance(source, MatrixSource))
         return sum(source.made == quant and source.matrix.quant is None for source in matrices)
 
-    def files(self) -> list["ResidentFile"]:
-        """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
-        groups: list[list[Source]] = [[]]
-        size = 0
-        for source in self.sources:
-            nbytes = sum(one.nbytes for one in source.written)
-            if groups[-1] and size + nbytes > SHARD_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(source)
-            size += nbytes
-        if len(groups) == 1:
-            return [ResidentFile("resident.safetensors", tuple(groups[0]))]
-        return [
-            ResidentFile(f"resident-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group))
-            for i, group in enumerate(groups, 1)
-        ]
+    def files(self) -> Sequence["TensorFile"]:
+        """The tensors in files."""
+        return in_files(self.sources, "resident", ResidentFile)
 
 
-def plan_resident(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> ResidentPlan:
+def plan_resident(
+    args: ModelArgs,
+    tensors: Mapping[str, Tensor],
+    form: SourceFormat,
+    wanted: Wanted,
+    kind: type[Model] | type[DraftHead] = Model,
+) -> ResidentPlan:
     """Finds every resident tensor that the model needs and decides how it is stored.
 
     Args:
         tensors: by canonical name.
         wanted: the form of what comes as floats.
+        kind: what they are for.
 
     Raises:
-        ModelFileError: a tensor is missing, misshapen, or stored in a way that needs `requantize`.
+        ModelFileError: a tensor is missing or misshapen.
     """
-    matrices, plain = needed(args, split_latent(tensors))
-    fused = _fused_matrices(args, tensors)
+    matrices, plain = needed(args, split_latent(tensors), kind)
+    shards = _shards(args, tensors, form.block[0])
+    fused = _fused_matrices(args, tensors, shards)
+    parted = {
+        f"{part}.weight": Part(f"{path}.weight", rows, sum(len(own) for _, own in pieces))
+        for path, pieces in fused.items()
+        for part, rows in pieces
+        if f"{part}.weight" in plain
+    }
+    fused = {path: pieces for path, pieces in fused.items() if f"{pieces[0][0]}.weight" not in parted}
     fused_paths = {path for pieces in fused.values() for path, _ in pieces}
     pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in fused_paths}
     sources: list[Source] = []
-    lossy: list[str] = []
     as_stored = wanted.keeps_floats or any(name.endswith(".scales") for name in tensors)
     for path, pieces in (pieces_of | fused).items():
         shape = matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),
             args.hidden_size,
         )
-        matrix = find_matrix(tensors, path, shape, form)
-        if matrix.quant and not matrix.is_kept:
-            if not wanted.requantize:
-                raise ModelFileError(not_kept(matrix))
-            lossy.append(matrix.weight.name)
+        matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
         sources.append(_matrix_source(args, matrix, pieces, wanted.resident, as_stored))
-    centred = has_zero_centred_norms(args, tensors)
-    sources += [_plain_source(args, name, shape, tensors, centred) for name, shape in plain.items()]
+    centred = (has_zero_centred_norms if kind is Model else lack_their_one)(args, tensors)
+    sources += [_plain_source(args, name, shape, tensors, centred, parted.get(name)) for name, shape in plain.items()]
     sources.sort(key=lambda source: source.written[0].name)
-    return ResidentPlan(tuple(sources), tuple(lossy))
-
-
-def not_kept(matrix: Matrix, mixed: bool = False) -> str:
-    """The message for codes that cannot be copied; `mixed`: because others of the layer are in another form."""
-    assert matrix.quant is not None
-    why = "; other experts of the layer are stored otherwise" if mixed else ""
-    return (
-        f"{matrix.quant.mode}: tensor {matrix.weight.name} is stored with {matrix.quant}{why}; "
-        f"kept are {SUPPORTED}: add --requantize (lossy) to convert it"
-    )
+    return ResidentPlan(tuple(sources))
 
 
 def override(quant: Quant | None) -> dict[str, Any] | bool:
@@ -239,13 +262,36 @@ def override(quant: Quant | None) -> dict[str, Any] | bool:
     return entry if quant.mode != "affine" else {key: entry[key] for key in ("group_size", "bits")}
 
 
-def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str, Pieces]:
-    """Matrices that the checkpoint has as one, with those that they split into."""
+def _shards(args: ModelArgs, tensors: Mapping[str, Tensor], block: int) -> int:
+    """Of how many parts fused matrices are made: with scales for `block` rows, each part has blocks of its own.
+
+    Raises:
+        ModelFileError: the shapes allow no number of parts, or several.
+    """
+    fits: set[int] | None = None
+    for layer, spec in enumerate(args.layers):
+        ways = {n: FAMILIES[args.model_type].fused_rows(spec, layer, n) for n in range(1, MAX_SHARDS + 1)}
+        for path in ways[1]:
+            scale = tensors.get(f"{path}.weight_scale_inv")
+            if scale is not None:
+                rows = {n: sum(len(own) for _, own in way[path]) // n for n, way in ways.items() if way}
+                ours = {n for n, length in rows.items() if (n * math.ceil(length / block),) == scale.shape[:1]}
+                fits = ours if fits is None else fits & ours
+    if fits is None or len(fits) == 1:
+        return 1 if fits is None else fits.pop()
+    raise ModelFileError(
+        f"{path}.weight_scale_inv: the scales allow {sorted(fits) or 'no number of'} shards of the fused matrices; "
+        "one is needed: convert the checkpoint to separate projections first"
+    )
+
+
+def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor], shards: int) -> dict[str, FusedPieces]:
+    """Matrices and convolutions that the checkpoint has as one, with those that they split into."""
     fused_rows = FAMILIES[args.model_type].fused_rows
     return {
         path: pieces
-        for layer, mixer in enumerate(args.mixers)
-        for path, pieces in fused_rows(mixer, layer).items()
+        for layer, spec in enumerate(args.layers)
+        for path, pieces in fused_rows(spec, layer, shards).items()
         if f"{path}.weight" in tensors
     }
 
@@ -253,7 +299,7 @@ def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor]) -> dict[str,
 def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, quant: Quant, as_stored: bool) -> MatrixSource:
     """Codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
-    if matrix.is_kept:
+    if matrix.quant is not None:
         return MatrixSource(matrix, pieces)
     made = stored_as(args, path, matrix.shape[-1], quant)
     if matrix.quant is None and (as_stored or made is None and path.endswith(ROUTERS)):
@@ -262,20 +308,44 @@ def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, quant: Quant
 
 
 def _plain_source(
-    args: ModelArgs, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], centred: bool
-) -> PlainSource:
-    """Raises ModelFileError: missing, or neither the model's shape nor Hugging Face's form of it."""
-    if name not in tensors:
-        raise ModelFileError(f"tensor {name} is missing")
-    tensor = tensors[name]
-    convolution = name.endswith(".conv1d.weight") and centred
-    wanted = (shape[0], shape[2], shape[1]) if convolution else shape
+    args: ModelArgs,
+    name: str,
+    shape: tuple[int, ...],
+    tensors: Mapping[str, Tensor],
+    centred: bool,
+    part: Part | None,
+) -> PlainSource | TableSource:
+    """`part`: of what it is a part; None: it is stored by itself.
+
+    Raises ModelFileError: missing, or neither the model's shape nor Hugging Face's form of it.
+    """
+    stored = part.stored if part else name
+    if stored not in tensors:
+        raise ModelFileError(f"tensor {stored} is missing")
+    tensor = tensors[stored]
+    if name.endswith(TABLE):
+        return _table_source(name, shape, tensor)
+    if part:
+        shape = (part.total, *shape[1:])
+    swapped = (shape[0], shape[2], shape[1]) if name.endswith("conv1d.weight") else shape
+    convolution = tensor.shape == swapped != shape
+    wanted = swapped if convolution else shape
     if tensor.shape != wanted or tensor.dtype not in FLOATS:
         raise ModelFileError(
             f"{tensor.file}: tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
             f"the model needs floats {list(wanted)}"
         )
-    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution)
+    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution, part and part.rows)
+
+
+def _table_source(name: str, shape: tuple[int, ...], tensor: Tensor) -> TableSource:
+    """Raises ModelFileError: another shape, or no integers."""
+    if tensor.shape != shape or tensor.dtype not in INTEGERS:
+        raise ModelFileError(
+            f"{tensor.file}: tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
+            f"the model needs integers {list(shape)}"
+        )
+    return TableSource(name, tensor)
 
 
 @dataclass(frozen=True)
@@ -312,6 +382,23 @@ class TensorFile:
 
 class ResidentFile(TensorFile):
     """One that a model has in memory."""
+
+
+def in_files(sources: Iterable[Source], stem: str, kind: Callable[[str, tuple[Source, ...]], File]) -> list[File]:
+    """The tensors in files of at most `SHARD_BYTES` (more only for a single larger tensor)."""
+    groups: list[list[Source]] = [[]]
+    size = 0
+    for source in sources:
+        nbytes = sum(one.nbytes for one in source.written)
+        if groups[-1] and size + nbytes > SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(source)
+        size += nbytes
+    if len(groups) == 1:
+        return [kind(f"{stem}.safetensors", tuple(groups[0]))]
+    names = (f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1))
+    return [kind(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
 def array_bytes(array: mx.array) -> memoryview:

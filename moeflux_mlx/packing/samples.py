@@ -105,7 +105,7 @@ def _as_they_lie(source: Source) -> list[Tensor | None]:
     copied: list[Tensor | None] = [None] * len(source.written)
     if isinstance(source, MatrixSource) and _is_copied(source):
         copied[:] = source.matrix.tensors[: len(copied)]
-    if isinstance(source, PlainSource) and not source.centred and not source.convolution:
+    if isinstance(source, PlainSource) and not source.centred and not source.convolution and source.rows is None:
         copied[:] = [source.tensor]
     return copied
 

@@ -1,9 +1,9 @@
-"""Packs a checkpoint shard by shard: every tensor goes to its places in all files as soon as its shard is there.
+"""Packs a checkpoint shard by shard: when a shard arrives, its tensors are written to their places in all files.
 
-The files grow with holes under their partial names. When a shard's tensors are written, what was written is made
-durable, read back from the disk and compared; then the journal takes the shard, and it may go. A matrix that is made of
-tensors in several shards waits until the last of them is there, and its shards wait with it: with tensors in the order
-of their names, as everybody stores them, these are two neighbours.
+The files grow with holes under their partial names. After a shard's tensors are written, they are synced, read back
+from the disk and compared; then the journal records the shard, and it may be deleted. A matrix that needs tensors from
+several shards waits until the last of them has arrived, and its shards wait with it: with tensors in the order of their
+names, the usual order, these are two neighbours.
 """
 
 import contextlib

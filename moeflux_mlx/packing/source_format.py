@@ -13,7 +13,7 @@ from ..formats.checkpoint import Tensor
 from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries
 
 NONE: Mapping[str, Tensor] = {}
-METHODS = "floats, fp8 blocks, compressed-tensors int4, AWQ int4"
+METHODS = "floats, fp8 blocks, mxfp4, mxfp8, ModelOpt's NVFP4, compressed-tensors int4 and small floats, AWQ int4"
 SUFFIXES = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_2", ".scales")  # ends of names
 
 
@@ -55,7 +55,8 @@ class SourceFormat:
             if method == "fp8":
                 self.block = _fp8(hub)
             elif isinstance(method, str) and method in READERS:
-                self.stated = Quantization(READERS[method](hub))
+                form = READERS[method](hub)
+                self.stated = None if form is None else Quantization(form)
             else:
                 raise _OtherForm("unknown here")
         except _OtherForm as other:
@@ -67,21 +68,11 @@ class SourceFormat:
         return None if self.stated is None else self.stated.of(path)
 
     def check(self, path: str, quant: Quant, tensor: Tensor) -> None:
-        """Raises ModelFileError: shapes and config.json tell different stories about a matrix."""
-        if self.stated is not None and self.of(path) != quant:
+        """Raises ModelFileError: shapes and config.json tell different stories about a matrix that it names."""
+        if self.stated is not None and self.stated.names(path) and self.of(path) != quant:
             raise ModelFileError(
                 f"{tensor.file}: tensor {tensor.name} is stored with {quant}; config.json says {self.of(path)}"
             )
-
-    @property
-    def not_computed(self) -> tuple[str, Quant] | None:
-        """A module's path ("" for the whole model) and its form, if some codes cannot be copied into a packed model."""
-        stated = {} if self.stated is None else {"": self.stated.default, **self.stated.overrides}
-        return next(((path, one) for path, one in stated.items() if one is not None and not one.is_computed), None)
-
-    def mode(self, path: str) -> str:
-        stated = self.of(path)
-        return stated.mode if stated else "affine"
 
 
 class _OtherForm(Exception):
@@ -112,10 +103,25 @@ def _fp8(hub: Mapping[str, Any]) -> tuple[int, int]:
     return block[0], block[1]
 
 
+def _compressed(hub: Mapping[str, Any]) -> Quant:
+    """compressed-tensors: small floats, or symmetric 4-bit integers in groups, eight to an int32."""
+    stated = hub.get("format")
+    if isinstance(stated, str) and stated in COMPRESSED:
+        return COMPRESSED[stated]
+    if stated != "pack-quantized":
+        raise _OtherForm(f"format {reprlib.repr(stated)}")
+    return _pack_quantized(hub)
+
+
+def _modelopt(hub: Mapping[str, Any]) -> Quant | None:
+    """NVIDIA's Model Optimizer; None: tensors tell which of its forms each matrix has."""
+    stated = hub.get("quant_algo")
+    if not isinstance(stated, str) or stated not in MODELOPT:
+        raise _OtherForm(f"quant_algo {reprlib.repr(stated)}")
+    return MODELOPT[stated]
+
+
 def _pack_quantized(hub: Mapping[str, Any]) -> Quant:
-    """compressed-tensors: symmetric 4-bit integers in groups, eight to an int32."""
-    if hub.get("format") != "pack-quantized":
-        raise _OtherForm(f"format {reprlib.repr(hub.get('format'))}")
     stated = hub.get("config_groups")
     groups = list(stated.values()) if isinstance(stated, Mapping) else []
     weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
@@ -134,10 +140,6 @@ def _awq(hub: Mapping[str, Any]) -> Quant:
     return _one_form(fields, {"bits": 4, "version": "gemm", "zero_point": True})
 
 
-def _mxfp4(hub: Mapping[str, Any]) -> Quant:
-    return Quant(4, 32, "mxfp4")
-
-
 def _one_form(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> Quant:
     """Raises _OtherForm: a field has another value than the form that is read."""
     for key, value in wanted.items():
@@ -148,8 +150,13 @@ def _one_form(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> Quant:
     return Quant(4, fields["group_size"])
 
 
-READERS: dict[str, Callable[[Mapping[str, Any]], Quant]] = {
-    "compressed-tensors": _pack_quantized,
+MXFP4, MXFP8, NVFP4 = Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4", has_global_scale=True)
+COMPRESSED = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4, "mxfp8-quantized": MXFP8}
+MODELOPT = {"NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8, "FP8": None, "MIXED_PRECISION": None}
+READERS: dict[str, Callable[[Mapping[str, Any]], Quant | None]] = {
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
     "awq": _awq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda hub: MXFP4,
+    "mxfp8": lambda hub: MXFP8,
 }

@@ -7,7 +7,7 @@ from ..errors import NotPackedError
 from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
-from ..quant import COMPUTED_MODES, EXPERTS, SUPPORTED, unquantized
+from ..quant import EXPERTS, MODES, unquantized
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 
@@ -32,18 +32,12 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
     args = ModelArgs.from_dict(unquantized(config))
     name = Path(source).name if Path(source).name.strip(".") else folder.resolve().name
     form = SourceFormat(config)
-    not_computed = form.not_computed
-    command = convert_command(source, f"{name}-moeflux", *(["--requantize"] if not_computed else []))
-    lossy = "; its codes are of another kind, so that --requantize loses some precision" if not_computed else ""
-    reason = f"{source} is not packed (no {FOLDER}/{LAYOUT})"
-    if not_computed:
-        path, quant = not_computed
-        reason = f"{quant.mode} is not computed: config.json says {quant} of {path or 'the model'}"
-        reason += f"; supported: {SUPPORTED}"
+    command = convert_command(source, f"{name}-moeflux")
     beside = "the checkpoint" if Path(source).exists() else "at most two of the checkpoint's files"
     gigabytes = _layout(args, form).total_bytes / 1e9
     return NotPackedError(
-        f"{reason}; run: {command}  (the experts take {gigabytes:.1f} GB of disk, besides {beside}{lossy})"
+        f"{source} is not packed (no {FOLDER}/{LAYOUT}); run: {command}  "
+        f"(the experts take {gigabytes:.1f} GB of disk, besides {beside})"
     )
 
 
@@ -53,7 +47,7 @@ def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
     if form.stated is not None:
         for layer in args.moe_layers:
             stated = stated_quants(form.stated, layer, args.experts.matrices)
-            quants[layer] = tuple(one if one is not None and one.is_computed else EXPERTS for one in stated)
+            quants[layer] = tuple(one or EXPERTS for one in stated)
     return ExpertLayout.from_args(args, quants or None)
 
 
@@ -71,7 +65,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     words = ["--requantize"] if options.get("requantize") is True else []
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
-    words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in COMPUTED_MODES else []
+    words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MODES else []
     words += ["--delete-source"] if origin.get("delete_source") is True else []
     words += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *words)

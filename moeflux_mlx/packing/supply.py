@@ -13,13 +13,23 @@ from typing import Any, Protocol
 
 from ..errors import ModelFileError, RequestError
 from ..files import read_json, sync_folder, user_path
-from ..formats.checkpoint import COPIED, INDEX, Checkpoint, merge_tensors, read_head, safetensors_files, shard_names
+from ..formats.checkpoint import (
+    COPIED,
+    INDEX,
+    QUANT_CONFIG,
+    Checkpoint,
+    merge_tensors,
+    read_config,
+    read_head,
+    safetensors_files,
+    shard_names,
+)
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT
 from .journal import Listing, Shard
 
 INCOMING = ".shards"  # in the output
-CHECKPOINT = ["*.safetensors", INDEX, "config.json", *COPIED]
+CHECKPOINT = ["*.safetensors", INDEX, "config.json", QUANT_CONFIG, *COPIED]
 
 Config = dict[str, Any]
 
@@ -107,7 +117,7 @@ class Downloads:
             raise ModelFileError(f"{repository.name} is already packed; run it with --model {repository.name}")
         self.repository, self.folder = repository, output / INCOMING
         check(read_json(repository.snapshot(["config.json"]) / "config.json"))
-        self.small = repository.snapshot([INDEX, "config.json", *COPIED])
+        self.small = repository.snapshot([INDEX, "config.json", QUANT_CONFIG, *COPIED])
         self.listing = listing or self._listed()
 
     def _listed(self) -> Listing:
@@ -125,7 +135,7 @@ class Downloads:
     def checkpoint(self) -> Checkpoint:
         tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
         files = tuple(self.folder / shard.name for shard in self.listing.shards)
-        return Checkpoint(self.small, read_json(self.small / "config.json"), tensors, files)
+        return Checkpoint(self.small, read_config(self.small), tensors, files)
 
     def bring(self, name: str, advance: Callable[[int], None]) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -176,7 +186,7 @@ class OwnFiles:
     def checkpoint(self) -> Checkpoint:
         tensors = merge_tensors(shard.tensors(self.folder) for shard in self.listing.shards)
         files = tuple(self.folder / shard.name for shard in self.listing.shards)
-        return Checkpoint(self.folder, read_json(self.folder / "config.json"), tensors, files)
+        return Checkpoint(self.folder, read_config(self.folder), tensors, files)
 
     def bring(self, name: str, advance: Callable[[int], None]) -> None:
         if name not in self.present():

@@ -1,4 +1,4 @@
-"""A file that a conversion writes, whoever makes its bytes and whoever writes them."""
+"""A file that a conversion writes: the interface between the maker of its bytes and their writer."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -14,7 +14,7 @@ class Wanted:
     """Args:
     resident: of matrices that are not of routed experts.
     experts: of the experts' gate, up and down.
-    requantize: whether codes that cannot be kept are quantised again.
+    requantize: whether codes are quantised again where a layer's experts are stored in several forms.
     named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.
     keeps_floats: whether resident matrices that come as floats stay floats.
@@ -68,6 +68,6 @@ def _with_bits(quant: Quant, bits: int | None) -> Quant:
 
 
 def _checked(quant: Quant) -> Quant:
-    if not quant.is_computed:
+    if not quant.is_known:
         raise ConfigError(f"{quant.mode}: {quant} is not computed; supported: {SUPPORTED}")
     return quant

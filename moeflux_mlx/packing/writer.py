@@ -78,7 +78,7 @@ class Output:
     Args:
         path: `reserved` for as long as this is used.
         identity: what the bytes follow from; a directory begun with another one is refused.
-        origin: noted beside, for whoever finds the conversion unfinished.
+        origin: stored with the output, for messages about an unfinished conversion.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], origin: Mapping[str, Any] | None = None):

@@ -6,6 +6,7 @@ from typing import cast
 
 from ..engine.generation import GenerationResponse
 from ..engine.sampling import likeliest
+from ..experts.source import Asked
 from ..text.calls.reader import AnswerReader
 from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from ..text.stop import StopTexts
@@ -79,8 +80,10 @@ class Answering:
         events = self._passed(self._reader.finish(cut)) if self._reader and self._stop.found is None else []
         return [*events, *self._text(self._stop.finish())]
 
-    def finish(self, last: GenerationResponse | None, cached: int, seconds: tuple[float, float]) -> Finish:
-        """The last event; `seconds` of prompt and answer."""
+    def finish(
+        self, last: GenerationResponse | None, cached: int, seconds: tuple[float, float], asked: Asked
+    ) -> Finish:
+        """The last event; `seconds` of prompt and answer, and the experts that both `asked` for."""
         return Finish(
             reason=self._reason(last),
             prompt_tokens=len(self.prepared.tokens),
@@ -90,6 +93,7 @@ class Answering:
             stop_sequence=self._stop.found,
             prompt_seconds=seconds[0],
             completion_seconds=seconds[1],
+            asked=asked,
         )
 
     def _reason(self, last: GenerationResponse | None) -> str:

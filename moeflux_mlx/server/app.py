@@ -23,23 +23,22 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..engine.engine import Engine
 from ..engine.machine import used_memory
 from ..errors import BadRequestError
 from . import page
 from .errors import error_body
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
-from .live import EVERY
+from .live import EVERY, Watch
 from .log import LEFT, RequestLog
-from .prepare import Defaults, Prepared, Preparer
-from .reply import EVENTS, KEEPALIVE, Events, EventStream, whole
+from .prepare import Preparer
+from .reply import EVENTS, KEEPALIVE, Events, EventStream, disconnected, whole
 from .request import Failed, Request, ServerEvent
+from .switch import Loaded, ModelSwitch
 from .wire import chat, completions, health, messages, metrics, models, tokenize
-from .wire.fields import parse
+from .wire.fields import Fields, parse
 from .wire.ids import Ids
-from .wire.replies import Reply, error_headers, queue_full
+from .wire.replies import Reply, error_headers
 from .wire.responses_items import StoredResponses
-from .worker import QueueFullError, Worker
 
 
 class Wire(Protocol):
@@ -61,17 +60,13 @@ class Served:
     """What the routes work with.
 
     Args:
-        worker: runs the model.
-        name: of the model, as clients see it.
-        defaults: of sampling and template, for a loaded model.
+        models: loads and runs them.
         keep_agent_headers: leave what agents put into prompts as it is.
         keepalive: seconds.
         log: takes a line for each request; None: nobody reads it.
     """
 
-    worker: Worker
-    name: str
-    defaults: Callable[[Engine], Defaults]
+    models: ModelSwitch
     keep_agent_headers: bool = False
     keepalive: float = KEEPALIVE
     log: Callable[[str], None] | None = None
@@ -80,27 +75,39 @@ class Served:
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
     _counter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "count"))
     _counting: int = 0  # bytes of the bodies that are counted, or wait for it
-    _preparer: Preparer | None = None
 
-    @property
-    def preparer(self) -> Preparer:
-        """Raises BadRequestError: the model is being loaded."""
-        engine = self.worker.state.engine
-        if engine is None:
-            raise BadRequestError("the model is being loaded; try again later", None, 503, "loading")
-        if self._preparer is None:
-            context, size = engine.plan.context, engine.model.args.vocab_size
-            self._preparer = Preparer(engine.tokenizer, size, context, self.defaults(engine))
-        return self._preparer
-
-    async def read(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
-        """What `make` makes of the body's JSON, in a thread of its own."""
+    async def read(self, http: HttpRequest, make: Callable[[bytes], T]) -> T:
+        """What `make` makes of the body, in a thread of its own."""
         data = await http.body()
         async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
-            return await asyncio.to_thread(lambda: make(parse(data)))
+            return await asyncio.to_thread(make, data)
 
-    async def count(self, http: HttpRequest, make: Callable[[dict[str, Any]], T]) -> T:
-        """As `read`, in the one thread that only counts: no answer waits for it.
+    @contextlib.asynccontextmanager
+    async def model(self, http: HttpRequest, name: str) -> AsyncIterator[Loaded]:
+        """The model of that name, once it is loaded, and kept so meanwhile.
+
+        Raises:
+            BadRequestError: it cannot be had.
+            ClientDisconnect: the client has gone.
+        """
+        taking = asyncio.ensure_future(self.models.take(name))
+        gone = asyncio.ensure_future(disconnected(http.receive))
+        try:
+            await asyncio.wait((taking, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (taking, gone):
+                task.cancel()
+            await asyncio.gather(taking, gone, return_exceptions=True)
+        if taking.cancelled():
+            raise ClientDisconnect
+        loaded = taking.result()
+        try:
+            yield loaded
+        finally:
+            self.models.give_back(loaded)
+
+    async def count(self, http: HttpRequest, make: Callable[[Preparer, dict[str, Any]], T]) -> T:
+        """What `make` makes of the body's JSON, in the one thread that only counts: no answer waits for it.
 
         Raises:
             BadRequestError: the bodies that wait for that thread hold too much.
@@ -109,8 +116,11 @@ class Served:
         if self._counting + len(data) > MAX_BODY:
             raise BadRequestError(BUSY, None, 503, "overloaded")
         self._counting += len(data)
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._counter, lambda: make(parse(data)))
+            body = await loop.run_in_executor(self._counter, parse, data)
+            async with self.model(http, Fields(body).text("model") or "") as loaded:
+                return await loop.run_in_executor(self._counter, make, loaded.preparer, body)
         finally:
             self._counting -= len(data)
 
@@ -159,31 +169,40 @@ def _answering(served: Served, path: str, wire: Wire) -> Callable[[HttpRequest],
             return await _answer(served, wire, request)
         except BadRequestError as error:
             return _refused(path, error)
-        except QueueFullError:
-            failed = queue_full(served.worker.queue)
-            return _refused(path, BadRequestError(failed.message, None, failed.status, failed.code))
 
     return handler
 
 
 async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
-    preparer = served.preparer
-
-    def read(body: dict[str, Any]) -> tuple[Request, Prepared]:
-        asked = wire.read(body, keep_agent_headers=served.keep_agent_headers)
+    def read(data: bytes) -> Request:
+        asked = wire.read(parse(data), keep_agent_headers=served.keep_agent_headers)
         named = next((http.headers[name] for name in SESSION_HEADERS if name in http.headers), None)
-        asked = replace(asked, model=asked.model or served.name, session=asked.session or named)
-        return asked, preparer(asked)
+        return replace(asked, session=asked.session or named)
 
-    asked, prepared = await served.read(http, read)
-    events, ids = Events(served.worker, prepared), Ids()
-    http.scope["state"][EVENTS] = events
+    asked = await served.read(http, read)
+    async with contextlib.AsyncExitStack() as held:
+        loaded = await held.enter_async_context(served.model(http, asked.model))
+        asked = replace(asked, model=asked.model or loaded.choice.name)
+        prepared = await served.read(http, lambda _: loaded.preparer(asked))
+        events, ids = Events(loaded.worker, prepared, asked.session or _client(http)), Ids()
+        http.scope["state"][EVENTS] = events
 
-    def over() -> None:
-        preparer.remember(prepared, events.written(ids))
+        def over() -> None:
+            loaded.preparer.remember(prepared, events.written(ids))
 
-    if asked.stream:
-        return EventStream(events, wire.stream(asked, ids), over, served.keepalive)
+        if asked.stream:
+            return EventStream(events, wire.stream(asked, ids), over, held.pop_all(), served.keepalive)
+        return await _whole(wire, http, asked, events, ids, over)
+
+
+def _client(http: HttpRequest) -> str:
+    """The client, as far as the connection identifies it."""
+    return f"{http.client.host if http.client else ''} {http.headers.get('user-agent', '')}"
+
+
+async def _whole(
+    wire: Wire, http: HttpRequest, asked: Request, events: Events, ids: Ids, over: Callable[[], None]
+) -> Response:
     collected = await whole(events, http.receive)
     if collected is None:
         return await _left()
@@ -196,18 +215,14 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
-    preparer = served.preparer
-
-    def count(body: dict[str, Any]) -> int:
+    def count(preparer: Preparer, body: dict[str, Any]) -> int:
         return preparer.count(messages.read(body, keep_agent_headers=served.keep_agent_headers))
 
     return JSONResponse(messages.count(await served.count(http, count)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
-    preparer = served.preparer
-
-    def reply(body: dict[str, Any]) -> Response:
+    def reply(preparer: Preparer, body: dict[str, Any]) -> Response:
         asked = tokenize.read(body)
         tokens, spelt = preparer.encode(asked.content, asked.add_special), preparer.tokenizer.token_bytes
         pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
@@ -216,31 +231,36 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
     return await served.count(http, reply)
 
 
-def _description(served: Served) -> dict[str, Any]:
-    engine = served.worker.state.engine
-    return models.model(served.name, served.started, engine.plan.context if engine else 0)
+def _description(served: Served, name: str) -> dict[str, Any]:
+    context = served.models.contexts.get(name, 0)
+    return models.model(name, served.started, context, served.models.status(name))
 
 
 async def _models(served: Served, http: HttpRequest) -> Response:
-    return JSONResponse(models.listing([_description(served)]))
+    return JSONResponse(models.listing([_description(served, name) for name in served.models.choices]))
 
 
 async def _model(served: Served, http: HttpRequest) -> Response:
-    return JSONResponse({**_description(served), "id": http.path_params["name"]})
+    asked = http.path_params["name"]
+    return JSONResponse({**_description(served, served.models.find(asked).name), "id": asked})
 
 
 async def _health(served: Served, http: HttpRequest) -> Response:
-    status, body = health.health(served.worker.state.ready)
+    status, body = health.health(served.models.ready)
     return JSONResponse(body, status, error_headers(status))
 
 
 async def _metrics(served: Served, http: HttpRequest) -> Response:
-    state, totals = served.worker.state, served.worker.state.totals
-    answered = {(("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()}
+    switch, totals = served.models, served.models.totals
+    loaded = switch.loaded
+    running = loaded.worker.state.running if loaded else []
     values: dict[str, Any] = {
-        "requests_total": answered,
-        "requests_running": len(state.running),
-        "requests_waiting": served.worker.queue,
+        "requests_total": {
+            (("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()
+        },
+        "requests_running": len(running),
+        "requests_in_prompt": sum(one.in_prompt for one in running),
+        "requests_waiting": switch.queue,
         "requests_cancelled_total": totals.cancelled,
         "requests_failed_total": totals.failed,
         "prompt_tokens_total": totals.prompt_tokens,
@@ -248,13 +268,19 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
         "prompt_seconds_total": totals.prompt_seconds,
         "tokens_generated_total": totals.generated_tokens,
         "generation_seconds_total": totals.answer_seconds,
+        "steps_total": totals.steps,
+        "model_loaded": {(("model", name),): int(switch.status(name)["value"] == "loaded") for name in switch.choices},
         "memory_used_bytes": used_memory(),
     }
-    if state.engine is not None:
-        stats, plan = state.engine.experts.stats, state.engine.plan
+    if loaded is not None:
+        stats, plan, experts = loaded.engine.experts.stats, loaded.engine.plan, loaded.engine.experts
+        drafting = loaded.engine.model.drafting
         values |= {
+            "draft_steps_total": {(("drafts", str(i)),): n for i, n in enumerate(drafting.steps)},
+            "drafts_checked_total": drafting.checked,
+            "drafts_taken_total": drafting.taken,
             "memory_planned_bytes": plan.total,
-            "expert_pool_bytes": state.engine.experts.pool_bytes,
+            "expert_pool_bytes": experts.pool_bytes,
             "expert_bytes_given_back_total": stats.given_back,
             "expert_hits_total": stats.hits,
             "expert_misses_total": stats.misses,
@@ -271,15 +297,22 @@ async def _page(served: Served, http: HttpRequest) -> Response:
 
 async def _live(served: Served, http: HttpRequest) -> Response:
     async def pieces() -> AsyncIterator[bytes]:
-        with served.worker.watched() as watch:
+        with served.models.watched() as watch:
             while True:
                 await asyncio.sleep(EVERY)
-                if watch.latest is not None:
-                    yield f"data: {json.dumps({**watch.latest, 'model': served.name})}\n\n".encode()
+                if (picture := _picture(served.models, watch)) is not None:
+                    yield f"data: {json.dumps(picture)}\n\n".encode()
 
     if http.method == "HEAD":
         return Response(media_type="text/event-stream")
     return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _picture(switch: ModelSwitch, watch: Watch) -> dict[str, Any] | None:
+    """What a page shows now, if there is anything."""
+    if switch.loaded is None:
+        return {"loading": switch.loading.name if switch.loading else None, "queue": switch.queue}
+    return watch.latest and {**watch.latest, "model": switch.loaded.choice.name}
 
 
 def _refused(path: str, error: BadRequestError) -> Response:

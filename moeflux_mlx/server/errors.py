@@ -1,4 +1,4 @@
-"""What a client is told that cannot be served, in the words of the API that it speaks."""
+"""The error that a client gets if it cannot be served, in the form of its API."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from .wire.replies import error_headers, openai_error
 
 
 def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error for whoever asked for `path`."""
+    """The body of an error for a request of `path`."""
     shape = messages.error if path.startswith("/v1/messages") else openai_error
     return shape(status, code, message, param)
 

@@ -13,10 +13,12 @@ class Job:
     """Args:
     prepared: the request.
     emit: takes the events, in any thread.
+    client: who asks; clients have turns, however many jobs each of them has.
     """
 
     prepared: Prepared
     emit: Callable[[ServerEvent], None]
+    client: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)
     raw: str = ""  # what the model wrote, once the last event is told
 

@@ -5,15 +5,17 @@ A picture is taken by the thread that runs the model, and only while somebody lo
 
 import base64
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.machine import used_memory
 from ..experts.source import LoaderStats
-from .running import Totals
+from .running import Running, Totals
 
 EVERY = 0.5  # seconds between pictures
+CONVERSATIONS = 255  # that have numbers of their own
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Watch:
         self._taken = 0.0
         self._is_on = False
         self._before = self._request = Counts()
+        self._numbers: dict[str, int] = {}
 
     def begin(self) -> None:
         """Somebody looks."""
@@ -68,8 +71,20 @@ class Watch:
         """Rates of the request are counted from here on, until the next one begins."""
         self._request = _counts(engine, totals)
 
-    def look(self, engine: Engine, progress: tuple[int, int] | None, queue: int, totals: Totals) -> None:
-        """Takes a picture if one is due. `progress` of a prompt, or None while nothing runs."""
+    def forget(self, totals: Totals) -> None:
+        """The model has been unloaded; the next one is looked at anew."""
+        self.latest, self._is_on = None, False
+        self._before = self._request = Counts(requests=replace(totals))
+
+    def number(self, one: Running) -> int:
+        """Of its conversation, from 1 on, or of its client, where it names none; after `CONVERSATIONS` from 1 again."""
+        name = one.job.prepared.request.session or one.job.client
+        if name not in self._numbers and len(self._numbers) == CONVERSATIONS:
+            self._numbers.clear()
+        return self._numbers.setdefault(name, len(self._numbers) + 1)
+
+    def look(self, engine: Engine, running: Sequence[Running], queue: int, totals: Totals) -> None:
+        """Takes a picture of those that run, if one is due."""
         now = time.perf_counter()
         if bool(self._watchers) != self._is_on:
             self._is_on = bool(self._watchers)
@@ -78,26 +93,49 @@ class Watch:
             self._taken = now
         if not self._is_on or now - self._taken < EVERY:
             return
-        self.latest = self._picture(engine, progress, queue, _counts(engine, totals))
+        self.latest = self._picture(engine, running, queue, _counts(engine, totals))
         self._taken = now
 
-    def _picture(self, engine: Engine, progress: tuple[int, int] | None, queue: int, counts: Counts) -> dict[str, Any]:
+    def _picture(self, engine: Engine, running: Sequence[Running], queue: int, counts: Counts) -> dict[str, Any]:
         before, self._before = self._before, counts
         layout, states = engine.experts.layout, engine.experts.expert_states()
-        done, total = progress or (0, 0)
         return {
             "model": engine.path.name,
-            "busy": progress is not None,
+            "busy": bool(running),
             "queue": queue,
             "context": engine.plan.context,
             "layers": [int(layer) for layer in layout.moe_layers],
             "experts": layout.num_experts,
             "map": base64.b64encode(states.tobytes()).decode(),
+            "askers": base64.b64encode(engine.experts.last_askers().tobytes()).decode(),
             **counts.rates_since(before),
             "request": counts.rates_since(self._request),
-            "memory": {"used": used_memory(), "planned": engine.plan.total, "pool": engine.experts.pool_bytes},
-            "prompt": {"done": done, "total": total} if done < total else None,
+            "memory": {
+                "used": used_memory(),
+                "planned": engine.plan.total,
+                "pool": engine.experts.pool_bytes,
+                "given_back": engine.experts.stats.given_back,
+            },
+            "drafts": _drafts(engine),
+            "lanes": [{"number": self.number(one), **_lane(one)} for one in running],
         }
+
+
+def _lane(one: Running) -> dict[str, Any]:
+    """What a page shows of one that runs: the name that the client gave the conversation, its prompt, its answer."""
+    done, total = one.progress
+    return {
+        "name": one.job.prepared.request.session,
+        "prompt": {"done": done, "total": total or len(one.job.prepared.tokens)} if one.in_prompt else None,
+        "tokens": one.tokens,
+        "tokens_per_second": _rate(one.tokens - 1, one.seconds[1]),
+    }
+
+
+def _drafts(engine: Engine) -> dict[str, Any] | None:
+    """Drafted tokens since the model was loaded; None: it does not draft."""
+    made = engine.model.drafting
+    return {"kind": made.kind, "checked": made.checked, "taken": made.taken} if made.most else None
 
 
 def _counts(engine: Engine, totals: Totals) -> Counts:

@@ -6,12 +6,16 @@ refused before the answer has begun.
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
+from ..engine.prompt import Prompt, places_of, with_images
 from ..engine.sampling import make_sampler
 from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
+from ..model.images import ImageReader
 from ..text.boundaries import Messages, Rendering
 from ..text.calls.dialect import Dialect
 from ..text.calls.registry import CALL_MARKERS
@@ -22,12 +26,15 @@ from ..text.replay import Answer, AnswerStore
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
+from ..vision.vision import NoVision, image_bytes
 from .request import Request, Sampling
+from .wire.images import ImageParts
 from .wire.replies import context_exceeded
 
 # Text is suspected to be too long from this many characters for each token of the context on. Such text is counted in
 # pieces, up to so many times the context: cut within words it has more tokens than whole, but not twice as many.
 SUSPECT, PIECE, ENOUGH = 8, 1 << 15, 2
+FETCH_SECONDS = 20.0  # until other machines must have sent all images of a request
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,12 @@ class Defaults:
     Args:
         sampling: every value is given.
         variables: for the chat template.
+        fetch: fetches an image's URL until a time of `time.monotonic`, as `vision.fetch` does; None: none is fetched.
     """
 
     sampling: Sampling
     variables: Mapping[str, Any]
+    fetch: Callable[..., bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +102,19 @@ class Preparer:
     vocab_size: of the model; tokens of a request are below it.
     context: positions that there is room for.
     defaults: of sampling and template.
+    vision: reads images.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, context: int, defaults: Defaults):
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        vocab_size: int,
+        context: int,
+        defaults: Defaults,
+        vision: ImageReader | None = None,
+    ):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
+        self.vision = vision or NoVision("this server was started without what reads images")
         self.defaults = defaults
         self._answers = AnswerStore()
         self.history = History(tokenizer, self._answers)
@@ -163,8 +181,9 @@ class Preparer:
         begun = messages.pop() if _is_begun(messages) else None
         wanted = switches(self.tokenizer.chat_template or "", request.thinking, request.effort)
         variables: dict[str, Any] = {**self.defaults.variables, **wanted, **request.template_variables}
-        rendering = _Rendered(self.history, list(request.tools), variables)
+        rendering = _Rendered(self.history, list(request.tools), variables, request.images)
         marked = rendering.text(messages)
+        sources = rendering.sources
         inside = self.tokenizer.channels.opens(self.history.plain(marked))
         if begun is not None:
             marked, inside = self.history.begun(marked, begun)
@@ -180,7 +199,24 @@ class Preparer:
         said = begun["content"] if begun is not None else ""
         mask = self._mask(request, inside, opening, self.tokenizer.channels.lead + said if said else "")
         opened = self.tokenizer.channels.opened_by(text)
-        return Prepared(request, tokens, boundaries, 0, inside, opening, mask, opened, self.dialect)
+        prompt: Sequence[int] = tokens
+        if request.images.sources:
+            prompt = self._with_images(tokens, sources, len(request.images.sources))
+            places = places_of(prompt)
+            boundaries = [places[place] for place in boundaries]
+        return Prepared(request, prompt, boundaries, 0, inside, opening, mask, opened, self.dialect)
+
+    def _with_images(self, tokens: list[int], sources: Sequence[str], count: int) -> Prompt:
+        """Raises RequestError: one of them cannot be read or fetched, or has no place in the prompt."""
+        if len(sources) < count:
+            raise RequestError(
+                f"the chat template shows {len(sources)} of {count} images; send them in a user's message"
+            )
+        if isinstance(self.vision, NoVision):
+            raise RequestError(self.vision.reason)  # before anything is fetched
+        fetch = self.defaults.fetch and partial(self.defaults.fetch, until=time.monotonic() + FETCH_SECONDS)
+        images = [self.vision.image(image_bytes(source, fetch)) for source in sources]
+        return with_images(tokens, images, self.vision.token)
 
     def remember(self, prepared: Prepared, answer: Written) -> None:
         """Keeps an answer with calls as it was written, for when the history comes back."""
@@ -236,16 +272,23 @@ class Preparer:
 class _Rendered(Rendering):
     """A chat template that is given messages in the form that it wants, and texts that cannot end a turn.
 
-    `encoded`: one rendering and its tokens; the others are much the same.
+    `encoded`: one rendering and its tokens; the others are much the same. `sources`: the images of the last one.
     """
 
-    def __init__(self, history: History, tools: list[Mapping[str, Any]], variables: Mapping[str, Any]):
-        self.history, self.tools, self.variables = history, tools, variables
+    def __init__(
+        self, history: History, tools: list[Mapping[str, Any]], variables: Mapping[str, Any], images: ImageParts
+    ):
+        self.history, self.tools, self.variables, self.images = history, tools, variables, images
+        self.sources: list[str] = []
         self.encoded: tuple[str, list[int]] = ("", [])
         self.encode = lambda marked: history.encode(marked, self.encoded)
 
     def text(self, messages: Messages, add_generation_prompt: bool = True) -> str:
-        return self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)
+        marked = self.history.marked(messages, self.tools or None, add_generation_prompt, self.variables)
+        if not self.images.sources:
+            return marked
+        shown, self.sources = self.images.replaced(marked, self.history.image)
+        return shown
 
 
 def _check_end(messages: Messages) -> None:

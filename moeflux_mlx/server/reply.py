@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -31,7 +32,7 @@ class Events:
         QueueFullError: it is not.
     """
 
-    def __init__(self, worker: Worker, prepared: Prepared):
+    def __init__(self, worker: Worker, prepared: Prepared, client: str):
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue()
 
@@ -43,7 +44,7 @@ class Events:
         self.last: ServerEvent | None = None
         self._calls: list[CallEnd] = []
         self._text: list[str] = []
-        self._worker, self.job = worker, Job(prepared, emit)
+        self._worker, self.job = worker, Job(prepared, emit, client)
         worker.submit(self.job)
 
     def _put(self, event: ServerEvent) -> None:
@@ -80,11 +81,19 @@ class EventStream:
         events: of the job.
         reply: writes them in the API's words.
         over: called after the last event, before the client is told.
+        held: what the answer holds on to until it has ended.
         keepalive: seconds.
     """
 
-    def __init__(self, events: Events, reply: Reply, over: Callable[[], None], keepalive: float = KEEPALIVE):
-        self.events, self.reply, self.over, self.keepalive = events, reply, over, keepalive
+    def __init__(
+        self,
+        events: Events,
+        reply: Reply,
+        over: Callable[[], None],
+        held: AsyncExitStack,
+        keepalive: float = KEEPALIVE,
+    ):
+        self.events, self.reply, self.over, self.held, self.keepalive = events, reply, over, held, keepalive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"][FILLER] = self.reply.keepalive
@@ -101,6 +110,7 @@ class EventStream:
             for task in (gone, writing):
                 task.cancel()
             await asyncio.gather(gone, writing, return_exceptions=True)
+            await self.held.aclose()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..experts.source import Asked
 from ..text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
+from .wire.images import ImageParts
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Request:
         schema: what the answer must conform to as JSON: a JSON schema, True for any object, None for any text.
         stream: whether events are sent as they come.
         session: what the client names its conversation, if it does.
+        images: what marks in texts of the messages stand for.
         extra: what only the wire form of `api` needs for its answer.
     """
 
@@ -69,6 +72,7 @@ class Request:
     schema: Mapping[str, Any] | bool | None = None
     stream: bool = False
     session: str | None = None
+    images: ImageParts = field(default_factory=ImageParts)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -116,6 +120,7 @@ class Finish:
         prompt_tokens, cached_tokens: as `Accepted` says, where known better by now.
         completion_tokens: generated ones, `reasoning_tokens` of them inside reasoning.
         prompt_seconds, completion_seconds: what computing them took.
+        asked: the experts that both asked for, where experts are read.
     """
 
     reason: str
@@ -126,6 +131,7 @@ class Finish:
     stop_sequence: str | None = None
     prompt_seconds: float = 0.0
     completion_seconds: float = 0.0
+    asked: Asked = Asked()
 
 
 @dataclass(frozen=True)

@@ -9,31 +9,34 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..engine.constrained import make_constraint
+from ..engine.constrained import Constraint
 from ..engine.generation import GenerationResponse
 from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
 from ..errors import DeviceError, MoefluxError, RequestError
+from ..experts.source import Asked
 from .answering import Answering
 from .job import Job
 from .prepare import sampler_settings
-from .request import Accepted, Failed, PromptProgress, Sampling
+from .request import Accepted, Failed, Finish, PromptProgress, Sampling
 from .sessions import Kept, Sessions
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
+OVERTAKING = 4  # a prompt goes before the rest of one that is so many times as long
 ALL = 1 << 31  # tokens that count for penalties on what was said: all of them
 CANCELLED = Failed(503, "cancelled", "the request was cancelled")
 
 
 @dataclass
 class Totals:
-    """Counts since the start."""
+    """Counts since the start; seconds are those of the model's thread."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0  # of prompts, while they are computed
     generated_tokens: int = 0
+    steps: int = 0
     prompt_seconds: float = 0.0
     answer_seconds: float = 0.0
     cancelled: int = 0
@@ -44,97 +47,147 @@ class Running:
     """Args:
     job: what is answered.
     sessions: has the session that computes it, and that knows it afterwards.
-    look: called with `progress` at every step of the prompt; may raise `Stopped` to leave the prompt half done.
+    look: called at every step of the prompt; may raise `Stopped` to leave the prompt half done.
     totals: counts what is computed.
 
     Attributes:
         progress: tokens of the prompt that are done, and all of them; two zeros before anything is known.
-        overtaken: how many others ran while the prompt was half computed.
+        in_prompt: no token has been chosen yet.
         is_over: the last event is told, and the session given back.
+        left: tokens of the prompt that are still to be computed.
+        set_aside: tokens for which there is memory.
+        tokens: of the answer.
+        asked: the experts that its prompt asked for.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        sessions: Sessions,
-        look: Callable[[tuple[int, int]], Any],
-        totals: Totals,
-    ):
+    def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], Any]", totals: Totals):
         self.job, self._sessions, self._look, self._totals = job, sessions, look, totals
-        self.progress, self.overtaken, self.is_over = (0, 0), 0, False
+        self.progress, self.in_prompt, self.is_over = (0, 0), True, False
+        self.left = self.set_aside = self.tokens = 0
+        self.asked = Asked()
+        self._came = totals.computed_tokens
         self._kept: Kept | None = None
         self._answer: Answer | None = None
         self._answering: Answering | None = None
-        self._in_prompt, self._cached = True, 0  # tokens of the prompt that were known
+        self._cached = 0  # tokens of the prompt that were known
+        self._began = self._first = time.perf_counter()  # of the prompt, and of the answer
         self._reported_at = 0.0  # when a report on the prompt was given last
-        self._since = 0.0  # up to when time has been counted
-        self._prompt_seconds = self._answer_seconds = 0.0
+        self.estimate()
 
-    def advance(self) -> None:
-        """Computes and tells of one token, the first with the whole prompt before it, which `look` may leave half done.
+    def estimate(self) -> None:
+        """Looks again at what a prompt that has not begun would spare."""
+        if self._answer is None:
+            tokens = self.job.prepared.tokens
+            self.left = len(tokens) - self._sessions.known(tokens)
 
-        Whatever goes wrong ends this request, and nothing else.
+    @property
+    def due(self) -> int:
+        """Of several prompts the one with the lowest number goes first: the tokens of prompts that had been computed
+        when it came, and its own. So a short one overtakes a long one, but no prompt waits for more tokens of prompts
+        that came later than it has itself.
+        """
+        return self._came + self.left + (self.progress[0] - self._cached)
+
+    @property
+    def answer(self) -> Answer:
+        assert self._answer is not None
+        return self._answer
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer."""
+        return len(self.job.prepared.tokens) + self.tokens
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Since the prompt was begun to its end, and from there on."""
+        now = time.perf_counter()
+        return (now - self._began, 0.0) if self.in_prompt else (self._first - self._began, now - self._first)
+
+    def overtakes(self, other: "Running") -> bool:
+        """Whether this prompt goes before the rest of one that is computed: to interrupt that costs part of a layer."""
+        return self.due < other.due and OVERTAKING * self.left <= other.left
+
+    def compute_prompt(self) -> None:
+        """Computes the prompt and tells of the first token; `look` may leave the prompt half done.
+
+        An error ends only this request.
         """
         try:
             self._check()
-            self._advance()
+            if self._answer is None:
+                self._begin()
+            response = self.answer.advance()
         except Stopped:
             if self.job.cancelled.is_set():
-                self._totals.cancelled += 1
-                self._fail(CANCELLED)
+                self.cancel()
         except Exception as error:
-            self._totals.failed += 1
-            remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may tell what was asked
-            print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
-            self._fail(_failure(error))
+            self.fail(error)
+        else:
+            assert self._kept is not None
+            self.in_prompt, self._kept.is_answering, self.left = False, True, 0
+            self._first = time.perf_counter()
+            self.take(response)
 
-    def _advance(self) -> None:
-        if self._answer is None or self._answering is None:
-            self._answer, self._answering = self._begin()
-        if self._in_prompt:
-            self._since = time.perf_counter()
-        response = self._answer.advance()
-        self._token(response, self._answering)
-        if response.finish_reason or self._answering.done:
-            self._end(response, self._answer, self._answering)
-
-    def _begin(self) -> tuple[Answer, Answering]:
+    def _begin(self) -> None:
         prepared = self.job.prepared
+        self._began = time.perf_counter()
         self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
         session = self._kept.session
-        answer = session.answer(
+        self._answering = Answering(prepared, session.tokenizer)
+        self._answer = session.answer(
             prepared.tokens,
             boundaries=prepared.boundaries,
             prompt_progress_callback=self._progress,
             max_tokens=prepared.max_tokens,
             **self._sampling(prepared.request.sampling),
         )
-        return answer, Answering(prepared, session.tokenizer)
 
-    def _token(self, response: GenerationResponse, answering: Answering) -> None:
-        first, self._in_prompt = self._in_prompt, False
-        if not first:
-            self._count_time()
+    def take(self, outcome: GenerationResponse | Exception) -> None:
+        """Tells of the next token, or of what went wrong, which ends this request and nothing else."""
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            self._token(outcome)
+        except Exception as error:
+            self.fail(error)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self._totals.cancelled += 1
+        self._end_with(CANCELLED)
+
+    def fail(self, error: Exception) -> None:
+        self._totals.failed += 1
+        remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may tell what was asked
+        print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
+        self._end_with(_failure(error))
+
+    def _token(self, response: GenerationResponse) -> None:
+        answering = self._answering
+        assert answering is not None
+        self.tokens += 1
         self._totals.generated_tokens += 1
-        for event in [*(answering.begin() if first else []), *answering.take(response)]:
+        for event in [*(answering.begin() if self.tokens == 1 else []), *answering.take(response)]:
             self.job.emit(event)
+        if response.finish_reason or answering.done:
+            self._end(response, answering)
 
-    def _end(self, last: GenerationResponse, answer: Answer, answering: Answering) -> None:
-        answer.close()
-        answer.session.keep()
+    def _end(self, last: GenerationResponse, answering: Answering) -> None:
+        self.answer.close()
+        self.answer.session.keep()
         for event in answering.rest(last):
             self.job.emit(event)
         self.job.raw = answering.raw
-        self.job.emit(answering.finish(last, self._cached, (self._prompt_seconds, self._answer_seconds)))
-        self._put_back()
+        self._end_with(answering.finish(last, self._cached, self.seconds, self.asked + self.answer.asked))
 
-    def _fail(self, event: Failed) -> None:
-        self.job.emit(event)
-        self._put_back()
-
-    def _put_back(self) -> None:
-        """Lets later requests take the conversation up; one that cannot be kept is lost, the others are served."""
+    def _end_with(self, event: Finish | Failed) -> None:
+        """Tells the last event, and lets later requests take the conversation up; one that cannot be kept is lost, the
+        others are served."""
+        if self.is_over:
+            return
         self.is_over, prepared = True, self.job.prepared
+        self.job.emit(event)
         try:
             if self._answer is not None:
                 self._answer.close()
@@ -146,32 +199,22 @@ class Running:
         except Exception as error:
             _lost(error)
 
-    def _count_time(self) -> None:
-        now = time.perf_counter()
-        spent, self._since = now - self._since, now
-        if self._in_prompt:
-            self._prompt_seconds += spent
-            self._totals.prompt_seconds += spent
-        else:
-            self._answer_seconds += spent
-            self._totals.answer_seconds += spent
-
     def _progress(self, done: int, total: int) -> None:
         self._check()
-        self._count_time()
         before, known = self.progress
         if not known:
-            assert self._answer is not None
-            before = self._cached = total - self._answer.session.reuse.computed
+            before = self._cached = total - self.answer.session.reuse.computed
             self._totals.prompt_tokens += total
             self._totals.cached_tokens += before
             self.job.emit(Accepted(total, before))
         self._totals.computed_tokens += max(done - before, 0)
         self.progress = max(done, before), total
-        if self._since - self._reported_at >= REPORT_EVERY and done < total:
-            self._reported_at = self._since
+        self.left = total - self.progress[0]
+        now = time.perf_counter()
+        if now - self._reported_at >= REPORT_EVERY and done < total:
+            self._reported_at = now
             self.job.emit(PromptProgress(done, total))
-        self._look(self.progress)
+        self._look(self)
 
     def _check(self) -> None:
         if self.job.cancelled.is_set():
@@ -197,7 +240,7 @@ class Running:
         after = len(self.job.prepared.tokens)
         penalties = [*(self._in_text(one, after) for one in said), *(self._in_text(one, 0) for one in repeated)]
         mask = self.job.prepared.mask
-        return [*bias, *penalties, *([make_constraint(mask())] if mask else [])]
+        return [*bias, *penalties, *([Constraint(mask())] if mask else [])]
 
     def _in_text(self, process: LogitsProcessor, start: int) -> LogitsProcessor:
         """`process` of the tokens from `start` on; within a call of a tool it would push the model off the form."""

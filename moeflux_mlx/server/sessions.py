@@ -17,12 +17,16 @@ SMALL = 256  # tokens; texts as short as titles are asked for go first
 
 @dataclass(eq=False)
 class Kept:
-    """A session, when it was used last, from where on it may be undone (its last answer), and whether it is in use."""
+    """A session, when it was used last, from where on it may be undone (its last answer), and whether it is in use.
+
+    `is_answering`: it is in use and has absorbed its prompt, so that others can part from it there.
+    """
 
     session: Session
     used: int = 0
     answer_at: int = 0
     busy: bool = False
+    is_answering: bool = False
     hint: str | None = None
 
 
@@ -45,16 +49,20 @@ class Sessions:
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.session.nbytes for kept in self._kept)
+        """What those hold that are not in use."""
+        return sum(kept.session.nbytes for kept in self._kept if not kept.busy)
+
+    def known(self, tokens: Sequence[int]) -> int:
+        """How many tokens need no computing."""
+        return max((self._knows(kept, tokens) for kept in self._kept), default=0)
 
     def take(self, tokens: Sequence[int], hint: str | None = None) -> Kept:
         """The session to go on with; `give_back` it. `hint` decides between those that know equally much."""
-        free = [kept for kept in self._kept if not kept.busy]
-        known = {kept: kept.session.known(tokens) for kept in free}
-        best = max(free, key=lambda kept: (known[kept], kept.hint == hint, kept.used), default=None)
+        known = {kept: self._knows(kept, tokens) for kept in self._kept}
+        best = max(known, key=lambda kept: (known[kept], not kept.busy, kept.hint == hint, kept.used), default=None)
         if best is None or not known[best]:
             chosen = self._new(self._make)
-        elif known[best] >= best.answer_at or self._count == 1:
+        elif not best.busy and (known[best] >= best.answer_at or self._count == 1):
             chosen = best
         elif known[best] < WORTH_COPYING:
             chosen = self._new(self._make)
@@ -62,14 +70,20 @@ class Sessions:
             session, length = best.session, known[best]
             best.used = next(self._clock)
             chosen = self._new(lambda: session.fork(length))
-        chosen.busy, chosen.hint, chosen.used = True, hint, next(self._clock)
+        chosen.busy, chosen.is_answering, chosen.hint, chosen.used = True, False, hint, next(self._clock)
         return chosen
 
     def give_back(self, kept: Kept, answer_at: int) -> None:
         """It is no longer in use; from `answer_at` tokens on nobody is likely to come back to what it knows."""
-        kept.busy, kept.answer_at = False, min(answer_at, len(kept.session.tokens))
+        kept.busy, kept.is_answering, kept.answer_at = False, False, min(answer_at, len(kept.session.tokens))
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
+
+    def _knows(self, kept: Kept, tokens: Sequence[int]) -> int:
+        """How many tokens `kept` spares: one that is answering, all but its last, which it may not have absorbed."""
+        if kept.busy and not kept.is_answering:
+            return 0
+        return kept.session.known(tokens[: len(kept.session.tokens)] if kept.busy else tokens)
 
     def _new(self, make: Callable[[], Session]) -> Kept:
         made = Kept(make())

@@ -1,31 +1,40 @@
 """The one thread that loads and runs the model, and the queue of those who wait for it.
 
 MLX's streams belong to threads, so the model never leaves this one. Others hand in jobs and hear of events. The thread
-is a loop: it admits a job, takes one of those that run a step further, and hands out what came of it. A job runs to its
-end, and only while a long prompt is computed may a few short ones go first.
+is a loop: it admits jobs, computes a prompt or one step of all answers, and hands out what came of it. Prompts are
+computed one after the other; between two waves or blocks of a prompt, steps of the answers run for their share of time.
 """
 
-import contextlib
+import gc
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
 
 from ..engine.engine import Engine
 from ..engine.running_text import Stopped
-from ..errors import RequestError
+from ..engine.session import advance_answers
+from ..errors import BadRequestError, DeviceError, RequestError
+from ..experts.source import Asked, LoaderStats
+from ..model.step import MAX_ROWS
+from .admission import Admission
 from .job import Job
 from .live import Watch
 from .running import CANCELLED, Running, Totals
 from .sessions import Sessions
-
-SHORT = 1024  # tokens of a prompt that may go before a long one
-LONG = 4 * SHORT  # tokens that are still to be computed of one that lets it
-IN_A_ROW = 3  # short prompts that may go before the same long one
+from .wire.replies import queue_full
 
 
-class QueueFullError(RequestError):
+class QueueFullError(BadRequestError):
     """As many requests wait as may."""
+
+    def __init__(self, waiting: int):
+        failed = queue_full(waiting)
+        super().__init__(failed.message, None, failed.status, failed.code)
 
 
 @dataclass
@@ -33,7 +42,7 @@ class State:
     """What others may read of the worker at any time.
 
     Args:
-        engine: once it is loaded.
+        engine: while it is loaded.
         error: why it could not be.
         running: what is under way, in the order in which it began.
     """
@@ -41,36 +50,81 @@ class State:
     engine: Engine | None = None
     error: BaseException | None = None
     running: list[Running] = field(default_factory=list)
-    totals: Totals = field(default_factory=Totals)
 
     @property
     def ready(self) -> bool:
         return self.engine is not None
 
 
+class Pace:
+    """How prompts and answers share the time.
+
+    Args:
+        share: of the time for answers, while a prompt is computed and somebody waits for tokens; 0 to below 1.
+        totals: counts the seconds of both.
+    """
+
+    def __init__(self, share: float, totals: Totals):
+        self._rate, self._totals = share / (1 - share), totals
+        self._credit = self._since = 0.0
+
+    def begin_prompt(self) -> None:
+        """From now on a prompt is computed."""
+        self._since = time.perf_counter()
+
+    def pause_prompt(self, answering: bool) -> None:
+        """The prompt is left for a moment; `answering`: somebody waits for tokens."""
+        spent = time.perf_counter() - self._since
+        self._totals.prompt_seconds += spent
+        self._credit = self._credit + self._rate * spent if answering else 0.0
+
+    def stepped(self, seconds: float) -> None:
+        """A step of answers took so long."""
+        self._totals.steps += 1
+        self._totals.answer_seconds += seconds
+        self._credit -= seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step of answers comes before the rest of the prompt."""
+        return self._credit > 0
+
+
 class Worker:
     """Args:
     load: makes the engine, in the worker's thread.
     make_sessions: what is kept of conversations, for an engine.
-    waiting: jobs that may wait, besides the one that runs.
+    make_admission: who may run together, for an engine.
+    waiting: jobs that may wait, besides those that run.
+    decode_share: of the time for answers, while a prompt is computed.
+    totals, watch: count and show what is done.
     on_ready: called in the worker's thread when the model is ready, or could not be loaded.
+    on_end: called there when nothing of the model is in memory any more.
     """
 
     def __init__(
         self,
         load: Callable[[], Engine],
         make_sessions: Callable[[Engine], Sessions],
-        waiting: int = 64,
-        on_ready: Callable[[], None] = lambda: None,
+        make_admission: Callable[[Engine], Admission],
+        waiting: int,
+        decode_share: float,
+        totals: Totals,
+        watch: Watch,
+        on_ready: Callable[[], None],
+        on_end: Callable[[], None],
     ):
-        self._load, self._make_sessions, self._on_ready = load, make_sessions, on_ready
+        self._load, self._make_sessions, self._make_admission = load, make_sessions, make_admission
+        self._on_ready, self._on_end = on_ready, on_end
         self.waiting = waiting
-        self.state, self.watch = State(), Watch()
-        self._jobs: deque[Job] = deque()
+        self.state, self.totals, self.watch = State(), totals, watch
+        self._pace = Pace(decode_share, totals)
+        self._jobs: list[Job] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._sessions: Sessions | None = None
-        self._short_job = contextlib.ExitStack()  # of the source of experts, while one goes before another
+        self._admission: Admission | None = None
+        self._before = LoaderStats()  # what had been counted when the prompt was begun or gone on with
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
 
     def start(self) -> None:
@@ -96,12 +150,20 @@ class Worker:
         return not self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Raises QueueFullError."""
+        """Lets the job wait for its turn; at the end it hears that it was cancelled.
+
+        Raises:
+            QueueFullError: as many wait as may, and this client is among them or as many clients have come besides.
+        """
         with self._wake:
-            if len(self._jobs) >= self.waiting:
-                raise QueueFullError(f"{len(self._jobs)} requests wait, which is the limit; try again later")
-            self._jobs.append(job)
-            self._wake.notify_all()
+            is_among = any(one.client == job.client for one in self._jobs)
+            if len(self._jobs) >= (self.waiting if is_among else 2 * self.waiting):
+                raise QueueFullError(len(self._jobs))
+            if not self._stopping:
+                self._jobs.append(job)
+                self._wake.notify_all()
+                return
+        job.emit(CANCELLED)
 
     def cancel(self, job: Job) -> None:
         """Nobody waits for it any more."""
@@ -115,85 +177,160 @@ class Worker:
         """Jobs that wait."""
         return len(self._jobs)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Watch]:
-        """Somebody looks at the model meanwhile."""
-        self.watch.begin()
+    def wake(self) -> None:
+        """Somebody looks at the model: pictures are due from now on."""
         with self._wake:
             self._wake.notify_all()
-        try:
-            yield self.watch
-        finally:
-            self.watch.end()
 
     def _main(self) -> None:
         try:
+            self._run()
+        finally:
+            self._sessions = self.state.engine = None
+            gc.collect()  # a model and its experts refer to each other
+            mx.clear_cache()
+            self._on_end()
+
+    def _run(self) -> None:
+        try:
             engine = self._load()
-            self._sessions = self._make_sessions(engine)
+            self._sessions, self._admission = self._make_sessions(engine), self._make_admission(engine)
+            engine.experts.counts_rows = True
             self.state.engine = engine
         except BaseException as error:  # whoever waits for the model must hear of any end
+            _forget_locals(error)
             self.state.error = error
-            self._on_ready()
-            return
         self._on_ready()
+        if self.state.error is not None:
+            return
         try:
-            while self._admit():
-                self._step()
+            while self._has_work():
+                self._turn(engine)
         finally:
             engine.experts.close()
 
-    def _admit(self) -> bool:
-        """Lets somebody begin who may, waiting for one while nothing runs; False once all work has ended."""
+    def _has_work(self) -> bool:
+        """Admits those who may begin, waiting for somebody while nothing runs; False once all work has ended."""
         with self._wake:
             while not (self.state.running or self._jobs or self._stopping):
                 self._wake.wait(self.watch.patience)
                 if not self._jobs:
-                    self._look(None)
-            job = None if self._stopping else self._next()
+                    self._look()
+        self._admit()
+        return bool(self.state.running)
+
+    def _admit(self) -> None:
+        """Lets all begin who may."""
+        engine, sessions, admission, running = self.state.engine, self._sessions, self._admission, self.state.running
+        assert engine is not None and sessions is not None and admission is not None
+        while not self._stopping and (job := self._taken(admission)) is not None:
+            if not running:
+                self.watch.begin_request(engine, self.totals)
+            one = Running(job, sessions, self._between, self.totals)
+            admission.begin(one)
+            running.append(one)
+
+    def _taken(self, admission: Admission) -> Job | None:
+        with self._wake:
+            job = admission.choose(self._jobs, self.state.running)
             if job is not None:
                 self._jobs.remove(job)
-                self._begin(job)
-            return bool(self.state.running)
+            return job
 
-    def _next(self) -> Job | None:
-        """Who of those that wait may begin: the first one while nothing runs, one with a short prompt while nothing
-        but a long one is computed."""
-        waiting, running = tuple(self._jobs), self.state.running
-        if not running:
-            return next(iter(waiting), None)
-        (done, total), overtaken = running[0].progress, running[0].overtaken
-        if len(running) > 1 or total - done <= LONG or overtaken == IN_A_ROW:
-            return None
-        return next((job for job in waiting if len(job.prepared.tokens) <= SHORT), None)
-
-    def _begin(self, job: Job) -> None:
-        """One that goes before another counts with it, and may replace no more of the experts in memory than a token
-        uses."""
-        engine, sessions, running = self.state.engine, self._sessions, self.state.running
-        assert engine is not None and sessions is not None
-        if running:
-            running[0].overtaken += 1
-            self._short_job.enter_context(engine.experts.short_job(engine.model.args.num_experts_per_tok))
+    def _turn(self, engine: Engine) -> None:
+        """Computes as much of a prompt as nobody interrupts, or one step of all answers."""
+        self._end_cancelled(None)
+        prompts = [one for one in self.state.running if one.in_prompt]
+        for one in prompts:
+            one.estimate()
+        if prompts:
+            prompt = min(prompts, key=lambda one: one.due)
+            self._pace.begin_prompt()
+            self._before = replace(engine.experts.stats)
+            self._asks(engine, [prompt])
+            prompt.compute_prompt()
+            self._count_asked(engine, prompt)
+            self._pace.pause_prompt(bool(self._answering()))
         else:
-            self.watch.begin_request(engine, self.state.totals)
-        running.append(Running(job, sessions, self._look_at_prompt, self.state.totals))
+            with suppress(DeviceError):  # those who answered have heard of it
+                self._step(engine)
+        self._forget_over()
+        self._look()
 
-    def _step(self) -> None:
-        """Takes one of those that run further: whoever is cancelled, else the one that began last."""
-        running = self.state.running
-        one = next((one for one in running if one.job.cancelled.is_set()), running[-1])
-        one.advance()
-        self._look(one.progress)
-        if one.is_over:
-            running.remove(one)
-            self._short_job.close()
+    def _between(self, prompt: Running) -> None:
+        """Between two waves or blocks of a prompt: others begin, and those who answer have their share of the time.
 
-    def _look_at_prompt(self, progress: tuple[int, int]) -> None:
-        """Leaves a prompt half done where somebody else may begin."""
-        self._look(progress)
-        if self._next() is not None:
+        Raises:
+            Stopped: another prompt goes first.
+            DeviceError: of a step; what has been computed of the prompt may be lost as well.
+        """
+        engine, pace = self.state.engine, self._pace
+        assert engine is not None
+        self._end_cancelled(prompt)
+        self._count_asked(engine, prompt)
+        pace.pause_prompt(bool(self._answering()))
+        self._admit()
+        while pace.is_due and self._answering():
+            with engine.experts.interlude():
+                self._step(engine)
+            self._forget_over()
+        self._look()
+        self._before = replace(engine.experts.stats)
+        self._asks(engine, [prompt])
+        pace.begin_prompt()
+        if any(one.in_prompt and one.overtakes(prompt) for one in self.state.running):
             raise Stopped
 
-    def _look(self, progress: tuple[int, int] | None) -> None:
+    def _count_asked(self, engine: Engine, prompt: Running) -> None:
+        """Notes what the prompt has asked for since it was begun, gone on with or looked at."""
+        stats = replace(engine.experts.stats)
+        counts, self._before = stats.since(self._before), stats
+        prompt.asked += Asked(counts.hits, counts.misses, counts.bytes_read)
+
+    def _step(self, engine: Engine) -> None:
+        """The next token of all that answer and have room for it."""
+        assert self._admission is not None
+        began = time.perf_counter()
+        taking = self._admission.may_step(self._answering(), self.state.running)[:MAX_ROWS]
+        self._asks(engine, taking)
+        try:
+            outcomes = advance_answers([one.answer for one in taking]) if taking else []
+        except (DeviceError, RequestError) as error:
+            for one in taking:
+                one.fail(error)
+            if isinstance(error, DeviceError):
+                raise
+            return
+        finally:
+            self._pace.stepped(time.perf_counter() - began)
+        for one, outcome in zip(taking, outcomes, strict=True):
+            one.take(outcome)
+
+    def _asks(self, engine: Engine, computed: Sequence[Running]) -> None:
+        """From now on experts are asked for by these, in the order of their rows."""
+        engine.experts.asking = [self.watch.number(one) for one in computed]
+
+    def _answering(self) -> list[Running]:
+        return [one for one in self.state.running if not one.in_prompt and not one.is_over]
+
+    def _end_cancelled(self, computing: Running | None) -> None:
+        """Ends those whom nobody waits for, but for the prompt that is being computed, which ends itself."""
+        for one in self.state.running:
+            if one is not computing and one.job.cancelled.is_set():
+                one.cancel()
+        self._forget_over()
+
+    def _forget_over(self) -> None:
+        self.state.running[:] = [one for one in self.state.running if not one.is_over]
+
+    def _look(self) -> None:
         if self.state.engine is not None:
-            self.watch.look(self.state.engine, progress, self.queue, self.state.totals)
+            self.watch.look(self.state.engine, self.state.running, self.queue, self.totals)
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Lets go of what the functions held that `error` came through: half a model, perhaps."""
+    chained: BaseException | None = error
+    while chained is not None:
+        traceback.clear_frames(chained.__traceback__)
+        chained = chained.__cause__ or chained.__context__

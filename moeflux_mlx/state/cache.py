@@ -1,32 +1,46 @@
 """What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
 
-A cache is made for the part of a layer that it serves. `KVCache` and `LatentCache` grow in steps and can be trimmed;
-`WindowCache` holds the newest positions and goes back a few; `RecurrentCache` holds a state that has absorbed every
-token and goes back to states that were kept.
+A cache is made for the part of a layer that it serves. `KVCache`, `LatentCache` and `IndexedCache` grow in steps and
+can be trimmed; `WindowCache` and `CompressedCache` hold the newest positions and go back a few; `RecurrentCache` holds
+a state that has absorbed every token and goes back to states that were kept. `QuantizedKVCache` and
+`QuantizedWindowCache` keep 8 bits of each value. `BlocksCache` and `NGramsCache` are two caches each, of a mixer and of
+what is beside it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
-from ..kinds import Delta, GroupedQuery, Latent, Mixer
+from ..kinds import Compressed, Delta, GroupedQuery, HeadBlocks, KeyBlocks, Latent, Mixer
+from .compressed import CompressedCache
 from .growing import KVCache, LatentCache
+from .indexed import IndexedCache
+from .joined import BlocksCache, JoinedCache, NGramsCache
+from .quantized import QuantizedKVCache, QuantizedWindowCache
 from .recurrent import RecurrentCache
 from .window import WindowCache
 
-Cache = KVCache | WindowCache | LatentCache | RecurrentCache
+Cache = KVCache | WindowCache | CompressedCache | LatentCache | IndexedCache | RecurrentCache | JoinedCache
 
 
 def make_cache(mixer: Mixer) -> Cache:
     """An empty cache for a layer with this mixer."""
     match mixer:
+        case GroupedQuery(blocks=KeyBlocks() | HeadBlocks()) | Latent(blocks=KeyBlocks()):
+            return BlocksCache(mixer)
+        case GroupedQuery(kv_bits=8):
+            return QuantizedKVCache(mixer) if mixer.window is None else QuantizedWindowCache(mixer)
         case GroupedQuery():
             return KVCache(mixer) if mixer.window is None else WindowCache(mixer)
         case Latent():
-            return LatentCache(mixer)
+            return LatentCache(mixer) if mixer.indexer is None else IndexedCache(mixer)
+        case Compressed():
+            return CompressedCache(mixer)
         case Delta():
-            return RecurrentCache(mixer)
+            return RecurrentCache(mixer) if mixer.ngrams is None else NGramsCache(mixer)
 
 
-def untrimmable_bytes(mixers: Iterable[Mixer], itemsize: int) -> int:
-    """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes."""
-    caches = map(make_cache, mixers)
-    return sum(layer.bytes_for(1, itemsize) for layer in caches if not layer.is_trimmable())
+def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:
+    """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes.
+
+    `mixers`: how many layers have each kind.
+    """
+    return sum(count * make_cache(mixer).kept_bytes(itemsize) for mixer, count in mixers.items())

@@ -24,13 +24,15 @@ RESIDENT_SAMPLES, EXPERT_SAMPLES = 256, 8  # per file; an expert layer is one of
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json", "special_tokens_map.json",
 )  # fmt: skip
+TEKKEN = "tekken.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
     """What a saved state depends on besides its tokens; `model` and `tokenizer` are hexadecimal digests.
 
-    `dtype` is that of caches; behind a slash follow the bits to which activations were rounded, if they were.
+    `dtype` is that of caches; behind a slash follow the bits to which activations were rounded, if they were, and
+    behind another "kv8" where caches keep 8 bits of keys and values.
     """
 
     model: str
@@ -42,13 +44,19 @@ class Fingerprint:
         """All of it in 16 hexadecimal digits, for names of files."""
         return _digest(json.dumps(dataclasses.astuple(self)).encode())[:16]
 
+    def keeping(self, kv_bits: int | None) -> "Fingerprint":
+        """The same with caches that keep so many bits of keys and values; None: all."""
+        return self if kv_bits is None else dataclasses.replace(self, dtype=f"{self.dtype}/kv{kv_bits}")
+
     def difference(self, other: "Fingerprint") -> str | None:
         """The first part that differs, in words, or None."""
         ours, theirs = self.dtype.split("/"), other.dtype.split("/")
+        kept = [[part for part in parts if part.startswith("kv")] for parts in (ours, theirs)]
         parts = {
             "another model": (self.model, other.model),
             "another tokenizer": (self.tokenizer, other.tokenizer),
             "another cache dtype": (ours[0], theirs[0]),
+            "another --kv-bits": (kept[0], kept[1]),
             "another --cpu-activations": (ours, theirs),
         }
         return next((words for words, (one, two) in parts.items() if one != two), None)
@@ -115,7 +123,7 @@ def fingerprint_of(
         parts += [_samples(file, RESIDENT_SAMPLES) for file in resident]
         parts += [_samples(file, EXPERT_SAMPLES) for file in layers]
         rounded = "" if bits == native.EXACT else f"/{bits}"
-        return Fingerprint(_digest(*parts), _tokenizer_digest(folder), str(dtype).rpartition(".")[2] + rounded)
+        return Fingerprint(_digest(*parts), tokenizer_digest(folder), str(dtype).rpartition(".")[2] + rounded)
     except OSError as error:
         raise ModelFileError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
 
@@ -134,7 +142,8 @@ def _shape(args: ModelArgs) -> dict[str, Any]:
     """What decides the arithmetic, however config.json spells it.
 
     Saved prompts hold a digest of this, so it never changes for a model: the families of the first release are
-    described by its flat fields, all others by every switch that has not its default.
+    described by its flat fields, all others by every switch that has not its default, but for the axes of rotations,
+    which show in images alone.
     """
     if args.model_type in flat_fields.FAMILIES:
         return flat_fields.of(args)
@@ -149,6 +158,7 @@ def _set_fields(part: Any) -> Any:
         return part
     values = {field.name: (getattr(part, field.name), field.default) for field in dataclasses.fields(part)}
     kept = {name: _set_fields(value) for name, (value, default) in values.items() if value != default}
+    kept.pop("axes", None)
     return {"kind": type(part).__name__, **kept}
 
 
@@ -164,8 +174,11 @@ def offsets_of(size: int, count: int) -> list[int]:
     return sorted({last * i // (count - 1) for i in range(count)})
 
 
-def _tokenizer_digest(path: Path) -> str:
+def tokenizer_digest(path: Path) -> str:
+    """Of the files of a folder that a tokenizer is read from, in hexadecimal."""
     files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    if not any(file.name in TOKENIZER_FILES[:3] for file in files) and (path / TEKKEN).is_file():
+        files.append(path / TEKKEN)  # which is not read beside another vocabulary
     return _digest(*(part for file in files for part in (file.name.encode(), file.read_bytes())))
 
 

@@ -48,7 +48,7 @@ def _mixer_fields(kind: type, mixer: Mixer | None) -> dict[str, Any]:
             share = rotation.dims / mixer.head_dim if rotation else 0.0
             return {**turning, "partial_rotary_factor": share, "attn_output_gate": mixer.gate == "joined"}
         case Latent():
-            latent = (mixer.q_latent, mixer.latent, mixer.nope, mixer.rotation.dims, mixer.value)
+            latent = (mixer.q_latent, mixer.latent, mixer.nope, mixer.rotated, mixer.value)
             return {**turning, **dict(zip(LATENT, latent, strict=True))}
         case Delta():
             sizes = (mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.taps)

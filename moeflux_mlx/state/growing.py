@@ -10,7 +10,7 @@ from ..kinds import GroupedQuery, Latent
 from ..ops import attend, backend, latent
 from ..ops.attend import RECENT, Held, Rows
 from ..ops.backend import view
-from .layer_cache import LayerCache, Pair, Part, Shape, State
+from .layer_cache import Arrays, LayerCache, Part, Shape, State
 from .traced import FixedCache, FixedKeys, up_to
 
 
@@ -36,11 +36,11 @@ class Growing(LayerCache[Part]):
         return -(-positions // self.step) * self.step * itemsize * sum(heads * width for heads, width in self.rows)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """Of the two float32 arrays that a snapshot holds."""
+        """Of the two arrays that a snapshot holds."""
         first, second = self.rows
         return (length, *first), (length, *second)
 
-    def stored(self) -> Pair:
+    def stored(self) -> Arrays:
         """What a snapshot holds of a single text; None: zeros."""
         first, second = (
             None if array is None else array[0, :, : self.offset].swapaxes(0, 1) for array in self.state[:2]
@@ -61,6 +61,10 @@ class Growing(LayerCache[Part]):
         Returns:
             Two arrays whose first rows are what the new positions may see, in order; how many rows these are.
         """
+        return self._append(keys, values)
+
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
+        """`append` of what the arrays hold."""
         self._settle()
         start, self.offset = self.offset, self.offset + keys.shape[2]
         length = max(self.offset, self._expected)
@@ -72,7 +76,7 @@ class Growing(LayerCache[Part]):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions that the new ones
         may see, or, for one token on a GPU, all there is room for."""
-        first, second, count = self.append(keys, values)
+        first, second, count = self._append(keys, values)
         if sees_capacity(keys.shape[2]):
             assert self.keys is not None and self.values is not None
             return self.keys, self.values
@@ -80,7 +84,7 @@ class Growing(LayerCache[Part]):
 
     def _placed(self, array: mx.array | None, new: mx.array, start: int, length: int) -> mx.array:
         """`array` with the entries of positions from `start` on, and with room for `length` positions."""
-        room = _grown(array, new.shape, new.dtype, start, length, self.step)
+        room = grown(array, new.shape, new.dtype, start, length, self.step)
         room[..., start : start + new.shape[2], :] = new
         return room
 
@@ -106,7 +110,7 @@ class Growing(LayerCache[Part]):
         for name, array in (("keys", self.keys), ("values", self.values)):
             B, heads, _, width = array.shape
             shape = B, heads, n, width
-            setattr(self, name, _grown(array, shape, array.dtype, self.offset, self.offset + n, self.step))
+            setattr(self, name, grown(array, shape, array.dtype, self.offset, self.offset + n, self.step))
 
     def mask(self, length: int) -> mx.array | str | None:
         """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already."""
@@ -127,7 +131,7 @@ class Growing(LayerCache[Part]):
     def _become(self, state: State) -> None:
         self._settle()
         self.keys, self.values, self.offset = state
-        self.last_step, self._shifts = None, ()
+        self.last_step, self.shifts = None, ()
 
     def empty(self) -> bool:
         return self.offset == 0
@@ -139,26 +143,20 @@ class Growing(LayerCache[Part]):
     def is_trimmable(self) -> bool:
         return True
 
-    def trim(self, n: int) -> int:
-        """Forgets the last n positions; returns how many there were to forget."""
-        n = min(self.offset, n)
-        self.go_back(self.offset - n, None)
-        return n
-
-    def go_back(self, position: int, kept: Pair | None) -> None:
+    def go_back(self, position: int, kept: Arrays | None) -> None:
         """To an earlier position; nothing need be kept for it."""
         self._settle()
         self.offset, self._expected, self.last_step = position, 0, None
-        self._shifts = self._shifts_at(position)
+        self.shifts = self._shifts_at(position)
 
-    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
         """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
         capacity = -(-position // self.step) * self.step
         self._settle()
         keys, values, _ = other.state
         if position and keys is not None:
             self.keys, self.values = (mx.contiguous(a[..., :capacity, :]) for a in (keys, values))
-        self.offset, self.last_step, self._shifts = position, None, other._shifts_at(position)
+        self.offset, self.last_step, self.shifts = position, None, other._shifts_at(position)
 
 
 def sees_capacity(length: int) -> bool:
@@ -167,7 +165,7 @@ def sees_capacity(length: int) -> bool:
     return length == 1 and backend.has_kernels()
 
 
-def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, length: int, step: int) -> mx.array:
+def grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, length: int, step: int) -> mx.array:
     """`array` with room for entries of shape `new` after its first `used` positions: if it has none, for `length`
     positions in whole steps."""
     B, heads, L, width = new
@@ -178,7 +176,7 @@ def _grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, lengt
     return room if array is None else mx.concatenate([array[..., :used, :], room], axis=2)
 
 
-@lru_cache(8)
+@lru_cache(64)
 def _positions(offset: int, begun: int, capacity: int, position: int) -> mx.array:
     """Of `Held`, one array for all layers."""
     return mx.array([offset, begun, capacity, position], mx.int32)
@@ -223,13 +221,13 @@ class Stepping(Growing[Part]):
                 empty_rows = (mx.zeros((1, heads, 0, width), dtype) for heads, width in self.rows)
                 self.keys, self.values = (self._placed(None, array, 0, 1) for array in empty_rows)
             shape = self.recent_shape
-            empty: Any = np.empty(shape, np.float32) if here else _no_recent(shape, dtype)
+            empty: Any = np.empty(shape, view(self.keys).dtype) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
-        positions = self.offset, self._begun, self.keys.shape[2], self.position
+        places = self.offset, self._begun, self.keys.shape[2], self.position
         if here:
-            return Held(view(self.keys), view(self.values), self._recent, positions)
-        return Held(self.keys, self.values, self._recent, _positions(*positions))
+            return Held(view(self.keys), view(self.values), self._recent, places)
+        return Held(self.keys, self.values, self._recent, _positions(*places))
 
     def advance(self, recent: Any) -> None:
         """`recent` with one token more takes its place."""
@@ -299,14 +297,14 @@ class LatentCache(Stepping[Latent]):
 
     @property
     def rows(self) -> Rows:
-        return (1, self.part.latent), (1, self.part.rotation.dims)
+        return (1, self.part.latent), (1, self.part.rotated)
 
     def takes_steps(self) -> bool:
-        return latent.takes_step(self.part.latent, self.part.rotation.dims)
+        return latent.takes_step(self.part.latent, self.part.rotated)
 
     @property
     def recent_shape(self) -> Shape:
-        return RECENT, self.part.latent + self.part.rotation.dims
+        return RECENT, self.part.latent + self.part.rotated
 
     def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
         entries, width = recent[None, None, :length], self.part.latent

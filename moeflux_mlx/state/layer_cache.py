@@ -4,68 +4,116 @@ A cache answers for itself: the bytes it takes for a text of any length, what a 
 to an earlier position or to any row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
+import numpy as np
 
 FLOAT_BYTES = 4
+MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
 Shape = tuple[int, ...]
 Part = TypeVar("Part")
 Same = TypeVar("Same", bound="LayerCache")
-Pair = tuple[mx.array | None, mx.array | None]
-State = tuple[mx.array | None, mx.array | None, int]  # a cache's two arrays and how many positions they have absorbed
+Arrays = tuple[mx.array | None, ...]
+Shifts = tuple[tuple[int, int], ...]
+State = tuple[Any, ...]  # a cache's arrays and, last, how many positions they have absorbed
 
 
 class LayerCache(Generic[Part]):
     """What all kinds answer alike, from their `state`; `part` is what the cache serves.
 
     Attributes:
-        position: the next token's rotary position: its place `offset`, further by what `shift` has said.
+        stored_dtype: of the arrays that a snapshot holds.
+        axes: the rotary positions [3, L] of the rows that come next, where some are an image's; None: they follow.
+        position: the next token's rotary position: its place `offset`, further by what `shift` has said; or `axes`.
+        shifts: from which place on rotary positions are further than places, and by how much, ascending.
         last_step: marks the last step (`Model.step`) in the cache of a text's first layer, until the text goes another
             way than onwards; then None.
     """
 
+    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<f4")
     state: State
     offset: int
+    can_trace: ClassVar[bool] = True  # whether there is a traced stand-in for a compiled step
 
     def __init__(self, part: Part):
         self.part = part
         self.last_step: object = None
-        self._shifts: tuple[tuple[int, int], ...] = ()  # from which place on, by how much
+        self.axes: np.ndarray | None = None
+        self.shifts: Shifts = ()
 
     @property
-    def position(self) -> int:
-        return self.offset + (self._shifts[-1][1] if self._shifts else 0)
+    def position(self) -> Any:
+        if self.axes is not None:
+            return self.axes
+        return self.offset + (self.shifts[-1][1] if self.shifts else 0)
 
     @property
     def is_shifted(self) -> bool:
         """Whether a token has a rotary position that is not its place."""
-        return any(by for _, by in self._shifts)
+        return any(by for _, by in self.shifts)
 
-    def shift(self, by: int) -> None:
-        """From the next token on a rotary position is the place plus `by`, in all layers of a text alike. What goes
-        back to before that token forgets it."""
-        self._shifts = *self._shifts, (self.offset, by)
+    def shift(self, by: int, place: int | None = None) -> None:
+        """From `place` on, or the next token, a rotary position is the place plus `by`, in all layers of a text alike.
+        What goes back to before that place forgets it."""
+        self.shifts = *self.shifts, (self.offset if place is None else place, by)
 
-    def _shifts_at(self, position: int) -> tuple[tuple[int, int], ...]:
-        return tuple(one for one in self._shifts if one[0] <= position)
+    def _shifts_at(self, position: int) -> Shifts:
+        return tuple(one for one in self.shifts if one[0] <= position)
 
-    def way_back(self) -> Pair | None:
-        """What `go_back` needs to return here later."""
+    def fetched_bytes(self, positions: int, itemsize: int) -> int:
+        """What a prompt's block that sees so many positions takes to have them as values of `itemsize` bytes."""
+        return 0
+
+    def kept(self) -> Arrays | None:
+        """What `go_back` needs to return here, whatever is absorbed meanwhile; None: nothing."""
+        return None if self.is_trimmable() else self.state[:-1]
+
+    def kept_bytes(self, itemsize: int) -> int:
+        """What that takes, with entries of `itemsize` bytes."""
+        return 0 if self.is_trimmable() else self.bytes_for(1, itemsize)
+
+    def is_trimmable(self) -> bool:
+        """Whether it goes back to any position with nothing kept."""
+        raise NotImplementedError
+
+    def reaches(self, position: int) -> bool:
+        """Whether it can go back to that position with nothing kept."""
+        raise NotImplementedError
+
+    def trim(self, n: int) -> int:
+        """Forgets the last n positions if it can go back so far with nothing kept; returns how many it forgot."""
+        position = max(self.offset - n, 0)
+        if not self.reaches(position):
+            return 0
+        n = self.offset - position
+        self.go_back(position, None)
+        return n
+
+    def bytes_for(self, positions: int, itemsize: int) -> int:
+        """What one text of that many positions takes, with entries of `itemsize` bytes."""
+        raise NotImplementedError
+
+    def way_back(self) -> Arrays | None:
+        """What `take_back` needs to return here from within the same step."""
         return None
 
     def row_bytes(self, itemsize: int) -> int:
         """What the way back to a row of the last step takes, with entries of `itemsize` bytes."""
         return 0
 
-    def go_back(self, position: int, kept: Pair | None) -> None:
+    def go_back(self, position: int, kept: Arrays | None) -> None:
         """To an earlier position, for which `kept` was kept."""
         raise NotImplementedError
+
+    def take_back(self, position: int, way: Arrays | None) -> None:
+        """To before a row of the last step, where `way_back` gave `way`."""
+        self.go_back(position, way)
 
     def copy(self: Same) -> Same:
         """Another cache in this one's state; they share arrays until one of the two writes to them."""
         other = type(self)(self.part)
-        other.state, other._shifts = self.state, self._shifts
+        other.state, other.shifts = self.state, self.shifts
         return other
 
     def size(self) -> int:
@@ -73,4 +121,4 @@ class LayerCache(Generic[Part]):
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state[:2] if array is not None)
+        return sum(array.nbytes for array in self.state[:-1] if array is not None)

@@ -3,14 +3,17 @@
 Little-endian:
 
     magic "MOEFLXPC" | u32 version | u32 bytes of metadata | u64 tokens | u64 bytes of body
-    metadata  JSON, padded with spaces: {"fingerprint": {...}, "extra": {...}}
-    tokens    u32 each
+    metadata  JSON, padded with spaces: {"fingerprint": {...}, "extra": {...}}, in version 2 also "shifts"
+    tokens    u32 each; the rows of an image have keys from 2^31 on, which its digest gives
     u32       CRC-32 of everything so far
-    body      the snapshot
+    body      the snapshot, and behind it what a draft head knows of the text, or nothing
     u32       CRC-32 of the body
 
-A file appears under its name complete or not at all, whenever the writer dies. No length in a file is
-believed before the file's own size confirms it.
+Version 2 is written if rotary positions differ from places, as after an image: "shifts" is an ascending list of [place,
+difference of the positions from there on]. Otherwise version 1 is written.
+
+A file appears under its name complete or not at all, whenever the writer dies. Every length in a file is checked
+against the file's own size before it is used.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,9 +35,10 @@ from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotE
 from ..files import replace_file
 from .cache import Cache
 from .fingerprint import Fingerprint
+from .layer_cache import Shifts
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
-MAGIC, VERSION = b"MOEFLXPC", 1
+MAGIC, VERSION, SHIFTED = b"MOEFLXPC", 1, 2
 START = struct.Struct("<8sIIQQ")
 # zlib's CRC-32 runs at 2.4 GB/s, hashlib's fastest digest at 0.6. It is against damage, not malice.
 CRC = struct.Struct("<I")
@@ -43,13 +48,21 @@ TEMPORARY = ".tmp"
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a file says about itself; `tokens` is uint32 [N], `extra` whatever its writer added."""
+    """What a file says about itself; `tokens` is uint32 [N], `extra` whatever its writer added, `shifts` as in
+    `LayerCache`, `behind` what follows the snapshot, if the body was read."""
 
     fingerprint: Fingerprint
     tokens: np.ndarray
     body_start: int
     body_bytes: int
     extra: Mapping[str, Any] = field(default_factory=dict)
+    behind: bytes = b""
+    shifts: Shifts = ()
+
+
+def file_version(cache: Sequence[Cache]) -> int:
+    """Of a file that holds the state of `cache`."""
+    return SHIFTED if any(layer.is_shifted for layer in cache) else VERSION
 
 
 def prompt_file_size(model: Stateful, tokens: Sequence[int]) -> int:
@@ -64,18 +77,23 @@ def save_prompt(
     tokens: Sequence[int],
     fingerprint: Fingerprint,
     extra: Mapping[str, Any] | None = None,
+    behind: bytes = b"",
 ) -> None:
-    """Writes the state of `cache`, which has absorbed exactly `tokens`, replacing `path` in one step.
+    """Writes the state of `cache`, which has absorbed exactly `tokens`, and `behind` it, replacing `path` in one step.
 
     Raises:
         PromptCacheError: the file cannot be written; an older file of that name is still there.
         SnapshotError: the state cannot be expressed.
     """
-    metadata = json.dumps({"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}).encode()
+    parts: dict[str, Any] = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}
+    version = file_version(cache)
+    if version == SHIFTED:
+        parts["shifts"] = cache[0].shifts
+    metadata = json.dumps(parts).encode()
     metadata += b" " * (-len(metadata) % 8)  # so that the body's floats are aligned
-    start = START.pack(MAGIC, VERSION, len(metadata), len(tokens), state_size(model, cache))
+    start = START.pack(MAGIC, version, len(metadata), len(tokens), state_size(model, cache) + len(behind))
     head = start + metadata + np.asarray(tokens, "<u4").tobytes()
-    _replace(path, _with_checksums(head, state_parts(model, cache)))
+    _replace(path, _with_checksums(head, chain(state_parts(model, cache), [memoryview(behind)])))
 
 
 def load_prompt(path: Path, model: Stateful, cache: Sequence[Cache], fingerprint: Fingerprint) -> PromptHeader:
@@ -97,11 +115,14 @@ def load_prompt(path: Path, model: Stateful, cache: Sequence[Cache], fingerprint
                 _check(path, "body", zlib.crc32(body) == CRC.unpack_from(whole, end)[0])
                 _check(path, "token count", snapshot_length(model, body) == len(header.tokens))
                 load_state(model, cache, body)
+                behind = bytes(body[state_size(model, len(header.tokens)) :])
+                for layer in cache:
+                    layer.shifts = header.shifts
             except SnapshotError as error:
                 raise PromptCacheError(f"{path} is damaged: {error}; delete it") from error
             finally:
                 body.release()
-    return header
+    return dataclasses.replace(header, behind=behind)
 
 
 def read_prompt_header(path: Path) -> PromptHeader:
@@ -122,8 +143,9 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
         raise PromptCacheError(f"{path} is not a prompt cache file; choose another name")
     _check(path, "header", len(start) == START.size)
     _, version, metadata_bytes, count, body_bytes = START.unpack(start)
-    if version != VERSION:
-        raise PromptCacheError(f"{path} has version {version}; only version {VERSION} is known; delete it")
+    if version not in (VERSION, SHIFTED):
+        known = f"versions {VERSION} and {SHIFTED} are known"
+        raise PromptCacheError(f"{path} has version {version}; only {known}; delete it")
     body_start = START.size + metadata_bytes + 4 * count + CRC.size
     _check(path, "header", metadata_bytes <= MAX_METADATA and count <= MAX_LENGTH)
     _check(path, "length", body_start + body_bytes + CRC.size == size)
@@ -131,8 +153,10 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
     head, checksum = start + rest[: -CRC.size], rest[-CRC.size :]
     _check(path, "header", len(rest) == body_start - START.size and CRC.pack(zlib.crc32(head)) == checksum)
     metadata = _metadata(path, head[START.size : START.size + metadata_bytes])
+    shifts = _shifts(path, metadata.get("shifts"), count) if version == SHIFTED else ()
     tokens = np.frombuffer(head, "<u4", count, START.size + metadata_bytes)
-    return PromptHeader(Fingerprint(**metadata["fingerprint"]), tokens, body_start, body_bytes, metadata["extra"])
+    fingerprint = Fingerprint(**metadata["fingerprint"])
+    return PromptHeader(fingerprint, tokens, body_start, body_bytes, metadata["extra"], shifts=shifts)
 
 
 def _metadata(path: Path, text: bytes) -> dict[str, Any]:
@@ -146,6 +170,16 @@ def _metadata(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict) or not known or not isinstance(value.get("extra"), dict):
         raise PromptCacheError(f"{path} is damaged: its metadata is not understood; delete it")
     return value
+
+
+def _shifts(path: Path, pairs: Any, length: int) -> Shifts:
+    """As they stand in metadata; ascending, within the text."""
+    known = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs
+    )
+    _check(path, "metadata", known and all(-place <= by <= MAX_LENGTH for place, by in pairs))
+    _check(path, "metadata", [0, *sorted(place for place, _ in pairs)][-1] <= length)
+    return tuple((place, by) for place, by in pairs)
 
 
 def _check(path: Path, part: str, right: bool) -> None:

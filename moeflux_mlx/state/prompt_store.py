@@ -4,8 +4,8 @@
 processes may share either: files appear complete or not at all, a file in use survives its removal, and
 nothing else is shared. Entries of several models lie side by side and each model looks at its own.
 
-Attention caches can be cut, so a saved text is of use up to where it parts from the prompt; a recurrent
-state cannot, so there a saved text is of use only as a whole.
+Attention caches can be cut, so a saved text can be used up to the point where the prompt differs; a recurrent state
+cannot be cut, so there a saved text can be used only as a whole.
 """
 
 import contextlib
@@ -23,13 +23,22 @@ from ..files import user_path
 from ..text.boundaries import shared_length
 from .cache import Cache
 from .fingerprint import Fingerprint
-from .prompt_file import TEMPORARY, VERSION, load_prompt, prompt_file_size, read_prompt_header, save_prompt
+from .prompt_file import (
+    SHIFTED,
+    TEMPORARY,
+    VERSION,
+    file_version,
+    load_prompt,
+    prompt_file_size,
+    read_prompt_header,
+    save_prompt,
+)
 from .rewind import RewindPoints
 from .snapshot import Stateful
 
 DEFAULT_MAX_BYTES = 10 << 30
 SUFFIX = ".prompt"
-OURS = f"-v{VERSION}{SUFFIX}"  # other versions share the directory and its limit
+OURS = {version: f"-v{version}{SUFFIX}" for version in (VERSION, SHIFTED)}  # others share the directory and its limit
 ABANDONED = 600  # seconds without a write after which a temporary file's writer must have died
 
 
@@ -39,6 +48,15 @@ class Candidate(NamedTuple):
     usable: int
     shared: int
     path: Path
+
+
+class Restored(NamedTuple):
+    """The tokens that were restored, the most that a saved text shares with a prompt, of use or not, and what a draft
+    head knew of the text."""
+
+    length: int
+    shared: int
+    behind: bytes = b""
 
 
 class PromptStore(Protocol):
@@ -52,8 +70,8 @@ class PromptStore(Protocol):
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         """Told that a candidate is damaged; raises `error` if it cannot be passed over."""
 
-    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
-        """Keeps the state of `cache`, which has absorbed exactly `tokens`."""
+    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
+        """Keeps the state of `cache`, which has absorbed exactly `tokens`, and `behind` it what a draft head knows."""
 
 
 def reuse_prefix(
@@ -76,13 +94,13 @@ def reuse_prefix(
     Raises:
         PromptCacheError: the store is one file, and that is damaged or (FingerprintError) another model's.
     """
-    return restore_prefix(model, cache, tokens, store, longer_than)[0]
+    return restore_prefix(model, cache, tokens, store, longer_than).length
 
 
 def restore_prefix(
     model: Stateful, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
-) -> tuple[int, int]:
-    """`reuse_prefix`, and the most tokens that a saved text shares with `tokens`, of use or not."""
+) -> Restored:
+    """`reuse_prefix`, and what else there is to know."""
     points = RewindPoints(cache, 0)
     candidates = store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim)
     shared = max((one.shared for one in candidates), default=0)
@@ -97,8 +115,8 @@ def restore_prefix(
         if length < len(header.tokens):
             points.rewind(length)
         _touch(path)
-        return length, shared
-    return 0, shared
+        return Restored(length, shared, header.behind)
+    return Restored(0, shared)
 
 
 def _candidate(saved: np.ndarray, path: Path, tokens: np.ndarray, can_trim: bool) -> Candidate:
@@ -125,8 +143,8 @@ class PromptFile:
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         raise error
 
-    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
-        save_prompt(self.path, model, cache, tokens, self.fingerprint)
+    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
+        save_prompt(self.path, model, cache, tokens, self.fingerprint, behind=behind)
 
 
 class PromptDirectory:
@@ -155,29 +173,30 @@ class PromptDirectory:
         if not isinstance(error.__cause__, OSError):
             _remove(path)
 
-    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int]) -> None:
+    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
         """Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
-        size = prompt_file_size(model, tokens)
+        size = prompt_file_size(model, tokens) + len(behind)
         if size > self.max_bytes:
             raise PromptCacheError(
                 f"the state of {len(tokens)} tokens takes {size} bytes and the prompt cache may hold "
                 f"{self.max_bytes}; allow it more"
             )
         wanted = np.asarray(tokens, np.uint32)
-        path = self.path / f"{self.fingerprint.key}-{_tokens_digest(wanted)}{OURS}"
+        path = self.path / f"{self.fingerprint.key}-{_tokens_digest(wanted)}{OURS[file_version(cache)]}"
         can_trim = RewindPoints(cache, 0).can_trim
         covering = path if path.exists() else self._covering(wanted) if can_trim else None
         if covering:
             _touch(covering)
             return
-        save_prompt(path, model, cache, tokens, self.fingerprint)
+        save_prompt(path, model, cache, tokens, self.fingerprint, behind=behind)
         if can_trim:
             self._remove_covered(wanted)
         self._evict(path)
 
     def _entries(self) -> Iterator[tuple[Path, np.ndarray]]:
         """This model's files and the tokens they hold; damaged ones are removed on the way."""
-        for path in sorted(self.path.glob(f"{self.fingerprint.key}-*{OURS}")):
+        paths = (path for name in OURS.values() for path in self.path.glob(f"{self.fingerprint.key}-*{name}"))
+        for path in sorted(paths):
             try:
                 yield path, read_prompt_header(path).tokens
             except PromptCacheError as error:

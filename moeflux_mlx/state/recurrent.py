@@ -1,12 +1,13 @@
 """The cache of a recurrent mixer: a state that has absorbed every token and cannot be cut."""
 
+import math
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..kinds import Delta
-from .layer_cache import FLOAT_BYTES, LayerCache, Pair, Shape, State
+from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
 from .traced import FixedState
 
 
@@ -25,7 +26,7 @@ class RecurrentCache(LayerCache[Delta]):
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
         """What one text takes, however long it is; only the convolution's state has entries of `itemsize` bytes."""
-        conv, recurrent = (int(np.prod(shape)) for shape in self.stored_shapes(positions))
+        conv, recurrent = (math.prod(shape) for shape in self.stored_shapes(positions))
         return conv * itemsize + recurrent * FLOAT_BYTES
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
@@ -33,7 +34,7 @@ class RecurrentCache(LayerCache[Delta]):
         part = self.part
         return (part.taps - 1, part.channels), (part.value_heads, part.value_dim, part.key_dim)
 
-    def stored(self) -> Pair:
+    def stored(self) -> Arrays:
         """What a snapshot holds of a single text; None: zeros."""
         first, second = (None if array is None else array[0] for array in (self.conv, self.recurrent))
         return first, second
@@ -49,9 +50,9 @@ class RecurrentCache(LayerCache[Delta]):
     @state.setter
     def state(self, value: State) -> None:
         self.conv, self.recurrent, self.offset = value
-        self.last_step, self._shifts = None, ()
+        self.last_step, self.shifts = None, ()
 
-    def way_back(self) -> Pair:
+    def way_back(self) -> Arrays:
         return self.conv, self.recurrent
 
     def row_bytes(self, itemsize: int) -> int:
@@ -87,12 +88,12 @@ class RecurrentCache(LayerCache[Delta]):
     def trim(self, n: int) -> int:
         return 0
 
-    def go_back(self, position: int, kept: Pair | None) -> None:
+    def go_back(self, position: int, kept: Arrays | None) -> None:
         """To an earlier position, whose arrays were kept; None: to the beginning."""
         self.conv, self.recurrent = kept or (None, None)
-        self.offset, self.last_step, self._shifts = position, None, self._shifts_at(position)
+        self.offset, self.last_step, self.shifts = position, None, self._shifts_at(position)
 
-    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
         """Becomes what `other` was at `position`, whose arrays are `kept`: nobody writes to them."""
         self.go_back(position, kept)
-        self._shifts = other._shifts_at(position)
+        self.shifts = other._shifts_at(position)

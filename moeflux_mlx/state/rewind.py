@@ -1,10 +1,9 @@
 """Ways back to earlier positions of a model's caches.
 
-Most attention caches go back to any position by forgetting what follows, that of a window only a few positions. A
-recurrent state has absorbed its tokens for good. Of such caches copies are kept at chosen positions, and the way back
-leads to the nearest of them. A kept state is a reference to arrays that the model never writes to again: keeping one
-costs memory, no time. Nothing here knows about tokens; that the text up to a position is the same is the caller's
-business.
+Most attention caches can be cut at any position; the cache of a window can go back only a few positions. A recurrent
+state cannot go back, so its copies are kept at chosen positions, and the way back leads to the nearest of them. A kept
+state is a reference to arrays that the model never writes to again: keeping one costs memory but no time. This module
+knows no tokens; the caller checks that the text up to a position is the same.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .cache import Cache
-from .layer_cache import Pair
+from .layer_cache import Arrays
 
 
 class RewindPoints:
@@ -28,7 +27,7 @@ class RewindPoints:
         self.max_bytes = max_bytes
         self.set_aside = 0  # of `max_bytes`, what something else takes for the moment
         self._untrimmable = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
-        self._kept: dict[int, dict[int, Pair]] = {}
+        self._kept: dict[int, dict[int, Arrays]] = {}
 
     @property
     def can_trim(self) -> bool:
@@ -68,9 +67,9 @@ class RewindPoints:
         """Keeps the present state, that of `position` tokens, if `max_bytes` allows."""
         if self.can_trim or position == 0:
             return
-        self.add(position, {i: self.cache[i].state[:2] for i in self._untrimmable})
+        self.add(position, {i: self.cache[i].kept() or () for i in self._untrimmable})
 
-    def add(self, position: int, states: dict[int, Pair]) -> None:
+    def add(self, position: int, states: dict[int, Arrays]) -> None:
         """Keeps these states of the layers that cannot be cut, if `max_bytes` allows."""
         mx.eval(states)  # a pending computation would keep all of its inputs alive
         self._kept[position] = states
@@ -88,7 +87,7 @@ class RewindPoints:
             return position
         return max((kept for kept in self._kept if kept <= position), default=0)
 
-    def states_at(self, position: int) -> dict[int, Pair]:
+    def states_at(self, position: int) -> dict[int, Arrays]:
         """What is kept at `position`, by layer; empty where nothing is."""
         return self._kept.get(position, {})
 

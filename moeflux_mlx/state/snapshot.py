@@ -1,4 +1,4 @@
-"""Snapshots: the state of a model's caches as bytes, in MFLX, which moeflux and flash-moe read too, where it suffices.
+"""Snapshots: the state of a model's caches as bytes, if possible in MFLX, which moeflux and flash-moe read too.
 
 Little-endian. A header of 32-bit words, then every layer in order:
 
@@ -14,18 +14,22 @@ Little-endian. A header of 32-bit words, then every layer in order:
                       [length, qk_rope_head_dim]; version 2 only
 
 Version 2 is written, versions 1 and 2 are read. MFLX has one number and width of heads and one interval for all
-layers. A model that it cannot express (attention with a window, heads that differ by layer, layers in another order)
-has a snapshot that only this package reads: the layers are the same, behind a header of three words,
+layers. A model that it cannot express (attention with a window or an indexer, heads that differ by layer, layers in
+another order) has a snapshot that only this package reads: the layers are the same, behind a header of three words,
 
     magic 0x58544154 | version 1 | num_hidden_layers
 
-and a layer with a window has its length like the others, but only the last min(length, window - 1) keys and values.
-What such a header leaves out must be known: prompt files have a fingerprint.
+and a layer with a window has its length like the others, but only the last min(length, window - 1) keys and values. A
+layer with compressed entries has the newest positions' keys, with the inputs of unfinished entries, and all entries. A
+layer with an indexer has the indexer's key after each rotated key, unless it reuses another layer's choice. If blocks
+of positions are chosen, the index keys of the newest positions and the keys of all blocks follow. N-grams have the last
+inputs of their convolution and the last tokens after the recurrent state. If keys and values are kept in 8 bits, the
+magic is 0x38544154, and rows of bytes (`ops/kv_rows.py`) replace their floats. The reader must know everything that
+such a header leaves out: prompt files have a fingerprint.
 
-The position is the length of the attention layers: there is no other. Nothing marks a snapshot's weights or its way of
-rotating: moeflux rotates Cogito's keys by halves instead of by pairs, so snapshots of Cogito that moeflux wrote pass
-every check and give wrong text; they must not be loaded. Nothing here knows about files, tokens or fingerprints;
-`prompt_file` does.
+The position is the length of the attention layers. A snapshot does not identify its weights or its way of rotating.
+moeflux rotates Cogito's keys by halves instead of by pairs, so snapshots of Cogito that moeflux wrote pass every check
+and give wrong text; they must not be loaded. This module knows no files, tokens or fingerprints; `prompt_file` does.
 """
 
 import io
@@ -51,12 +55,12 @@ from ..errors import (
 from ..kinds import Attention, Delta, GroupedQuery, Latent, Mixer
 from ..spec import ModelArgs
 from .cache import Cache, make_cache
-from .layer_cache import State
+from .layer_cache import FLOAT_BYTES, State
 
 MAGIC = 0x4D464C58
 VERSION = 2
-OTHER_MAGIC, OTHER_VERSION = 0x58544154, 1  # of what MFLX cannot express
-HEADER_WORDS = {MAGIC: {1: 8, 2: 10}, OTHER_MAGIC: {1: 3}}
+OTHER_MAGIC, QUANTIZED_MAGIC, OTHER_VERSION = 0x58544154, 0x38544154, 1  # of what MFLX cannot express
+HEADER_WORDS = {MAGIC: {1: 8, 2: 10}, OTHER_MAGIC: {1: 3}, QUANTIZED_MAGIC: {1: 3}}
 FIELDS = (
     "magic",
     "version",
@@ -69,8 +73,8 @@ FIELDS = (
     "kv_lora_rank",
     "qk_rope_head_dim",
 )
+HEAD = b"HEAD"
 MAX_LENGTH = 1 << 20  # positions of one layer, fixed by the format's readers
-FLOAT = np.dtype("<f4")
 
 
 class Stateful(Protocol):
@@ -98,7 +102,7 @@ def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[Cache] | i
 
 
 def _layer_bytes(layer: Cache, length: int) -> int:
-    return 4 * layer.counts + sum(FLOAT.itemsize * math.prod(shape) for shape in layer.stored_shapes(length))
+    return 4 * layer.counts + layer.stored_dtype.itemsize * sum(map(math.prod, layer.stored_shapes(length)))
 
 
 def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
@@ -109,6 +113,11 @@ def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
     Raises:
         SnapshotError: the caches' contents cannot be expressed, or no layer has attention.
     """
+    if any(layer.is_shifted for layer in cache):
+        raise SnapshotError(
+            "tokens have rotary positions that are not their places in the caches, as behind an image, and a snapshot "
+            "cannot say so; save the text with its tokens (PromptFile)"
+        )
     whole = io.BytesIO()
     for part in state_parts(model, cache):
         whole.write(part)
@@ -116,17 +125,40 @@ def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
 
 
 def state_parts(model: Stateful, cache: Sequence[Cache]) -> Iterator[memoryview]:
-    """`save_state` piece by piece, one array of one layer at a time, so that a file needs no second copy."""
+    """`save_state` piece by piece, one array of one layer at a time, so that a file needs no second copy; where rotary
+    positions are further than places (`LayerCache.shifts`) is for the caller to keep."""
     args = model.args
     header, length = _header(args), _length(args, cache)
     _wait_for_all(model, cache)
     yield memoryview(struct.pack(f"<{len(header)}I", *header))
     for layer in cache:
-        if layer.counts:
-            yield memoryview(struct.pack("<i", length))
-        for array, shape in zip(layer.stored(), layer.stored_shapes(length), strict=True):
-            if math.prod(shape):
-                yield _bytes(mx.zeros(shape) if array is None else array)
+        yield from _layer_parts(layer, length)
+
+
+def _layer_parts(layer: Cache, length: int) -> Iterator[memoryview]:
+    if layer.counts:
+        yield memoryview(struct.pack("<i", length))
+    for array, shape in zip(layer.stored(), layer.stored_shapes(length), strict=True):
+        if math.prod(shape):
+            yield _bytes(mx.zeros(shape) if array is None else array, layer.stored_dtype)
+
+
+def head_rows(cache: Cache) -> bytes:
+    """What follows a snapshot where a draft head's cache is saved with it: `HEAD`, and a layer as in a snapshot."""
+    mx.eval([array for array in cache.state[:-1] if array is not None])
+    return b"".join([HEAD, *_layer_parts(cache, cache.offset)])
+
+
+def load_head_rows(cache: Cache, data: bytes, dtype: mx.Dtype) -> bool:
+    """Replaces the state of a draft head's cache by what `head_rows` gave; whether `data` is that of such a cache."""
+    start = len(HEAD) + 4
+    if not cache.counts or data[: len(HEAD)] != HEAD or len(data) < start:
+        return False
+    length = struct.unpack_from("<i", data, len(HEAD))[0]
+    if not 0 <= length <= MAX_LENGTH or len(data) - len(HEAD) != _layer_bytes(cache, length):
+        return False
+    cache.state = _read([cache], memoryview(data), len(HEAD), length, dtype)[0]
+    return True
 
 
 def load_state(model: Stateful, cache: Sequence[Cache], data: bytes | bytearray | memoryview) -> None:
@@ -144,7 +176,7 @@ def load_state(model: Stateful, cache: Sequence[Cache], data: bytes | bytearray 
     start, length = _checked(args, view)
     _wait_for_all(model, cache)
     states = _read(cache, view, start, length, model.activation_dtype)
-    mx.eval([array for state in states for array in state[:2] if array is not None])
+    mx.eval([array for state in states for array in state[:-1] if array is not None])
     for layer, state in zip(cache, states, strict=True):
         layer.state = state
 
@@ -160,6 +192,8 @@ def snapshot_length(model: Stateful, data: bytes | bytearray | memoryview) -> in
 
 def _header(args: ModelArgs) -> tuple[int, ...]:
     interval = _interval(args)
+    if args.kv_bits is not None:
+        return QUANTIZED_MAGIC, OTHER_VERSION, args.num_hidden_layers
     if interval is None:
         return OTHER_MAGIC, OTHER_VERSION, args.num_hidden_layers
     return (
@@ -188,7 +222,11 @@ def _interval(args: ModelArgs) -> int | None:
 
 def _is_plain(mixer: Mixer) -> bool:
     """Whether MFLX expresses attention of this kind."""
-    return not isinstance(mixer, GroupedQuery) or (mixer.window is None and mixer.value_width == mixer.head_dim)
+    if isinstance(mixer, Latent):
+        return mixer.indexer is None and mixer.blocks is None
+    return isinstance(mixer, GroupedQuery) and (
+        mixer.window is None and mixer.value_width == mixer.head_dim and mixer.blocks is None
+    )
 
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
@@ -196,14 +234,14 @@ def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
     delta = next((mixer for mixer in args.mixers if isinstance(mixer, Delta)), None)
     if delta is None:
         return 0, 0
-    conv, recurrent = (FLOAT.itemsize * math.prod(shape) for shape in make_cache(delta).stored_shapes(0))
+    conv, recurrent = (FLOAT_BYTES * math.prod(shape) for shape in make_cache(delta).stored_shapes(0))
     return conv, recurrent
 
 
 def _latent_widths(args: ModelArgs) -> tuple[int, int]:
     """Of a layer with latent attention: kv_lora_rank and qk_rope_head_dim; 0 where there is none."""
     latent = args.attention
-    return (latent.latent, latent.rotation.dims) if isinstance(latent, Latent) else (0, 0)
+    return (latent.latent, latent.rotated) if isinstance(latent, Latent) else (0, 0)
 
 
 def _check_caches(args: ModelArgs, cache: Sequence[Cache]) -> None:
@@ -223,12 +261,7 @@ def _length(args: ModelArgs, cache: Sequence[Cache]) -> int:
             f"layers have absorbed {lengths[0]} to {lengths[-1]} tokens, as an interrupted call leaves them; "
             "go back to an earlier state"
         )
-    if any(layer.is_shifted for layer in cache):
-        raise SnapshotError(
-            "tokens have rotary positions that are not their places in the caches, and a snapshot cannot say so; "
-            "the text can go on, but not be saved"
-        )
-    rows = {array.shape[0] for layer in cache for array in layer.state[:2] if array is not None}
+    rows = {array.shape[0] for layer in cache for array in layer.state[:-1] if array is not None}
     if rows - {1}:
         raise SnapshotError(f"the caches hold a batch of {max(rows)}; a snapshot holds one sequence")
     if lengths[0] > MAX_LENGTH:
@@ -239,12 +272,13 @@ def _length(args: ModelArgs, cache: Sequence[Cache]) -> int:
 def _wait_for_all(model: Stateful, cache: Sequence[Cache]) -> None:
     """Waits for reads and computations that are still under way."""
     model.experts.drain()
-    mx.eval([array for layer in cache for array in layer.state[:2] if array is not None])
+    mx.eval([array for layer in cache for array in layer.state[:-1] if array is not None])
     mx.synchronize()
 
 
-def _bytes(array: mx.array) -> memoryview:
-    values = np.ascontiguousarray(np.asarray(array.astype(mx.float32)), dtype=FLOAT)
+def _bytes(array: mx.array, dtype: np.dtype[Any]) -> memoryview:
+    array = array if array.dtype == mx.uint8 else array.astype(mx.float32)
+    values = np.ascontiguousarray(np.asarray(array), dtype=dtype)
     return values.reshape(-1).data.cast("B")
 
 
@@ -268,7 +302,10 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
         raise BufferTooSmallError(f"a snapshot of {len(view)} bytes is shorter than any header")
     magic, version = struct.unpack_from("<2I", view)
     if magic != wanted[0]:
-        raise BadMagicError(f"the snapshot begins with {magic:#010x} instead of {wanted[0]:#010x}; is it this model's?")
+        raise BadMagicError(
+            f"the snapshot begins with {magic:#010x} instead of {wanted[0]:#010x}; is it this model's, "
+            "with the same --kv-bits?"
+        )
     is_latent = isinstance(args.attention, Latent)
     known = [one for one in versions if one > 1 or not (is_latent and wanted[0] == MAGIC)]
     if version not in known:
@@ -323,7 +360,8 @@ def _read(cache: Sequence[Cache], view: memoryview, offset: int, length: int, dt
         offset += 4 * layer.counts
         arrays = []
         for shape in layer.stored_shapes(length):
-            arrays.append(np.frombuffer(view, FLOAT, math.prod(shape), offset).reshape(shape))
+            arrays.append(np.frombuffer(view, layer.stored_dtype, math.prod(shape), offset).reshape(shape))
             offset += arrays[-1].nbytes
-        states.append(layer.restored(arrays[0], arrays[1], length, dtype))
+        restored: Any = layer.restored
+        states.append(restored(*arrays, length, dtype))
     return states

@@ -6,8 +6,10 @@ from typing import Any, ClassVar, Protocol
 import mlx.core as mx
 
 from ..ops.attend import Held
+from .layer_cache import MOST_DRAFTS
 
-SPARE = 8  # positions of a ring beyond the window: as many rows as one step has of a sequence can be taken back
+REACH = 8  # positions that a ring goes back: as many rows as one step has of a sequence can be taken back
+SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that drafts that were taken back shorten no way
 
 
 class Traced(Protocol):
@@ -46,8 +48,13 @@ class FixedCache:
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values]
 
+    @property
+    def row(self) -> mx.array:
+        """Of the next position."""
+        return self.offset
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start = self.offset[None]
+        start = self.row[None]
         self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
         self.values = mx.slice_update(self.values, values, start, axes=(2,))
         return self.keys, self.values
@@ -59,11 +66,9 @@ class FixedCache:
 class FixedRing(FixedCache):
     """Two arrays [1, heads, window + spare, width] in which position p lies in slot p % (window + spare)."""
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start = self.offset[None] % self.keys.shape[2]
-        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
-        self.values = mx.slice_update(self.values, values, start, axes=(2,))
-        return self.keys, self.values
+    @property
+    def row(self) -> mx.array:
+        return self.offset % self.keys.shape[2]
 
     def mask(self, length: int) -> mx.array:
         return seen_in_ring(self.offset, self.keys.shape[2])
@@ -88,6 +93,11 @@ class FixedKeys:
     @property
     def arrays(self) -> list[mx.array]:
         return [self._held.recent]
+
+    @property
+    def position(self) -> mx.array:
+        """The rotary position of the next token, an int32 array of no axes."""
+        return self._held.positions[3]
 
     def held(self, dtype: mx.Dtype) -> Held:
         return self._held

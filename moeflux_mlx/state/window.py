@@ -7,8 +7,8 @@ import numpy as np
 
 from ..errors import RequestError
 from .growing import KVCache, sees_capacity
-from .layer_cache import Pair, Shape, State
-from .traced import SPARE, FixedRing, seen_in_ring
+from .layer_cache import Arrays, Same, Shape, State
+from .traced import REACH, SPARE, FixedRing, seen_in_ring
 
 
 class WindowCache(KVCache):
@@ -20,26 +20,26 @@ class WindowCache(KVCache):
 
     traced_whole = FixedRing
 
-    def __init__(self, part: Any):
+    def __init__(self, part: Any, window: int | None = None):
         super().__init__(part)
-        self.window: int = part.window
+        self.window: int = part.window if window is None else window
         self.capacity = self.window + SPARE
         self._lost = 0  # positions before this one have been overwritten
 
     @property
     def first(self) -> int:
-        """The first position that is still held."""
-        return max(self._lost, self.offset - self.capacity)
+        """The first position that is still held, whatever drafts have been taken back."""
+        return max(self._lost, self.offset - self.window - REACH)
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
         """What one text takes, however long it is."""
         return self.capacity * itemsize * sum(heads * width for heads, width in self.rows)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """Of the two float32 arrays that are saved: the positions that the next token sees."""
+        """Of the two arrays that are saved: the positions that the next token sees."""
         return super().stored_shapes(min(length, self.window - 1))
 
-    def stored(self) -> Pair:
+    def stored(self) -> Arrays:
         """What is saved of a single text, in the order of positions; None: nothing."""
         newest = (self._newest(array, self.window - 1) for array in self.state[:2])
         first, second = (None if array is None else array[0].swapaxes(0, 1) for array in newest)
@@ -53,15 +53,12 @@ class WindowCache(KVCache):
         keys, values = (self._placed(None, array, length - array.shape[2], length) for array in entries)
         return keys, values, length
 
-    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
-        """Appends [B, heads, L, width] to each array.
-
-        Returns:
-            Two arrays with what the first new position sees of the earlier ones, and the new ones; how many rows.
-        """
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
+        """Returns two arrays with what the first new position sees of the earlier ones, and the new ones; how many
+        rows."""
         self._settle()
         before = [self._newest(array, self.window - 1) for array in (self.keys, self.values)]
-        super().append(keys, values)
+        super()._append(keys, values)
         first, second = (
             new if old is None else mx.concatenate([old, new], axis=2)
             for old, new in zip(before, (keys, values), strict=True)
@@ -86,6 +83,12 @@ class WindowCache(KVCache):
         super()._become(state)
         self._lost = max(self.offset - self.window + 1, 0)
 
+    def copy(self: Same) -> Same:
+        """As of all caches; it goes back as far as this one."""
+        other: Any = super().copy()
+        other._lost = self._lost  # type: ignore[attr-defined]
+        return other
+
     def reaches(self, position: int) -> bool:
         """Whether it can go back to that position with nothing kept."""
         return max(position - self.window + 1, 0) >= self.first
@@ -93,16 +96,7 @@ class WindowCache(KVCache):
     def is_trimmable(self) -> bool:
         return False
 
-    def trim(self, n: int) -> int:
-        """Forgets the last n positions if what comes before them is still held; returns how many it forgot."""
-        position = max(self.offset - n, 0)
-        if not self.reaches(position):
-            return 0
-        n = self.offset - position
-        self.go_back(position, None)
-        return n
-
-    def go_back(self, position: int, kept: Pair | None) -> None:
+    def go_back(self, position: int, kept: Arrays | None) -> None:
         """To an earlier position, with the state that was `kept` there, or to one that it `reaches`.
 
         Raises:
@@ -121,16 +115,22 @@ class WindowCache(KVCache):
             self._settle()
             self._lost = self.first  # before `offset` says less
             self.offset, self.last_step = position, None
-        self._shifts = shifts
+        self.shifts = shifts
 
-    def take_from(self, other: Any, position: int, kept: Pair | None) -> None:
+    def take_back(self, position: int, way: Arrays | None) -> None:
+        """To before a row of the last step; a few rows were written beyond what `first` tells of."""
+        lost = max(self._lost, self.offset - self.capacity)
+        super().take_back(position, way)
+        self._lost = lost
+
+    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
         """Becomes what `other` was at `position`, whose arrays are `kept` or still held; nobody writes to them."""
         if kept is None:
             self.state, self._lost = other.state, other.first
             self.go_back(position, None)
         else:
             self.go_back(position, kept)
-        self._shifts = other._shifts_at(position)
+        self.shifts = other._shifts_at(position)
 
     def _newest(self, array: mx.array | None, most: int) -> mx.array | None:
         """The last positions of an array, at most so many, in their order; None: there are none."""

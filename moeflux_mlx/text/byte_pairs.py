@@ -1,7 +1,12 @@
-"""Byte-level byte-pair vocabularies: `tokenizer.json`, and `tiktoken.model` as Kimi models ship it."""
+"""Byte-pair vocabularies, and `tokenizer.json`, in which most models ship theirs.
 
-import base64
-from collections.abc import Mapping
+Their tokens are spelt in the byte alphabet, or (Gemma) in characters, with "\u2581" for a space and a token such as
+<0x0A> for each byte of what is no token's character.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,45 +15,38 @@ from ..errors import TokenizerError
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-KIMI = "TikTokenTokenizer"
-# How Kimi's own tokenizer cuts text into words: `pat_str` of its tokenization_kimi.py.
-HAN = r"\p{Han}"
-LETTERS = rf"\p{{Lm}}\p{{Lo}}\p{{M}}&&[^{HAN}]"
-ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-KIMI_WORDS = "|".join(
-    (
-        rf"[{HAN}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{LETTERS}]*[\p{{Ll}}{LETTERS}]+{ENDING}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{LETTERS}]+[\p{{Ll}}{LETTERS}]*{ENDING}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-RESERVED = 256  # ids of special tokens after the last rank
+SPACE = "\u2581"
+# What `tokenizer.json` says of tokens that are spelt in characters.
+IN_CHARACTERS = [
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 LONG_TEXT = 1 << 14  # characters from which encoding takes milliseconds, in which other threads are to run
 
 
 class BytePairVocabulary:
-    """A tokenizer of the `tokenizers` package that spells bytes in the byte alphabet.
+    """A tokenizer of the `tokenizers` package.
 
     Args:
-        tokenizer: as `open_tokenizer_json` or `open_tiktoken` gives it.
+        tokenizer: as `open_tokenizer_json`, `open_tiktoken` or `open_tekken` gives it.
+        special_tokens: those that the file names itself, such as {"bos_token": "<s>"}.
     """
 
     trim: float = 0
 
-    def __init__(self, tokenizer: "Tokenizer"):
+    def __init__(self, tokenizer: "Tokenizer", special_tokens: Mapping[str, str] | None = None):
         self._tokenizer = tokenizer
         added = self._tokenizer.get_added_tokens_decoder()
-        # Added tokens are matched in the text as written; all others are spelt in the byte alphabet.
-        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-        self._byte_of = byte_alphabet()
-        self.special_tokens: dict[str, str] = {}
+        # Added tokens are matched in the text as written; in the byte alphabet all others are spelt.
+        in_characters = _is_in_characters(tokenizer)
+        self._added = {} if in_characters else {token_id: token.content.encode() for token_id, token in added.items()}
+        self._spelt: Callable[[str], bytes] = _spelt_in_characters if in_characters else _SpeltInBytes()
+        self.special_tokens = dict(special_tokens or {})
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.markers = frozenset(token.content for token in added.values())
+        # Gemma adds runs of spaces and line breaks, which mean what they are.
+        self.markers = frozenset(token.content for token in added.values() if token.content.strip(f"{SPACE} \t\n"))
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
@@ -70,18 +68,41 @@ class BytePairVocabulary:
         if token_id in self._added:
             return self._added[token_id]
         token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        if all(letter in self._byte_of for letter in token):
-            return bytes(self._byte_of[letter] for letter in token)
-        return token.encode()
+        return b"" if token is None else self._spelt(token)
 
     def is_spaced(self, token_id: int) -> bool:
         return False
 
 
+class _SpeltInBytes:
+    """The bytes of a token in the byte alphabet; those of its characters where one is outside of it."""
+
+    def __init__(self) -> None:
+        self._byte_of = byte_alphabet()
+
+    def __call__(self, token: str) -> bytes:
+        if all(letter in self._byte_of for letter in token):
+            return bytes(self._byte_of[letter] for letter in token)
+        return token.encode()
+
+
+def _spelt_in_characters(token: str) -> bytes:
+    """The byte of <0x0A> and its like, or a token's characters."""
+    byte = _BYTE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
+
+
+def _is_in_characters(tokenizer: "Tokenizer") -> bool:
+    from tokenizers import decoders
+
+    decoder = tokenizer.decoder
+    if not isinstance(decoder, decoders.Sequence):
+        return False
+    return bool(json.loads(decoder.__getstate__()).get("decoders") == IN_CHARACTERS)
+
+
 def open_tokenizer_json(file: Path) -> "Tokenizer":
-    """`tokenizer.json` with a ByteLevel decoder, as most models ship it.
+    """`tokenizer.json` with a ByteLevel decoder, as most models ship it, or with Gemma's.
 
     Raises:
         TokenizerError: the file cannot be read, or has another decoder.
@@ -92,58 +113,13 @@ def open_tokenizer_json(file: Path) -> "Tokenizer":
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more precise
         raise TokenizerError(f"{file} is not a tokenizer file: {error}; fetch it again") from error
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel) and not _is_in_characters(tokenizer):
         name = type(tokenizer.decoder).__name__
-        raise TokenizerError(f"{file} has a {name} decoder; only ByteLevel is implemented")
+        raise TokenizerError(f"{file} has a {name} decoder; only ByteLevel and Gemma's are implemented")
     # Some files carry the settings of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def open_tiktoken(file: Path, config: Mapping[str, Any]) -> "Tokenizer":
-    """`tiktoken.model` of Kimi models: one line "base64 of a token's bytes, its rank" for each token, the rank its id.
-
-    Special tokens follow the last rank: those that tokenizer_config.json lists, and `<|reserved_token_ID|>` for the ids
-    between, as the models' own `tokenization_kimi.py` has it. Two neighbours merge wherever their bytes together are a
-    token, the one of the lowest rank first; that makes a merge of every way to cut a token into two.
-
-    Raises:
-        TokenizerError: the file cannot be read, or `tokenizer_class` is not Kimi's, whose way to split text we know.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    if (name := config.get("tokenizer_class", KIMI)) != KIMI:
-        raise TokenizerError(f"{file} belongs to a {name}; only {KIMI} is implemented; look for a tokenizer.json")
-    ranks = _read_ranks(file)
-    listed = listed_tokens(config)
-    reserved = range(len(ranks), len(ranks) + RESERVED)
-    special = {i: listed.get(i) or AddedToken(f"<|reserved_token_{i}|>", special=True) for i in reserved}
-    letter = {byte: letter for letter, byte in byte_alphabet().items()}
-    names = {token: "".join(map(letter.__getitem__, token)) for token in ranks}
-    cuts = ((token[:i], token[i:]) for token in ranks for i in range(1, len(token)))
-    merges = [(names[left], names[right]) for left, right in cuts if left in ranks and right in ranks]
-    vocab = {names[token]: rank for token, rank in ranks.items()}
-    vocab |= {token.content: i for i, token in special.items()}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(KIMI_WORDS), "isolated")
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(list(special.values()))
-    return tokenizer
-
-
-def _read_ranks(file: Path) -> dict[bytes, int]:
-    """The tokens' bytes -> their ranks, lowest first."""
-    try:
-        pairs = [line.split() for line in file.read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}; fetch it again") from error
-    if list(ranks.values()) != list(range(len(pairs))) or not ranks.keys() >= {bytes([byte]) for byte in range(256)}:
-        raise TokenizerError(f"{file} lacks ranks, or tokens of one byte; fetch it again")
-    return ranks
 
 
 def byte_alphabet() -> dict[str, int]:

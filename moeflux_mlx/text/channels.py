@@ -1,4 +1,4 @@
-"""How a model marks its reasoning: by tags round it, or by the channels of messages (gpt-oss)."""
+"""How a model marks its reasoning: by tags round it, or by messages of different kinds (gpt-oss, Solar Open)."""
 
 import re
 from collections.abc import Set
@@ -11,25 +11,25 @@ class Channels:
 
     Attributes:
         start, end: the tags.
+        header: what begins a message, where an answer is several of them; a prompt ends with it.
+        lead: what a model writes before an answer that follows no reasoning.
+        ends: what ends an answer, whatever the files say.
+        markers: all tags that these are made of; none: they are the tags.
+        gap: what stands between reasoning and an answer.
     """
 
     start: str = "<think>"
     end: str = "</think>"
+    header: str = ""
+    lead: str = ""
+    ends: frozenset[str] = frozenset()
+    markers: frozenset[str] = frozenset()
+    gap: str = "\n\n"
 
     @property
     def tags(self) -> frozenset[str]:
         """What the model writes for its reasoning, and nobody else may."""
-        return frozenset({self.start, self.end})
-
-    @property
-    def ends(self) -> frozenset[str]:
-        """What ends an answer, whatever the files say."""
-        return frozenset()
-
-    @property
-    def lead(self) -> str:
-        """What a model writes before an answer that follows no reasoning."""
-        return ""
+        return self.markers or frozenset({self.start, self.end})
 
     @property
     def opening(self) -> str:
@@ -39,7 +39,7 @@ class Channels:
     @property
     def closing(self) -> str:
         """What ends reasoning, so that the answer follows."""
-        return f"\n{self.end}\n\n"
+        return f"\n{self.end}{self.gap}"
 
     def switches(self, inside: bool) -> dict[str, bool]:
         """The tags that mean something inside or outside reasoning -> whether reasoning follows."""
@@ -51,8 +51,8 @@ class Channels:
 
     def opened_by(self, prompt: str) -> str:
         """The tags of reasoning at the end of a prompt, with the spaces round them."""
-        found = re.search(rf"\s*(?:{re.escape(self.start)}\s*(?:{re.escape(self.end)}\s*)?)?\Z", prompt)
-        return found.group() if found else ""
+        tags = re.search(rf"\s*(?:{re.escape(self.start)}\s*(?:{re.escape(self.end)}\s*)?)?\Z", prompt)
+        return tags.group() if tags else ""
 
     def begin_of(self, prompt: str, at: int) -> int:
         """Where in a prompt the reasoning whose text is at `at` begins, its tag and the spaces before included."""
@@ -72,23 +72,9 @@ class Channels:
         return rest.lstrip("\n") if ended else None
 
 
-class Harmony(Channels):
-    """Messages `<|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>`; those of channel analysis are reasoning.
-
-    The format is that of OpenAI's harmony, docs/format.md. A prompt ends with `<|start|>assistant`.
-    """
-
-    @property
-    def tags(self) -> frozenset[str]:
-        return frozenset({START, CHANNEL, MESSAGE, END, CONSTRAIN})
-
-    @property
-    def ends(self) -> frozenset[str]:
-        return frozenset({CALL, RETURN})
-
-    @property
-    def lead(self) -> str:
-        return f"{CHANNEL}final{MESSAGE}"
+@dataclass(frozen=True)
+class Messages(Channels):
+    """An answer is a few messages, whose first tags say which of them are reasoning."""
 
     @property
     def opening(self) -> str:
@@ -96,28 +82,56 @@ class Harmony(Channels):
 
     @property
     def closing(self) -> str:
-        return f"{END}{ASSISTANT}{self.lead}"
+        return f"{self.end}{self.header}"
 
     def switches(self, inside: bool) -> dict[str, bool]:
-        return {END: False}
+        return {self.end: False, self.lead: False} | ({} if inside else {self.start: True})
 
     def opened_by(self, prompt: str) -> str:
-        return ASSISTANT if prompt.endswith(ASSISTANT) else ""
+        skipped = f"{self.header}{self.start}{self.end}{self.header}"
+        return next((tags for tags in (skipped, self.header) if prompt.endswith(tags)), "")
 
     def begin_of(self, prompt: str, at: int) -> int:
-        return max(prompt.rfind(ASSISTANT, 0, at), 0)
+        return max(prompt.rfind(self.header, 0, at + len(self.header)), 0)
 
     def visible(self, opened: str, raw: str) -> str | None:
         if not raw.startswith(self.start):
             return opened + raw
-        _, ended, rest = raw.partition(END)
+        _, ended, rest = raw.partition(self.end)
         return rest if ended else None
 
 
 START, CHANNEL, MESSAGE, END, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"
 CALL, RETURN = "<|call|>", "<|return|>"  # what ends an answer
-ASSISTANT = f"{START}assistant"
-THINK, HARMONY = Channels(), Harmony(f"{CHANNEL}analysis{MESSAGE}", END)
+# <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>, channel analysis: OpenAI's harmony, docs/format.md.
+HARMONY = Messages(
+    start=f"{CHANNEL}analysis{MESSAGE}",
+    end=END,
+    header=f"{START}assistant",
+    lead=f"{CHANNEL}final{MESSAGE}",
+    ends=frozenset({CALL, RETURN}),
+    markers=frozenset({START, CHANNEL, MESSAGE, END, CONSTRAIN}),
+)
+BEGIN, CONTENT, CALLS = "<|begin|>", "<|content|>", "<|calls|>"
+# <|begin|>assistant<|think|>TEXT<|end|>, <|begin|>assistant<|content|>TEXT<|flush|>: vLLM's parsers of Solar Open.
+SOLAR = Messages(
+    start="<|think|>",
+    end=END,
+    header=f"{BEGIN}assistant",
+    lead=CONTENT,
+    ends=frozenset({CALLS, "<|flush|>"}),
+    markers=frozenset({BEGIN, "<|think|>", CONTENT, END}),
+)
+OPEN_CHANNEL, CLOSE_CHANNEL = "<|channel>", "<channel|>"
+# <|channel>thought, TEXT on lines of its own, <channel|>: the chat template of Gemma 4.
+GEMMA = Channels(
+    start=f"{OPEN_CHANNEL}thought",
+    end=CLOSE_CHANNEL,
+    ends=frozenset({"<turn|>", "<|tool_response>"}),
+    markers=frozenset({OPEN_CHANNEL, CLOSE_CHANNEL}),
+    gap="",
+)
+THINK = Channels()
 
 
 def channels_of(markers: Set[str]) -> Channels:
@@ -125,7 +139,8 @@ def channels_of(markers: Set[str]) -> Channels:
 
     Of several tags the plain one counts least.
     """
-    if {CHANNEL, MESSAGE} <= markers:
-        return HARMONY
+    for messages in (HARMONY, SOLAR, GEMMA):
+        if messages.markers <= markers:
+            return messages
     tags = sorted(filter(re.compile(r"<think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__)
     return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK

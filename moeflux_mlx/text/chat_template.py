@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TokenizerError
+from ..files import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -21,6 +22,8 @@ Message = Mapping[str, Any]
 
 # Far above any context window, far below what would hurt the machine.
 MAX_PROMPT_CHARS = 1 << 26
+TEMPLATES = Path(__file__).parent / "templates"
+SHIPPED = ("deepseek_v32",)  # of models whose checkpoints have a program in place of a template
 # Names under which chats carry a message's reasoning; templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -90,11 +93,17 @@ class ChatTemplate:
         return self._compiled[name]
 
 
+def with_places(text: str, images: int) -> str | list[dict[str, str]]:
+    """The content of a message with places for so many images before the text, as templates take it."""
+    return [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}] if images else text
+
+
 def find_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> Jinja source of a model directory's templates; empty when it has none.
 
     `chat_template.jinja` is the default template and wins over `chat_template` of tokenizer_config.json,
-    which is a string or a list of {"name", "template"}.
+    which is a string or a list of {"name", "template"}. Where there is none, `chat_template_type`, as mlx-lm writes it,
+    or else config.json's model type may name one that comes with this package.
 
     Raises:
         TokenizerError: the file cannot be read, or the entry has neither form.
@@ -104,6 +113,11 @@ def find_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
     file = path / "chat_template.jinja"
     if file.exists():
         templates["default"] = _read(file)
+    if "default" not in templates:
+        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+        name = tokenizer_config.get("chat_template_type") or config.get("model_type")
+        if name in SHIPPED:
+            templates["default"] = _read(TEMPLATES / f"{name}.jinja")
     return templates
 
 

@@ -61,6 +61,8 @@ def calls_grammar(
     rules = [f"call: {' | '.join(f'call_{n}' for n in range(len(calls)))}"]
     rules += [f"call_{n}: {call}" for n, call in enumerate(calls)]
     rules.append(f"open[lazy]: TEXT {opening}")
+    if dialect.arguments is not None:
+        rules.append(dialect.arguments[0].strip())
     if dialect.tags is not None:
         rules += [f"value[lazy]: TEXT {_quoted(_value_end(dialect.tags))}"]
         rules += [f"key[lazy]: /[^<>\\n]+/ {_quoted(dialect.tags.key[1])}"]
@@ -120,13 +122,19 @@ def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> 
     """What follows the opening, for one tool."""
     name, strict = function["name"], is_strict(function)
     schema = parameters_of(function) if strict else ANY_OBJECT
-    begin = (dialect.begin + dialect.named).split(dialect.opening, 1)[1].replace("NAME", name)
+    begin = (dialect.begin + dialect.named).split(dialect.opening, 1)[1]
+    if dialect.id_rule:
+        begin = begin.removeprefix("ID")
+    begin = begin.replace("NAME", name)
+    if dialect.arguments is not None:
+        own = dialect.arguments[1](schema) if strict else "arguments"
+        return f"{_quoted(begin)} {own} {_quoted(dialect.close)}"
     if dialect.tags is None:
         schemas.append(json_schema(schema))
         close = _quoted(dialect.close) if dialect.close else ""
-        return f"{_quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
+        return f"{dialect.id_rule} {_quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
     key, value = _quoted(dialect.tags.key[0]), " ".join(_value_begin(dialect.tags))
-    free = f"({key} key {value} value {_gap(dialect.tags)})*"
+    free = f"({key} key {value} {_kind(dialect.tags)} value {_gap(dialect.tags)})*"
     parameters = " ".join(_parameters(schema, dialect.tags, schemas)) if strict else free
     return f"{_quoted(begin.rstrip())} {_gap(dialect.tags)} {parameters} {_quoted(dialect.close)}"
 
@@ -142,6 +150,14 @@ def _value_begin(tags: Tags) -> Iterator[str]:
         yield _gap(tags)
     elif tags.value[0]:
         yield f"SPACE {_quoted(tags.value[0])}"
+
+
+def _kind(tags: Tags, is_string: bool | None = None) -> str:
+    """What opens a string, or JSON, or either; nothing where a value does not say which it is."""
+    if tags.kinds is None:
+        return ""
+    string, json_value = map(_quoted, tags.kinds)
+    return f"({string} | {json_value})" if is_string is None else string if is_string else json_value
 
 
 def _value_end(tags: Tags) -> str:
@@ -162,7 +178,7 @@ def _parameter_value(name: str, own: Any, schema: Schema, tags: Tags, schemas: l
     if "string" not in parameter_types(name, schema):
         whole = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | dict(own)
         schemas.append(json_schema(whole))
-        return f"%json {schemas[-1]} {end}"
+        return f"{_kind(tags, False)} %json {schemas[-1]} {end}"
     alternatives = variants(own, schema)
     for key in SPOKEN_LIMITS:
         if any(key in one for one in alternatives):
@@ -173,9 +189,11 @@ def _parameter_value(name: str, own: Any, schema: Schema, tags: Tags, schemas: l
         one.get("enum", [one["const"]] if "const" in one else None) for one in alternatives if one.get("type") != "null"
     ]
     if None in listed:
-        return "value"
-    values = [value if isinstance(value, str) else json.dumps(value) for values in listed for value in values]
-    return f"({' | '.join(_quoted(value) for value in values)}) {end}"
+        return f"{_kind(tags, True)} value"
+    values = [value for values in listed for value in values]
+    kinds = [_kind(tags, isinstance(value, str)) for value in values]
+    texts = [_quoted(value if isinstance(value, str) else json.dumps(value)) for value in values]
+    return f"({' | '.join(f'{kind} {text}' for kind, text in zip(kinds, texts, strict=True))}) {end}"
 
 
 def _quoted(text: str) -> str:

@@ -1,19 +1,19 @@
-"""Makes a prompt of a chat with tools, whatever form its template wants the messages in.
+"""Makes a prompt from a chat with tools, for templates that want the messages in different forms.
 
-What a template takes is found once, by rendering small chats: whether a call's arguments are an object or text, whether
-a call may come with both reasoning and text, and whether a system message may come later than first. Texts and names of
-users, systems and tools never become control tokens, nor does an assistant's text but for its tags of reasoning and
-calls. Answers with calls are shown as the model wrote them.
+Small test chats show once what a template accepts: whether a call's arguments are an object or text, whether a call may
+come with both reasoning and text, and whether a system message may come later than first. Texts and names of users,
+systems and tools never become control tokens; of an assistant's text only the tags of reasoning and calls do. Answers
+with calls are shown as the model wrote them.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 from ..errors import MoefluxError
 from .calls.registry import dialect_of
-from .channels import ASSISTANT, HARMONY
 from .chat_template import REASONING_KEYS
 from .replay import Answer, AnswerStore, StandIn
 from .tokenizer import TokenizerWrapper
@@ -68,6 +68,19 @@ class History:
         joined = [{**message, "content": _joined(message.get("content"))} for message in messages]
         return self._folded(_named([self._with_calls(message) for message in joined]))
 
+    @cached_property
+    def image(self) -> str:
+        """What the template writes for an image before a text; "" if it has no place for one."""
+        asked = {"type": "text", "text": ASKED["content"]}
+        try:
+            with_image, without = (
+                self._render([{"role": "user", "content": [*parts, asked]}]) for parts in ([{"type": "image"}], [])
+            )
+        except MoefluxError:
+            return ""
+        start, stop = without.find(ASKED["content"]), with_image.rfind(ASKED["content"])
+        return with_image[start:stop] if 0 <= start <= stop and with_image[:start] == without[:start] else ""
+
     def plain(self, marked: str) -> str:
         """The prompt of `marked`."""
         return self._guard.plain(marked)
@@ -98,12 +111,12 @@ class History:
         thought, text = next((message[key] for key in REASONING_KEYS if message.get(key)), ""), message["content"]
         prompt = self.plain(marked)
         lead = self.channels.lead
-        unopened = self.channels.opened_by(prompt).strip() in ("", ASSISTANT)
+        unopened = self.channels.opened_by(prompt).strip() in ("", self.channels.header)
         if thought and (lead or self._tokenizer.has_thinking) and unopened:
             marked += self.channels.opening
         elif not self.channels.opens(prompt):
             return marked + (lead + text if text else ""), False
-        return marked + thought + (self.channels.closing + text if text else ""), not text
+        return marked + thought + (self.channels.closing + lead + text if text else ""), not text
 
     def _replayed(self, messages: Messages, answers: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
         """The prompt with the `answers` as they were written, but for those that the template hides."""
@@ -125,7 +138,7 @@ class History:
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message that holds no marker but what the model may have written: of a call, its arguments alone."""
-        own = message["role"] == "assistant" and self.channels is not HARMONY  # whose text has no tags
+        own = message["role"] == "assistant" and not self.channels.header  # messages have no tags in their texts
         done = {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
         for call in done.get("tool_calls", ()):
             call["id"] = self._guard.protect(call["id"])
@@ -169,7 +182,7 @@ class History:
             calls = message.get("tool_calls", ())
             written = self.dialect.id_form.findall(known[n].raw) if n in known else []
             for k, call in enumerate(calls):
-                own = self.dialect.id.replace("NAME", call["function"].get("name", "")).replace("INDEX", str(count))
+                own = self.dialect.id.format(name=call["function"].get("name", ""), index=count)
                 ids[call["id"]] = written[k] if len(written) == len(calls) else own
                 count += 1
             if calls:

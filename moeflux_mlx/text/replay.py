@@ -77,7 +77,7 @@ class StandIn:
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
         )
         self._begin, self._end = dialect.section
-        self._id = (dialect.id or "NAME").replace("NAME", self._name)
+        self._id = (dialect.id or "{name}").format(name=self._name, index=0)
         self._arguments = arguments
 
     def message(self, message: Message) -> dict[str, Any]:
@@ -93,16 +93,20 @@ class StandIn:
     def put_back(self, prompt: str) -> str | None:
         """The prompt with what the model wrote; None if the template shows the message in no way that we know."""
         name, reasoned = prompt.find(self._name), prompt.find(self._reasoning)
-        start = prompt.find(self._content) if self._answer.text else prompt.rfind(self._begin, 0, name)
+        said = prompt.find(self._content) if self._answer.text else -1
+        is_behind = said > name  # as Gemma's template has it
+        start = prompt.rfind(self._begin, 0, name) if said < 0 or is_behind else said
         end = prompt.find(self._end, name)
-        counts = [prompt.count(word, 0, end) for word in (self._name, self._content, self._reasoning)]
+        last = said + len(self._content) if is_behind else end
+        counts = [prompt.count(word, 0, last) for word in (self._name, self._content, self._reasoning)]
         if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
             return None
         opened, raw = self._answer.opened, self._answer.raw
         shown = self._channels.visible(opened, raw) if reasoned < 0 else opened + raw
-        start = start if reasoned < 0 else self._channels.begin_of(prompt, reasoned)
+        start = self._channels.begin_of(prompt, start if reasoned < 0 else reasoned)
         # What ends the turn was the end of the answer, and is not in it.
         end += 0 if self._end in self._channels.ends else len(self._end)
+        end = max(end, last)
         if shown is None:
             return None
         # Some templates name the tool again with its result.

@@ -160,6 +160,17 @@ class Mask:
             self._take([token])
         self._begun = True
 
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come in a row: reasoning up to its end, or the grammar's."""
+        if not self._inside:
+            return self._matcher.validate_tokens(list(tokens)) if self._begun else 0
+        end, data, forbidden = self._tokenizer.channels.end.encode(), self._tail, self._forbidden_ends
+        for count, token in enumerate(tokens):
+            data += self._tokenizer.token_bytes(token)
+            if token in forbidden or end in data:
+                return count
+        return len(tokens)
+
     def _reason(self, data: bytes) -> None:
         end = self._tokenizer.channels.end.encode()
         self._tail += data

@@ -1,6 +1,6 @@
 """Text to token ids and back, from a model directory's own files.
 
-`tokenizer.json` and `tiktoken.model` (byte-level BPE) are read by `tokenizers`, `tokenizer.model` by
+`tokenizer.json`, `tiktoken.model` and `tekken.json` (byte-level BPE) are read by `tokenizers`, `tokenizer.model` by
 `sentencepiece`. Each becomes a TokenizerWrapper with the words mlx-lm uses. Text is decoded here: every token
 stands for some bytes, so a stream and a whole decode are the same concatenation and a character is shown once all
 its bytes are there. Special tokens, stop tokens and thinking tags come from the files. Nothing here knows about models.
@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import RequestError, TokenizerError
-from .byte_pairs import BytePairVocabulary, listed_tokens, open_tiktoken, open_tokenizer_json
+from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
 from .detokenizer import StreamingDetokenizer
 from .pieces import SentencePieceVocabulary
+from .tiktoken import TEKKEN_NAMES, open_tekken, open_tiktoken
 from .vocabulary import Vocabulary
 
-VOCABULARY_FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")  # the first that is there is read
+VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tiktoken.model",
+    "tokenizer.model",
+    "tekken.json",
+)  # the first that is there is read
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,6 +54,9 @@ def _open_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
         return BytePairVocabulary(open_tiktoken(path / "tiktoken.model", config))
     if (path / "tokenizer.model").is_file():
         return SentencePieceVocabulary(path / "tokenizer.model")
+    if (path / "tekken.json").is_file():
+        content = _read_json(path / "tekken.json")
+        return BytePairVocabulary(open_tekken(path / "tekken.json", content), TEKKEN_NAMES)
     raise TokenizerError(f"{path} has no {' or '.join(VOCABULARY_FILES)}; copy one from the model's repository")
 
 

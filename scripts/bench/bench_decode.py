@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
-from bench_kernels import random_words
-from mlx.utils import tree_flatten
+from make_random_model import shrunk
 
 from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.kernel_cache import compiling
+from moeflux_mlx.engine.random_weights import Shapes, random_records, randomise
 from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
@@ -28,15 +29,11 @@ from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.layers import Weight
-from moeflux_mlx.model.tensors import KEPT_FLOAT32, ROUTER_BITS, ROUTERS
-from moeflux_mlx.model.weights import arrange
+from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.ops.tiles import CODE, Tiles
-from moeflux_mlx.quant import DEFAULT, Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 PROMPT, TOKENS, WARMUP = 512, 96, 16
-STEPS = {"scales": 1.0, "biases": -7.5}  # of codes; what a product adds is 0
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
@@ -45,53 +42,23 @@ class RandomExperts(MappedExperts):
 
     def __init__(self, layout: ExpertLayout):
         super().__init__(PackedExperts(layout, {}))
-        self.layers = {layer: random_blob(layout) for layer in layout.moe_layers}
+        self.layers = {layer: self._random(layout, layer) for layer in layout.moe_layers}
 
-
-def random_blob(layout: ExpertLayout) -> mx.array:
-    """[num_experts, words]: random codes, scales and biases of a trained model's size."""
-    record = layout.record
-    blob = random_words(layout.num_experts, record.stride // 4)
-    for c in record.fields:
-        if c.dtype == "BF16":
-            value = record.hidden_size**-0.5 / 4.6 * STEPS.get(c.part, 0.0)
-            words = mx.full((layout.num_experts, c.size // 2), value, mx.bfloat16).view(mx.uint32)
-            blob[:, c.offset // 4 : c.end // 4] = words
-    mx.eval(blob)
-    return blob
-
-
-def random_resident(model: Model, args: ModelArgs) -> None:
-    matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
-    for path, module in matrices.items():
-        router = path.endswith(ROUTERS)
-        quantise(module, ROUTER_BITS if router else DEFAULT.bits, mx.float32 if router else mx.bfloat16)
-    for name, parameter in tree_flatten(model.parameters()):
-        owner, _, leaf = name.rpartition(".")
-        if owner not in matrices:
-            dtype = mx.float32 if leaf in KEPT_FLOAT32 else mx.bfloat16
-            target = model
-            for part in owner.split("."):
-                target = target[int(part)] if isinstance(target, list) else getattr(target, part)
-            setattr(target, leaf, (mx.random.normal(parameter.shape) * 0.1 + (leaf == "weight")).astype(dtype))
-    arrange(model)
-    mx.eval(model.parameters())
-
-
-def quantise(module: Weight, bits: int, dtype: mx.Dtype) -> None:
-    *rows, cols = module.shape
-    module.quant = Quant(bits, DEFAULT.group_size)
-    shape = (*rows, cols * bits // 32)
-    module.weight = random_words(*shape)
-    step = cols**-0.5 / (4.6 * 2 ** (bits - 4))
-    module.scales = mx.full((*rows, cols // 64), step, dtype)
-    module.biases = mx.full((*rows, cols // 64), -step * (2**bits - 1) / 2, dtype)
-    mx.eval(module.weight, module.scales, module.biases)
+    def _random(self, layout: ExpertLayout, layer: int) -> mx.array:
+        """[num_experts, words]: random codes, scales and biases of a trained model's size."""
+        blob = random_records(layout.records[layer], layout.num_experts).blob
+        mx.eval(blob)
+        return blob
 
 
 def ours(args: ModelArgs, tiles: Tiles = CODE) -> Model:
-    model = Model(args, RoutedExperts(RandomExperts(ExpertLayout.from_args(args))), tiles=tiles)
-    random_resident(model, args)
+    layout = ExpertLayout.from_args(args)
+    quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
+    shapes = Shapes(args, layout, quants, mx.bfloat16)
+    with compiling(shapes, tiles):
+        model = Model(args, RoutedExperts(RandomExperts(layout)), tiles=tiles)
+        randomise(model, "", shapes)
+        mx.eval(model.parameters())
     return model
 
 
@@ -190,12 +157,7 @@ def main() -> None:
     parser.add_argument("--tiles", default="code", help="auto, code or a file that moeflux tune wrote (%(default)s)")
     options = parser.parse_args()
     configure_mlx()  # as every command does; mlx-lm runs under the same settings
-    config = read_json(directory("configs") / f"{options.variant}.json")
-    body = config.get("text_config", config)
-    if options.layers:
-        body["num_hidden_layers"] = options.layers
-        if "layer_types" in body:
-            body["layer_types"] = body["layer_types"][: options.layers]
+    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
     args = ModelArgs.from_dict(config)
     assert args.moe_layers, "more layers, please: the first ones have no experts"
     results = {"variant": options.variant, "layers": args.num_hidden_layers, "prompt": PROMPT}

@@ -6,7 +6,7 @@ between launches is in it.
 
 Runs itself under `ncu`, which leaves clocks and caches alone. Each launch is one token's, with other experts than the
 last few, so that no cache serves them. Prints medians and quartiles of microseconds, and bytes a second as a share of
-what 4 bits reach in the same run; groups are of 64, mxfp4's of 32. Ends with a line of JSON.
+what 4 bits reach in the same run; affine groups are of 64. Ends with a line of JSON.
 """
 
 import argparse
@@ -20,14 +20,16 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from bench_kernels import MXFP4, SHAPES, random_records
+from bench_kernels import MXFP4, SHAPES
 
 from moeflux_mlx.cli.run import configure_mlx
-from moeflux_mlx.formats.record import Record
+from moeflux_mlx.engine.random_weights import random_records
+from moeflux_mlx.formats.record import LOAD_BYTES, Record, rounded
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
 from moeflux_mlx.quant import AFFINE_BITS, Quant
 
-FORMS = {**{str(bits): Quant(bits, 64) for bits in AFFINE_BITS}, "mxfp4": MXFP4}
+FORMS = {**{str(bits): Quant(bits, 64) for bits in AFFINE_BITS}, "mxfp4": MXFP4, "mxfp8": Quant(8, 32, "mxfp8")}
+FORMS["nvfp4"] = Quant(4, 16, "nvfp4", has_global_scale=True)
 KERNELS = ("gate_up", "down")
 COVER_BYTES = 256 << 20  # of each matrix, that launches go round: more than any GPU's caches
 WARM = 3  # launches of a kernel that do not count
@@ -37,7 +39,7 @@ MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0}
 def record_of(shape: str, form: str) -> Record:
     hidden, inner, _ = SHAPES[shape]
     quants = (FORMS[form],) * 3
-    return Record.make(hidden, inner, quants, Record.make(hidden, inner, quants).size)
+    return Record.make(hidden, inner, quants, rounded(Record.make(hidden, inner, quants).size, LOAD_BYTES))
 
 
 def bytes_of(shape: str, form: str) -> tuple[int, int]:
@@ -51,7 +53,7 @@ def launch(shape: str, form: str, launches: int) -> None:
     """Both kernels so many times, one after the other."""
     hidden, _, count = SHAPES[shape]
     groups = 1 + COVER_BYTES // bytes_of(shape, form)[1]
-    records, _ = random_records(groups * count, record_of(shape, form))
+    records = random_records(record_of(shape, form), groups * count)
     order = np.random.default_rng(0).permutation(groups * count).reshape(groups, 1, count).astype(np.uint32)
     slots, weights = [mx.array(one) for one in order], mx.random.uniform(0, 0.1, (1, count))
     x = mx.random.normal((1, hidden)).astype(mx.bfloat16)

@@ -25,7 +25,8 @@ from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, Quant
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 RECORD = Record.make(HIDDEN, WIDTH)
 LAYER = 4096, 1024, 10  # hidden size, expert width and experts of a token of 397B-A17B
-FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), Quant(4, 32, "mxfp4")]
+FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128)]
+FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4", has_global_scale=True)]
 
 
 def matrix(rng, rows, columns):

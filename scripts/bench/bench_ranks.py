@@ -32,17 +32,17 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx.cli.run import configure_mlx
-from moeflux_mlx.engine import ranks as engine_ranks
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
-from moeflux_mlx.engine.joining import join
-from moeflux_mlx.engine.ranks import Ranks
 from moeflux_mlx.engine.sampling import make_sampler
 from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.experts import streamed
-from moeflux_mlx.experts.group import Exchange
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.ops import backend, native
+from moeflux_mlx.several import ranks as several_ranks
+from moeflux_mlx.several.group import Exchange
+from moeflux_mlx.several.joining import join
+from moeflux_mlx.several.ranks import Ranks
 
 EXCHANGES = 200
 
@@ -165,7 +165,7 @@ def work(options: argparse.Namespace) -> dict:
     if options.drive_gb_per_s is not None:
         streamed.ExpertReader = functools.partial(ExpertReader, preadv=drive.preadv)
     if options.static:
-        engine_ranks.Dealing = lambda owners, slots: None
+        several_ranks.Dealing = lambda owners, slots: None
     joined = join(os.environ)
     link = None if joined is None else Link(joined)
     model = opened(options, link)

@@ -63,9 +63,10 @@ def shrunk(config: dict, layers: int | None, experts: int | None) -> dict:
     """The configuration with fewer layers or experts."""
     body = config.get("text_config", config)
     if layers:
-        body["num_hidden_layers"] = layers
-        if "layer_types" in body:
-            body["layer_types"] = body["layer_types"][:layers]
+        whole, body["num_hidden_layers"] = body["num_hidden_layers"], layers
+        for name, value in body.items():  # layer_types, attn_type_list and the like
+            if isinstance(value, list) and len(value) == whole:
+                body[name] = value[:layers]
         if "first_k_dense_replace" in body:
             body["first_k_dense_replace"] = min(body["first_k_dense_replace"], max(layers - 1, 0))
     if experts:

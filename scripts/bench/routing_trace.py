@@ -3,12 +3,17 @@
 
     scripts/bench/routing_trace.py record --model DIR trace.npz
     scripts/bench/routing_trace.py synthesize --reuse 0.35 trace.npz
+    scripts/bench/routing_trace.py synthesize --sequences 4 --unions 1.55 2.45 trace.npz
     scripts/bench/routing_trace.py replay trace.npz
 
 A trace is an array [tokens, layers, K] of expert ids. The replay prints, for pools of several sizes shared
 by all layers, the hit rate of least-recently-used order and of Belady's (which knows the future and bounds
 every policy), and what reading ahead would have found: of the misses under LRU, the share that the previous
 token's experts contain, and the share that a predicted set with the given recall contains.
+
+A trace of several sequences that take steps together is an array [sequences, tokens, layers, K]. Of such a one the
+replay prints for 1, 2, 4, ... of them how many different experts their rows ask for, over one row's, and the misses of
+a token in a pool of each size.
 """
 
 import argparse
@@ -20,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
+UNIONS = (1.55, 2.45)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -44,6 +50,15 @@ def parser() -> argparse.ArgumentParser:
         ("seed", 0, "of the random numbers"),
     ):
         made_up.add_argument(f"--{name}", type=int, default=value, help=f"{text} (%(default)s)")
+    made_up.add_argument("--sequences", type=int, default=1, help="that take steps together (%(default)s)")
+    made_up.add_argument(
+        "--unions",
+        type=float,
+        nargs=2,
+        default=UNIONS,
+        metavar=("TWO", "FOUR"),
+        help="experts that the rows of two and of four sequences ask for, over one row's (%(default)s)",
+    )
     made_up.add_argument("--reuse", type=float, default=0.35, help="share kept from the previous token (%(default)s)")
     made_up.add_argument("--skew", type=float, default=0.5, help="popularity falls as 1/rank^skew (%(default)s)")
     made_up.set_defaults(run=run_synthesize)
@@ -67,6 +82,35 @@ def run_record(options: argparse.Namespace) -> None:
     save(options.trace, recorder.trace(), model.args.num_experts)
 
 
+class Traced:
+    """Stands before a model's routed experts: the rows of a step ask for what a trace says, row i for sequence i's.
+
+    Attributes:
+        at: the step of the trace that the next step of the model takes; None: the router's own choices.
+    """
+
+    def __init__(self, model, trace: np.ndarray):
+        self.trace, self.at, self.layers = trace, None, model.args.moe_layers
+        self.routed = model.layers[self.layers[0]].mlp.experts
+        self.source = self.routed.source
+        model.decode_step = None  # a GPU's compiled step asks nobody
+        for layer in self.layers:
+            model.layers[layer].mlp.experts = self
+
+    def wants_guess(self, layer, tokens):
+        return False
+
+    def expect(self, layer, tokens):
+        self.routed.expect(layer, tokens)
+
+    def __call__(self, routing, x, *rest):
+        if self.at is None:
+            return self.routed(routing, x, *rest)
+        ids = self.trace[: len(x), self.at % self.trace.shape[1], self.layers.index(routing.layer)]
+        self.at += routing.layer == self.layers[-1]
+        return self.routed(type(routing)(routing.layer, ids.astype(np.int32), routing.weights), x, *rest)
+
+
 class Recorder:
     """Stands before a model's routed experts and notes the ids of every single token."""
 
@@ -74,6 +118,7 @@ class Recorder:
         self.layers = model.args.moe_layers
         self.rows = {layer: [] for layer in self.layers}
         self.routed = model.layers[self.layers[0]].mlp.experts
+        self.source = self.routed.source
         for layer in self.layers:
             model.layers[layer].mlp.experts = self
 
@@ -93,8 +138,13 @@ class Recorder:
 
 
 def run_synthesize(options: argparse.Namespace) -> None:
-    shape = (options.tokens, options.layers, options.top_k)
-    trace = synthesize(shape, options.experts, options.reuse, options.skew, np.random.default_rng(options.seed))
+    shape, rng = (options.tokens, options.layers, options.top_k), np.random.default_rng(options.seed)
+    if options.sequences == 1:
+        trace = synthesize(shape, options.experts, options.reuse, options.skew, rng)
+    else:
+        trace = synthesize_together(
+            (options.sequences, *shape), options.experts, options.reuse, options.skew, options.unions, rng
+        )
     save(options.trace, trace, options.experts)
 
 
@@ -111,6 +161,56 @@ def synthesize(shape: tuple[int, int, int], experts: int, reuse: float, skew: fl
     return trace
 
 
+def synthesize_together(
+    shape: tuple[int, int, int, int], experts: int, reuse: float, skew: float, unions: tuple[float, float], rng
+) -> np.ndarray:
+    """Of sequences whose rows ask together for so many experts, over one row's: `unions` of two and of four of them.
+
+    In each layer a circle of experts, which keeps `reuse` of its members from token to token, is what all sequences are
+    about. Some of it every row chooses, `common` of one row's experts; the others a row chooses by itself among the
+    rest, as likely as it had to for the unions: n rows ask for common + (1 - common) * (1 - (1 - q)^n) / q times one
+    row's experts, where q is how likely a row chooses one of the rest. What a row has chosen it keeps while the circle
+    does.
+    """
+    sequences, tokens, layers, top_k = shape
+    common, q = shares_of(unions)
+    rest = round((1 - common) * top_k / q)
+    if rest + top_k > experts:
+        raise SystemExit(f"error: unions of {unions} take {rest + top_k} experts of a layer; there are {experts}")
+    trace = np.empty(shape, np.int64)
+    for layer in range(layers):
+        popularity = rng.permutation(np.arange(1, experts + 1) ** -float(skew))
+        shared, others = np.array([], int), np.array([], int)
+        chosen = [np.array([], int)] * sequences
+        for t in range(tokens):
+            count = int(common * top_k + rng.random())
+            shared, before = shared[rng.random(len(shared)) < reuse][:count], others
+            others = others[rng.random(len(others)) < reuse]
+            circle = draw(popularity, np.concatenate([shared, others]), count + rest, rng)
+            fresh = circle[len(shared) + len(others) :]
+            joining = count - len(shared)
+            shared, others = np.concatenate([shared, fresh[:joining]]), np.concatenate([others, fresh[joining:]])
+            for s in range(sequences):
+                kept = chosen[s][np.isin(chosen[s], others)][: top_k - count]
+                new = rng.permutation(others[~np.isin(others, before)])[: top_k - count - len(kept)]
+                left = others[~np.isin(others, np.concatenate([kept, new]))]
+                more = rng.permutation(left)[: top_k - count - len(kept) - len(new)]
+                chosen[s] = np.concatenate([kept, new, more])
+                trace[s, t, layer] = np.concatenate([shared, chosen[s]])
+    return trace
+
+
+def shares_of(unions: tuple[float, float]) -> tuple[float, float]:
+    """The share of a row's experts that all rows have, and how likely a row chooses another of the circle: what makes
+    two and four rows ask for so many experts, over one row's. (four - 1) / (two - 1) = 1 + z + z^2, where z = 1 - q."""
+    two, four = unions
+    z = (np.sqrt(4 * (four - 1) / (two - 1) - 3) - 1) / 2
+    common = 1 - (two - 1) / z
+    if not (0 < z < 1 and 0 <= common < 1):
+        raise SystemExit(f"error: no rows choose so that two ask for {two} and four for {four} times one row's experts")
+    return common, 1 - z
+
+
 def draw(popularity: np.ndarray, kept: np.ndarray, count: int, rng) -> np.ndarray:
     """`kept` and others, `count` different experts in all."""
     weights = popularity.copy()
@@ -121,12 +221,17 @@ def draw(popularity: np.ndarray, kept: np.ndarray, count: int, rng) -> np.ndarra
 
 def save(path: Path, trace: np.ndarray, experts: int) -> None:
     np.savez_compressed(path, trace=trace.astype(np.uint16), experts=experts)
-    print(f"{path}: {trace.shape[0]} tokens, {trace.shape[1]} layers, {trace.shape[2]} of {experts} experts")
+    *several, tokens, layers, top_k = trace.shape
+    of = f"{several[0]} sequences, " if several else ""
+    print(f"{path}: {of}{tokens} tokens, {layers} layers, {top_k} of {experts} experts")
 
 
 def run_replay(options: argparse.Namespace) -> None:
     with np.load(options.trace) as file:
         trace, experts = file["trace"].astype(np.int64), int(file["experts"])
+    if trace.ndim == 4:
+        replay_together(trace, experts, options.slots)
+        return
     total = trace.shape[1] * experts
     reuse = previous_recall(trace)
     print(f"{trace.shape[0]} tokens, {trace.shape[1]} layers; the previous token had {reuse:.1%} of a token's experts")
@@ -140,6 +245,32 @@ def run_replay(options: argparse.Namespace) -> None:
             f"{row['previous']:25.1%} {row['predicted']:12.1%}"
         )
     print(json.dumps({"previous_recall": reuse, "recall": options.recall, "rows": rows}))
+
+
+def replay_together(trace: np.ndarray, experts: int, pools: list[int] | None) -> None:
+    total, counts = trace.shape[2] * experts, [1 << i for i in range(len(trace).bit_length())]
+    print(f"{'sequences':>9} {'unions':>7}  misses of a token by slots")
+    rows = []
+    for count in counts:
+        asked = steps_of(trace[:count])
+        union = sum(map(len, asked)) / trace[0].size
+        slots = pools or [int(total * share) for share in SHARES]
+        misses = [missed(asked, size) / (count * trace.shape[1]) for size in slots]
+        print(f"{count:9} {union:7.3f}  " + ", ".join(f"{m:.2f} of {n}" for m, n in zip(misses, slots, strict=True)))
+        rows.append({"sequences": count, "union": union, "misses": dict(zip(slots, misses, strict=True))})
+    print(json.dumps({"rows": rows}))
+
+
+def steps_of(trace: np.ndarray) -> list[np.ndarray]:
+    """What [sequences, tokens, layers, K] ask for in each layer of each step: each expert once, by layer and id."""
+    by_step = np.moveaxis(trace, 0, 2)
+    return [np.unique(ids) + layer * (1 << 20) for of_step in by_step for layer, ids in enumerate(of_step)]
+
+
+def missed(asked: list[np.ndarray], slots: int) -> int:
+    """Of what is asked for, in least-recently-used order, once the pool has been full: the second half's, twice."""
+    keys, half = np.concatenate(asked), sum(map(len, asked[: len(asked) // 2]))
+    return 2 * int((~lru(keys, slots)[half:]).sum())
 
 
 def previous_recall(trace: np.ndarray) -> float:

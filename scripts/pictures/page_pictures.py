@@ -74,7 +74,8 @@ class Pool:
         }  # fmt: skip
         return {
             "model": "Qwen3.6-35B-A3B", "busy": True, "queue": 0, "context": 65536, "layers": list(range(LAYERS)),
-            "experts": EXPERTS, "map": base64.b64encode(cells.tobytes()).decode(), "prompt": None,
+            "experts": EXPERTS, "map": base64.b64encode(cells.tobytes()).decode(),
+            "lanes": [{"name": None, "prompt": None, "tokens": 9, "tokens_per_second": 17.2}],
             **rates, "request": rates,
             "memory": {"used": 12_900_000_000, "planned": 14_000_000_000, "pool": 9_900_000_000},
         }  # fmt: skip

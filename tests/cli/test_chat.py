@@ -15,6 +15,7 @@ import types
 
 import mlx.core as mx
 import pytest
+from grids import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from styles import style_tokenizer
@@ -212,7 +213,7 @@ def test_places_where_prompts_part():
     inside=st.booleans(),
 )
 @example(parts=["<think>", "a", "</think>", "b"], cuts=[1] * 20, inside=False)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_reasoning_is_found_however_the_text_is_cut(parts, cuts, inside):
     def split(pieces):
         reader, said = AnswerReader(None, inside_reasoning=inside), {True: "", False: ""}
@@ -231,7 +232,8 @@ def test_channels_of_messages_are_told_apart(tmp_path):
     said = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hi."
 
     class Says:
-        tokens, model = (), types.SimpleNamespace(args=types.SimpleNamespace(max_position_embeddings=4096))
+        args = types.SimpleNamespace(max_position_embeddings=4096)
+        tokens, model = (), types.SimpleNamespace(args=args, vision=None)
 
         def respond(self, prompt, **_):
             yield from (types.SimpleNamespace(text=char, finish_reason=None) for char in said)

@@ -10,8 +10,7 @@ from test_generate import command, fails
 from tiny_models import tiny_directory, write_tokenizer
 
 from moeflux_mlx import load, plan
-from moeflux_mlx.cli import options as options_module
-from moeflux_mlx.cli import terminal
+from moeflux_mlx.cli import remarks, terminal
 from moeflux_mlx.errors import RequestError
 
 FAMILY = "qwen3_moe"
@@ -77,13 +76,13 @@ def test_a_plan_of_a_checkpoint(capfd, checkpoint):
 
 def test_what_packing_would_save_is_said_once(capfd, checkpoint, monkeypatch):
     more = ["--expert-io", "pread", "--expert-cache-gb", "1e-6"]
-    monkeypatch.setattr(options_module, "WORTH_CONVERTING", 0.0)
+    monkeypatch.setattr(remarks, "WORTH_CONVERTING", 0.0)
     err = command(capfd, "--model", checkpoint, *BASE, *more)[2]
     (line,) = re.findall("note: .*", err)
     assert re.search(r"note: \d+% of the time went by waiting .* --mlx-path tiny-4bit-moeflux$", line)
     for model, options in ((checkpoint, []), (tiny_directory(FAMILY), more)):
         assert "note: " not in command(capfd, "--model", model, *BASE, *options)[2]
-    monkeypatch.setattr(options_module, "WORTH_CONVERTING", 1.1)
+    monkeypatch.setattr(remarks, "WORTH_CONVERTING", 1.1)
     assert "note: " not in command(capfd, "--model", checkpoint, *BASE, *more)[2]
 
 
@@ -116,14 +115,14 @@ def test_floats_are_not_packed(capfd, tmp_path):
     assert f"is not packed (no packed_experts/layout.json); run: python -m moeflux_mlx.convert --hf-path {path}" in line
 
 
-def test_a_mode_that_is_not_computed_is_named(capfd, tmp_path):
+def test_a_form_that_is_not_known_is_named(capfd, tmp_path):
     path = write_model(tmp_path / "model", FAMILY)
     config = json.loads((path / "config.json").read_text())
-    config["quantization"] = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    config["quantization"] = {"group_size": 64, "bits": 4, "mode": "nvfp4"}
     (path / "config.json").write_text(json.dumps(config))
     line = fails(capfd, "--model", path, *BASE)
-    said = "error: nvfp4 is not computed: config.json says 4 bits, group_size 16, mode nvfp4 of the model; supported: "
-    assert line.startswith(said) and "; run: python -m moeflux_mlx.convert" in line and " --requantize  (" in line
+    said = "error: quantization of the model: 4 bits, group_size 64, mode 'nvfp4' is not known; supported: affine 1, 2"
+    assert line.startswith(said)
 
 
 def test_a_shard_that_is_damaged(capfd, checkpoint, tmp_path):

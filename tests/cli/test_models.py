@@ -8,9 +8,9 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import models
 from moeflux_mlx.cli.known_models import COMFORTABLE
-from moeflux_mlx.engine.checkup import product_rate
 from moeflux_mlx.engine.machine import default_dtype
 from moeflux_mlx.spec import variants
+from moeflux_mlx.tools.checkup import product_rate
 
 INSTANT = "--products-gb-per-s=1e6"  # products take no time, so that the disk alone decides
 

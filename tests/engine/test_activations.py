@@ -54,14 +54,12 @@ def test_one_set_of_bits_in_every_mode(bits):
 
 
 @needs_native
+@pytest.mark.usefixtures("team")
 def test_a_number_of_threads_changes_nothing():
     before = logits(cpu_activations=8)
-    try:
-        for count in (1, 3):
-            native.set_threads(count)
-            assert np.array_equal(logits(cpu_activations=8), before)
-    finally:
-        native.set_threads(native.cores())
+    for count in (1, 3):
+        native.set_threads(count)
+        assert np.array_equal(logits(cpu_activations=8), before)
 
 
 @needs_native

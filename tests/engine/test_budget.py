@@ -13,6 +13,7 @@ from unittest import mock
 import goldens
 import mlx.core as mx
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -50,7 +51,7 @@ def named(name):
     return args, ExpertLayout.from_args(args)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     name=st.sampled_from(variants()),
     memory=st.integers(10**8, 10**12),
@@ -75,7 +76,7 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
     assert made.total <= room(figures) <= memory - made.headroom
     at_once = made.pool or made.copied or min(made.experts, 10 * layout.largest_layer)  # of one command buffer
     assert share is None or made.fixed + at_once <= 0.9 * share * memory
-    assert made.slots * layout.expert_stride == made.pool <= layout.total_bytes
+    assert made.slots * layout.held_bytes == made.pool <= layout.total_bytes
     if made.mode is IoMode.PREAD:
         assert made.pool >= least_pool(args, layout)
         assert cache is None or made.pool <= max(cache, least_pool(args, layout))
@@ -84,7 +85,7 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
         assert made.copied == (made.experts if made.mode is IoMode.RESIDENT else 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(name=st.sampled_from(variants()), memory=st.integers(10**9, 10**12), cache=st.none() | st.integers(0, 10**12))
 def test_records_of_several_sizes_are_planned_in_bytes(name, memory, cache):
     args = ModelArgs.from_variant(name)

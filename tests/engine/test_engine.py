@@ -20,6 +20,8 @@ DEFAULTS = {
     "path_or_hf_repo": None,
     "dtype": None,
     "cpu_activations": "auto",
+    "kv_bits": "auto",
+    "draft": "off",
     "expert_io": "auto",
     "expert_cache_bytes": None,
     "prefetch": "auto",
@@ -34,6 +36,8 @@ DEFAULTS = {
     "memory_bytes": None,
     "shards_in": (),
     "ranks": None,
+    "vision": True,
+    "image_tokens": 1024,
 }
 
 

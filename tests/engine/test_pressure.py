@@ -9,7 +9,19 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.pressure import EVERY, PATIENCE, STEPS, Group, MacOS, PoolLimit, Process, Spare, Stalls
+from moeflux_mlx.engine.needs import headroom_bytes
+from moeflux_mlx.engine.pressure import (
+    EVERY,
+    MOST_FALL,
+    PATIENCE,
+    STEPS,
+    Group,
+    MacOS,
+    PoolLimit,
+    Process,
+    Spare,
+    Stalls,
+)
 from moeflux_mlx.errors import DeviceError
 
 GB = 10**9
@@ -149,6 +161,37 @@ def test_the_pool_shrinks_at_once_and_is_back_within_ten_seconds(tmp_path, versi
     assert machine.pool < 3 * GB, "growth waits"
     machine.pass_by(8)
     assert machine.pool == 6 * GB
+
+
+def test_a_limit_that_falls_is_expected_to_fall_again(tmp_path):
+    """As much between two looks as before: a layer of a prompt is computed meanwhile."""
+    machine = Machine(tmp_path, 2, 6 * GB)
+    machine.limit = 6 * GB
+    machine.pass_by(2 * EVERY)
+    for fall in (GB // 4, GB // 2, GB // 8):
+        before = machine.limit
+        machine.limit -= fall
+        machine.pass_by(EVERY)
+        assert abs(machine.used() + headroom_bytes(machine.limit) // 2 + fall - machine.limit) < 8
+        assert machine.used() < before - 2 * fall
+    machine.temporaries = GB // 4  # what the call itself takes is no fall
+    machine.pass_by(2 * EVERY)
+    assert machine.used() == machine.limit - headroom_bytes(machine.limit) // 2
+
+
+def test_falls_between_two_looks_do_not_reach_what_is_used(tmp_path):
+    """None of a hundred that are at most as large as the one before and half of the headroom, as far as a quarter of
+    what the limit leaves to the pool: whatever is computed between the looks is not killed."""
+    rng, machine, last = random.Random(5), Machine(tmp_path, 2, 8 * GB), 0
+    for _ in range(100):
+        if machine.limit < 3 * GB:
+            machine.limit, last = 10 * GB, 0
+            machine.pass_by(PATIENCE + (STEPS + 2) * EVERY)
+        expected = min(last, (machine.limit - GB) // MOST_FALL)
+        last = rng.randint(0, expected + headroom_bytes(machine.limit) // 2)
+        machine.limit -= last
+        assert machine.used() <= machine.limit
+        machine.pass_by(EVERY)
 
 
 def test_a_pool_that_is_not_full_gets_no_more_than_there_is(tmp_path):

@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from moeflux_mlx.engine.sampling import (
 )
 from moeflux_mlx.errors import RequestError
 
-QUICK = settings(deadline=None, max_examples=100)
+QUICK = settings(deadline=None, max_examples=examples(100))
 MARGIN = 1e-5  # a token this close to a threshold may fall on either side of it in float32
 
 
@@ -117,7 +118,7 @@ def test_top_k_keeps_the_reference_set(row, top_k):
     assert kept(keep_top_k(mx.array(row), top_k), row) == top_k_reference(row, top_k)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(row=rows(), p=st.floats(0.01, 0.99), count=st.integers(1, 70))
 def test_kept_sets_are_mlx_lm_s(theirs, row, p, count):
     top_p_reference(row, p), min_p_reference(row, p, 1)  # skips rows with a token on a threshold

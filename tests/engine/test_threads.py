@@ -19,7 +19,8 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.ops import launch
 
-THREADS, CALLS = 4, 8
+pytestmark = pytest.mark.usefixtures("team")
+THREADS, CALLS = 4, 3
 
 
 def in_thread(work, *args):

@@ -6,16 +6,18 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_directory
 
 from moeflux_mlx import load_model
-from moeflux_mlx.engine import handshake, tiles
+from moeflux_mlx.engine import tiles
 from moeflux_mlx.errors import ModelFileError, RankError, RequestError
-from moeflux_mlx.experts.group import FINE, Gathered
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
+from moeflux_mlx.several import handshake
+from moeflux_mlx.several.group import FINE, Gathered
 
 SPOT = "qmv 8192x4096 4 bits, group_size 64, mode affine, bfloat16"
 FOUND = {SPOT: Tile(rows=8, lanes=16, simdgroups=4, ahead=2, spread=4096)}
@@ -56,7 +58,7 @@ def chosen(option="auto"):
         return tiles.choose(option).found, [str(one.message) for one in said]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(st.dictionaries(SPOTS, USABLE, max_size=4))
 def test_what_is_kept_is_found(file, kept):
     file.unlink(missing_ok=True)
@@ -65,7 +67,7 @@ def test_what_is_kept_is_found(file, kept):
     assert [one.name for one in file.parent.iterdir()] == [file.name]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 @given(st.data())
 def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
     """Bytes that change or are missing, and JSON of any other shape."""

@@ -7,6 +7,7 @@ from array import array
 
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reading_pieces import EXPERTS, write_stacks
@@ -158,7 +159,7 @@ def test_native_reads_stay_in_their_memory(numbers):
 
 
 @built
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     residue=st.integers(0, 4095),
     lengths=st.lists(st.sampled_from([1, 15, 63, 64, 127, 128, 200, 5000]), min_size=1, max_size=80),

@@ -154,7 +154,9 @@ def test_a_model_goes_on_after_an_interrupt(model, work, opcodes):
     sweep(model, work, opcodes, most=5)
 
 
-@pytest.mark.parametrize("model", ["the least pool", "queued reads"], indirect=True)
+@pytest.mark.parametrize(
+    "model", [pytest.param("the least pool", marks=pytest.mark.full), "queued reads"], indirect=True
+)
 def test_a_model_goes_on_after_an_interrupt_at_any_line(model):
     sweep(model, decoding, opcodes=False)
 

@@ -1,6 +1,7 @@
 """The predictor's record and the trial by time."""
 
 import numpy as np
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,12 @@ def test_confidence_cuts_the_tail():
     ids, weights = np.array([[3, 9, 1, 4]]), np.array([[0.2, 0.5, 0.04, 0.1]])
     assert Predictor(confidence=0.3).confident(ids, weights) == [9, 3]
     assert Predictor(confidence=0.0).confident(ids, weights) == [9, 3, 4, 1]
+
+
+def test_confident_experts_of_several_rows_come_once_the_nearest_first():
+    """Whatever a row's weights sum to."""
+    ids, weights = np.array([[5, 2, 7], [9, 5, 2]]), np.array([[0.5, 0.4, 0.1], [8.0, 2.8, 1.6]])
+    assert Predictor(confidence=0.3).confident(ids, weights) == [5, 9, 2]
 
 
 def test_a_layer_whose_guesses_are_wrong_is_switched_off_and_tried_again():
@@ -38,7 +45,7 @@ def run(trial, tokens, with_guesses, without):
     return ahead
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(faster=st.floats(0.001, 1), slower=st.floats(1.01, 10))
 def test_the_faster_way_wins(faster, slower):
     trial = Trial()

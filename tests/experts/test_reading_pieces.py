@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed import tiny_args
@@ -58,7 +59,7 @@ def stacks(tmp_path):
     return write_stacks(tmp_path)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     residues=st.lists(st.integers(0, 15), min_size=9, max_size=9),
     files=st.integers(1, 3),

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -276,8 +277,8 @@ class MixedCopyingMachine(MixedMachine):
 
 TestMixedMachine = MixedMachine.TestCase
 TestMixedCopyingMachine = MixedCopyingMachine.TestCase
-TestMixedMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestMixedCopyingMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestMixedMachine.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+TestMixedCopyingMachine.settings = settings(max_examples=examples(15), stateful_step_count=30, deadline=None)
 
 
 def test_a_pool_of_rows_of_any_size():

@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -99,7 +100,7 @@ def blocks(lease):
 def test_leased_records_are_the_files_bytes(packed, mode):
     loader, size = opened(packed, mode, cache_bytes=1), packed.layout.record.size // 4
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(layer=st.sampled_from([0, 1]), ids=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=8))
     def check(layer, ids):
         lease = loader.request(layer, np.array(ids, np.uint32)[None])
@@ -311,6 +312,24 @@ def test_demoted_blocks_give_way_first(small):
     small.give_way(0, [1, 5])
     small.request(0, np.array([2])).wait()
     assert small.request(0, np.array([0])).ready.all()
+
+
+def read(loader, *ids):
+    """Whether each was in memory."""
+    lease = loader.request(0, np.array(ids))
+    lease.wait()
+    lease.release()
+    return lease.ready
+
+
+def test_what_was_read_for_rows_that_are_taken_back_gives_way_first(packed):
+    loader = StreamedExperts(packed, cache_bytes=5 * packed.layout.expert_stride, least_slots=5)
+    read(loader, [0, 1])
+    read(loader, [0, 2], [1, 3], [2, 4])
+    loader.take_back(1)  # 3 and 4 were read for the others alone; 1 was there before, 2 is the first row's too
+    read(loader, [5])
+    assert read(loader, [0, 1, 2]).all()
+    loader.close()
 
 
 def test_several_buffers_hold_whole_layers(packed):
@@ -576,7 +595,7 @@ class LoaderMachine(RuleBasedStateMachine):
 
 
 TestLoaderMachine = LoaderMachine.TestCase
-TestLoaderMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestLoaderMachine.settings = settings(max_examples=examples(30), stateful_step_count=20, deadline=None)
 
 
 def test_a_picture_of_where_experts_are(packed):
@@ -592,6 +611,28 @@ def test_a_picture_of_where_experts_are(packed):
     assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, HIT, MISSED, ON_DISK, ON_DISK]
     assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK]
     with_pool.close()
+
+
+@pytest.mark.parametrize("mode", [IoMode.PREAD, IoMode.MMAP])
+def test_who_asked_for_an_expert_last(packed, mode):
+    options = {"cache_bytes": 4 * packed.layout.expert_stride, "least_slots": 2} if mode is IoMode.PREAD else {}
+    loader, layer = opened(packed, mode, **options), packed.layout.moe_layers[0]
+    row = loader.layout.moe_layers.index(layer)
+
+    def ask(asking, *ids):
+        loader.asking = asking
+        loader.request(layer, np.array(ids)).release()
+        return loader.last_askers()[row].tolist()
+
+    assert ask([7], [0, 1]) == [0] * EXPERTS, "nobody looks"
+    loader.watch(True)
+    assert ask([7], [0, 1], [1, 2]) == [7, 7, 7, 0, 0, 0], "a prompt, or drafts"
+    assert ask([8, 9], [1, 3], [2, 3]) == [7, 8, 9, 9, 0, 0]
+    assert ask([8, 9], [0, 1]) == [7, 8, 9, 9, 0, 0], "of whom nobody knows"
+    assert not loader.last_askers()[[i for i in range(len(loader.layout.moe_layers)) if i != row]].any()
+    loader.watch(False)
+    assert not loader.last_askers().any()
+    loader.close()
 
 
 def test_a_picture_of_mapped_experts(packed):

@@ -29,6 +29,8 @@ from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.span import Span
+from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.tensors import split_latent
 from moeflux_mlx.model.weights import fill, read_resident
 from moeflux_mlx.ops import backend, grouped
@@ -78,12 +80,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("family, name", drawn(FAMILIES, OPTIONS, turns=2))
+@pytest.mark.parametrize("family, name", drawn(FAMILIES, OPTIONS))
 def test_same_bits_with_any_pool(family, name, small_waves):
     tokens, reference = tokens_of(family), tiny_model(family, mx.float32)
     model = streamed(tiny_directory(family), **OPTIONS[name])
-    for chunk in (1, 20):
-        assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
+    for text, chunk in ((tokens[:, :14], 1), (tokens, 20)):
+        assert np.array_equal(run(model, text, chunk), run(reference, text, chunk))
     model.experts.close()
 
 
@@ -93,8 +95,8 @@ def test_same_bits_without_native_kernels(copied, small_waves):
     """The path of GPUs, here on MLX's CPU operations; `copied` keeps blocks as CUDA does."""
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=copied)
-    for chunk in (1, 20):
-        assert np.array_equal(run(model, tokens, chunk), run(reference, tokens, chunk))
+    for text, chunk in ((tokens[:, :14], 1), (tokens, 20)):
+        assert np.array_equal(run(model, text, chunk), run(reference, text, chunk))
     model.experts.close()
 
 
@@ -110,6 +112,22 @@ def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_nativ
         monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
     model = streamed(tiny_directory(family), least_slots=TOP_K, cache_bytes=1)
     assert np.array_equal(run(model, tokens, 5), want)
+    model.experts.close()
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_steps_experts_are_asked_for_at_once_where_the_pool_has_room(copied, monkeypatch):
+    """Rows of as many sequences, more than the smallest pool is for; copies are stacked, a few rows' at a time."""
+    if copied:
+        use_plain_operations(monkeypatch)
+    model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=1 << 20, copied=copied)
+    for module in ("routed", "routing"):
+        monkeypatch.setattr(f"moeflux_mlx.experts.{module}.LEASED_TOKENS", 1)
+    asked, request = [], model.experts.request
+    monkeypatch.setattr(model.experts, "request", lambda layer, ids: asked.append(len(ids)) or request(layer, ids))
+    model.step([SequenceRows(model.make_cache(), [token]) for token in range(12)])
+    layers = len(model.args.moe_layers)
+    assert asked.count(12) == layers and len(asked) == (13 * layers if copied else layers)
     model.experts.close()
 
 
@@ -365,6 +383,8 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
     routed = model.layers[0].mlp.experts
 
     class Recording:
+        source = model.experts
+
         def wants_guess(self, layer, tokens):
             return False
 
@@ -384,31 +404,48 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
     model.experts.close()
 
 
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
-def test_who_interrupts_evicts_no_more_than_a_request_needs(copied, prefetch, small_waves, monkeypatch):
-    """A prompt and an answer of his own, in a pool that others have filled."""
+@pytest.mark.parametrize("prefetch, copied, fails", drawn(["off", "lookahead"], [False, True], [False, True], turns=2))
+def test_others_take_steps_between_the_waves_of_a_prompt(fails, copied, prefetch, small_waves, monkeypatch):
+    """Both get what they get alone, also when a step fails; no memory moves for a step, and nothing is hinted."""
     if copied:
         use_plain_operations(monkeypatch)
-    model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=24 * 16384, copied=copied)
-    loader, tokens, layers = model.experts, tokens_of("qwen3_moe"), model.args.moe_layers
-    alone = run(model, tokens, 20), run(model, tokens, 1)
-    (pool,) = loader.pools
-    others = {(layer, expert) for layer in layers for expert in range(8)}
-    loader.invalidate()
-    for layer in layers:
-        loader.request(layer, np.arange(8)).wait()
-    before = loader.stats.misses
-    with loader.short_job(1):  # 1 of each layer is less than a request's 4
-        assert np.array_equal(run(model, tokens, 20), alone[0]) and np.array_equal(run(model, tokens, 1), alone[1])
-        loader.drain()
-        own = set(pool.records()) - others
-        assert loader.stats.misses - before > 5 * TOP_K  # he read far more than he may replace
-        assert len(others & set(pool.records())) >= len(others) - TOP_K
-    for layer, expert in sorted(others - set(pool.records())):
-        loader.request(layer, np.array([expert])).wait()
-    assert set(pool.records()) == others and own  # his are the first to go
+    path, tokens = tiny_directory("qwen3_moe"), mx.array(np.random.default_rng(1).integers(0, 248, (1, 40)))
+    model = streamed(path, prefetch, least_slots=8 * TOP_K, cache_bytes=1, copied=copied)
+    model.experts._allowance = lambda tokens, held: breaths.append(tokens) or 64 * 16384
+    breaths, loader = [], model.experts
+    alone = np.array(model.advance(Span(tokens, 0, 16), model.make_cache()))
+    steps = [
+        np.array(model.step([SequenceRows(cache, [n])]).logits) for cache in [model.make_cache()] for n in range(9)
+    ]
+    cache, found, hinted = model.make_cache(), [], []
+    hint = loader.hint
+    loader.hint = lambda keys: hinted.append((loader._in_interlude, bool(begun := hint(keys)))) or begun
+    request, unplugged = loader.request, ExpertIOError("unplugged")
+
+    def report(share):
+        if len(found) == len(steps):
+            return
+        before = len(breaths)
+        with loader.interlude():
+            if fails and not hasattr(unplugged, "told"):
+                loader.request, unplugged.told = lambda layer, ids: throw(unplugged), True
+                with pytest.raises(ExpertIOError, match="unplugged"):
+                    model.step([SequenceRows(cache, [len(found)])])
+                loader.request = request
+            found.append(np.array(model.step([SequenceRows(cache, [len(found)])]).logits))
+        assert len(breaths) == before
+
+    assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache(), report), alone)
+    assert len(found) == len(steps) and all(map(np.array_equal, found, steps))
+    assert not any(begun for is_interlude, begun in hinted if is_interlude)
+    assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache()), alone)
+    with loader.interlude():  # between two calls nothing is different
+        assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache()), alone)
     loader.close()
+
+
+def throw(error):
+    raise error
 
 
 def test_a_pool_smaller_than_one_token_still_hits():

@@ -5,11 +5,13 @@ import dataclasses
 import json
 import math
 import random
+import zlib
 
 import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import one_in_three
 from mlx.utils import tree_flatten
 from tiny_models import tiny_directory
 
@@ -20,7 +22,7 @@ from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
-from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
 from moeflux_mlx.kinds import Delta, GroupedQuery, Latent
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.latent import softmax_scale
@@ -32,7 +34,7 @@ from moeflux_mlx.spec import ModelArgs, family_name, variants
 GIB = 2**30
 EVERY = (*goldens.FAMILIES, *goldens.KIN)
 # name: expert bytes, layer file bytes, MoE layers, total GiB (arithmetic on the published shapes)
-BLOCK = 4096  # bytes; records of biased experts are padded to a multiple
+BLOCK = 4096  # bytes; records of biased experts are padded to a multiple, others that end elsewhere to one of a page
 SIZES = {
     "qwen3-30b-a3b": (2654208, 339738624, 48, 15.19),
     "qwen3-235b-a22b": (10616832, 1358954496, 94, 118.97),
@@ -41,17 +43,24 @@ SIZES = {
     "qwen3.6-35b-a3b": (1769472, 452984832, 40, 16.88),
     "qwen3.5-122b-a10b": (5308416, 1358954496, 48, 60.75),
     "qwen3.5-397b-a17b": (7077888, 3623878656, 60, 202.50),
+    "qwen3.8-flash-next-125b": (2768896, 1417674752, 48, 63.38),
+    "minimax-m3-428b": (31850496, 4076863488, 57, 216.42),
     "cogito-v2-671b": (24772608, 6341787648, 58, 342.56),
     "g9v3-39b-a5b": (1769472, 566231040, 37, 19.51),
     "glm-4.5-air": (9732096, 1245708288, 45, 52.21),
     "glm-4.5v": (9732096, 1245708288, 45, 52.21),
     "glm-4.7": (13271040, 2123366400, 89, 176.00),
+    "deepseek-v3.2": (24772608, 6341787648, 58, 342.56),
+    "deepseek-v4-flash": (14155776, 3623878656, 43, 145.12),
+    "glm-5.3-flash-321b": (14155776, 4076863488, 42, 159.47),
+    "glm-5-744b": (21233664, 5435817984, 75, 379.69),
     "glm-4.7-flash": (5308416, 339738624, 46, 14.55),
     "hy3-295b-a21b": (10616832, 2038431744, 79, 149.98),
     "k-exaone-236b-a23b": (21233664, 2717908992, 47, 118.97),
     "kimi-k2.6": (24772608, 9512681472, 60, 531.56),
     "minimax-m2-230b-a10b": (7962624, 2038431744, 62, 117.70),
     "mistral-small-4-119b": (14155776, 1811939328, 36, 60.75),
+    "gemma-4-26b-a4b": (3358720, 429916160, 30, 12.01),
     "qwen3-vl-30b-a3b": (2654208, 339738624, 48, 15.19),
     "gpt-oss-20b": (14016512, 448528384, 24, 10.03),
     "gpt-oss-120b": (14016512, 1794113536, 36, 60.15),
@@ -77,7 +86,8 @@ def test_variants_are_the_named_ones():
 def test_sizes(name):
     layout = ExpertLayout.from_args(ModelArgs.from_variant(name))
     expert, layer, count, total = SIZES[name]
-    assert layout.expert_stride == expert == -(-layout.record.size // BLOCK) * BLOCK
+    assert layout.expert_stride == expert
+    assert expert in [-(-layout.record.size // unit) * unit for unit in (BLOCK, STRIDE_ALIGNMENT)]
     assert layout.largest_layer == layer
     assert len(layout.moe_layers) == count
     assert round(layout.total_bytes / GIB, 2) == total
@@ -202,8 +212,17 @@ def test_unknown_storage_names_its_module(entry):
         ("cogito-v2-671b", {"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
         (
             "qwen3-30b-a3b",
-            {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}},
-            "nvfp4 is not computed",
+            {"quantization": {"group_size": 64, "bits": 4, "mode": "nvfp4"}},
+            "mode 'nvfp4' is not known",
+        ),
+        ("gemma-4-26b-a4b", {"enable_moe_block": None}, "'enable_moe_block' is False"),
+        ("gemma-4-26b-a4b", {"hidden_size_per_layer_input": None}, "'hidden_size_per_layer_input' is 256"),
+        ("gemma-4-26b-a4b", {"num_kv_shared_layers": 20}, "'num_kv_shared_layers' is 20"),
+        ("gemma-4-26b-a4b", {"use_bidirectional_attention": "all"}, "'use_bidirectional_attention' must be null"),
+        (
+            "gemma-4-26b-a4b",
+            {"per_layer_config": {"5": {"sliding_window": 7}}},
+            "'per_layer_config' has ['sliding_window']",
         ),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
@@ -237,8 +256,10 @@ def test_unknown_storage_names_its_module(entry):
     ],
 )
 def test_errors_name_the_field(name, change, words):
+    config = config_of(name)
+    config.get("text_config", config).update(change)
     with pytest.raises(ConfigError) as failure:
-        ModelArgs.from_dict({**config_of(name), **change})
+        ModelArgs.from_dict(config)
     assert words in str(failure.value) and "\n" not in str(failure.value)
 
 
@@ -305,9 +326,15 @@ def small(config):
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
     lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
-    for name in (*lists, "mlp_layer_types", "is_moe_layer"):
+    for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
+    sparse = body.get("sparse_attention_config", {})
+    for name in ("sparse_attention_freq", "sparse_disable_index_value"):
+        if isinstance(sparse.get(name), list):
+            sparse[name] = (sparse[name] * 4)[:4]
+    if body.get("ngram_vocab_size_base"):
+        body["ngram_vocab_size_base"] = 50
     return config
 
 
@@ -343,9 +370,11 @@ def values_in(tree):
 def check_usable(config):
     """What is accepted has shapes and constants that a model can be made of."""
     args = ModelArgs.from_dict(config)
+    factors = {factor for part in args.ngrams.values() for factor in part.multipliers}  # of a hash in 64 bits
+    assert all(0 < factor * args.vocab_size < 2**63 for factor in factors)
     for value in values_in(dataclasses.asdict(dataclasses.replace(args, quantization=None, eos_token_ids=()))):
         assert not isinstance(value, float) or math.isfinite(value), args
-        assert type(value) is not int or 0 <= value < 2**31, args
+        assert type(value) is not int or 0 <= value < 2**31 or value in factors, args
     assert all(0 <= layer < args.num_hidden_layers for layer in args.moe_layers)
     for mixer in {mixer for mixer in args.mixers if isinstance(mixer, GroupedQuery | Latent)}:
         assert isinstance(mixer, GroupedQuery) or 0 < softmax_scale(mixer) < 1e9
@@ -386,19 +415,19 @@ def fuzzed(config):
     return config
 
 
-@pytest.mark.parametrize("each", [5, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("each", [11, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", EVERY)
 def test_any_value_in_any_field_is_usable_or_refused(family, each):
-    """Each field meets every fifth value, the families begin at others: the fields that they share meet most."""
+    """Each field meets every eleventh value, the families begin at others: the fields that they share meet most."""
     config = fuzzed(goldens.config(family))
     cases = [(path, value) for path in places(config) for value in VALUES]
     assert len(cases) > 1000
-    cases = cases[EVERY.index(family) % each :: each]
+    cases = cases[zlib.crc32(family.encode()) % each :: each]  # whichever other families there are
     refused = sum(is_refused(with_value(config, *case)) for case in cases)
     assert len(cases) / 4 < refused < len(cases) * 0.9
 
 
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name", one_in_three(variants()))
 def test_any_values_in_several_fields_are_usable_or_refused(name):
     config, rng, refused = fuzzed(config_of(name)), random.Random(name), 0
     fields = sorted(places(config))

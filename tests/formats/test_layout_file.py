@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed import tiny_args
@@ -50,7 +51,7 @@ def through(layout, args):
     return from_json(json.loads(json.dumps(to_json(layout))), args, "layout.json")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(first=quants, second=quants, dtype=st.sampled_from(SCALE_DTYPES), dtypes=st.booleans())
 def test_what_is_written_is_read_again(first, second, dtype, dtypes):
     by_layer = {0: first, 1: second, 2: first}

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layout_file import MXFP4, varied
@@ -117,7 +118,7 @@ values = values | st.lists(values, max_size=3) | st.dictionaries(st.text(max_siz
 
 
 @pytest.mark.parametrize("geometry", [varied, everything])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_change_is_refused_or_harmless(geometry, data):
     args, layout = geometry()

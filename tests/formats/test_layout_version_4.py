@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layout_file import EXPERTS, LAYERS, stating, through, varied
@@ -47,7 +48,7 @@ def everything(dtype="F16"):
     return args, ExpertLayout.from_args(args, by_layer, dtype)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(data=st.data(), matrices=st.sampled_from([2, 3]), biases=st.booleans(), hidden=WIDTHS, inner=WIDTHS)
 def test_what_is_written_is_read_again(data, matrices, biases, hidden, inner):
     forms = FORMS | st.just(Quant(4, 64))

@@ -203,6 +203,7 @@ template <typename T>
 struct msl_lanes {
   T v[32];
   uint active;
+  static_assert(sizeof(T) <= 16, "simt.cpp exchanges 16 bytes at most");
   msl_lanes(T x, int line) : active(msl_exchange(&x, v, sizeof(T), line)) {}
 };
 

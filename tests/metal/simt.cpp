@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <random>
 #include <vector>
@@ -34,6 +35,8 @@ struct MslLaunch {
 
 namespace {
 constexpr size_t kStack = 64 << 10;
+constexpr size_t kStride = kStack + 576;  // else the tops of all stacks compete for the same lines of a cache
+constexpr unsigned kWidest = 16;         // bytes that a lane exchanges at most
 constexpr unsigned kMemThreadgroup = 2;  // mem_flags::mem_threadgroup as msl_host.h numbers it
 constexpr uint32_t kNone = ~0u;
 
@@ -58,8 +61,9 @@ MslLaunch* launch;
 uint64_t args[32];
 Fiber root;
 std::vector<Fiber> fibers;
-std::vector<int> ready;
-std::vector<uint32_t> sg_epoch;  // simdgroup_barriers passed, per simdgroup
+std::deque<int> ready;
+std::vector<uint32_t> sg_epoch;              // simdgroup_barriers passed, per simdgroup
+std::vector<unsigned> sg_alive, sg_waiting;  // lanes that have not returned, and those at a simdgroup operation
 uint32_t tg_epoch, n_threads, group_index;
 int current;           // -1: the scheduler
 bool failed, checked;  // checked: the kernel was compiled with -fsanitize=thread
@@ -117,7 +121,7 @@ int pick() {
     ready[i] = ready.back();
     ready.pop_back();
   } else {
-    ready.erase(ready.begin());
+    ready.pop_front();
   }
   return f;
 }
@@ -127,44 +131,32 @@ void release(int f) {
   ready.push_back(f);
 }
 
-// The lanes of `base`'s simdgroup that have not returned, or 0 while one of them has not reached its
-// operation.
-unsigned lanes_waiting(int base, int n) {
-  unsigned active = 0;
-  for (int i = 0; i < n; i++) {
-    const State s = fibers[base + i].state;
-    if (s != kDone && s != kSimd) return 0;
-    if (s == kSimd) active |= 1u << i;
-  }
-  return active;
-}
-
-// Gives lane `f` the values of all active lanes; the others read as NaN.
-void exchange(Fiber& f, int base, unsigned active) {
-  f.active = active;
-  if (!f.size) return;
-  memset(f.all, 0xff, 32 * f.size);
-  for (int i = 0; i < 32; i++)
-    if (active >> i & 1) memcpy((char*)f.all + i * f.size, fibers[base + i].mine, f.size);
-}
-
-// Completes a simdgroup operation once every lane that has not returned has reached it.
+// Completes a simdgroup operation once every lane that has not returned has reached it: each gets the values of all
+// active lanes; the others read as NaN.
 void complete_simd(int lane) {
-  const int base = lane & ~31, n = std::min<int>(32, n_threads - base);
-  const unsigned active = lanes_waiting(base, n);
-  if (!active) return;
-  const Fiber& first = fibers[base + __builtin_ctz(active)];
-  for (int i = 0; i < n; i++) {
-    Fiber& f = fibers[base + i];
-    if (!(active >> i & 1)) continue;
-    if (f.line != first.line || f.size != first.size)
+  const int base = lane & ~31, sg = lane / 32;
+  const unsigned active = sg_waiting[sg];
+  if (!active || active != sg_alive[sg]) return;
+  Fiber* const lanes = &fibers[base];
+  const Fiber& first = lanes[__builtin_ctz(active)];
+  const unsigned size = first.size;
+  char all[32 * kWidest];
+  memset(all, 0xff, 32 * size);
+  for (unsigned left = active; left; left &= left - 1) {
+    const int i = __builtin_ctz(left);
+    if (lanes[i].line != first.line || lanes[i].size != size)
       return fail("lanes of one simdgroup diverge: simdgroup operations at lines %d and %d", first.line,
-                  f.line);
-    exchange(f, base, active);
+                  lanes[i].line);
+    if (size) memcpy(all + i * size, lanes[i].mine, size);
   }
-  if (!first.size) sg_epoch[base / 32]++;  // a simdgroup_barrier
-  for (int i = 0; i < n; i++)
-    if (active >> i & 1) release(base + i);
+  if (!size) sg_epoch[sg]++;  // a simdgroup_barrier
+  sg_waiting[sg] = 0;
+  for (unsigned left = active; left; left &= left - 1) {
+    const int i = __builtin_ctz(left);
+    if (size) memcpy(lanes[i].all, all, 32 * size);
+    lanes[i].active = active;
+    release(base + i);
+  }
 }
 
 // Suspends the current thread at a barrier or a simdgroup operation.
@@ -176,13 +168,17 @@ void wait(State state, int line, unsigned size = 0, const void* mine = nullptr, 
   f.size = size;
   f.mine = mine;
   f.all = all;
-  if (state == kSimd) complete_simd(self);
+  if (state == kSimd) {
+    sg_waiting[self / 32] |= 1u << self % 32;
+    complete_simd(self);
+  }
   const int next = pick();
   if (next != self) go(next);
 }
 
 void finish() {
   fibers[current].state = kDone;
+  sg_alive[current / 32] &= ~(1u << current % 32);
   complete_simd(current);
   go(pick());
 }
@@ -440,12 +436,16 @@ void prepare_group(const Extent& e, const unsigned* at, char* stacks) {
   n_threads = size[0] * size[1] * size[2];
   memset(tg_begin, 0xff, tg_end - tg_begin);  // NaN: threadgroup memory starts undefined
   if (checked) tg_shadow.assign(tg_end - tg_begin, {kNone, 0, 0, kNone, 0, 0, 0});
-  sg_epoch.assign((n_threads + 31) / 32, 0);
+  const unsigned simdgroups = (n_threads + 31) / 32;
+  sg_epoch.assign(simdgroups, 0);
+  sg_waiting.assign(simdgroups, 0);
+  sg_alive.assign(simdgroups, ~0u);
+  if (n_threads % 32) sg_alive.back() = ~(~0u << n_threads % 32);
   tg_epoch = 0;
   ready.clear();
   for (unsigned i = 0; i < n_threads; i++) {
     fibers[i].t = attributes(e, at, size, i);
-    prepare(fibers[i], stacks + i * kStack);
+    prepare(fibers[i], stacks + i * kStride);
     release(launch->order == 1 ? n_threads - 1 - i : i);
   }
 }
@@ -479,7 +479,7 @@ API int msl_launch(MslLaunch* l) {
   if (most > 1024) fail("%u threads per threadgroup; Metal has 1024 at most", most);
   static std::unique_ptr<char[]> stacks;
   if (!failed && fibers.size() < most) {
-    stacks.reset(new char[most * kStack]);
+    stacks.reset(new char[most * kStride]);
     fibers.assign(most, Fiber());
   }
   const unsigned count = e.groups[0] * e.groups[1] * e.groups[2];

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 
 from . import faults, msl
 
@@ -10,11 +11,10 @@ pytestmark = msl.needed
 SHAPES = [(128, 64), (256, 136), (1024, 192)]
 
 
-@pytest.mark.parametrize("slots", [4, 8])  # fewer than 8 elements arrive as `constant`
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("H, I", SHAPES)
-def test_sample_kernel_matches_oracle(H, I, dtype, slots):
-    case = faults.sample(dtype, H, I, slots)
+# Fewer than 8 slots arrive as `constant`.
+@pytest.mark.parametrize("sizes, dtype, slots", drawn(SHAPES, [mx.float32, mx.bfloat16, mx.float16], [4, 8], turns=2))
+def test_sample_kernel_matches_oracle(sizes, dtype, slots):
+    case = faults.sample(dtype, *sizes, slots)
     (out,) = msl.run(faults.kernel(), case.inputs, **case.call)
     assert case.error(out) < faults.LIMITS[dtype]
 

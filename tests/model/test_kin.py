@@ -7,9 +7,9 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import tiny_directory, tiny_model, use_plain_operations
+from grids import drawn
+from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
-import moeflux_mlx.model.latent as mla
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend, latent
 from moeflux_mlx.ops.experts import MAX_SLOTS
@@ -17,13 +17,23 @@ from moeflux_mlx.ops.experts import MAX_SLOTS
 TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
 
 
+ENDS = "a few one by one, many, a few one by one"
+
+
+def lengths(total, chunk):
+    """Of the pieces in which a text of `total` tokens is fed."""
+    if chunk == ENDS:
+        return [1] * 6 + [total - 15] + [1] * 9
+    return [len(piece) for piece in np.split(range(total), range(chunk or total, total, chunk or total))]
+
+
 def run(model, family, chunk=None):
-    """Logits [T, V] of the golden's tokens, fed `chunk` at a time from their first position on."""
+    """Logits [T, V] of the golden's tokens, fed `chunk` at a time from their first position on; None: all at once."""
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
     for layer in cache:
         layer.shift(goldens.first_position(family))
-    chunk = chunk or tokens.shape[1]
-    parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
+    pieces = lengths(tokens.shape[1], chunk)
+    parts = [model(piece, cache) for piece in mx.split(tokens, np.cumsum(pieces)[:-1].tolist(), axis=1)]
     return np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32))
 
 
@@ -31,20 +41,22 @@ def error(model, family, chunk=None):
     return np.abs(run(model, family, chunk) - goldens.golden(family)[1]).max()
 
 
-@pytest.mark.parametrize("computing", ["native", "plain operations"])
-@pytest.mark.parametrize("family", goldens.KIN)
+@pytest.mark.parametrize("family, computing", drawn(goldens.KIN, ["native", "plain operations"]))
 def test_logits_match_hugging_face(monkeypatch, family, computing):
     if computing == "plain operations":
         use_plain_operations(monkeypatch)
-        if goldens.text_config(family)["num_experts_per_tok"] > MAX_SLOTS:
+        if goldens.top_k(family) > MAX_SLOTS:
             pytest.skip("plain operations take no more slots than the kernels")
     model = tiny_model(family, mx.float32, "hub")
-    for chunk in (None, 7, 1):
+    for chunk in (None, 7, ENDS):
         assert error(model, family, chunk) < TOLERANCE, chunk
 
 
 # ---- mistakes that a reader of these families can make: each must exceed the tolerance
 
+SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
+GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
+LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
 IGNORED = [
     ("kimi_k2", {"routed_scaling_factor": 1.0}),
     ("kimi_k2", {"norm_topk_prob": False}),
@@ -84,19 +96,45 @@ IGNORED = [
     ("step3p5", {"partial_rotary_factors": None}),
     ("step3p5", {"swiglu_limits": None}),
     ("step3p5", {"swiglu_limits_shared": None}),
+    ("deepseek_v32", {"index_topk": 13}),
+    ("deepseek_v32", {"indexer_rope_interleave": True}),
+    ("deepseek_v32", {"rope_scaling": None}),
+    ("deepseek_v4", {"sliding_window": 6}),
+    ("deepseek_v4", {"index_topk": 3}),
+    ("deepseek_v4", {"compress_rope_theta": 10000}),
+    ("deepseek_v4", {"qk_rope_head_dim": 32}),
+    ("deepseek_v4", {"hc_sinkhorn_iters": 1}),
+    ("deepseek_v4", {"hc_eps": 0.1}),
+    ("deepseek_v4", {"routed_scaling_factor": 1.0}),
+    ("deepseek_v4", {"swiglu_limit": 10.0}),
+    ("qwen4_exp", {"indexer_budget": 12}),
+    ("qwen4_exp", {"indexer_compress_ratio": 2}),
+    ("qwen4_exp", {"output_gate_type": None}),
+    ("qwen4_exp", {"eos_token_id": [255, 7]}),
+    ("qwen4_exp", {"rms_norm_eps": 1e-6}),
+    ("qwen4_exp", {"rope_parameters": {"rope_theta": 10000, "partial_rotary_factor": 0.5}}),
+    ("qwen4_exp", {"seed": 1235}),
+    ("glm5_next", {"index_topk": 12}),
+    ("glm5_next", {"index_topk": 64}),
+    ("glm5_next", {"hc_sinkhorn_iters": 1}),
+    ("glm5_next", {"routed_scaling_factor": 1.0}),
+    ("glm5_next", {"swiglu_limit": 10.0}),
+    ("glm5_next", {"rms_norm_eps": 1e-6}),
+    ("glm5_next", {"linear_attn_config": {**LINEAR, "gate_lower_bound": -4.0}}),
+    ("minimax_m3_vl", {"swiglu_limit": 7.0}),
+    ("minimax_m3_vl", {"routed_scaling_factor": 1.0}),
+    ("minimax_m3_vl", {"partial_rotary_factor": 0.5}),
+    ("minimax_m3_vl", {"sparse_attention_config": {**SPARSE, "sparse_block_size": 7}}),
+    ("minimax_m3_vl", {"sparse_attention_config": {**SPARSE, "sparse_topk_blocks": 2}}),
+    ("gemma4", {"sliding_window": 10}),
+    ("gemma4", {"final_logit_softcapping": 30.0}),
+    ("gemma4", {"rms_norm_eps": 1e-6}),
+    ("gemma4", {"rope_parameters": {**GEMMAS, "full_attention": {**GEMMAS["full_attention"], "rope_type": "default"}}}),
+    ("gemma4", {"rope_parameters": {**GEMMAS, "sliding_attention": GEMMAS["full_attention"]}}),
+    ("glm_moe_dsa", {"index_topk": 64}),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}),
+    ("glm_moe_dsa", {"rope_parameters": {"rope_theta": 1e4}}),
 ]
-
-
-def with_config(source, path, change):
-    """The model with other values in the text part of its configuration."""
-    path.mkdir()
-    for file in source.iterdir():
-        (path / file.name).symlink_to(file)
-    config = json.loads((source / "config.json").read_text())
-    config.get("text_config", config).update(change)
-    (path / "config.json").unlink()
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 @pytest.mark.parametrize("family, change", IGNORED)
@@ -155,6 +193,59 @@ def test_gates_of_heads_that_are_left_out(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
+def without_weight_of_keys(attention):
+    """Values are the normed keys, as if the norm came before they parted."""
+    begin = attention.begin
+
+    def with_norm(x, norm):
+        q, k = attention._inputs.parted(begin(x, norm))[1]
+        rows = np.asarray(k).reshape(*k.shape[:-1], attention.mixer.kv_heads, -1)
+        return [np.concatenate([q, attention.k_norm(rows).reshape(k.shape)], axis=-1)]
+
+    attention.begin = with_norm
+
+
+# What a model of Gemma 4 may leave out or take for another: of a layer, and whether it has the part.
+GEMMA4 = {
+    "values that are not normed": lambda layer: _switch(layer, value_norm=False),
+    "scores in the usual scale": lambda layer: _switch(layer, scale=None),
+    "values of normed keys": lambda layer: (
+        layer.self_attn.mixer.value_is_key and without_weight_of_keys(layer.self_attn)
+    ),
+    "layers that are not scaled": lambda layer: layer.mlp.output.pop("layer_scalar"),
+    "a mixer's output as it is": lambda layer: layer.pop("mixer_output"),
+    "a router in the norm of the experts": lambda layer: _own_norm(layer.mlp, layer.post_attention_layernorm.weight),
+    "a router without the width in its norm": lambda layer: _own_norm(layer.mlp, layer.mlp.gate_norm.weight),
+    "experts that are not scaled": lambda layer: _set(layer.mlp, "expert_scales", mx.ones((11,))),
+    "experts in the norm of the dense MLP": lambda layer: _set(
+        layer.post_attention_layernorm, "weight", layer.mlp.shared_input_norm.weight
+    ),
+    "a dense MLP in the norm of the experts": lambda layer: _set(
+        layer.mlp.shared_input_norm, "weight", layer.post_attention_layernorm.weight
+    ),
+}
+
+
+def _switch(layer, **switches):
+    layer.self_attn.mixer = replace(layer.self_attn.mixer, **switches)
+
+
+def _own_norm(mlp, weight):
+    mlp._gate_norm = replace(mlp._gate_norm, weight=weight)
+
+
+def _set(module, name, value):
+    module[name] = value
+
+
+@pytest.mark.parametrize("mistake", GEMMA4)
+def test_a_part_of_gemma_4_that_is_left_out(mistake):
+    model = load_model(tiny_directory("gemma4", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        GEMMA4[mistake](layer)
+    assert error(model, "gemma4") > 10 * TOLERANCE
+
+
 def test_flat_norms_taken_for_norms_of_each_head():
     model = load_model(tiny_directory("minimax_m2", "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers):
@@ -171,9 +262,13 @@ def by_head(norm, width=32):
     return normed
 
 
-def test_norms_of_latents_with_the_eps_of_the_others(monkeypatch):
-    monkeypatch.setattr(mla, "LORA_NORM_EPS", goldens.config("glm4_moe_lite")["rms_norm_eps"])
-    assert error(load_model(tiny_directory("glm4_moe_lite", "hub"), dtype=mx.float32), "glm4_moe_lite") > 10 * TOLERANCE
+@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("glm5_next", 1e-6)])
+def test_norms_of_latents_with_another_eps(family, eps):
+    """DeepSeek's have one of their own, GLM-5.3-Flash's that of all others."""
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    for norm in (module for path, module in model.named_modules() if path.endswith("_a_layernorm")):
+        norm.eps = model.args.rms_norm_eps if eps is None else eps
+    assert error(model, family) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("chunk", [None, 7, 1])
@@ -193,7 +288,18 @@ def test_a_temperature_of_the_rotated_part_alone(monkeypatch, chunk):
 
 # ---- mlx-lm, which reads the same checkpoints
 
-AGREED = ("kimi_k2", "moonlight", "minimax_m2", "glm4_moe", "glm4_moe_air", "solar_open", "qwen3_vl_moe", "exaone_moe")
+AGREED = (
+    "kimi_k2",
+    "moonlight",
+    "minimax_m2",
+    "glm4_moe",
+    "glm4_moe_air",
+    "solar_open",
+    "qwen3_vl_moe",
+    "exaone_moe",
+    "minimax_m3_vl",
+    "gemma4",
+)
 
 
 @pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna"])
@@ -203,7 +309,8 @@ def test_where_mlx_lm_differs_from_hugging_face(tmp_path, family):
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     weights = {name: ("F32", w.astype(np.float32)) for name, w in goldens.dequantised(family).items()}
     goldens.write_safetensors(tmp_path / "model.safetensors", weights)
-    (tmp_path / "config.json").write_text(json.dumps(goldens.config(family)))
+    sizes = {"vocab_size": goldens.text_config(family)["vocab_size"]}  # which it also reads outside of the text part
+    (tmp_path / "config.json").write_text(json.dumps({**goldens.config(family), **sizes}))
     theirs, _ = utils.load_model(tmp_path)
     tokens, wanted = goldens.golden(family)
     difference = np.abs(np.array(theirs(mx.array(tokens)[None])[0]) - wanted).max()

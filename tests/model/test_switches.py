@@ -11,7 +11,7 @@ from metal import msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, Experts, GroupedQuery, Rotation, Router, SharedExpert
+from moeflux_mlx.kinds import Activation, Experts, GroupedQuery, Residual, Rotation, Router, SharedExpert
 from moeflux_mlx.model.attention import Attention
 from moeflux_mlx.model.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.model.moe import MoE
@@ -39,6 +39,10 @@ CASES = {
     "sigmoid of each head": replace(PLAIN, gate="sigmoid head"),
     "softplus of each head": replace(PLAIN, gate="softplus head"),
     "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
+    "values are keys": replace(PLAIN, value_is_key=True),
+    "values in a norm": replace(PLAIN, value_norm=True),
+    "pairs that do not turn": replace(PLAIN, rotation=Rotation(32, 1e4, pairs=3)),
+    "Gemma": replace(PLAIN, rotation=Rotation(32, 1e4, pairs=4), scale=1.0, value_is_key=True, value_norm=True),
     "gpt-oss": replace(PLAIN, norm=None, bias=True, output_bias=True, window=4, sinks=True),
     "MiMo": replace(PLAIN, norm=None, head_dim=64, value_dim=32, value_scale=0.7, window=5, sinks=True),
 }
@@ -82,9 +86,11 @@ def projected(layer, x):
 def wanted(layer, part, norm, x):
     """The layer over x [L, HIDDEN] in float64, written plainly (Vaswani et al., arXiv:1706.03762, equation 1)."""
     h, L, D = normed(x, norm), len(x), part.head_dim
-    q, k, v = (projected(layer[f"{name}_proj"], h) for name in "qkv")
+    q, k, v = (projected(layer[f"{name}_proj"], h) for name in ("qkk" if part.value_is_key else "qkv"))
     q, gate = np.split(q.reshape(L, part.heads, -1), [D], axis=-1)
     k, v = k.reshape(L, -1, D), part.value_scale * v.reshape(L, -1, part.value_width)
+    if part.value_norm:
+        v = v / np.sqrt((v**2).mean(-1, keepdims=True) + EPS)
     if part.norm == "flat":
         q = normed(q.reshape(L, -1), layer.q_norm).reshape(q.shape)
         k = normed(k.reshape(L, -1), layer.k_norm).reshape(k.shape)
@@ -124,7 +130,10 @@ def array(request, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_with_each_switch(case, array):
-    part = CASES[case]
+    check_attention(CASES[case], array)
+
+
+def check_attention(part, array):
     layer, norm, cache = filled(Attention(part, HIDDEN, EPS)), RMSNorm(HIDDEN, EPS), make_cache(part)
     x = np.random.default_rng(1).normal(size=(1, CUTS[-1], HIDDEN)).astype(np.float32)
     parts = [layer(array(x[:, start:end]), norm, cache) for start, end in pairwise(CUTS)]
@@ -132,7 +141,15 @@ def test_attention_with_each_switch(case, array):
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 
 
+@msl.needed
+def test_values_that_a_kernel_norms_otherwise(monkeypatch):
+    msl.plant(monkeypatch, "attend_step.metal", "/ float(V) + eps[0]", "+ eps[0]")
+    with msl.launching(), pytest.raises(AssertionError):
+        check_attention(CASES["values in a norm"], mx.array)
+
+
 DIFFERENT = [{"norm": "flat"}, {"norm": None}, {"rotation": None}, {"bias": True}, {"sinks": True}, {"window": 4}]
+DIFFERENT += [{"value_is_key": True}, {"value_norm": True}, {"rotation": replace(PLAIN.rotation, pairs=1)}]
 DIFFERENT += [{"gate": "sigmoid head"}, {"gate": "softplus head"}, {"value_scale": 0.7}, {"scale": 0.1}]
 
 
@@ -143,7 +160,7 @@ def test_each_switch_makes_a_difference(switch):
     norm = RMSNorm(HIDDEN, EPS)
     parts = [PLAIN, replace(PLAIN, **switch)]
     layers = [filled(Attention(part, HIDDEN, EPS)) for part in parts]
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in (name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if name in layers[1]):
         layers[1][name].weight = layers[0][name].weight
     one, other = (wanted(layer, part, norm, x) for layer, part in zip(layers, parts, strict=True))
     assert np.abs(one - other).max() > 1e-2
@@ -223,8 +240,7 @@ def test_layers_may_differ_in_their_limits_alone():
             _check(replace(args, layers=(args.layers[0], replace(args.layers[0], feed_forward=other))))
 
 
-@pytest.mark.parametrize("switch", [{"value_is_key": True}])
-def test_a_switch_that_is_not_computed_is_refused(switch):
-    ((name, value),) = switch.items()
-    with pytest.raises(ConfigError, match=f"layer 0 has {name} {value!r}, which is not implemented"):
-        _check(tiny_args(replace(PLAIN, **switch)))
+def test_a_switch_that_is_not_computed_is_refused():
+    with pytest.raises(ConfigError, match=r"layer 0 has scale 0\.5, which is not implemented"):
+        args = tiny_args(PLAIN, residual=Residual(scale=0.5))
+        _check(replace(args, layers=args.layers[:1]))

@@ -22,13 +22,13 @@ static void fill(Matrix *m, uint8_t *memory) {
         else if (m->kind == E8M0) tables[at] = (uint8_t)(120 + draw() % 8);
         else ((uint16_t *)tables)[at] = (uint16_t)(0x2C00 + draw() % 0x800 + (draw() & 1) * 0x8000);
     }
-    m->w = (const uint32_t *)memory, m->s = tables, m->b = m->is_mx ? NULL : tables + ROWS * table_bytes(m);
+    m->w = (const uint32_t *)memory, m->s = tables, m->b = m->codes ? NULL : tables + ROWS * table_bytes(m);
 }
 
 static uint32_t digest(const Rounded *of, const Matrix *m, int planes, const float *x, int tokens) {
     static uint32_t packed[8][WIDTH], block[2][8 * WIDTH];
     static char room[1 << 18];
-    static float out[TOKENS][ROWS], alone[ROWS];
+    static float out[TOKENS][ROWS], few[4][ROWS];
     const uint32_t *blocks[TOKENS] = {block[0]};
     float *y[TOKENS];
     uint32_t found = 2166136261u;
@@ -40,9 +40,13 @@ static uint32_t digest(const Rounded *of, const Matrix *m, int planes, const flo
         for (int i = 0; i < WIDTH; i++) block[t / 8][8 * i + t % 8] = packed[t % 8][i];
     }
     of->tiles[form_of(m)][planes - 1](m, 0, ROWS, tokens, blocks, room, y);
-    of->pack(m, x + (tokens - 1) * WIDTH, planes, packed[0]);
-    of->rows[form_of(m)][planes - 1](m, 0, ROWS, packed[0], alone);
-    if (memcmp(alone, out[tokens - 1], sizeof alone)) printf("a row alone has other bits\n");
+    const uint32_t *last[4] = {packed[0], packed[1], packed[2], packed[3]};
+    float *to[4] = {few[0], few[1], few[2], few[3]};
+    for (int i = 0; i < 4; i++) of->pack(m, x + (tokens - 4 + i) * WIDTH, planes, packed[i]);
+    for (int n = 1; n <= 4; n++) {
+        of->rows[form_of(m)][planes - 1](m, 0, ROWS, n, last, to);
+        if (memcmp(few, out[tokens - 4], n * sizeof *few)) printf("%d rows have other bits\n", n);
+    }
     for (int i = 0; i < tokens * ROWS; i++) {
         uint32_t bits;
         memcpy(&bits, &out[0][0] + i, 4);
@@ -65,7 +69,7 @@ int main(void) {
         for (int form = 0; form < 21; form++) {
             int group = 32 << form / 3 % 3, bits = form < 9 ? 4 : 8;
             Matrix m = {.in = WIDTH, .rows = ROWS, .group = group, .groups = WIDTH / group, .bits = bits, .kind = kinds[form % 3]};
-            if (form > 17) m.group = 32, m.groups = WIDTH / 32, m.bits = bits = 4, m.kind = E8M0, m.is_mx = 1;
+            if (form > 17) m.group = 32, m.groups = WIDTH / 32, m.bits = bits = 4, m.kind = E8M0, m.codes = E2M1;
             m.words = WIDTH / 32 * bits;
             fill(&m, memory);
             for (int planes = 1; planes < 3; planes++)

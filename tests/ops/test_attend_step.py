@@ -5,12 +5,12 @@ import contextlib
 import mlx.core as mx
 import numpy as np
 import pytest
-from grids import drawn
+from grids import drawn, one_in_three
 
 from metal import msl
 from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
-from moeflux_mlx.ops import attend, backend
+from moeflux_mlx.ops import attend, backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.state.cache import make_cache
 
@@ -27,6 +27,9 @@ CASES = {  # heads, kv heads, width, gates, rotation, switches
     "window": (4, 2, 32, True, Rotation(32, 1e6), {"window": 50}),
     "window, sinks, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "sinks": True, "value_dim": 32}),
     "narrow values of a wide head": (4, 1, 192, False, Rotation(64, 1e4), {"value_dim": 128, "norm": None}),
+    "8 bits": (4, 2, 64, False, Rotation(64, 1e6), {"kv_bits": 8}),
+    "8 bits, two groups, gates": (3, 1, 128, True, Rotation(16, 1e4), {"kv_bits": 8}),
+    "8 bits, window, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "value_dim": 32, "kv_bits": 8}),
 }
 
 
@@ -86,13 +89,15 @@ class Layer:
         out[:, second] = x[:, first] * sine + x[:, second] * cosine
         return out
 
-    def want(self):
-        """The last token's, in float64."""
+    def want(self, cache=None):
+        """The last token's, in float64; of rounded keys and values, those that `cache` has."""
         heads, kv_heads, width, gates = self.sizes
         q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], self.positions[-1])
         seen = list(zip(self.positions, self.tokens, strict=True))[-(self.part.window or len(self.tokens)) :]
         k = np.array([self.turned(token[1], self.norms[1], p) for p, token in seen])
         v = np.array([token[2] for _, token in seen])
+        if self.part.kv_bits:
+            k, v = (self.kept(rows, cache.offset, part) for rows, part in zip(cache.state[:2], (k, v), strict=True))
         k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
         scores = 0.3 * np.einsum("hd,phd->hp", q, k)
         weights = np.exp(scores)
@@ -102,11 +107,22 @@ class Layer:
             out /= 1 + np.exp(-self.tokens[-1][0][:, width:])
         return out.reshape(-1)
 
+    def kept(self, rows, offset, part):
+        """What a cache has of the newest keys or values `part` [N, kv heads, width]: each the nearest there is, else
+        no number."""
+        count, _, width = part.shape
+        slots = mx.arange(offset - count, offset) % rows.shape[2]
+        got = wide(kv_rows.decode(mx.take(rows[0], slots, axis=1), width, mx.float32)).swapaxes(0, 1)
+        groups = np.abs(part).reshape(*part.shape[:2], -1, kv_rows.group_of(width))
+        step = np.repeat(groups.max(-1) / 127, kv_rows.group_of(width), axis=-1)
+        is_near = np.abs(got - part) <= 0.5 * step + LIMITS[self.dtype] * np.abs(part).max()
+        return np.where(is_near, got, np.nan)
+
     def error(self, lengths):
         cache = self.cache()
         for length in lengths:
             got = self.feed(cache, length)
-        want = self.want()
+        want = self.want(cache)
         return np.abs(wide(got) - want).max() / np.abs(want).max()
 
 
@@ -116,14 +132,19 @@ def test_a_token_matches_oracle(host, case, dtype):
 
 
 GPT_OSS = {"window": 128, "sinks": True, "norm": None}
+BYTES = {"kv_bits": 8}
 MIMO = {"window": 129, "sinks": True, "norm": None, "value_dim": 128}
 
 
 @pytest.mark.parametrize(
     "heads, kv_heads, width, switches",
     [
-        *[(32, 4, 128, {}), (64, 4, 128, {}), (16, 2, 256, {}), (32, 2, 256, {})],
-        *[(64, 8, 64, GPT_OSS), (64, 8, 192, MIMO), (96, 8, 128, {"window": 512})],
+        *[(16, 2, 256, {}), (64, 8, 64, GPT_OSS), (64, 8, 192, MIMO), (96, 8, 128, {"window": 512})],
+        *[(48, 8, 128, BYTES | {"norm": None}), (64, 8, 192, MIMO | BYTES)],
+        *(
+            pytest.param(*sizes, marks=pytest.mark.full)
+            for sizes in [(32, 4, 128, {}), (64, 4, 128, {}), (32, 2, 256, {}), (32, 2, 256, BYTES)]
+        ),
     ],
 )
 def test_at_the_shapes_of_named_models(host, heads, kv_heads, width, switches):
@@ -138,17 +159,20 @@ def test_wherever_pieces_and_arrays_end(host, lengths):
     assert Layer(*CASES["gates"]).error(lengths) < LIMITS[mx.float32]
 
 
-@pytest.mark.parametrize("lengths", [[1], [4, 1], [5, 1], [13, 1], [31, *[1] * 40], [2, 1, 9, 1, 300, 1, 1]])
-@pytest.mark.parametrize("window", [1, 5, 40, 128])
+ENDS = [[1], [4, 1], [5, 1], [13, 1], [31, *[1] * 40], [2, 1, 9, 1, 300, 1, 1]]
+
+
+@pytest.mark.parametrize("window, lengths", drawn([1, 5, 40, 128], ENDS))
 def test_wherever_a_window_and_its_ring_end(host, window, lengths):
     layer = Layer(2, 1, 32, False, Rotation(32, 1e4), {"window": window, "sinks": True})
     assert layer.error(lengths) < LIMITS[mx.float32]
 
 
-@pytest.mark.parametrize("window", [5, 40])
-def test_bits_of_a_window_depend_on_the_position_alone(host, window):
+@pytest.mark.parametrize("window, bits", [(5, None), (40, 8), pytest.param(40, None, marks=pytest.mark.full)])
+def test_bits_of_a_window_depend_on_the_position_alone(host, window, bits):
     """And not on how the text was cut, on what was taken back, or on where the newest keys lie."""
-    cut, whole = (Layer(2, 1, 32, False, Rotation(32, 1e4), {"window": window}) for _ in range(2))
+    switches = {"window": window, "kv_bits": bits}
+    cut, whole = (Layer(2, 1, 32, False, Rotation(32, 1e4), switches) for _ in range(2))
     one, other = cut.cache(), whole.cache()
     parts = [[cut.normal(1, 1, heads, 32) for heads in (2, 1, 1)] for _ in range(100)]
     for at, part in enumerate(parts):
@@ -176,9 +200,10 @@ def test_a_token_is_turned_by_its_rotary_position(host, shift):
     assert np.abs(wide(got) - layer.want()).max() < LIMITS[mx.float32] * np.abs(layer.want()).max()
 
 
-def test_bits_do_not_depend_on_where_keys_lie(host):
+@pytest.mark.parametrize("case", ["gates", "8 bits"])
+def test_bits_do_not_depend_on_where_keys_lie(host, case):
     """Nor on the capacity."""
-    layer, moved = Layer(*CASES["gates"]), Layer(*CASES["gates"])
+    layer, moved = Layer(*CASES[case]), Layer(*CASES[case])
     one, other = layer.cache(), layer.cache()
     for length in (240, *[1] * 9):
         got, want = layer.feed(one, length), moved.feed(other, length)
@@ -219,8 +244,9 @@ def check_stand_in(layer, draw, cache, other):
         assert mx.array_equal(a[..., :74, :], b[..., :74, :])
 
 
-def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
-    layer = Layer(*CASES["one group"])
+@pytest.mark.parametrize("case", ["one group", "8 bits"])
+def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host, case):
+    layer = Layer(*CASES[case])
     cache = layer.cache()
     layer.feed(cache, 40)
     check_stand_in(layer, lambda: [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)], cache, layer.cache())
@@ -243,7 +269,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     step, _ = attend.plan(
-        backend.name(), (q.shape, k.shape, v.shape), (q.dtype, q.dtype), 32, (64, False), (None, False)
+        backend.name(), (q.shape, k.shape, v.shape), (q.dtype, q.dtype, q.dtype), 32, (64, False), (None, False, False)
     )
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
@@ -262,35 +288,65 @@ FAULTS = {
     "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
-    "values of the newest": ("attend_step", "values_later + (p - begun) * V", "values_later + row * V"),
+    "values of the newest": ("attend_step", "values_later + (p - begun) * VD", "values_later + row * VD"),
     "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
     "later positions": ("attend_step", "row < own && top", "row < P && top"),
     "a window too wide": ("attend_step", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
     "a window too narrow": ("attend_step", "top + row >= low", "top + row > low"),
-    "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * D", "(kept + p % WINDOW) * D"),
+    "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * KD", "(kept + p % WINDOW) * KD"),
     "values out of order": (
         "attend_step",
-        "values + (kept + (WINDOW ? p % capacity : p)) * V :",
-        "values + kept * V :",
+        "values + (kept + (WINDOW ? p % capacity : p)) * VD :",
+        "values + kept * VD :",
     ),
     "no sinks": ("attend_combine", "total += metal::exp(sink - largest)", "total += 0"),
     "sinks of the other sign": ("attend_combine", "exp(sink -", "exp(-sink -"),
     "the first pieces": ("attend_combine", "(WINDOW && offset >= WINDOW", "(!WINDOW && offset >= WINDOW"),
-    "values as wide as keys": ("attend_step", "KV * RECENT * D + kv * RECENT * V", "KV * RECENT * D + kv * RECENT * D"),
+    "values as wide as keys": (
+        "attend_step",
+        "KV * RECENT * KD + kv * RECENT * VD",
+        "KV * RECENT * KD + kv * RECENT * KD",
+    ),
     "missing barrier": ("attend_step", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "a piece too few": ("attend_combine", "/ P + 1", "/ P"),
     "the query for its gate": ("attend_combine", "(2 * head + 1) * D", "2 * head * D"),
     "one of its shares": ("attend_combine", "s < SHARES - 1", "s < SHARES - 3"),
     "half of the positions": ("attend_step", "share == 1", "share == 2"),
-    "a row's first columns": ("attend_step", "[unit % UNITS]", "[0]"),
+    "a row's first columns": ("attend_step", "kv_load<D>(row, unit % UNITS,", "kv_load<D>(row, 0,"),
+    "another zero": ("kv_rows.h", "(float(code) - 128.0f)", "(float(code) - 127.0f)"),
+    "a key's first scale": ("kv_rows.h", "[unit * WORDS * 4 / kv_group(WIDTH)]", "[0]"),
+    "a value's first scale": ("kv_rows.h", "[at / kv_group(WIDTH)]", "[0]"),
+    "codes in another order": ("kv_rows.h", "(loaded.x >> (8 * j))", "(loaded.x >> (24 - 8 * j))"),
+    "codes rounded down": ("kv_rows.h", "metal::rint(x[i] * inverse) + 128.0f", "x[i] * inverse + 128.0f"),
+    "one scale for two groups": ("kv_rows.h", "[at / GROUP] = scale", "[0] = scale"),
+    "its own value as it was": ("attend_step", ": sizeof(K) == 1 || VNORM ?", ": VNORM ?"),
+    "its own key as it was": ("kv_rows.h", "x[i] = float(X(kv_decode(code, scale)))", "x[i] = float(X(x[i]))"),
     "parts of one weight": ("attend_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
+}
+SEEN_IN = {  # the case in which a fault shows; others in "one group"
+    "heads without gates": "gates",
+    "no magnitude": "YaRN",
+    "a window too wide": "window",
+    "no sinks": "sinks",
+    "sinks of the other sign": "sinks",
+    "values as wide as keys": "window, sinks, narrow values",
+    "the query for its gate": "gates",
+    "another zero": "8 bits",
+    "a key's first scale": "8 bits, two groups, gates",
+    "a value's first scale": "8 bits, two groups, gates",
+    "codes in another order": "8 bits",
+    "codes rounded down": "8 bits",
+    "one scale for two groups": "8 bits, two groups, gates",
+    "its own value as it was": "8 bits",
+    "its own key as it was": "8 bits",
 }
 
 
 @msl.needed
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in_three(FAULTS))
 def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, f"{file}.metal", old, new)
+    case = CASES[SEEN_IN.get(name, "one group")]
     with contextlib.suppress(msl.Failure):
-        assert any(not Layer(*case).error([70, 1, 1, 1]) < LIMITS[mx.float32] for case in CASES.values())
+        assert any(not Layer(*case).error(lengths) < LIMITS[mx.float32] for lengths in ([1], [70, 1, 1, 1]))

@@ -4,18 +4,20 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
+import oracle
 import pytest
 from grids import drawn
 from tile_choices import Chosen
 
 from metal import msl
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.kinds import Delta, Router
+from moeflux_mlx.kinds import ChannelDecay, Delta, Router
 from moeflux_mlx.ops import delta, route
 from moeflux_mlx.ops.tiles import MAX_TOKENS, Tile, using
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FLOATS = [mx.float32, mx.bfloat16, mx.float16]
+RULE = ChannelDecay(-5.0, 32)
 LIMITS = {mx.float32: 2e-5, mx.bfloat16: 1.2e-2, mx.float16: 2e-3}  # largest error over largest value
 
 
@@ -68,7 +70,14 @@ def delta_case(rng, T, heads, key_heads, v_dim, k_dim, dtype):
     )
 
 
-def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads):
+def channels_case(rng, T, heads, v_dim, k_dim, dtype=mx.float32):
+    """The same where each channel of a key decays by itself."""
+    qkv, _, b, A_log, _, state, _ = delta_case(rng, T, heads, heads, v_dim, k_dim, dtype)
+    a, dt_bias = random(rng, T, heads * k_dim, dtype=dtype, scale=2), random(rng, heads * k_dim)
+    return qkv, a, b, A_log, dt_bias, state, heads, RULE
+
+
+def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads, rule=None):
     heads, v_dim, k_dim = state.shape
     T, kd = qkv.shape[0], key_heads * k_dim
     x = wide(qkv)
@@ -77,15 +86,22 @@ def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads):
     q = q / np.sqrt((q**2).sum(-1, keepdims=True) + 1e-6) * k_dim**-0.5
     k = k / np.sqrt((k**2).sum(-1, keepdims=True) + 1e-6)
     q, k = (np.repeat(one, heads // key_heads, axis=1) for one in (q, k))
-    decay = np.exp(-np.exp(wide(A_log)) * np.logaddexp(wide(a) + wide(dt_bias), 0))
+    decay = np.exp(-np.exp(wide(A_log)) * np.logaddexp(wide(a) + wide(dt_bias), 0)) if rule is None else None
+    if rule is not None:
+        logits = np.exp(wide(A_log))[:, None] * (wide(a) + wide(dt_bias)).reshape(T, heads, k_dim)
+        decay = np.exp(rule.floor / (1 + np.exp(-logits)))
     beta = 1 / (1 + np.exp(-wide(b)))
-    S, out = wide(state).copy(), np.empty((T, heads, v_dim))
-    for t in range(T):
-        S *= decay[t][:, None, None]
-        learnt = (v[t] - np.einsum("hvk,hk->hv", S, k[t])) * beta[t][:, None]
-        S += learnt[..., None] * k[t][:, None]
-        out[t] = np.einsum("hvk,hk->hv", S, q[t])
-    return out, S
+    return oracle.gated_delta_recurrence(q, k, v, decay, beta, wide(state))
+
+
+@pytest.mark.parametrize("steps, T", [("gated_delta", 3), ("gated_delta_tokens", 11)])
+@pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.full)])
+def test_channels_that_decay_by_themselves(host, steps, T, dtype):
+    """The last of the blocks in which many tokens are taken is not full."""
+    case = channels_case(np.random.default_rng(T), T, 2, 20, 64, dtype)
+    out, following = getattr(delta, steps)(*case)
+    want, state = delta_oracle(*case)
+    assert error(out, want) < LIMITS[dtype] and error(following, state) < 2e-5
 
 
 DELTA_CASES = [(1, 2, 1, 32, 128), (4, 4, 2, 20, 64), (3, 2, 2, 7, 32)]  # T, heads, key heads, value dim, key dim
@@ -142,9 +158,10 @@ def test_twin_of_gated_delta(dtype):
     assert error(out[0], want) < 2 * LIMITS[dtype] and error(following[0], last) < 2 * LIMITS[dtype]
 
 
-@pytest.mark.parametrize("T", [1, MAX_TOKENS, MAX_TOKENS + 1])
-def test_layer_on_kernels_equals_plain_operations(host, T):
-    rng, sizes = np.random.default_rng(T), Delta(1, 2, 32, 16, 4)
+@pytest.mark.parametrize("T, rule", [(1, None), (MAX_TOKENS, None), (MAX_TOKENS + 1, None), (MAX_TOKENS + 1, RULE)])
+def test_layer_on_kernels_equals_plain_operations(host, T, rule):
+    rng = np.random.default_rng(T)
+    sizes = Delta(2 if rule else 1, 2, 32, 16, 4, "silu" if T == 1 else "sigmoid", channel_decay=rule)
     qkv, z, b, a = (part[None] for part in step_inputs(rng, sizes, T=T))
     conv, recurrent, weights = step_state(rng, sizes)
     states = [SimpleNamespace(offset=0, conv=conv[None], recurrent=recurrent[None]) for _ in range(2)]
@@ -154,18 +171,21 @@ def test_layer_on_kernels_equals_plain_operations(host, T):
 
 
 STEP_CASES = [(1, 2, 32, 16, 4), (2, 4, 64, 20, 4), (3, 3, 32, 7, 2), (2, 2, 96, 40, 3), (1, 2, 128, 128, 4)]
+CHANNELS = (2, 2, 64, 24, 4)  # of which each decays by itself
 
 
-@pytest.mark.parametrize("sizes, dtype", drawn(STEP_CASES, FLOATS, seed=3))
+@pytest.mark.parametrize("sizes, dtype", drawn([*STEP_CASES, CHANNELS], FLOATS, seed=3))
 def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
-    """The parts are compared with the oracle above."""
-    sizes, rng = Delta(*sizes), np.random.default_rng(sizes)
+    """The parts are compared with the oracle above; every second case has the other gate."""
+    rng, gate = np.random.default_rng(sizes), "sigmoid" if sizes[3] in (20, 24, 40) else "silu"
+    sizes = Delta(*sizes, gate, channel_decay=RULE if sizes == CHANNELS else None)
     qkv, z, b, a = step_inputs(rng, sizes, dtype)
     conv, recurrent, weights = step_state(rng, sizes, dtype)
     got = delta.delta_step(qkv, z, b, a, conv, recurrent, weights, sizes)
     mixed, next_conv = delta.conv_silu(qkv, conv, weights.conv.reshape(sizes.channels, -1))
-    out, following = delta.gated_delta(mixed, a, b, weights.A_log, weights.dt_bias, recurrent, sizes.key_heads)
-    out = delta.gated_norm(out, z.reshape(out.shape), weights.norm, weights.eps)
+    rates, rule = (weights.A_log, weights.dt_bias), sizes.channel_decay
+    out, following = delta.gated_delta(mixed, a, b, *rates, recurrent, sizes.key_heads, rule)
+    out = delta.gated_norm(out, z.reshape(out.shape), weights.norm, weights.eps, gate)
     for one, want in zip(got, (out.reshape(1, -1), next_conv, following), strict=True):
         assert np.array_equal(wide(one), wide(want))
 
@@ -180,22 +200,44 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
         ("mixed[i] = float(X(sum", "mixed[i] = float((sum"),
         ("outs[first + r] = float(X(sum))", "outs[first + r] = sum"),
         ("z[head * DV + i]", "z[i]"),
+        ("SIGMOID ? 1.0f : gate", "SIGMOID ? gate : 1.0f"),
+        ("EACH ? head * DK + lane * N + i : head", "EACH ? head * DK + lane * N : head"),
     ],
 )
 def test_a_planted_fault_in_the_step_is_caught(host, monkeypatch, old, new):
     msl.plant(monkeypatch, "delta_step.metal", old, new)
     with pytest.raises((AssertionError, msl.Failure)):
-        test_delta_step_has_the_bits_of_its_parts(None, (2, 4, 64, 20, 4), mx.bfloat16)
+        sizes = CHANNELS if old.startswith("EACH") else (2, 4, 64, 20, 4)
+        test_delta_step_has_the_bits_of_its_parts(None, sizes, mx.bfloat16)
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        pytest.param("gated_delta_tokens.metal", "from + part / VECTORS >= steps", "false", marks=pytest.mark.full),
+        pytest.param("delta_inputs.metal", "EACH ? 1.0f :", "EACH ? 0.5f :", marks=pytest.mark.full),
+        ("decay.h.metal", "least / (1.0f + metal::exp(-rate * u))", "least / (1.0f + metal::exp(-u))"),
+    ],
+)
+def test_a_planted_fault_in_decays_of_channels_is_caught(host, monkeypatch, file, old, new):
+    msl.plant(monkeypatch, file, old, new)
+    case = channels_case(np.random.default_rng(1), 3, 2, 8, 64)
+    assert max(map(error, delta.gated_delta_tokens(*case), delta_oracle(*case))) > 1e-2
 
 
 def step_inputs(rng, sizes, dtype=mx.float32, T=1):
-    widths = sizes.channels, sizes.value_width, sizes.value_heads, sizes.value_heads
+    widths = sizes.channels, sizes.value_width, sizes.value_heads, _decays(sizes)
     return [random(rng, T, n, dtype=dtype) for n in widths]
+
+
+def _decays(sizes):
+    return sizes.key_width if sizes.channel_decay else sizes.value_heads
 
 
 def step_state(rng, sizes, dtype=mx.float32):
     heads, conv = sizes.value_heads, (sizes.channels, sizes.taps, 1)
-    weights = (random(rng, *conv, dtype=dtype), random(rng, heads), random(rng, heads))
+    weights = (random(rng, *conv, dtype=dtype), random(rng, heads), random(rng, _decays(sizes)))
     weights = delta.DeltaWeights(*weights, random(rng, sizes.value_dim, dtype=dtype), 1e-6)
     recurrent = random(rng, heads, sizes.value_dim, sizes.key_dim)
     return random(rng, sizes.taps - 1, sizes.channels, dtype=dtype), recurrent, weights
@@ -225,9 +267,10 @@ def test_decay_survives_extreme_inputs(host, steps):
 def test_gated_norm(host, shape, dtype):
     rng = np.random.default_rng(shape[-1])
     x, z, weight = random(rng, *shape, dtype=dtype), random(rng, *shape, dtype=dtype), random(rng, shape[-1])
-    got = delta.gated_norm(x, z, weight, 1e-6)
     want = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
-    assert error(got, want * wide(z) / (1 + np.exp(-wide(z)))) < LIMITS[dtype]
+    for gate, factor in (("silu", wide(z)), ("sigmoid", 1)):
+        got = delta.gated_norm(x, z, weight, 1e-6, gate)
+        assert error(got, want * factor / (1 + np.exp(-wide(z)))) < LIMITS[dtype]
 
 
 NAMED = {  # value heads, key heads, experts, experts per token
@@ -235,6 +278,7 @@ NAMED = {  # value heads, key heads, experts, experts per token
     "Qwen3.6-35B-A3B": (32, 16, 256, 8),
     "Qwen3.5-122B-A10B": (64, 16, 256, 8),
     "Qwen3.5-397B-A17B": (64, 16, 512, 10),
+    "GLM-5.3-Flash": (64, 64, 288, 8),
 }
 
 
@@ -244,13 +288,15 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     heads, key_heads, E, K = NAMED[name]
     rng = np.random.default_rng(0)
+    rule = ChannelDecay(-5.0, 128) if name.startswith("GLM") else None
     case = delta_case(rng, 1, heads, key_heads, 128, 128, mx.bfloat16)
+    case = channels_case(rng, 1, heads, 128, 128, mx.bfloat16) if rule else case
     qkv = case[0]
     delta.conv_silu(qkv, mx.zeros((3, qkv.shape[1]), mx.bfloat16), mx.zeros((qkv.shape[1], 4), mx.bfloat16))
     out, _ = delta.gated_delta(*case)
     delta.gated_delta_tokens(*case)
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
-    sizes = Delta(key_heads, heads, 128, 128, 4)
+    sizes = Delta(key_heads, heads, 128, 128, 4, channel_decay=rule)
     qkv, z, b, a = step_inputs(rng, sizes, mx.bfloat16)
     delta.delta_step(qkv, z, b, a, *step_state(rng, sizes, mx.bfloat16), sizes)
     route.route(mx.zeros((1, E)), Router(E, K))
@@ -261,7 +307,7 @@ def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
 @pytest.mark.parametrize(
     "file, old, new",
     [
-        ("gated_delta.metal", "s[r * N + i] *= decay;", "s[r * N + i] += 0 * decay;"),
+        ("gated_delta.metal", "s[r * N + i] *= decay[i];", "s[r * N + i] += 0 * decay[i];"),
         ("gated_delta.metal", "head / (NV / NK) * DK", "head % NK * DK"),
         ("gated_delta.metal", "* beta;", "+ beta;"),
         ("gated_delta_tokens.metal", "* NK + head / (NV / NK);", "* NK + head % NK;"),

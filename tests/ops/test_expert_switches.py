@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples, one_in_three
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_forms import MXFP4, Stored, narrow
@@ -10,7 +11,6 @@ from test_native import PATHS, force
 from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
-from moeflux_mlx.experts import ranks
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import FORMS, Activation
 from moeflux_mlx.ops import backend, elementwise, experts, forms, grouped, native
@@ -18,6 +18,7 @@ from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.tiles import MAX_TOKENS, using
 from moeflux_mlx.quant import Quant
+from moeflux_mlx.several import experts as several_experts
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMIT = 0.6  # of which many products are larger
@@ -148,7 +149,7 @@ def cases(most_tokens):
     return st.builds(Case, seeds, *forms, tokens, sizes, st.booleans(), slots, turns=st.booleans())
 
 
-few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @few
@@ -260,7 +261,7 @@ def test_the_bits_of_a_sum_of_rows(host, make):
     pairs = list(np.ndindex(case.slots.shape))
     tokens, slots = np.array([t for t, _ in pairs]), np.array([case.slots[pair] for pair in pairs])
     weights = np.array([case.weights[pair] for pair in pairs])
-    rows = ranks._rows(make(case.x), tokens, slots, Records(make(case.blob), case.record), weights)
+    rows = several_experts._rows(make(case.x), tokens, slots, Records(make(case.blob), case.record), weights)
     beside = case.weights if make is np.array else np.ones_like(case.weights)
     where = np.arange(case.slots.size, dtype=np.int32).reshape(case.slots.shape)
     whole = grouped.combined(rows, where, make(beside), make(case.mid), None)
@@ -268,7 +269,7 @@ def test_the_bits_of_a_sum_of_rows(host, make):
 
 
 @msl.needed
-@pytest.mark.parametrize("name", KERNEL_FAULTS)
+@pytest.mark.parametrize("name", one_in_three(KERNEL_FAULTS))
 def test_a_planted_fault_in_a_kernel_is_caught(host, monkeypatch, name):
     msl.plant(monkeypatch, *KERNEL_FAULTS[name])
     case = Case(4, STORED[0], ACTIVATIONS[4], 1, (64, 64), turns="second half" in name or "turns" in name)

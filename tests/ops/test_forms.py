@@ -4,11 +4,13 @@ float64. The whole grid for Metal's text runs with `--full`."""
 import mlx.core as mx
 import numpy as np
 import pytest
-from grids import drawn
+from geometries import e4m3
+from grids import drawn, one_in_three
 from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
-from moeflux_mlx.formats.record import Record
+from moeflux_mlx import quant as quant_module
+from moeflux_mlx.formats.record import Record, rounded
 from moeflux_mlx.ops import backend, experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
@@ -17,18 +19,20 @@ from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP Microscaling 1.0, table 5
-MXFP4 = Quant(4, 32, "mxfp4")
+MXFP4, MXFP8, NVFP4 = Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")
+GLOBAL = Quant(4, 16, "nvfp4", has_global_scale=True)
+SMALL_FLOATS = [(quant, "U8") for quant in (MXFP4, MXFP8, NVFP4, GLOBAL)]
 GRID = [
     (Quant(bits, group), kind) for bits in AFFINE_BITS for group in AFFINE_GROUPS for kind in ("BF16", "F16", "F32")
 ]
-GRID.append((MXFP4, "U8"))
-FEW = [GRID[9 * i + (4 * i) % 9] for i in range(6)] + [GRID[-1]]  # every width, every group, every kind of scales
+FEW = [GRID[9 * i + (4 * i) % 9] for i in range(7)] + SMALL_FLOATS  # every width, every group, every kind of scales
+GRID += SMALL_FLOATS
 H, I, SLOTS = 256, 128, 4
 
 
 def named(case):
     quant, kind = case
-    return f"{quant.mode}-{quant.bits}-{quant.group_size}-{kind}"
+    return f"{quant.mode}-{quant.bits}-{quant.group_size}-{kind}{'-global' * quant.has_global_scale}"
 
 
 def grid(cases, **more):
@@ -50,20 +54,44 @@ class Stored:
     """A random matrix: its parts as numpy arrays, bfloat16 as uint16, and its values in float64."""
 
     def __init__(self, rng, rows, columns, quant, kind):
-        words, shape = quant.words(columns), (rows, quant.groups(columns))
+        self.quant, words, shape = quant, quant.words(columns), (rows, quant.groups(columns))
         codes = rng.integers(0, 1 << 32, (rows, words), np.uint32)
         stream = np.unpackbits(codes.view(np.uint8), axis=1, bitorder="little").reshape(rows, columns, quant.bits)
         values = (stream.astype(np.int64) << np.arange(quant.bits)).sum(-1)
         size = rng.uniform(0.5, 1.5, shape) / (0.29 * 2**quant.bits * columns**0.5)
         if kind == "U8":
-            scales = rng.integers(122, 125, shape).astype(np.uint8)
-            self.parts, wide = [codes, scales], [2.0 ** (scales.astype(np.float64) - 127), 0 * size]
-            values = E2M1[values]
+            values, wide = self._small_floats(rng, quant, codes, values, shape)
         else:
             stored = [narrow(part, kind) for part in (size, -(2**quant.bits - 1) / 2 * size)]
             self.parts, wide = [codes, *(part for part, _ in stored)], [value for _, value in stored]
         s, b = (np.repeat(part, quant.group_size, axis=1) for part in wide)
         self.values, self.largest = s * values + b, np.abs(s) * np.abs(values) + np.abs(b)
+
+    def _small_floats(self, rng, quant, codes, values, shape):
+        """Codes and scales of 8 bits, of any sign and with subnormal ones; NaN is no code that a checkpoint holds."""
+        if quant.codes == quant_module.E4M3:
+            np.copyto(codes.view(np.uint8), 0x7E, where=codes.view(np.uint8) & 0x7F == 0x7F)
+            values = e4m3(codes.view(np.uint8).astype(np.int64)) / 64
+        else:
+            values = E2M1[values]
+        if quant.scale == quant_module.E8M0:
+            scales = rng.integers(122, 125, shape).astype(np.uint8)
+            if quant.codes == quant_module.E4M3:
+                values, scales = values * 64, scales - 6
+            wide = 2.0 ** (scales.astype(np.float64) - 127)
+        else:
+            scales = rng.integers(2, 48, shape).astype(np.uint8)
+            wide = e4m3(scales)
+        self.parts = [codes, scales]
+        if quant.has_global_scale:
+            self.parts.append(np.full((len(codes), 1), 1234.5, np.float32))
+            wide = wide * (1234.5 / 2688)
+        return values, [wide, 0 * wide]
+
+    def in_record(self, field):
+        """Its bytes in a field of a record, as words."""
+        part = self.parts[self.quant.parts.index(field.part)]
+        return (part[:1] if field.part == "global_scale" else part).reshape(-1).view(np.uint32)
 
     def arrays(self, kind):
         """For MLX."""
@@ -86,18 +114,16 @@ class Experts:
     def __init__(self, quants, kind, tokens=2, seed=0):
         rng = np.random.default_rng(seed)
         shapes, junk = ((I, H), (I, H), (H, I)), 64
-        size = Record.make(H, I, quants, None, kind).size
+        size = rounded(Record.make(H, I, quants, None, kind).size, 16)
         self.record = Record.make(H, I, quants, size + junk, kind)
         self.matrices = [
             [Stored(rng, *shape, q, kind) for shape, q in zip(shapes, quants, strict=True)] for _ in range(SLOTS)
         ]
-        rest = np.full(junk // 4, 0xFFFFFFFF, np.uint32)
-        self.blob = np.stack(
-            [
-                np.concatenate([*(p.reshape(-1).view(np.uint32) for m in e for p in m.parts), rest])
-                for e in self.matrices
-            ]
-        )
+        self.blob = np.full((SLOTS, self.record.stride // 4), 0xFFFFFFFF, np.uint32)
+        for row, matrices in zip(self.blob, self.matrices, strict=True):
+            for projection, matrix in zip(self.record.projections, matrices, strict=True):
+                for field in projection.fields:
+                    row[field.words] = matrix.in_record(field)
         self.slots = rng.integers(0, SLOTS, (tokens, 3)).astype(np.int32)
         self.x, self.mid = rng.standard_normal((2, tokens, H), dtype=np.float32)
         self.weights = rng.random((tokens, 3), dtype=np.float32)
@@ -136,12 +162,16 @@ def product_error(quant, kind, tokens, multiply, rows=24):
     return error(np.array(multiply(mx.array(x), quant, *matrix.arrays(kind))), x @ matrix.values.T)
 
 
-def check(quant, kind, limit):
+def check(quant, kind, limit, counts=(1, 3)):
     made = Experts((quant,) * 3, kind)
     assert made.error() < limit
-    for tokens in (1, 3):
-        assert product_error(quant, kind, tokens, linear.qmv) < limit
     check_dequantized(made)
+    check_products(quant, kind, limit, counts)
+
+
+def check_products(quant, kind, limit, counts):
+    for tokens in counts:
+        assert product_error(quant, kind, tokens, linear.qmv) < limit
 
 
 def check_dequantized(made):
@@ -156,9 +186,14 @@ def check_dequantized(made):
 LIMIT = 4e-5  # float32, in which codes of two bits lie beside a constant of 128
 
 
-@grid(FEW)
-def test_text_reads_every_width(host, quant, kind):
-    check(quant, kind, LIMIT)
+@pytest.mark.parametrize("case, tokens", drawn(FEW, [1, 3]))
+def test_text_reads_every_width(host, case, tokens):
+    check_products(*case, LIMIT, [tokens])
+
+
+@grid([FEW[2], FEW[3], *SMALL_FLOATS[1:]])
+def test_text_of_experts_reads_every_kind_of_codes(host, quant, kind):
+    check(quant, kind, LIMIT, [])
 
 
 @pytest.mark.full
@@ -177,7 +212,8 @@ def test_text_reads_every_width_with_tiles_of_cuda(host, quant, kind):
 # ---- codes times integers
 
 
-INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16"), GRID[-1]]
+INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16")]
+INTEGERS += [(MXFP4, "U8"), (GLOBAL, "U8")]
 
 
 @pytest.fixture
@@ -247,7 +283,7 @@ INTEGER_FAULTS = {
 
 
 @msl.needed
-@pytest.mark.parametrize("name", INTEGER_FAULTS)
+@pytest.mark.parametrize("name", one_in_three(INTEGER_FAULTS))
 def test_a_planted_fault_in_integers_is_caught(integers, monkeypatch, name):
     quant, file, old, new = INTEGER_FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
@@ -275,13 +311,23 @@ FAULTS = {
     "halfwords of a block": (Quant(5, 64), "affine.h.metal", "words[(k + SPAN) / 2]", "words[k / 2]"),
     "the second group of a chunk": (Quant(3, 32), "codes.h.metal", "/ GROUP + g", "/ GROUP"),
     "bytes": (Quant(8, 64), "affine.h.metal", "256.0f * x_sum", "255.0f * x_sum"),
-    "the sign": (MXFP4, "mxfp4.h.metal", "0x80008000u", "0x80000000u"),
-    "a scale's exponent": (MXFP4, "codes.h.metal", "uint(scale) << 23", "uint(scale) << 22"),
+    "the sign": (MXFP4, "e2m1.h.metal", "0x80008000u", "0x80000000u"),
+    "the sign of a byte": (MXFP8, "e4m3.h.metal", "0x80008000u", "0x80000000u"),
+    "bytes that are odd": (MXFP8, "e4m3.h.metal", "odd ? word : word << 8", "word << 8"),
+    "the second scale of a chunk": (NVFP4, "e2m1.h.metal", "scale[GROUPS * r + g]", "scale[GROUPS * r]"),
+    "a scale of eight bits": (
+        NVFP4,
+        "codes.h.metal",
+        "(bits & 0x7F) << 7))) * 256.0f",
+        "(bits & 0x7F) << 6))) * 256.0f",
+    ),
+    "the factor of a matrix": (GLOBAL, "codes.h.metal", "factors[row] * (1.0f / 2688.0f)", "factors[row]"),
+    "a scale's exponent": (MXFP4, "codes.h.metal", "uint(scale.bits) << 23", "uint(scale.bits) << 22"),
 }
 
 
 @msl.needed
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in_three(FAULTS))
 def test_a_planted_fault_is_caught(host, monkeypatch, name):
     quant, file, old, new = FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
@@ -292,16 +338,19 @@ def test_a_planted_fault_is_caught(host, monkeypatch, name):
 # ---- the native kernels
 
 
-@pytest.fixture(params=native.instruction_paths() if native.available() else [])
-def path(request):
+PATHS = native.instruction_paths() if native.available() else []
+
+
+@pytest.fixture(params=PATHS)
+def path(request, team):
     native.use_path(request.param)
     yield request.param
     native.use_path(native.instruction_paths()[0])
-    native.set_threads(native.cores())
 
 
-@grid(GRID)
-def test_native_kernels_read_every_form(path, quant, kind):
+@pytest.mark.parametrize("case, path", drawn(GRID, PATHS), indirect=["path"])
+def test_native_kernels_read_every_form(path, case):
+    quant, kind = case
     made = Experts((quant,) * 3, kind, tokens=5)
     assert made.error(np.array) < 2e-6
     rng = np.random.default_rng(3)
@@ -335,7 +384,7 @@ def test_native_bits_depend_on_nothing_beside_a_row(path, quant, kind):
 # ---- resident matrices, and what is not read
 
 
-@pytest.mark.parametrize("quant, kind", [(Quant(3, 32), "BF16"), (Quant(6, 128), "F32"), (MXFP4, "U8")])
+@pytest.mark.parametrize("quant, kind", [(Quant(3, 32), "BF16"), (Quant(6, 128), "F32"), *SMALL_FLOATS])
 def test_resident_matrices(quant, kind):
     """Products either way, rows by id, and the matrices of heads, on MLX's side and natively."""
     rng = np.random.default_rng(6)
@@ -358,5 +407,4 @@ def test_resident_matrices(quant, kind):
 
 
 def test_a_form_of_no_kernel_is_known_as_such():
-    assert not forms.is_read(Quant(4, 16, "nvfp4"), 256) and not forms.is_read(Quant(8, 32, "mxfp8"), 256)
     assert not forms.is_read(Quant(4, 128), 192) and forms.is_read(Quant(3, 64), 192)

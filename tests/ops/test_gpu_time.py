@@ -5,6 +5,7 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.budget import plan_memory
@@ -13,13 +14,17 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.model.decoder import DecoderLayer, Model
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.layer import layer_of
 from moeflux_mlx.model.span import PromptSizes, Span
+from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.ops import backend, gpu_time, launch
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.state.cache import make_cache
+from moeflux_mlx.state.compressed import CompressedCache
+from moeflux_mlx.state.joined import JoinedCache
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
 MEMORY = 1 << 40
@@ -91,21 +96,32 @@ def kinds_of_layers(args):
     return {(args.mixers[i], i in args.moe_layers): i for i in range(args.num_hidden_layers)}.values()
 
 
-def last_block(args, layer, positions, block):
-    """A layer over the last block of a prompt of so many tokens, without its routed experts."""
-    made, cache = DecoderLayer(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
+def fill(cache, positions):
+    """As after so many positions."""
     if cache.is_trimmable():
         for name, (heads, width) in zip(("keys", "values"), cache.rows, strict=True):
             setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
-    cache.offset = positions - block
+    if isinstance(cache, CompressedCache):
+        (_, row), (_, entry) = cache.rows
+        cache.keys = mx.zeros((1, 1, cache.capacity, row), mx.bfloat16)
+        cache.values = mx.zeros((1, 1, cache.entries_of(positions), entry), mx.bfloat16) if entry else None
+
+
+def last_block(args, layer, positions, block):
+    """A layer over the last block of a prompt of so many tokens, without its routed experts."""
+    made, cache = layer_of(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
+    for one in (cache.own, cache.beside) if isinstance(cache, JoinedCache) else (cache,):
+        fill(one, positions)
+        one.offset = positions - block
     made.set_dtype(mx.bfloat16)
-    x = mx.zeros((1, block, args.hidden_size), mx.bfloat16)
+    x = mx.zeros((1, block, args.hidden_size * (args.connections.streams if args.connections else 1)), mx.bfloat16)
     made.mlp.finish = lambda parts, report: parts[0]
-    made.pass_span(x, cache, Span(mx.zeros((1, block), mx.int32), cache.offset, block), lambda share: None)
+    tokens = mx.zeros((1, block), mx.int32)
+    span = Span(tokens, positions - block, block, inputs=Tokens(tokens))
+    backend.start(made.pass_span(x, cache, span, lambda share: None))  # as between two layers
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name, chip", drawn(variants(), CHIPS))
 def test_no_launch_of_a_block_and_nothing_that_gathers_takes_half_a_second(monkeypatch, name, chip):
     args = ModelArgs.from_variant(name)
     for context in (8192, 65_536, 262_144):
@@ -138,8 +154,7 @@ def test_what_is_cut_is_computed_alike(monkeypatch):
     np.testing.assert_allclose(np.array(model(tokens)), whole, atol=2e-5)
 
 
-@pytest.mark.parametrize("spread", ["even", "all to few"])
-@pytest.mark.parametrize("name", variants())
+@pytest.mark.parametrize("name, spread", drawn(variants(), ["even", "all to few"]))
 def test_no_piece_of_a_wave_takes_half_a_second(monkeypatch, name, spread):
     """Cut alike on every Apple GPU, so the slowest is looked at."""
     args = ModelArgs.from_variant(name)
@@ -160,9 +175,10 @@ def test_no_piece_of_a_wave_takes_half_a_second(monkeypatch, name, spread):
 def test_logits_of_many_tokens_are_several_launches(monkeypatch):
     args = ModelArgs.from_variant("qwen3.5-35b-a3b")
     model = Model(args, None)
-    monkeypatch.setattr(model, "run", lambda tokens, cache: mx.zeros((1, 8192, args.hidden_size)))
+    monkeypatch.setattr(model, "_last", lambda tokens, cache: mx.zeros((1, 8192, args.hidden_size)))
     work = Work(monkeypatch)
-    assert model._step(mx.zeros((1, 8192), mx.int32), []).shape == (1, 8192, args.vocab_size)
+    (logits,) = model._step(mx.zeros((1, 8192), mx.int32), [])
+    assert logits.shape == (1, 8192, args.vocab_size)
     assert sum(work.launches) == 2 * 8192 * args.hidden_size * args.vocab_size
     assert max(work.launches) / gpu_time.rate("Apple M1") < gpu_time.SECONDS
 

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import on_cpu, tiny_directory
@@ -78,13 +79,13 @@ def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_operations")
-@pytest.mark.parametrize("dense_from", [1, 8, 10**9])
-@pytest.mark.parametrize("block, piece", [(16, 16384), (64, 16384), (4, 24)])
-def test_every_way_of_multiplying_gives_the_same(monkeypatch, block, piece, dense_from):
+@pytest.mark.parametrize("dense_from, sizes", drawn([1, 8, 10**9], [(16, 16384), (64, 16384), (4, 24)]))
+def test_every_way_of_multiplying_gives_the_same(monkeypatch, sizes, dense_from):
     """From codes in blocks, taken apart, in pieces: up to rounding."""
     model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, 240, (1, 45)))
     by_rows = np.array(model(tokens))
+    block, piece = sizes
     monkeypatch.setitem(grouped.BLOCK_ROWS, backend.name(), block)
     monkeypatch.setitem(grouped.DENSE_FROM, backend.name(), dense_from)
     monkeypatch.setattr(grouped, "PIECE_ROWS", piece)

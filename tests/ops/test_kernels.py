@@ -8,6 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn, one_in_three
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tile_choices import OF_CUDA, Chosen
@@ -150,9 +151,12 @@ def error(got, want):
 # ---- one answer from kernel, twin and oracle
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("T, O, I", [(1, 40, 256), (1, 9, 2048), (1, 1, 64), (3, 40, 256), (8, 24, 192), (2, 7, 64)])
-def test_qmv_matches_oracle(host, T, O, I, dtype):
+@pytest.mark.parametrize(
+    "sizes, dtype",
+    drawn([(1, 40, 256), (1, 9, 2048), (1, 1, 64), (3, 40, 256), (8, 24, 192), (2, 7, 64)], FLOATS),
+)
+def test_qmv_matches_oracle(host, sizes, dtype):
+    T, O, I = sizes
     rng = np.random.default_rng([T, O, I])
     matrix = Matrix(rng, O, I)
     x = mx.array(rng.normal(size=(T, I)).astype(np.float32)).astype(dtype)
@@ -182,10 +186,9 @@ class Fused:
 FUSED = ["norm", "sum", "norm and sum"]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("what, O, I", [(what, *shape) for what in FUSED for shape in [(40, 256), (9, 2048), (1, 64)]])
-def test_qmv_with_what_is_around_it_matches_oracle(host, what, O, I, dtype):
-    assert Fused(what, O, I, dtype).error() < LIMITS[dtype]
+@pytest.mark.parametrize("what, sizes, dtype", drawn(FUSED, [(40, 256), (9, 2048), (1, 64)], FLOATS, turns=3))
+def test_qmv_with_what_is_around_it_matches_oracle(host, what, sizes, dtype):
+    assert Fused(what, *sizes, dtype).error() < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("what", FUSED)
@@ -210,9 +213,9 @@ def test_fused_qmv_reads_every_form(host, bits):
     assert error(got, want) < LIMITS[mx.float32]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("T, K, H, I", [(1, 3, 256, 128), (2, 4, 128, 192)])
-def test_experts_match_oracle(host, T, K, H, I, dtype):
+@pytest.mark.parametrize("sizes, dtype", drawn([(1, 3, 256, 128), (2, 4, 128, 192)], FLOATS))
+def test_experts_match_oracle(host, sizes, dtype):
+    T, K, H, I = sizes
     e = Experts([T, K], T, K, H, I, dtype)
     assert error(e.gate_up(), e.want_act()) < LIMITS[dtype]
     assert error(e.down_combine(), e.want_out()) < LIMITS[dtype]
@@ -230,9 +233,8 @@ def test_tiles_of_cuda_match_oracle(host, cuda_tiles, H, I):
         assert error(linear.qmv(x, EXPERTS, *matrix.arrays()), wide(x) @ matrix.values.T) < LIMITS[mx.bfloat16]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_moe_combine_matches_oracle(host, dtype, shared):
+@pytest.mark.parametrize("shared, dtype", drawn([False, True], FLOATS))
+def test_moe_combine_matches_oracle(host, shared, dtype):
     e = Experts(1, 3, 5, 320, 64, dtype)
     out = mx.random.normal((3, 5, 320)).astype(dtype)
     weights = mx.array(e.weights.astype(np.float32))
@@ -241,7 +243,7 @@ def test_moe_combine_matches_oracle(host, dtype, shared):
     assert error(got, want) < LIMITS[dtype]
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_random_shapes_match_oracle(data):
     draw = functools.partial(lambda low, high: data.draw(st.integers(low, high)))
@@ -352,7 +354,7 @@ FAULTS = {
 
 
 @msl.needed
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in_three(FAULTS))
 def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
@@ -378,7 +380,7 @@ FUSED_FAULTS = {
 
 
 @msl.needed
-@pytest.mark.parametrize("name", FUSED_FAULTS)
+@pytest.mark.parametrize("name", one_in_three(FUSED_FAULTS))
 def test_planted_fault_around_a_product_is_caught(host, cuda_tiles, monkeypatch, name):
     """Tiles of CUDA have more than one simdgroup to a row."""
     file, old, new = FUSED_FAULTS[name]
@@ -415,7 +417,7 @@ def launches(H, I, K, dtype):
 
 
 @msl.needed
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", one_in_three(VARIANTS))
 def test_text_compiles_at_every_variant(monkeypatch, name):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     with msl.launching(msl.TextKernel):

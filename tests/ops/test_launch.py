@@ -135,7 +135,8 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
         x = mx.array(rng.normal(size=(tokens, 128))).astype(mx.bfloat16)
         del handed[:]
         assert mx.array_equal(layer(x), other(x))
-        assert [count for _, count in handed] == [2, 4]
+        number = int(tokens > 1)  # of rows, handed over where there are several
+        assert [count for _, count in handed] == [2 + number, 4 + number]
     layer.weight = other.weight = mx.array(rng.integers(0, 2**32, (96, 16), np.uint32))
     assert mx.array_equal(layer(x), other(x))
 
@@ -143,8 +144,8 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize(("family", "most"), [("qwen3_moe", 30), ("qwen3_5_moe", 30)])
-def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatch, family, most):
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "qwen3_5_moe"])
+def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatch, family):
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
 
     model = load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="mmap")
@@ -158,11 +159,12 @@ def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatc
             logits.append(np.array(model(mx.array([[7]]), cache).astype(mx.float32)))
             counts.append(sum(count for _, count in handed) / len(model.layers))
     assert np.array_equal(*logits)
-    print(counts)
-    assert counts[1] < most < counts[0]
+    assert counts[1] < 30 < counts[0]
 
 
-FORMS = {f"{form}.h.metal" for form in ("affine", "affine4", "mxfp4", "planes")}  # which define the same functions
+FORMS = {
+    f"{form}.h.metal" for form in ("affine", "affine4", "e2m1", "e4m3", "planes")
+}  # which define the same functions
 DEFINED = re.compile(r"^(?:(?:#define|struct) |(?:inline|constexpr)[^;{(=]* (?=\w+\())(\w+)", re.M)
 
 

@@ -1,11 +1,13 @@
 """The few launches of an MoE layer: norm and router, choice, and the shared expert beside the routed ones. Each against
 float64 or its slow form, and bit by bit where modes must agree."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from grids import drawn
+from grids import drawn, examples, one_in_three
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_forms import Stored
@@ -15,7 +17,9 @@ from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import Activation, Router
 from moeflux_mlx.ops import backend, combine, experts, native
+from moeflux_mlx.ops import linear as products
 from moeflux_mlx.ops import route as routes
+from moeflux_mlx.ops.elementwise import activate
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
 from moeflux_mlx.ops.route import Choice, read_host_copy, route, route_with_host_copy, router_logits
@@ -50,7 +54,7 @@ def router(rng, rows, columns, bits, group):
 ROUTERS = [(1, 33, 2048), (3, 8, 192)]  # T, O, H
 
 
-@pytest.mark.parametrize("sizes, form, dtype", drawn(ROUTERS, [(0, 64), (8, 64), (4, 32)], FLOATS, turns=2))
+@pytest.mark.parametrize("sizes, form, dtype", drawn(ROUTERS, [(0, 64), (8, 64), (4, 32)], FLOATS))
 def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
     (T, O, H), (bits, group) = sizes, form
     rng = np.random.default_rng([T, O, bits])
@@ -62,6 +66,10 @@ def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
     want = wide(h) / np.sqrt((wide(h) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(norm)
     assert x.dtype == dtype and error(x, want) < LIMITS[dtype]
     assert error(logits, wide(x) @ values.T) < 2e-5, "logits are of the row as it is stored"
+    other = random(rng, H)
+    x, same = router_logits(h, norm, 1e-6, w, None, other)
+    assert mx.array_equal(same, logits), "a norm of x's own changes no logit"
+    assert error(x, want / wide(norm) * wide(other)) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -69,7 +77,8 @@ def test_kernel_and_twin_of_the_router_agree(dtype):
     def outputs():
         rng = np.random.default_rng(2)
         w, _ = router(rng, 17, 256, 8, 64)
-        return [*router_logits(random(rng, 2, 256, dtype=dtype), random(rng, 256, dtype=dtype), 1e-6, w)]
+        h, norm, other = (random(rng, *shape, dtype=dtype) for shape in ((2, 256), (256,), (256,)))
+        return [*router_logits(h, norm, 1e-6, w), *router_logits(h, norm, 1e-6, w, None, other)]
 
     twin = [wide(part) for part in outputs()]
     with msl.launching():
@@ -79,7 +88,7 @@ def test_kernel_and_twin_of_the_router_agree(dtype):
 # ---- the choice
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),
@@ -98,7 +107,7 @@ def test_softmax_topk(seed, T, shape, norm):
     np.testing.assert_allclose(np.array(weights), want_weights, rtol=1e-5)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),
@@ -147,6 +156,22 @@ def test_the_copy_for_the_host_of_one_token_is_what_was_chosen(host, monkeypatch
     of_last = read_host_copy(copy)
     assert np.array_equal(of_last[0], np.array(ids))
     np.testing.assert_allclose(of_last[1], np.array(weights), rtol=2**-7)
+
+
+@pytest.mark.parametrize(
+    "rule", [Router(40, 6, expert_scales=True), replace(SIGMOID, scale=1.0, expert_scales=True)], ids=str
+)
+def test_each_expert_has_a_scale_of_its_own(host, rule):
+    """By a kernel, natively where that chooses, and by plain operations: float64's choice times the scale."""
+    rng = np.random.default_rng(5)
+    logits, scales = (random(rng, *shape) for shape in ((3, rule.experts), (rule.experts,)))
+    bias = mx.zeros((rule.experts,)) if rule.correction_bias else None
+    plain = replace(rule, expert_scales=False)
+    for one in (logits, np.array(logits)):
+        ids, weights = (np.array(part) for part in route(one, rule, bias, scales))
+        want_ids, want = (np.array(part) for part in route(one, plain, bias))
+        assert np.array_equal(ids, want_ids)
+        np.testing.assert_allclose(weights, want * np.array(scales)[ids], rtol=1e-5)
 
 
 def test_ties_go_to_the_lowest_index(host):
@@ -226,7 +251,7 @@ class Layer(Experts):
 EXPERTS_OF = [(1, 3, 256, 128), (2, 4, 128, 192)]  # T, K, H, I
 
 
-@pytest.mark.parametrize("sizes, gated, dtype", drawn(EXPERTS_OF, [False, True], FLOATS, turns=2, seed=1))
+@pytest.mark.parametrize("sizes, gated, dtype", drawn(EXPERTS_OF, [False, True], FLOATS, seed=1))
 def test_shared_expert_beside_routed_ones_matches_oracle(host, sizes, gated, dtype):
     T, K, H, I = sizes
     layer = Layer(10 * T + K, T, K, H, I, dtype, gated=gated)
@@ -241,16 +266,34 @@ def test_kernels_and_the_shared_experts_own_products_agree(host, monkeypatch):
     assert error(layer.routed_and_shared(), wide(together)) < LIMITS[mx.float32]
 
 
-def test_a_shared_expert_that_is_stored_otherwise_goes_by_itself(host):
+@pytest.mark.parametrize("least", [0, products.PAYS_FROM])
+def test_a_shared_expert_that_is_stored_otherwise_goes_by_itself(host, monkeypatch, least):
+    """In two launches where they pay."""
+    monkeypatch.setattr(products, "PAYS_FROM", least)
     routed = Layer(5, 1, 3, 128, 64, mx.float32)
     for other in (Layer(5, 1, 3, 128, 64, mx.float32, scales=mx.float32), Layer(5, 1, 3, 128, 128, mx.float32)):
         assert not other.shared.joins(routed.records.record, 3)
         routed.own, routed.logits, routed.shared = other.own, other.logits, other.shared
+        if not least:
+            routed.shared = replace(other.shared, layer=fail)
         assert error(routed.routed_and_shared(), routed.want()) < 2 * LIMITS[mx.float32]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("form", ["silu", "silu then clip"])
+def test_rows_of_a_shared_expert_alone_have_their_own_bits(host, monkeypatch, form):
+    monkeypatch.setattr(products, "PAYS_FROM", 0)
+    layer = Layer(6, 5, 3, 128, 192, mx.bfloat16)
+    activation = Activation(form, None if form == "silu" else 0.25)
+    shared = replace(layer.shared, layer=fail, activation=activation)
+    rows = [replace(shared, gates=shared.gates[t : t + 1]).rows(layer.x[t : t + 1]) for t in range(5)]
+    assert mx.array_equal(mx.concatenate(rows), shared.rows(layer.x))
+    gate, up = (wide(layer.x) @ matrix.values.T for matrix in layer.own[:2])
+    act = wide(activate(mx.array(gate, mx.float32), mx.array(up, mx.float32), activation))
+    want = act @ layer.own[2].values.T / (1 + np.exp(-wide(layer.logits)[:, -1:]))
+    assert error(shared.rows(layer.x), want) < 2 * LIMITS[mx.bfloat16]
+
+
+@pytest.mark.parametrize("T, dtype", drawn([1, 3], [mx.float32, mx.bfloat16]))
 def test_the_bits_of_a_sum_of_rows(host, T, dtype):
     """As several ranks make it: every row by itself, then the sum in the order of the routing."""
     layer = Layer(9, T, 4, 128, 64, dtype)
@@ -270,15 +313,21 @@ def test_the_bits_of_a_sum_of_rows(host, T, dtype):
 # ---- the choice in the launch of gate and up
 
 
-@pytest.mark.parametrize("with_shared", [False, True])
-@pytest.mark.parametrize("rule", [Router(16, 4), Router(16, 4, "sigmoid", True, 4, 2, True, 2.5)])
+@pytest.mark.parametrize(
+    "rule, with_shared",
+    drawn(
+        [Router(16, 4), Router(16, 4, "sigmoid", True, 4, 2, True, 2.5), Router(16, 4, expert_scales=True)],
+        [False, True],
+    ),
+)
 def test_choosing_in_the_launch_gives_the_bits_of_choosing_before(host, rule, with_shared):
     layer = Layer(6, 2, 4, 128, 64, mx.bfloat16, columns=17, records=16)
     bias = random(np.random.default_rng(7), 16) if rule.correction_bias else None
-    ids, weights = route(layer.logits, rule, bias)
+    scales = random(np.random.default_rng(8), 16) if rule.expert_scales else None
+    ids, weights = route(layer.logits, rule, bias, scales)
     shared = layer.shared if with_shared else None
     want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, shared)
-    got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule, bias), layer.records, layer.h_mid, shared)
+    got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule, bias, scales), layer.records, layer.h_mid, shared)
     assert mx.array_equal(got, want)
 
 
@@ -303,7 +352,7 @@ def stored(rows, columns, bits=4):
 
 
 @msl.needed
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", one_in_three(NAMED))
 def test_an_moe_layer_is_three_launches(monkeypatch, name):
     """Whose text compiles at every variant."""
     monkeypatch.setattr(msl.TextKernel, "texts", [])
@@ -340,7 +389,7 @@ FAULTS = {
 
 
 @msl.needed
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", one_in_three(FAULTS))
 def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, file, old, new)

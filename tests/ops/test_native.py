@@ -291,13 +291,14 @@ def check_delta(tokens, k_heads, group, dk, dv, seed):
     heads = k_heads * group
     q, k = rng.standard_normal((2, tokens, k_heads, dk), dtype=np.float32) / np.float32(np.sqrt(dk))
     v = rng.standard_normal((tokens, heads, dv), dtype=np.float32)
-    decay, beta = rng.random((2, tokens, heads), dtype=np.float32)
+    beta = rng.random((tokens, heads), dtype=np.float32)
     state = rng.standard_normal((heads, dv, dk), dtype=np.float32)
     wide = [np.repeat(a.astype(float), group, 1) for a in (q, k)]
-    expected, last = oracle.gated_delta_recurrence(*wide, v.astype(float), decay, beta, state.astype(float))
-    out, following = native.gated_delta(state, q, k, v, decay, beta)
-    assert close(out, expected, np.full(out.shape, 10.0))
-    assert close(following, last, np.full(state.shape, 10.0))
+    for decay in (rng.random(beta.shape, dtype=np.float32), rng.random((*beta.shape, dk), dtype=np.float32)):
+        expected, last = oracle.gated_delta_recurrence(*wide, v.astype(float), decay, beta, state.astype(float))
+        out, following = native.gated_delta(state, q, k, v, decay, beta)
+        assert close(out, expected, np.full(out.shape, 10.0))
+        assert close(following, last, np.full(state.shape, 10.0))
 
 
 def check_rounded(tokens, rows, groups, bits, seed):
@@ -367,11 +368,10 @@ few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scop
 
 
 @pytest.fixture(params=PATHS, autouse=True)
-def path(request):
+def path(request, team):
     force(request.param)
     yield request.param
     force(PATHS[0])
-    native.set_threads(native.cores())
 
 
 any_path = pytest.mark.parametrize("path", PATHS[:1], indirect=True)
@@ -630,7 +630,7 @@ def qmv4_arguments():
         "quant": EXPERTS,
         "w": np.zeros((8, 16), np.uint32),
         "scales": zeros,
-        "biases": zeros,
+        "third": zeros,
     }
 
 
@@ -647,11 +647,11 @@ BAD = {
     "w misaligned": {"w": misaligned((8, 16), np.uint32)},
     "too few scales": {"scales": np.zeros((8, 1), np.uint16)},
     "float16 scales beside bfloat16 biases": {"scales": np.zeros((8, 2), np.float16)},
-    "scales without biases": {"biases": None},
+    "scales without biases": {"third": None},
     "7 bits": {"quant": Quant(7, 64), "w": np.zeros((8, 28), np.uint32)},
-    "groups of 16": {"quant": Quant(4, 16), **dict.fromkeys(("scales", "biases"), np.zeros((8, 8), np.uint16))},
+    "groups of 16": {"quant": Quant(4, 16), **dict.fromkeys(("scales", "third"), np.zeros((8, 8), np.uint16))},
     "the words of other bits": {"quant": Quant(5, 64)},
-    "E8M0 scales for other groups": {"scales": np.zeros((8, 2), np.uint8), "biases": None},
+    "E8M0 scales for other groups": {"scales": np.zeros((8, 2), np.uint8), "third": None},
     "mixed scales": {"scales": np.zeros((8, 2), F)},
     "read-only out": {"out": read_only((2, 8))},
     "short out": {"out": np.zeros((1, 8), F)},
@@ -689,9 +689,10 @@ def expert_arguments():
 
 def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
     """A projection that lies where it says."""
+    codes = [types.SimpleNamespace(dtype=dtype, words=slice(at, at)) for at in words]
     fields = [types.SimpleNamespace(dtype=dtype)] * 2
     field = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))
-    return types.SimpleNamespace(words=words, quant=quant, fields=fields, codes=[*fields, None], bias=field)
+    return types.SimpleNamespace(quant=quant, fields=fields, codes=codes, bias=field)
 
 
 def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120), bias=None, activation=SILU):
@@ -758,6 +759,19 @@ def test_a_down_matrix_beyond_its_record_is_refused(path, words, down):
         native.expert_down_combine(
             np.zeros((1, 2, 64), F), blob, slots, record, np.zeros((1, 2), F), np.zeros((1, 64), F)
         )
+
+
+@any_path
+@pytest.mark.parametrize("place, is_right", [(576, True), (577, False), (-2, False), (2**61, False)])
+def test_a_global_scale_beyond_its_record_is_refused(path, place, is_right):
+    down = claimed((0, 512, place), Quant(4, 16, "nvfp4", has_global_scale=True), dtype="U8")
+    blob, slots, act = np.zeros((2, 577), np.uint32), np.zeros((1, 2), np.int32), np.zeros((1, 2, 64), F)
+    given = act, blob, slots, types.SimpleNamespace(down=down), np.zeros((1, 2), F), np.zeros((1, 64), F)
+    if is_right:
+        assert (native.expert_down_combine(*given) == 0).all()
+        return
+    with pytest.raises(REFUSED):
+        native.expert_down_combine(*given)
 
 
 @any_path
@@ -833,6 +847,7 @@ def test_bad_small_operations_are_refused(path):
         lambda: native.linear(np.zeros((2, 32), F), None, np.zeros((4, 32), F), norm=(np.zeros(31, F), 0.0)),
         lambda: native.linear(np.zeros((2, 32), F), None, np.zeros((4, 32), F), residual=np.zeros((1, 4), F)),
         lambda: native.gated_delta(x, *np.zeros((3, 1, 1, 16), F), *np.zeros((2, 1, 1), F)),
+        lambda: native.gated_delta(*np.zeros((4, 1, 1, 16), F), np.zeros((1, 1, 15), F), np.zeros((1, 1), F)),
         lambda: native.set_threads(0),
         lambda: native.use_path("sse9"),
         lambda: native.extension().linear(x),

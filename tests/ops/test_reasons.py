@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import Router
+from moeflux_mlx.kinds import ChannelDecay, Delta, Router
 from moeflux_mlx.ops import attend, combine, delta, dequantize, experts, latent, linear, route
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.launch import NO_KERNELS, Launch, Reason
@@ -14,6 +14,7 @@ from moeflux_mlx.quant import EXPERTS, Quant
 RECORD, NARROW = Record.make(256, 128), Record.make(256, 96, (Quant(4, 32),) * 3)
 RULE = Router(16, 4)
 GROUPED = Router(16, 4, groups=4, kept_groups=2)
+CHANNELS = Delta(1, 2, 128, 128, 4, channel_decay=ChannelDecay(-5.0, 128))
 FORM = Form(EXPERTS, mx.bfloat16)
 NORMS = mx.bfloat16, mx.bfloat16, mx.uint32
 
@@ -51,12 +52,14 @@ def down(slots):
         (latent.refusal("cuda", True, 512, 60), "512 and 60 are no multiples of 8"),
         (attend.native_refusal(False), "attend_step takes a single token"),
         (latent.native_refusal(9), "for more than 8 tokens"),
-        (linear.native_refusal(Quant(4, 16, "nvfp4"), 256), "mode nvfp4 in rows of 256 columns"),
+        (linear.native_refusal(Quant(4, 32), 96), "4 bits, group_size 32, mode affine in rows of 96 columns"),
         (experts.native_refusal(NARROW), "down_proj has rows of 96 columns in 4 bits"),
         (route.native_refusal(Router(16, 4, score="sigmoid")), "knows softmax, not sigmoid"),
         (route.native_refusal(GROUPED), "neither groups"),
-        (delta.refusal("metal", 2, 128), "there are 2 sequences"),
-        (delta.refusal("metal", 1, 48), "keys of 48 values"),
+        (latent.refusal("metal", True, 512, 0), "there is no rotated key"),
+        (delta.refusal("metal", 2, Delta(2, 2, 128, 128, 4)), "there are 2 sequences"),
+        (delta.refusal("metal", 1, Delta(2, 2, 48, 128, 4)), "keys of 48 values"),
+        (delta.refusal("cuda", 1, CHANNELS), "channels of 1 keys decay by themselves for 2 values"),
         (route.refusal("metal", GROUPED), "the router's rule"),
         (route.refusal("ops", RULE), NO_KERNELS),
         (logits("metal", MAX_TOKENS + 1, 256), f"more than {MAX_TOKENS} rows"),
@@ -77,5 +80,5 @@ def test_a_refusal_names_what_is_in_the_way(reason, words):
 def test_what_is_taken_has_no_reason():
     assert linear.refusal("metal", 8, (512, 512), EXPERTS, 512 * 512) is None
     assert attend.refusal("cuda", True, 256, 128) is None and latent.refusal("metal", True, 512, 64) is None
-    assert delta.refusal("cuda", 1, 128) is None and route.refusal("metal", RULE) is None
+    assert delta.refusal("cuda", 1, Delta(2, 2, 128, 128, 4)) is None and route.refusal("metal", RULE) is None
     assert isinstance(gate_up("metal", RECORD), Launch) and isinstance(logits("cuda", 8, 256), Launch)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from grids import drawn, examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops.test_forms import Experts, Stored
@@ -22,7 +23,7 @@ MXFP4 = Quant(4, 32, "mxfp4")
 FORMS = [(Quant(bits, group), kind) for bits in (4, 8) for group in (32, 64, 128) for kind in ("BF16", "F16", "F32")]
 FORMS.append((MXFP4, "U8"))
 MOST = {8: 127, 16: 32639}  # of an activation's integer, and of its group's largest activation
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 forms = st.sampled_from(FORMS)
 widths = st.integers(1, 11).map(lambda n: 128 * n)
 seeds = st.integers(0, 2**32 - 1)
@@ -30,10 +31,9 @@ bits = pytest.mark.parametrize("bits", MOST)
 
 
 @pytest.fixture(autouse=True)
-def fastest_afterwards():
+def fastest_afterwards(team):
     yield
     native.use_path(PATHS[0])
-    native.set_threads(native.cores())
 
 
 def product(x, quant, parts, bits, path=PATHS[0] if PATHS else ""):
@@ -95,11 +95,10 @@ def test_one_set_of_bits(bits, form, rows, width, tokens, seed):
         assert np.array_equal(alone, got)
 
 
-@bits
-@pytest.mark.parametrize("tokens", [1, 3, 9, 40])
-@pytest.mark.parametrize("quant, kind", FORMS)
-def test_experts_are_their_products(bits, quant, kind, tokens):
+@pytest.mark.parametrize("form, tokens, bits", drawn(FORMS, [1, 3, 9, 40], MOST, turns=2))
+def test_experts_are_their_products(bits, form, tokens):
     """Bit by bit: gate, up and down of each slot by itself, and the weighted sum of them."""
+    quant, kind = form
     made = Experts((quant,) * 3, kind, tokens)
     with native.activations(bits):
         act = native.expert_gate_up(made.x, made.blob, made.slots, made.record)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def logits_of(seed, T, E):
     return (rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1) * 0.02 + rng.normal(size=(T, 1))).astype(np.float32)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 10), st.integers(10, 80), st.booleans())
 def test_softmax_topk(seed, T, K, E, norm):
     logits = logits_of(seed, T, E)
@@ -30,7 +31,7 @@ def test_softmax_topk(seed, T, K, E, norm):
     np.testing.assert_allclose(np.array(weights), want_weights, rtol=2e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(0, 2**32),
     st.integers(1, 5),
@@ -121,7 +122,7 @@ def test_both_rotations_use_frequencies_and_magnitude(interleaved):
     np.testing.assert_allclose(rope(x, 0)[0], want, atol=2e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from([32, 64, 128]),
     st.floats(1e3, 1e7),

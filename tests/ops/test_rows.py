@@ -7,6 +7,7 @@ on every instruction path, with exact and with rounded activations.
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_expert_switches import ACTIVATIONS
@@ -103,11 +104,12 @@ class Step:
     def _record(self, record):
         words = np.zeros(record.stride // 4, np.uint32)
         for one in record.projections:
-            parts = Stored(self.rng, one.rows, one.columns, one.quant, one.fields[1].dtype).parts
-            if one.bias is not None:
-                parts = [*parts, narrow(self.normal(one.rows), one.bias.dtype)[0]]
-            for field, part in zip(one.fields, parts, strict=True):
-                words[field.words] = part.reshape(-1).view(np.uint32)
+            matrix = Stored(self.rng, one.rows, one.columns, one.quant, one.fields[1].dtype)
+            for field in one.fields:
+                if field == one.bias:
+                    words[field.words] = narrow(self.normal(one.rows), one.bias.dtype)[0].view(np.uint32)
+                else:
+                    words[field.words] = matrix.in_record(field)
         return words
 
     def shared(self, gated):
@@ -210,7 +212,7 @@ around = st.tuples(st.booleans(), st.booleans())
 
 
 @few
-@pytest.mark.parametrize("form", FORMS, ids=name)
+@pytest.mark.parametrize("form, path", drawn(FORMS, PATHS), indirect=["path"])
 @given(st.data())
 def test_native(path, form, data):
     step = draw_step(data.draw, form, numpy_rows)
@@ -253,18 +255,18 @@ def kernels(monkeypatch):
     linear.plan.cache_clear()
 
 
-@pytest.mark.parametrize("i", range(len(FORMS) - 1))
-def test_products(kernels, monkeypatch, i):
+@pytest.mark.parametrize("i, is_large", drawn(range(len(FORMS) - 1), [False, True]))
+def test_products(kernels, monkeypatch, i, is_large):
     """Of each form by the kernels, for one or two row counts: each has a text of its own."""
-    rng, form, count = np.random.default_rng(i), FORMS[i], (2, 7, 16, 3, 9, 5, 4, 8)[i]
+    rng, form, count = np.random.default_rng(i), FORMS[i], (2, 7, 16, 3, 9, 5, 4, 8, 6, 12, 2, 3)[i]
     step = Step(rng, form, count, size_for(form, 4, 1), mlx_rows(DTYPES[i % 3]))
-    holds(step.linear(i % 2, i // 2 % 2))
-    monkeypatch.setattr(linear, "LARGE", 0)
-    linear.plan.cache_clear()
-    holds(step.linear(True, True))
+    if is_large:
+        monkeypatch.setattr(linear, "LARGE", 0)
+        linear.plan.cache_clear()
+    holds(step.linear(i // 2 % 2, i // 4 % 2))
 
 
-@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("i", [pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
 def test_moe_layers(kernels, i):
     form, size, switches = FORMS[2 * i], size_for(FORMS[2 * i], 2, 1), (i == 2, ACTIVATIONS[-i], i == 3)
     step = Step(np.random.default_rng(i), form, 3 - i % 2, size, mlx_rows(DTYPES[i % 3]), switches)

@@ -11,11 +11,11 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli import tuning as screen
-from moeflux_mlx.engine import tuning
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend, launch, linear
 from moeflux_mlx.ops.tiles import CODE, LIMITS, Tile, Tiles, using
 from moeflux_mlx.spec import variants
+from moeflux_mlx.tools import tuning
 
 SEEN = (256, 384, 832, 896, 1024)  # limits of pipelines on M1, M2 and the M1 of virtual machines
 

@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from small_hub import SmallHub, connected
+from tiny_models import tiny_directory
 
 from moeflux_mlx.cli import conversion
 from moeflux_mlx.convert import convert, main
@@ -83,8 +84,8 @@ def write_tiny(path, kind="F32", config=None, **change):
 
 
 @pytest.mark.parametrize(("family", "variant"), EVERY_SOURCE)
-def test_expert_files(tmp_path, family, variant):
-    out = converted(tmp_path, family, variant)
+def test_expert_files(family, variant):
+    out = tiny_directory(family, variant)
     args = ModelArgs.from_file(out)
     packed = PackedExperts.open(out, args)
     wanted = goldens.packed_layers(family, "fp8" if variant == "fp8" else "hub")
@@ -97,8 +98,8 @@ def test_expert_files(tmp_path, family, variant):
 
 
 @pytest.mark.parametrize(("family", "variant"), EVERY_SOURCE)
-def test_resident_tensors(tmp_path, family, variant):
-    got = resident(converted(tmp_path, family, variant))
+def test_resident_tensors(family, variant):
+    got = resident(tiny_directory(family, variant))
     source = {"hub_sharded": "hub", "transformers5": "hub", "moeflux": "mlx4"}.get(variant, variant)
     wanted = flat(family, goldens.mlx_tensors(family, source))
     assert got.keys() == wanted.keys()
@@ -438,14 +439,10 @@ def test_microscaling_checkpoints(tmp_path):
             tensors[name], tensors[name.replace("weight", "scales")] = mx.quantize(array, 16, 4, "nvfp4")
     mx.save_safetensors(str(source / "model.safetensors"), tensors)
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ModelFileError,
-        match=r"^nvfp4: tensor lm_head\.weight is stored with 4 bits, group_size 16, mode nvfp4; kept are affine",
-    ):
-        convert(source, tmp_path / "out")
-    report = convert(source, tmp_path / "out", requantize=True, verify=True)
-    assert "lm_head.weight" in report.lossy and STACK.replace("switch_mlp", "experts.0") in report.lossy
-    assert ModelArgs.from_file(tmp_path / "out").quantization.of("lm_head") == Quant(4, 64)
+    assert convert(source, tmp_path / "kept").lossy == ()
+    assert ModelArgs.from_file(tmp_path / "kept").quantization.of("lm_head") == Quant(4, 16, "nvfp4")
+    report = convert(source, tmp_path / "out", requantize=True, expert_bits=4, verify=True)
+    assert STACK.replace("switch_mlp", "experts.0") in report.lossy and "lm_head.weight" not in report.lossy
 
 
 def test_a_module_without_a_mode_is_affine_in_any_file(tmp_path):
@@ -576,7 +573,7 @@ def test_values_that_are_no_numbers(tmp_path, name):
 
 def test_options_and_directories_that_are_refused(tmp_path):
     source = write_tiny(tmp_path / "source")
-    for options in ({"q_bits": 7}, {"q_bits": 0}, {"q_group_size": 16}, {"down_bits": 1}, {"q_mode": "nvfp4"}):
+    for options in ({"q_bits": 7}, {"q_bits": 0}, {"q_group_size": 16}, {"down_bits": 7}, {"q_mode": "nvfp5"}):
         with pytest.raises(ConfigError, match="is not computed; supported: affine"):
             convert(source, tmp_path / "out", **options)
     with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*64 columns are no multiple"):
@@ -696,7 +693,7 @@ def test_errors_are_one_line(tmp_path, capsys):
 
 
 def test_usage_errors(tmp_path, capsys):
-    for wrong in (["--q-bits", "7"], ["--q-group-size", "16"], ["--q-mode", "nvfp4"], ["--expert-bits", "1"]):
+    for wrong in (["--q-bits", "7"], ["--q-group-size", "16"], ["--q-mode", "nvfp5"], ["--expert-bits", "7"]):
         with pytest.raises(SystemExit) as stopped:
             main(["--hf-path", str(tmp_path), "--mlx-path", str(tmp_path / "out"), *wrong])
         assert stopped.value.code == 2

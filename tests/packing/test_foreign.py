@@ -107,7 +107,7 @@ def wide(scales, columns):
 def test_centred_integers_are_affine_exactly(tmp_path):
     codes, scales, _ = drawn(16, 96)
     matrix = matrix_of(tmp_path, packed_tensors("m", codes, scales), (16, 96), PACKED)
-    assert matrix.quant == Quant(4, GROUP) and matrix.is_kept and matrix.dtypes == ("U32", "BF16", "BF16")
+    assert matrix.quant == Quant(4, GROUP) and matrix.dtypes == ("U32", "BF16", "BF16")
     wanted = wide(oracle.bf16_to_f32(oracle.f32_to_bf16(scales)), 96) * (codes - 8)
     assert np.array_equal(np.array(matrix.values()), wanted)
     assert np.array_equal(np.array(matrix.rows(3, 7).values()), wanted[3:7])
@@ -142,7 +142,7 @@ def test_blocks_are_a_matter_of_looking(tmp_path, shape):
     rng = np.random.default_rng(0)
     codes, exponents = rng.integers(0, 16, shape), rng.integers(100, 140, (*shape[:-1], shape[-1] // GROUP))
     matrix = matrix_of(tmp_path, block_tensors("m", codes, exponents), shape, MXFP4)
-    assert matrix.quant == Quant(4, 32, "mxfp4") and matrix.is_kept
+    assert matrix.quant == Quant(4, 32, "mxfp4")
     values = np.array(E2M1)[codes & 7] * np.where(codes & 8, -1, 1)
     wanted = values * 2.0 ** (np.repeat(exponents, GROUP, axis=-1) - 127.0)
     assert np.array_equal(np.array(matrix.values()), wanted)
@@ -239,7 +239,7 @@ def test_experts_in_blocks_are_refused_with_the_reason(tmp_path):
         ({**AWQ, "version": "gemv"}, "version 'gemv'"),
         ({**AWQ, "group_size": -1}, "group_size -1"),
         ({**AWQ, "zero_point": False}, "zero_point False"),
-        ({**PACKED, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ({**PACKED, "format": "marlin-24"}, "format 'marlin-24'"),
         ({**PACKED, "config_groups": {}}, "not exactly one group"),
         ({**PACKED, "config_groups": []}, "not exactly one group"),
         ({**PACKED, "config_groups": [1]}, "not exactly one group"),

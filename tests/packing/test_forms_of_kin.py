@@ -7,10 +7,12 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from grids import drawn, marks
 from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import read_bytes, read_header
 from moeflux_mlx.packing.source_format import SourceFormat
@@ -54,16 +56,71 @@ def packed(source, **options):
     return source.with_name(f"{source.name}-packed")
 
 
-@pytest.mark.parametrize("family", goldens.KIN)
-def test_mlx_conversions_in_place_and_packed(tmp_path, family):
+LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
+
+
+@pytest.mark.parametrize("family, ways", drawn(goldens.KIN, [({}, LEAST), (LEAST, {})]))
+def test_mlx_conversions_in_place_and_packed(tmp_path, family, ways):
     """Each has the bits of the packed model that is made of the floats: mapped, read and resident."""
-    path = goldens.write_variant(tmp_path / "source", family, "mlx4")
     wanted = logits(tiny_directory(family, "hub"), family)
     if not goldens.first_position(family):
         assert np.abs(wanted - goldens.golden(family)[1]).max() < TOLERANCE
-    least = {"expert_io": "pread", "expert_cache_bytes": 1}
-    for source, options in ((tiny_directory(family), {}), (tiny_directory(family), least), (path, least), (path, {})):
+    path = goldens.write_variant(tmp_path / "source", family, "mlx4")
+    for source, options in zip((tiny_directory(family), path), ways, strict=True):
         assert np.array_equal(logits(source, family, **options), wanted), options
+
+
+def test_a_last_matrix_that_is_the_embedding_or_is_not(tmp_path):
+    """Gemma's checkpoints may hold it twice; without `tie_word_embeddings` it is the model's own."""
+    family, config = "gemma4", goldens.config("gemma4")
+    tensors = goldens.hub_tensors(family)
+    copied = {**tensors, "lm_head.weight": tensors["model.language_model.embed_tokens.weight"]}
+    tied = packed(write(tmp_path / "tied", config, copied))
+    config["text_config"]["tie_word_embeddings"] = False
+    own = packed(write(tmp_path / "own", config, copied))
+    wanted = goldens.golden(family)[1]
+    assert all(np.abs(logits(path, family) - wanted).max() < TOLERANCE for path in (tied, own))
+    assert (own / "resident.safetensors").stat().st_size > (tied / "resident.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp", "minimax_m3_vl"])
+def test_norms_of_mlx_conversions_with_their_one_and_without(tmp_path, family):
+    """mlx-lm and mlx-vlm leave them as they are published, others add it."""
+    tensors = goldens.mlx_tensors(family)
+    plain = {}
+    for name, (kind, array) in tensors.items():
+        is_centred = goldens._kind(family, name) == "centred_norm"
+        plain[name] = goldens._bf16(goldens.as_float((kind, array)) + np.float32(1)) if is_centred else (kind, array)
+    path = write(tmp_path / "plain", goldens.variant_config(family, "mlx4"), plain)
+    assert np.array_equal(logits(path, family), logits(tiny_directory(family), family))
+
+
+JOINED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.qkv_conv.conv": ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"),
+    "self_attn.fbg_a_proj": ("self_attn.f_a_proj", "self_attn.b_proj", "self_attn.g_a_proj"),
+    "self_attn.qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.shared_experts.gate_up_proj": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+}
+
+
+def test_what_mlx_vlm_joins_of_glm5_next(tmp_path):
+    """Rows of one matrix behind those of the other, in every layer that has them."""
+    family = "glm5_next"
+    tensors, joined = goldens.mlx_tensors(family), 0
+    for layer in range(goldens.text_config(family)["num_hidden_layers"]):
+        stem = f"language_model.model.layers.{layer}."
+        for whole, parts in JOINED.items():
+            for part in ("weight", "scales", "biases"):
+                names = [f"{stem}{path}.{part}" for path in parts]
+                if all(name in tensors for name in names):
+                    kind, arrays = tensors[names[0]][0], [tensors.pop(name)[1] for name in names]
+                    tensors[f"{stem}{whole}.{part}"], joined = (kind, np.concatenate(arrays)), joined + 1
+    path = write(tmp_path / "joined", goldens.variant_config(family, "mlx4"), tensors)
+    wanted = logits(tiny_directory(family), family)
+    assert joined == 3 * (3 + 3 + 2 + 1 + 4) + 3
+    assert np.array_equal(logits(path, family), wanted) and np.array_equal(logits(packed(path), family), wanted)
 
 
 @pytest.mark.parametrize("family", ["kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe"])
@@ -95,6 +152,8 @@ def tiny_checkpoint(family, path):
         ("minimax_m2", "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"),
         ("glm4_moe", "model.layers.1.mlp.shared_experts.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
         ("kimi_k2", "language_model.model.layers.1.mlp.gate", "model.layers.1.mlp.gate"),
+        ("gemma4", "language_model.model.layers.1.router.proj", "model.layers.1.mlp.gate"),
+        ("gemma4", "language_model.model.layers.1.mlp.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
     ],
 )
 def test_overrides_name_modules_as_their_writer_does(family, theirs, ours):
@@ -103,7 +162,7 @@ def test_overrides_name_modules_as_their_writer_does(family, theirs, ours):
     assert form.of(ours) == Quant(8, 64) and form.of(f"{ours}_other") == Quant(4, 64)
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe"])
+@pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe", pytest.param("glm5_next", marks=marks(False))])
 def test_block_fp8_has_the_bits_of_its_values(tmp_path, family):
     coded = goldens.fp8_tensors(family)
     config = goldens.variant_config(family, "fp8")
@@ -149,6 +208,60 @@ def test_fp8_with_one_scale_for_a_matrix(tmp_path, family, endings):
     assert np.array_equal(logits(found, family), logits(wanted, family))
 
 
+def fused_attention(tensors, shards, block):
+    """Attention's projections of MiMo as V2.6 has them: shards of queries, keys and values, each with its own blocks
+    of codes; and the values of q, k and v."""
+    coded, values = dict(tensors), dict(tensors)
+    for stem in {name.removesuffix("q_proj.weight") for name in tensors if name.endswith("q_proj.weight")}:
+        parts = [goldens.as_float(coded.pop(f"{stem}{one}_proj.weight")) for one in "qkv"]
+        rows = [np.concatenate(one) for one in zip(*(np.split(part, shards) for part in parts), strict=True)]
+        codes, scales, spoken = zip(*(_coded(one, block) for one in rows), strict=True)
+        coded[f"{stem}qkv_proj.weight"] = "F8_E4M3", np.concatenate(codes)
+        coded[f"{stem}qkv_proj.weight_scale_inv"] = goldens._bf16(np.concatenate(scales))
+        edges = np.cumsum([len(part) // shards for part in parts])[:-1]
+        apart = zip(*(np.split(one, edges) for one in spoken), strict=True)
+        for one, own in zip("qkv", apart, strict=True):
+            values[f"{stem}{one}_proj.weight"] = goldens._bf16(np.concatenate(own))
+    return coded, values
+
+
+def _coded(w, block):
+    """Codes, scales and values in blocks of so many rows and columns, the last of which may be partial."""
+    starts = [np.arange(0, n, block) for n in w.shape]
+    scale = np.maximum.reduceat(np.maximum.reduceat(np.abs(w), starts[0], 0), starts[1], 1) / np.float32(448)
+    scale = goldens.as_float(goldens._bf16(scale))
+    spread = np.repeat(np.repeat(scale, block, 0)[: len(w)], block, 1)[:, : w.shape[1]]
+    codes = oracle.f32_to_e4m3(w / spread)
+    return codes, scale, oracle.e4m3_values()[codes] * spread
+
+
+def mimo_v26(shards, block, **fields):
+    """(config, tensors, values) of a checkpoint of MiMo-V2.6; keys and values are doubled so that they can be split."""
+    config = {**goldens.config("mimo_v2_flash"), "model_type": "mimo_v2", "num_key_value_heads": 2, **fields}
+    tensors = dict(goldens.hub_tensors("mimo_v2_flash"))
+    for layer in (i for i, windowed in enumerate(config["hybrid_layer_pattern"]) if not windowed):
+        for name in (f"model.layers.{layer}.self_attn.{one}_proj.weight" for one in "kv"):
+            tensors[name] = tensors[name][0], np.concatenate([tensors[name][1]] * 2)
+    stated = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    return {**config, "quantization_config": stated}, *fused_attention(tensors, shards, block)
+
+
+@pytest.mark.parametrize("shards, block", [(2, 32), (1, 32)])
+def test_fused_attention_of_shards(tmp_path, shards, block):
+    """A shard ends in the middle of a block, and the next one begins another."""
+    config, coded, values = mimo_v26(shards, block)
+    found = packed(write(tmp_path / "fp8", config, coded))
+    wanted = packed(write(tmp_path / "floats", config, values))
+    assert np.array_equal(logits(found, "mimo_v2_flash"), logits(wanted, "mimo_v2_flash"))
+
+
+def test_shards_that_cannot_be_told(tmp_path):
+    """Where all shards end near the end of a block, one and two of them have as many scales."""
+    config, coded, _ = mimo_v26(2, 64)
+    with pytest.raises(ModelFileError, match=r"qkv_proj.weight_scale_inv: the scales allow \[1, 2\] shards"):
+        packed(write(tmp_path / "fp8", config, coded))
+
+
 def test_kimi_as_published(tmp_path):
     """A text part under a prefix, experts of 4-bit integers, and an image encoder: the bits of MLX's form of it."""
     family, rng = "kimi_k2", np.random.default_rng(7)
@@ -171,6 +284,42 @@ def test_kimi_as_published(tmp_path):
     found = packed(write(tmp_path / "kimi", nested, theirs))
     wanted = packed(write(tmp_path / "mlx", {**goldens.config(family), "quantization": forms}, ours))
     assert np.array_equal(logits(found, family), logits(wanted, family))
+
+
+def test_deepseek_v4_as_published(tmp_path):
+    """Experts of 4-bit floats and float8 blocks, with scales of a power of two: the bits of MLX's mxfp4 and mxfp8."""
+    family, rng, forms = "deepseek_v4", np.random.default_rng(5), {"group_size": 64, "bits": 4}
+    theirs, replaced = dict(goldens.hub_tensors(family)), (".switch_mlp.", ".attn.w")
+    ours = {n: tensor for n, tensor in goldens.mlx_tensors(family).items() if not any(one in n for one in replaced)}
+    stacks = {}
+    for name in [name for name in theirs if ".experts." in name or ".attn.w" in name]:
+        (rows, columns), scale = theirs[name][1].shape, name.replace(".weight", ".scale")
+        mine = goldens._mlx_name(family, name)
+        if ".experts." in name:
+            codes = rng.integers(0, 256, (rows, columns // 2), np.uint8)
+            scales = rng.integers(118, 122, (rows, columns // 32), np.uint8)
+            theirs |= {name: ("I8", codes.view(np.int8)), scale: ("F8_E8M0", scales)}
+            stem, _, rest = mine.partition(".experts.")
+            stack = stacks.setdefault(f"{stem}.switch_mlp.{rest.split('.')[1]}", ([], []))
+            stack[0].append(codes.view(np.uint32)), stack[1].append(scales)
+        else:
+            codes = rng.integers(0, 96, (rows, columns), np.uint8) | rng.integers(0, 2, (rows, columns), np.uint8) << 7
+            scales = rng.integers(118, 121, (-(-rows // 128), -(-columns // 128)), np.uint8)
+            theirs |= {name: ("F8_E4M3", codes), scale: ("F8_E8M0", scales)}
+            spread = scales.repeat(128, 0)[:rows].repeat(4, 1)[:, : columns // 32]
+            path = mine.removesuffix(".weight")
+            ours |= {mine: ("U32", codes.view(np.uint32)), f"{path}.scales": ("U8", np.ascontiguousarray(spread))}
+            forms[path] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    for path, (codes, scales) in stacks.items():
+        ours |= {f"{path}.weight": ("U32", np.stack(codes)), f"{path}.scales": ("U8", np.stack(scales))}
+        forms[path] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    config = goldens.config(family)
+    published = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    found = packed(write(tmp_path / "theirs", {**config, "quantization_config": published}, theirs))
+    wanted = write(tmp_path / "mlx", {**config, "quantization": forms}, ours)
+    assert np.array_equal(logits(found, family), logits(wanted, family))
+    kept = json.loads((found / "config.json").read_text())["quantization"]
+    assert kept["model.layers.1.self_attn.wo_a"]["mode"] == "mxfp8"
 
 
 @pytest.mark.parametrize("width", [64, 192])

@@ -6,6 +6,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors_writer import write_model, write_shards
@@ -32,6 +33,9 @@ FORMS = [  # of gate and up, and of down
     ((2, 32), (4, 64)),
     ((4, 32, "mxfp4"), (4, 32, "mxfp4")),
     ((4, 32, "mxfp4"), (8, 64)),
+    ((8, 32, "mxfp8"), (1, 32)),
+    ((4, 16, "nvfp4"), (4, 16, "nvfp4")),
+    ((4, 16, "nvfp4", True), (8, 32, "mxfp8")),
 ]
 
 
@@ -47,7 +51,7 @@ def records_of(files, layer, direct=True):
     return memory[:, : record.size]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     family=st.sampled_from(FAMILIES),
     count=st.integers(1, 3),

@@ -6,6 +6,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,9 @@ def next_args(**change):
         ("language_model.mtp.fc.weight", None),
         ("model.visual.blocks.0.attn.qkv.weight", None),
         ("vision_tower.blocks.0.attn.qkv.weight", None),
+        ("model.vision_tower.encoder.layers.0.mlp.down_proj.linear.weight", None),
+        ("model.embed_vision.embedding_projection.weight", None),
+        ("audio_tower.subsample_conv_projection.layer0.conv.weight", None),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", None),
     ],
 )
@@ -63,7 +67,7 @@ def test_two_tensors_for_one_place():
         sanitize.canonical_tensors(pair, next_args())
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(heads=st.integers(1, 5), ratio=st.integers(1, 4), dk=st.integers(1, 6), dv=st.integers(1, 6))
 def test_grouped_rows_against_a_loop_over_heads(heads, ratio, dk, dv):
     args = next_args(
@@ -78,7 +82,7 @@ def test_grouped_rows_against_a_loop_over_heads(heads, ratio, dk, dv):
             labels += [(part, head, i) for i in range(width)]
         for part in "ba":
             labels_ba += [(part, head, i) for i in range(ratio)]
-    fused = FAMILIES["qwen3_next"].fused_rows(args.mixers[0], 0)
+    fused = FAMILIES["qwen3_next"].fused_rows(args.layers[0], 0, 1)
     for path, stored in (("qkvz", labels), ("ba", labels_ba)):
         pieces = fused[f"model.layers.0.linear_attn.in_proj_{path}"]
         got = [stored[row] for _, rows in pieces for row in rows]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -17,46 +18,80 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import GenerationResponse
 from moeflux_mlx.engine.running_text import Reuse, Stopped
-from moeflux_mlx.experts.source import LoaderStats
+from moeflux_mlx.experts.source import Asked, LoaderStats
+from moeflux_mlx.model.drafting import Drafting
+from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.app import Served, make_app
 from moeflux_mlx.server.guard import Rules
 from moeflux_mlx.server.listen import Listener, bind
 from moeflux_mlx.server.prepare import Defaults
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
-from moeflux_mlx.server.worker import Worker
+from moeflux_mlx.server.switch import Choice, ModelSwitch
 from moeflux_mlx.text.boundaries import shared_length
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 
 class Live:
-    """Attributes: url, socket, worker, listener."""
+    """Args:
+        load: makes the engine, or of several models each, by name.
 
-    def __init__(self, load, sessions=3, queue=64, rules=Rules(), keepalive=8.0, idle=1 << 30, log=None):  # noqa: B008
+    Attributes: url, socket, models, worker, listener.
+    """
+
+    def __init__(
+        self,
+        load,
+        sessions=3,
+        queue=64,
+        rules=Rules(),  # noqa: B008
+        keepalive=8.0,
+        idle=1 << 30,
+        log=None,
+        idle_seconds=None,
+        parallel=4,
+        decode_share=1 / 3,
+        fetch=None,
+    ):
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.worker = Worker(load, lambda engine: Sessions(engine.session, sessions, idle), queue)
-        defaults = Defaults(Sampling(temperature=0.0), {})
-        served = Served(self.worker, "tiny", lambda engine: defaults, False, keepalive, log)
-        self.listener = Listener(make_app(served, rules), self.worker.begin_stop)
+        defaults = Defaults(Sampling(temperature=0.0), {}, fetch)
+        loads = load if isinstance(load, dict) else {"tiny": load}
+        choices = [
+            Choice(
+                name,
+                make,
+                lambda engine: Sessions(engine.session, sessions, idle),
+                lambda engine: Admission(parallel, 1 << 40, lambda tokens: tokens),
+                lambda engine: defaults,
+            )
+            for name, make in loads.items()
+        ]
+        self.models = ModelSwitch(choices, queue, decode_share, idle_seconds)
+        served = Served(self.models, False, keepalive, log)
+        self.listener = Listener(make_app(served, rules), self.models.begin_stop)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     async def _serve(self):
         self.listener.loop_begun()
-        self.worker.start()
+        self.models.start()
         await self.listener.serve([self.socket])
 
     def __enter__(self):
         self.thread.start()
-        wait_for(lambda: self.worker.state.ready or self.worker.state.error)
-        assert self.worker.state.error is None, self.worker.state.error
+        wait_for(lambda: self.models.ready)
         return self
+
+    @property
+    def worker(self):
+        """Of the model that is loaded."""
+        return self.models.loaded.worker
 
     def __exit__(self, *_):
         self.listener.stop_soon()
         self.thread.join(10)
-        assert self.worker.stop(10) and not self.thread.is_alive()
+        assert self.models.stop(10) and not self.thread.is_alive()
 
     def get(self, path):
         with urlopen(f"{self.url}{path}", timeout=30) as reply:
@@ -99,6 +134,11 @@ def wait_for(condition, seconds=30):
 
 def demo_engine(**options):
     return open_engine(None, **options)
+
+
+@functools.cache
+def tokenizer_of(template):
+    return load_tokenizer(tiny_directory("qwen3_moe", template=template))
 
 
 class FakeSession:
@@ -158,6 +198,8 @@ class FakeSession:
 class FakeAnswer:
     """One of a `FakeSession`: the responses that `respond` yields, which begin anew after an exception."""
 
+    shares_steps, asked = False, Asked()
+
     def __init__(self, session, respond):
         self.session, self._respond, self._responses = session, respond, None
 
@@ -185,7 +227,10 @@ class FakeExperts:
     def expert_states(self):
         return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
 
-    def short_job(self, per_layer):
+    def last_askers(self):
+        return np.zeros((2, 4), np.uint8)
+
+    def interlude(self):
         return contextlib.nullcontext()
 
     def close(self):
@@ -199,8 +244,9 @@ class FakeEngine:
         self.script, self.step = script, step
         self.prompt_seconds, self.token_seconds = prompt_seconds, token_seconds
         self.path = Path("/nowhere/tiny")
-        self.tokenizer = load_tokenizer(tiny_directory("qwen3_moe", template=template))
-        self.model = types.SimpleNamespace(args=types.SimpleNamespace(vocab_size=256, num_experts_per_tok=2))
+        self.tokenizer = tokenizer_of(template)
+        args, drafting = types.SimpleNamespace(vocab_size=256), Drafting()
+        self.model = types.SimpleNamespace(args=args, drafting=drafting, vision=None)
         self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
         self.experts = FakeExperts()
         self.prompts, self.asked = [], []  # what was done of each, and their tokens

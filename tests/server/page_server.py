@@ -41,7 +41,8 @@ def feed(step):
     return {
         "model": "tiny-moe", "busy": busy, "queue": 0, "context": 4096, "layers": LAYERS, "experts": EXPERTS,
         "map": base64.b64encode(cells).decode(), **rates(17.6 if busy else 0.0), "request": rates(195.0),
-        "memory": {"used": 6_200_000_000, "planned": 8_000_000_000, "pool": 4_100_000_000}, "prompt": None,
+        "memory": {"used": 6_200_000_000, "planned": 8_000_000_000, "pool": 4_100_000_000},
+        "lanes": [{"name": None, "prompt": None, "tokens": 20, "tokens_per_second": 17.6}] if busy else [],
     }  # fmt: skip
 
 
@@ -78,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             self.reply(200, page.content(), "text/html; charset=utf-8", Content_Security_Policy=page.csp())
         elif self.path == "/v1/models" and self.allowed():
-            self.reply(200, {"object": "list", "data": [{"id": self.server.feed(0)["model"], "object": "model"}]})
+            self.reply(
+                200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.server.models]}
+            )
         elif self.path == "/live" and self.allowed():
             self.live()
 
@@ -130,7 +133,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, script, feed=feed, pause=0.2):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.script, self.feed, self.pause = script, feed, pause
+        self.script, self.feed, self.pause, self.models = script, feed, pause, [feed(0)["model"]]
         self.requests, self.key, self.step, self.listeners = [], None, 0, 0
         self.left, self.closing = threading.Event(), threading.Event()
         self.address = f"http://127.0.0.1:{self.server_port}/"

@@ -4,7 +4,6 @@ import json
 import re
 import socket
 import threading
-import time
 
 import pytest
 from live_server import FakeEngine, Live, wait_for
@@ -22,7 +21,6 @@ PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completio
 def live():
     rules = Rules(("box.example",), ("https://chat.example",), KEY)
     with Live(lambda: FakeEngine(lambda prompt: "</think>Yes.", context=512), rules=rules) as server:
-        server.worker.state.engine  # noqa: B018
         yield server
 
 
@@ -289,13 +287,15 @@ def test_each_request_is_told_in_a_line():
 
 
 def test_as_many_wait_as_may():
-    slow = FakeEngine(lambda prompt: "</think>" + "Yes. " * 10, token_seconds=0.01)
-    with Live(lambda: slow, queue=3) as live:
+    may_answer = threading.Event()
+    slow = FakeEngine(lambda prompt: "</think>Yes." if may_answer.wait(60) else "")
+    with Live(lambda: slow, queue=3, parallel=1) as live:
         answers = []
         threads = [threading.Thread(target=lambda: answers.append(answer(live, request(PATHS[0])))) for _ in range(12)]
         for thread in threads:
             thread.start()
-            time.sleep(0.02)
+        wait_for(lambda: len(answers) == 8)
+        may_answer.set()
         for thread in threads:
             thread.join()
         refused = [headers for status, headers, _ in answers if status == 429]

@@ -1,42 +1,42 @@
-"""The worker's loop: who is admitted, who goes first, and what becomes of the others when one ends badly."""
+"""The worker's loop: who begins, who goes first, how the time is shared, and what becomes of the others when one ends
+badly."""
 
+import contextlib
 import threading
 import time
+import types
 from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
-from moeflux_mlx.server import worker
+from moeflux_mlx.server import admission, worker
+from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
+from moeflux_mlx.server.prepare import Prepared
 
 LONG, SHORT = "the lake " * 80, "an owl"
 ANSWER = "</think>An owl."
 
 
-@pytest.fixture(autouse=True)
-def sizes(monkeypatch):
-    monkeypatch.setattr(worker, "SHORT", 100)
-    monkeypatch.setattr(worker, "LONG", 150)
-
-
 def engine(**options):
     """A long prompt takes at least a second."""
-    return FakeEngine(lambda prompt: ANSWER, prompt_seconds=0.05, token_seconds=0.01, step=16, **options)
+    return FakeEngine(lambda prompt: ANSWER, prompt_seconds=0.02, token_seconds=0.005, step=16, **options)
 
 
 class Client(threading.Thread):
     """Asks at once, and notes when it was answered."""
 
-    def __init__(self, live, text, order):
+    def __init__(self, live, text, order, name=None):
         super().__init__(daemon=True)
-        self.live, self.text, self.order, self.reply = live, text, order, None
+        self.live, self.text, self.order, self.reply, self.session = live, text, order, None, name
         self.start()
 
     def run(self):
         try:
-            message = [{"role": "user", "content": self.text}]
-            self.reply = self.live.post("/v1/chat/completions", {"messages": message})
+            message = {"messages": [{"role": "user", "content": self.text}], "prompt_cache_key": self.session}
+            self.reply = self.live.post("/v1/chat/completions", message)
         except HTTPError as error:
             with error:
                 self.reply = error.code
@@ -55,49 +55,83 @@ def texts(live):
 def begun(live, order):
     """A client whose long prompt is being computed."""
     client = Client(live, LONG, order)
-    wait_for(lambda: texts(live) and live.worker.state.running[0].progress[0] > 0)
+    wait_for(lambda: LONG in texts(live) and live.worker.state.running[texts(live).index(LONG)].progress[0] > 0)
     return client
 
 
-def test_a_few_short_prompts_go_before_a_long_one():
-    with Live(engine, sessions=6) as live:
-        order = []
-        clients = [begun(live, order)]
-        for n in range(worker.IN_A_ROW + 1):
-            clients.append(Client(live, f"{SHORT} {n}", order))
-            wait_for(lambda: len(order) + live.worker.queue + len(texts(live)) == len(clients))
-        wait_for(lambda: len(order) == len(clients))
-        assert order == [*(f"{SHORT} {n}" for n in range(worker.IN_A_ROW)), LONG, f"{SHORT} {worker.IN_A_ROW}"]
-        assert texts(live) == [] and live.worker.state.totals.failed == 0
+def answering(live, order, words=400):
+    """A client whose long answer is being written."""
+    live.worker.state.engine.script = lambda prompt: "</think>" + ("word " * words if "write" in prompt else "An owl.")
+    client = Client(live, "write", order)
+    wait_for(lambda: live.models.totals.generated_tokens > 5)
+    return client
 
 
-def test_both_count_as_running_while_one_goes_first():
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one():
     with Live(engine) as live:
         order = []
-        begun(live, order)
-        Client(live, SHORT, order)
+        clients = [begun(live, order), Client(live, SHORT, order)]
         wait_for(lambda: texts(live) == [LONG, SHORT])
         assert "moeflux_requests_running 2" in live.get("/metrics")
         assert "moeflux_requests_waiting 0" in live.get("/metrics")
         wait_for(lambda: len(order) == 2)
-        assert order == [SHORT, LONG]
+        assert order == [SHORT, LONG] and [said(one) for one in clients] == ["An owl."] * 2
+        done = [done for total, done in live.worker.state.engine.prompts if total > 400]
+        assert len(done) - len(set(done)) <= 1, "one step of the long prompt is computed twice"
 
 
-def test_two_long_prompts_take_turns_as_they_come():
+def test_no_prompt_waits_for_more_tokens_than_it_has():
+    """Clients that keep asking short questions do not keep a long prompt from being computed."""
+    with Live(engine, sessions=9) as live:
+        order = []
+        long = begun(live, order)
+
+        def keep_asking(name):
+            while not order:
+                live.post("/v1/chat/completions", {"messages": [{"role": "user", "content": f"{name} {len(shorts)}"}]})
+                shorts.append(name)
+
+        shorts = []
+        threads = [threading.Thread(target=keep_asking, args=[name]) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        long.join(30)
+        for thread in threads:
+            thread.join()
+        total = long.reply["usage"]["prompt_tokens"]
+        assert order == [LONG] and len(shorts) > 3
+        assert live.models.totals.computed_tokens < 2.5 * total
+
+
+def test_long_prompts_are_computed_one_after_the_other():
     with Live(engine) as live:
         order = []
         begun(live, order)
         Client(live, LONG + "again", order)
-        wait_for(lambda: live.worker.queue == 1)
-        wait_for(lambda: order == [LONG])
-        wait_for(lambda: order == [LONG, LONG + "again"])
+        wait_for(lambda: len(texts(live)) == 2)
+        wait_for(lambda: len(order) == 2)
+        prompts = [total for total, _ in live.worker.state.engine.prompts]
+        assert order == [LONG, LONG + "again"] and prompts == sorted(prompts)
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0.0, 0.05), (1 / 3, 0.15, 0.5), (0.75, 0.55, 0.95)])
+def test_answers_have_their_share_while_a_prompt_is_computed(share, least, most):
+    with Live(engine, decode_share=share) as live:
+        order, totals = [], live.models.totals
+        answering(live, order)
+        before = totals.prompt_seconds, totals.answer_seconds
+        begun(live, order)
+        wait_for(lambda: not live.worker.state.running[1].in_prompt)
+        prompt, answer = totals.prompt_seconds - before[0], totals.answer_seconds - before[1]
+        assert least <= answer / (prompt + answer) <= most
+        live.worker.begin_stop()
+        wait_for(lambda: len(order) == 2)
 
 
 def test_one_that_goes_first_and_fails_harms_nobody(capfd):
     with Live(engine) as live:
         order, served = [], live.worker.state.engine
-        right, short_jobs, short_job = served.script, [], served.experts.short_job
-        served.experts.short_job = lambda per_layer: short_jobs.append(per_layer) or short_job(per_layer)
+        right = served.script
 
         def script(prompt):
             if "lake" not in prompt:
@@ -107,39 +141,136 @@ def test_one_that_goes_first_and_fails_harms_nobody(capfd):
         served.script = script
         long, short = begun(live, order), Client(live, SHORT, order)
         wait_for(lambda: len(order) == 2)
-        assert order == [SHORT, LONG] and short_jobs == [2]
+        assert order == [SHORT, LONG]
         assert short.reply == 500 and said(long) == "An owl."
-        assert live.worker.state.totals.failed == 1
+        assert live.models.totals.failed == 1
     assert "a request failed: OSError" in capfd.readouterr().err
 
 
-def test_one_that_is_cancelled_while_another_goes_first_ends_at_once():
-    """Its session can be taken again, and the other one goes on."""
+def test_one_that_is_cancelled_meanwhile_ends_at_once():
+    """Its session can be taken again, and the others go on: a half-computed prompt, and an answer beside a prompt."""
     with Live(engine) as live:
         order, sessions = [], live.worker._sessions
+        story = answering(live, order)
         long = begun(live, order)
-        live.worker.state.engine.token_seconds = 0.1
         short = Client(live, SHORT, order)
-        wait_for(lambda: texts(live) == [LONG, SHORT])
-        live.worker.state.running[0].job.cancel()
-        wait_for(lambda: texts(live) == [SHORT])
-        assert [kept.busy for kept in sessions._kept].count(True) == 1
-        wait_for(lambda: len(order) == 2)
-        assert order == [LONG, SHORT] and long.reply == 503 and said(short) == "An owl."
-        assert live.worker.state.totals.cancelled == 1 and not any(kept.busy for kept in sessions._kept)
+        wait_for(lambda: len(texts(live)) == 3)
+        for one in live.worker.state.running[:2]:
+            one.job.cancel()
+        wait_for(lambda: len(order) == 3)
+        assert story.reply == long.reply == 503 and said(short) == "An owl."
+        assert live.models.totals.cancelled == 2
+        wait_for(lambda: not any(kept.busy for kept in sessions._kept))  # the last answer ends before it is free
 
 
 def test_all_that_run_end_with_the_server():
     with Live(engine) as live:
         order, heard = [], []
-        long = begun(live, order)
-        live.worker.state.engine.token_seconds = 0.1
-        short = Client(live, SHORT, order)
-        wait_for(lambda: texts(live) == [LONG, SHORT])
+        served = live.worker.state.engine
+        clients = [answering(live, order), begun(live, order)]
+        served.token_seconds = 0.1
+        clients.append(Client(live, SHORT, order))
+        wait_for(lambda: len(texts(live)) == 3)
         late = Job(live.worker.state.running[-1].job.prepared, heard.append)
         started = time.monotonic()
         live.worker.begin_stop()
         live.worker.submit(late)
-        wait_for(lambda: len(order) == 2)
-        assert time.monotonic() - started < 1 and long.reply == short.reply == 503
-    assert live.worker.state.engine.experts.closed and heard == [worker.CANCELLED], "nobody begins any more"
+        wait_for(lambda: len(order) == 3)
+        assert time.monotonic() - started < 30 and [one.reply for one in clients] == [503] * 3
+    assert served.experts.closed and heard == [worker.CANCELLED], "nobody begins any more"
+
+
+def test_a_client_with_many_requests_shuts_out_nobody():
+    with Live(engine, parallel=2, queue=8) as live:
+        order, served = [], live.worker.state.engine
+        served.prompt_seconds = 1  # nobody is answered before all have asked
+        many = [Client(live, f"many {n}", order, "many") for n in range(2)]
+        wait_for(lambda: len(texts(live)) == 2)
+        many += [Client(live, f"many {n}", order, "many") for n in range(2, 10)]
+        wait_for(lambda: live.worker.queue == 8)
+        refused = Client(live, "one more", order, "many")
+        refused.join(10)
+        assert refused.reply == 429
+        served.prompt_seconds = 0.02
+        single = Client(live, "single", order, "single")
+        single.join(10)
+        assert said(single) == "An owl." and len(order) <= 6
+        wait_for(lambda: len(order) == 12)
+        assert [said(one) for one in many] == ["An owl."] * 10
+
+
+def test_subagents_compute_what_they_share_once():
+    system = {"role": "system", "content": LONG}
+    with Live(engine, sessions=4) as live:
+        replies = []
+
+        def ask(n):
+            messages = [system, {"role": "user", "content": f"Task {n}."}]
+            replies.append(live.post("/v1/chat/completions", {"messages": messages})["usage"])
+
+        agents = [threading.Thread(target=ask, args=[n]) for n in range(4)]
+        for agent in agents:
+            agent.start()
+        for agent in agents:
+            agent.join()
+    cached = sorted(usage["prompt_tokens_details"]["cached_tokens"] for usage in replies)
+    assert cached[0] == 0 and all(n > len(LONG) for n in cached[1:])
+
+
+def job(client="", tokens=100, limit=50):
+    return Job(Prepared(None, [0] * tokens, max_tokens=limit), print, client)
+
+
+def running(tokens, set_aside=None, client=""):
+    return types.SimpleNamespace(length=tokens, set_aside=set_aside or tokens, job=job(client))
+
+
+def test_who_does_not_fit_waits_and_nobody_passes():
+    room = Admission(4, 1000, lambda tokens: tokens)
+    large, small = job(tokens=600), job(tokens=10)
+    assert room.choose([large, small], []) is large
+    assert room.choose([job(tokens=5000)], []) is not None, "alone, the planned context is enough"
+    assert room.choose([large, small], [running(500)]) is None
+    assert room.choose([small, large], [running(500)]) is small
+    assert room.choose([small], [running(1)] * 4) is None
+    assert room.choose([job("a"), other := job("b")], [running(1, client="a")]) is other
+
+
+def test_an_answer_that_outgrows_its_room_waits_for_others(monkeypatch):
+    monkeypatch.setattr(admission, "AHEAD", 100)
+    room = Admission(4, 1000, lambda tokens: tokens)
+    first, second, third = all_of = [running(400), running(390, 400), running(150)]
+    assert room.may_step(all_of, all_of) == [first, second] and first.set_aside == 500
+    assert room.may_step([second, third], [second, third]) == [second, third] and third.set_aside == 250
+
+
+def test_an_answer_that_must_wait_goes_on_when_another_has_ended(monkeypatch):
+    """No answer is lost and nothing hangs where two answers outgrow what there is."""
+    monkeypatch.setattr(admission, "AHEAD", 8)
+    with Live(engine) as live:
+        live.worker._admission.nbytes, order = 150, []
+        live.worker.state.engine.script = lambda prompt: "</think>" + "word " * 20
+        clients = [Client(live, f"{n}", order) for n in range(3)]
+        wait_for(lambda: len(order) == 3)
+        assert all(said(one) == ("word " * 20).strip() or said(one) == "word " * 20 for one in clients)
+
+
+def test_a_lane_for_each_that_runs():
+    with Live(engine) as live, urlopen(Request(f"{live.url}/live"), timeout=10) as feed:
+        order, lanes = [], []
+        answering(live, order, words=100)
+        Client(live, LONG, order, "the lake")
+        while len(order) < 2:
+            line = feed.readline()
+            if line.startswith(b"data:"):
+                lanes.append(worker_lanes(line))
+        with contextlib.suppress(StopIteration):
+            both = next(one for one in lanes if len(one) == 2 and one[1]["prompt"])
+        assert both[0]["name"] is None and both[0]["tokens"] > 0 and both[0]["tokens_per_second"] > 0
+        assert both[1]["name"] == "the lake" and 0 <= both[1]["prompt"]["done"] < both[1]["prompt"]["total"]
+
+
+def worker_lanes(line):
+    import json
+
+    return json.loads(line[5:])["lanes"]

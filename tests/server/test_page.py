@@ -3,14 +3,18 @@
 import base64
 import colorsys
 import hashlib
+import io
 import itertools
 import json
 import re
+import threading
 import time
 
+import image_goldens
 import pytest
 from browser import colours, missing, resize, start
-from page_server import PageServer, call, text
+from page_server import PageServer, call, feed, text
+from PIL import Image
 
 from moeflux_mlx.server import page
 
@@ -84,6 +88,16 @@ LENGTHY = [
     *("$" + "{" * 1800 + "}" * 1800 + "$", "$$" + r"\begin{matrix}" * 900 + "$$"),
     "`" * 9000 + "x",  # a fence that nothing closes: the last
 ]
+GO_ON = threading.Event()
+
+
+def lasting():
+    """An answer that comes when the test says so."""
+    yield {"prompt_progress": {"processed": 1, "total": 4096, "cache": 0}}
+    GO_ON.wait(30)
+    yield {"content": "at last"}
+
+
 TOO_LONG = (400, {"error": {"message": "prompt is too long: 9000 tokens > 4096", "code": "context_length_exceeded"}})
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -104,12 +118,15 @@ def script(request):
         "rich": [{"content": RICH[i : i + 5]} for i in range(0, len(RICH), 5)],
         "tool": call("weather", '{"ci', 'ty":"Paris"}'),
         "prompt": [{"prompt_progress": {"processed": 1024, "total": 4096, "cache": 0}}, 1.0, {"content": "read"}],
+        "lasting": lasting(),
         "cut": [{"content": "never ends", "finish": "length"}],
         "lengthy": [{"content": piece + "\n\n"} for piece in LENGTHY] + [{"content": "The end"}],
         "wide": text("x" * 4000 + " " + "| a |" * 200),
     }
     if last["role"] == "tool":
         return text(f"The tool says {last['content']}")
+    if isinstance(last["content"], list):
+        return text(f"I see {sum(part['type'] == 'image_url' for part in last['content'])} images")
     return answers.get(last["content"], text(f"Answer {len(request['messages'])} to {last['content']}"))
 
 
@@ -184,6 +201,13 @@ class Page:
     def click(self, selector):
         self.browser.find_element("css selector", selector).click()
 
+    def point(self, selector):
+        """At the middle of it."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        target = self.browser.find_element("css selector", selector)
+        ActionChains(self.browser, duration=0).move_to_element(target).perform()
+
     def write(self, message):
         field = self.browser.find_element("id", "prompt")
         field.clear()
@@ -239,6 +263,53 @@ def test_a_message_is_sent_and_its_answer_shown(open_page):
     assert "of 4,096 tokens" in open_page.see("#usage")
 
 
+GIVEN = """
+const [kind, width, height] = arguments, canvas = document.createElement("canvas");
+canvas.width = width; canvas.height = height;
+const paint = canvas.getContext("2d");
+for (let x = 0; x < width; x += 8) { paint.fillStyle = `hsl(${x} 70% 50%)`; paint.fillRect(x, 0, 8, height); }
+canvas.toBlob((blob) => {
+  const data = new DataTransfer();
+  data.items.add(new File([blob], "shot.png", { type: "image/png" }));
+  const target = kind === "paste" ? document.getElementById("prompt") : document.body;
+  const more = kind === "paste" ? { clipboardData: data } : { dataTransfer: data };
+  const Kind = kind === "paste" ? ClipboardEvent : DragEvent;
+  target.dispatchEvent(new Kind(kind, { bubbles: true, cancelable: true, ...more }));
+});
+"""
+
+
+def test_images_are_pasted_dropped_and_chosen_and_sent_before_the_text(open_page, tmp_path):
+    page = open_page
+    page.browser.execute_script(GIVEN, "paste", 300, 200)
+    page.until(lambda: page.count("#pictures img") == 1)
+    page.browser.execute_script(GIVEN, "drop", 3000, 2000)
+    page.until(lambda: page.count("#pictures img") == 2)
+    (tmp_path / "one.png").write_bytes(image_goldens.png("qwen3_vl_moe", 0))
+    (tmp_path / "none.png").write_bytes(b"no image")
+    for name in ("one.png", "none.png"):
+        page.browser.find_element("id", "choose").send_keys(str(tmp_path / name))
+        page.until(lambda: page.count("#pictures img") == 3)
+    page.until(lambda: "no image that this browser can read" in page.see(".toast"))
+    page.browser.execute_script("document.querySelector('#pictures button').click()")
+    page.until(lambda: page.count("#pictures img") == 2)
+    page.send("what is it?")
+    page.until(lambda: "I see 2 images" in page.see(".assistant"))
+    first, second, said = page.server.requests[-1]["messages"][-1]["content"]
+    assert said == {"type": "text", "text": "what is it?"}
+    sizes = [size_of(part["image_url"]["url"]) for part in (first, second)]
+    assert sizes[1] == image_goldens.image("qwen3_vl_moe", 0).shape[1::-1]
+    assert abs(sizes[0][0] * sizes[0][1] / (1 << 20) - 1) < 0.01, "made smaller"
+    assert page.count(".user .pictures img") == 2 and not page.shown("pictures")
+    page.browser.refresh()
+    page.until(lambda: page.count(".user .pictures img") == 2)
+
+
+def size_of(url):
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as picture:
+        return picture.size
+
+
 def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     open_page.write("slow")
     open_page.press("\ue007")
@@ -253,17 +324,89 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
 
 
-def test_an_answer_goes_on_while_another_conversation_is_shown(open_page):
+def test_several_conversations_answer_at_once(open_page):
+    GO_ON.clear()
     open_page.send("First")
-    open_page.write("prompt")
+    open_page.write("lasting")
     open_page.press("\ue007")
     open_page.until(lambda: open_page.count(".waiting"))
     open_page.click("#new")
     assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 1
+    open_page.write("lasting")
+    open_page.press("\ue007")
+    open_page.until(lambda: open_page.count(".chat .open i") == 2)
+    names = {request["prompt_cache_key"] for request in open_page.server.requests}
+    assert len(open_page.server.requests) == 3 and len(names) == 2
+    GO_ON.set()
+    open_page.until(lambda: open_page.count(".chat .open i") == 0)
     open_page.ended()
-    assert open_page.count(".said") == 0 and open_page.count(".chat .open i") == 0
-    open_page.click(".chat .open")
-    assert open_page.see(".assistant .md") == "Answer 1 to First|read"
+    assert open_page.see(".assistant .md") == "at last"
+    open_page.click(".chat:not(.here) .open")
+    assert open_page.see(".assistant .md") == "Answer 1 to First|at last"
+
+
+def test_a_stopped_conversation_leaves_the_others(open_page):
+    GO_ON.clear()
+    for _ in range(2):
+        open_page.click("#new")
+        open_page.write("lasting")
+        open_page.press("\ue007")
+        open_page.until(lambda: open_page.count(".waiting"))
+    open_page.click("#send")
+    open_page.until(lambda: open_page.see(".note") == "Stopped.")
+    GO_ON.set()
+    open_page.until(lambda: open_page.count(".chat .open i") == 0)
+    open_page.click(".chat:not(.here) .open")
+    assert open_page.see(".assistant .md") == "at last"
+
+
+def test_memory_that_was_given_back_is_shown(open_page):
+    open_page.until(lambda: open_page.see("#memory-text") == "6.2 GB of 8.0 GB planned")
+    memory = {**feed(1)["memory"], "given_back": 1_500_000_000}
+    open_page.server.feed = lambda step: {**feed(1), "memory": memory}
+    open_page.until(lambda: open_page.see("#memory-text") == "6.2 GB of 8.0 GB planned, 1.5 GB given back")
+
+
+def test_drafts_are_shown_where_there_are_any(open_page):
+    assert open_page.run("document.getElementById('drafts').hidden")
+    made = {"kind": "head", "checked": 1240, "taken": 930}
+    open_page.server.feed = lambda step: {**feed(1), "drafts": made}
+    open_page.until(lambda: open_page.see("#drafts-text") == "930 of 1,240 taken, by a draft head")
+
+
+def test_whoever_is_computed_has_a_lane(open_page):
+    open_page.send("Mine")
+    own = open_page.server.requests[0]["prompt_cache_key"]
+    lanes = [
+        {"name": own, "prompt": None, "tokens": 9, "tokens_per_second": 12.5},
+        {"name": "someone", "prompt": {"done": 30, "total": 120}, "tokens": 0, "tokens_per_second": 0},
+    ]
+    open_page.server.feed = lambda step: {**feed(1), "lanes": lanes, "queue": 1}
+    open_page.until(lambda: open_page.count(".lanes li") == 2)
+    assert open_page.see(".lanes b") == "This conversation|Another client"
+    assert open_page.see(".lanes span") == "Answering, 12.5 tok/s|Reading a prompt, 25 %"
+    assert open_page.run("document.querySelector('.lanes progress').position") == 0.25
+    assert open_page.see("#state-text") == "2 conversations, 1 waiting"
+    open_page.click("#new")
+    open_page.until(lambda: open_page.see(".lanes b") == "Mine|Another client")
+    open_page.server.feed = lambda step: {**feed(1), "lanes": lanes[:1]}
+    open_page.until(lambda: open_page.see("#state-text") == "Answering, 12.5 tok/s")
+    assert open_page.run("document.getElementById('lanes').hidden")
+    open_page.server.feed = lambda step: {"loading": "other", "queue": 1}
+    open_page.until(lambda: open_page.see("#state-text") == "Loading other")
+
+
+def test_one_of_several_models_is_chosen(open_page):
+    open_page.server.models = ["tiny-moe", "org/other"]
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.see("#models option") == "tiny-moe|org/other")
+    choose = "(models => { models.value = 'org/other'; models.dispatchEvent(new Event('change')); })"
+    open_page.run(f"{choose}(document.getElementById('models'))")  # at once: the list may be drawn anew in between
+    open_page.until(lambda: open_page.see("#model").startswith("other"))
+    open_page.send("Hello")
+    assert open_page.server.requests[-1]["model"] == "org/other"
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.see("#model").startswith("other"))
 
 
 def test_regenerating_asks_again_without_the_old_answer(open_page):
@@ -493,6 +636,40 @@ def test_the_map_moves_and_the_figures_are_shown(open_page):
     assert [open_page.see(f".figure:nth-child({i}) dd span") for i in (2, 3, 4)] == ["410", "87.5", "3.25"]
     open_page.click("#rows summary")
     open_page.until(lambda: open_page.count("#by-layer tr") == 6)
+
+
+def test_the_map_is_coloured_by_the_conversation_that_asked_last(open_page):
+    """Column by column: the first layers were asked for by this conversation, the next by another, the last by none."""
+    open_page.send("Mine")
+    own = open_page.server.requests[0]["prompt_cache_key"]
+    lanes = [
+        {"number": number, "name": name, "prompt": None, "tokens": 9, "tokens_per_second": 12.5}
+        for number, name in ((1, own), (8, "someone"))
+    ]
+    cells, askers = bytes([1] * 96), bytes([1] * 32 + [8] * 32 + [0] * 32)
+    coded = {name: base64.b64encode(data).decode() for name, data in (("map", cells), ("askers", askers))}
+    open_page.server.feed = lambda step: {**feed(1), "lanes": lanes, **coded}
+    open_page.until(lambda: open_page.see("#lanes b") == "This conversation|Another client")
+    picture = "document.getElementById('canvas').toDataURL().split(',')[1]"
+    swatch = "getComputedStyle(document.querySelector(`.${arguments[0]}`)).backgroundColor.match(/\\d+/g)"
+
+    def columns():
+        """A colour of each layer's."""
+        shown = Image.open(io.BytesIO(base64.b64decode(open_page.run(picture)))).convert("RGB")
+        return [shown.getpixel((shown.width * (2 * i + 1) // 12 + 3, 3)) for i in range(6)]
+
+    names = ("memory-swatch", "asker-1", "asker-2")
+    memory, first, second = (tuple(map(int, open_page.run(swatch, name)[:3])) for name in names)
+    assert len({memory, first, second}) == 3
+    assert open_page.count("#lanes i") == 0 and not open_page.shown("askers")
+    open_page.click("#by-asker")
+    open_page.until(lambda: columns() == [first] * 2 + [second] * 2 + [memory] * 2)
+    classes = "[...document.querySelectorAll('#lanes i')].map(e => e.className)"
+    assert open_page.run(classes) == ["asker-1", "asker-2"] and open_page.shown("askers")
+    open_page.point("#canvas")
+    open_page.until(lambda: open_page.see("#readout").endswith("; asked last: Another client"))
+    open_page.click("#by-asker")
+    open_page.until(lambda: set(columns()) == {memory})
 
 
 def test_the_last_answers_rates_stand_when_it_has_ended(open_page):

@@ -1,15 +1,16 @@
 """Requests that meet in one model: whoever goes first, the answers are those of a server of their own."""
 
-import contextlib
+import base64
 import threading
 from urllib.error import HTTPError
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import FakeEngine, Live, demo_engine, wait_for
 
-from moeflux_mlx.server import worker
+from moeflux_mlx.server import live as live_module
 from moeflux_mlx.text.history import History
 
 STORY = "The owl flew over the lake and looked for Mira. "
@@ -29,10 +30,10 @@ def alone():
         return ask(live, SHORT)[0], ask(live, LONG)[0]
 
 
-def test_a_short_prompt_in_the_middle_of_a_long_one(alone, monkeypatch):
-    monkeypatch.setattr(worker, "SHORT", 60)
-    monkeypatch.setattr(worker, "LONG", 100)
-    with Live(lambda: demo_engine(span=512, prefill_step_size=64)) as live:
+@pytest.mark.parametrize("options", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}])
+def test_a_short_prompt_in_the_middle_of_a_long_one(alone, options):
+    """It goes first, and its answer goes on while the rest of the long one is computed."""
+    with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
         answers = []
         long = threading.Thread(target=lambda: answers.append(("long", ask(live, LONG)[0])))
         long.start()
@@ -40,37 +41,6 @@ def test_a_short_prompt_in_the_middle_of_a_long_one(alone, monkeypatch):
         answers.append(("short", ask(live, SHORT)[0]))
         long.join()
     assert answers == [("short", alone[0]), ("long", alone[1])]
-
-
-def test_who_goes_first_leaves_the_others_experts_in_memory(alone, monkeypatch):
-    monkeypatch.setattr(worker, "SHORT", 60)
-    monkeypatch.setattr(worker, "LONG", 100)
-    record = demo_engine().experts.layout.expert_stride
-    options = {"expert_io": "pread", "expert_cache_bytes": 64 * record, "prefetch": "off"}
-    with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
-        engine = live.worker.state.engine
-        (pool,) = engine.experts.pools
-        evicted, tokens, short_job = [], [], engine.experts.short_job
-
-        @contextlib.contextmanager
-        def counting(per_layer):
-            """One expert of each layer in place of a token's 4, so that a request's 16 are the limit."""
-            before, misses = set(pool.records()), engine.experts.stats.misses
-            with short_job(1):
-                yield
-            tokens.append(per_layer)
-            evicted.append((len(before - set(pool.records())), engine.experts.stats.misses - misses))
-
-        engine.experts.short_job = counting
-        answers = []
-        long = threading.Thread(target=lambda: answers.append(ask(live, LONG)[0]))
-        long.start()
-        wait_for(lambda: live.worker.state.running and pool.slots == len(pool))
-        answers.append(ask(live, SHORT)[0])
-        long.join()
-    assert answers == [alone[0], alone[1]]
-    ((gone, read),) = evicted
-    assert gone <= 16 < 64 < read and tokens == [engine.model.args.num_experts_per_tok]
 
 
 def test_agents_share_what_they_have_in_common(alone):
@@ -85,6 +55,25 @@ def test_agents_share_what_they_have_in_common(alone):
         assert answers[0][1] == 0 and all(cached > 100 for _, cached in answers[1:])
         more = [*tasks[0], {"role": "assistant", "content": wanted[0]}, {"role": "user", "content": "And?"}]
         assert ask(live, more)[1] > answers[1][1]
+
+
+def test_the_map_says_which_conversation_asked_last(monkeypatch):
+    monkeypatch.setattr(live_module, "EVERY", 0.01)
+    with Live(lambda: demo_engine(expert_io="pread", expert_cache_bytes=1)) as live:
+        watch = live.worker.watch
+        watch.begin()
+        live.worker.wake()
+        wait_for(lambda: watch.latest)
+
+        def asked_by(name):
+            """The numbers in the map, once a conversation has been answered."""
+            ask(live, SHORT, prompt_cache_key=name)
+            last = watch.latest
+            wait_for(lambda: watch.latest is not last and not watch.latest["busy"])
+            return set(base64.b64decode(watch.latest["askers"])) - {0}
+
+        assert asked_by("one") == {1} and 2 in asked_by("two") and asked_by("one") <= {1, 2}
+        watch.end()
 
 
 def test_a_conversation_that_cannot_be_kept_ends_nobody_elses(alone, capfd):
@@ -106,10 +95,11 @@ def test_a_client_that_comes_back_goes_on(alone):
     with Live(lambda: demo_engine(span=128, prefill_step_size=64)) as live:
         look = live.worker._look
 
-        def look_and_leave(progress):
-            look(progress)
-            if progress is not None and 300 < progress[0] < progress[1]:
-                live.worker.state.running[0].job.cancel()
+        def look_and_leave():
+            look()
+            for one in live.worker.state.running:
+                if 300 < one.progress[0] < one.progress[1]:
+                    one.job.cancel()
 
         live.worker._look = look_and_leave
         with pytest.raises(HTTPError, match="503"):
@@ -126,7 +116,7 @@ def letters():
         yield live
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(turns=st.lists(st.tuples(st.integers(1, 11), st.sampled_from(["again", "on", "whole letters on"])), max_size=6))
 def test_a_prompt_depends_on_its_messages_alone(letters, turns):
     """Whatever was asked before, and wherever an answer was cut: in the middle of a letter, too."""

@@ -5,6 +5,7 @@ import httpx2
 import openai
 import pytest
 from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
+from grids import examples
 from hypothesis import given, settings
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -61,7 +62,7 @@ def is_cut(events):
     return type(events[-2]).__name__ in ("CallStart", "CallDelta")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rows())
 def test_openai_chat(events):
     SERVER.streams(sent(chat, CHAT, events, waits=(0, 1, 3)))
@@ -84,7 +85,7 @@ def test_openai_chat(events):
     ]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rows())
 def test_openai_completions(events):
     SERVER.streams(sent(completions, COMPLETION, events, waits=(0, 2)))
@@ -99,7 +100,7 @@ def test_openai_completions(events):
     assert choices[-1].finish_reason == whole.choices[0].finish_reason
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rows())
 def test_anthropic_messages(events):
     SERVER.streams(sent(messages, MESSAGE, events, waits=(0, 1, 3)))
@@ -122,7 +123,7 @@ def test_anthropic_messages(events):
     assert {key: gathered["usage"][key] for key in counts} == {key: whole["usage"][key] for key in counts}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rows())
 def test_openai_responses(events):
     SERVER.streams(sent(responses, RESPONSE, events, waits=(0, 1, 3)))
@@ -139,7 +140,7 @@ def test_openai_responses(events):
     assert [(item.type, item.id) for item in final.output] == [(item.type, item.id) for item in whole.output]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(rows())
 def test_each_event_is_of_the_clients_own_types(events):
     """The clients build types without checking them; their pydantic models do check here."""

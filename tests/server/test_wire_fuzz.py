@@ -5,6 +5,7 @@ import json
 
 import pytest
 from bodies import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +71,7 @@ def attempt(api, body):
 def test_one_thing_is_wrong(api, body):
     where = st.sampled_from(list(places(body)))
 
-    @settings(max_examples=125)
+    @settings(max_examples=examples(125))
     @given(where, JSON)
     def check(path, value):
         attempt(api, changed(body, path, value))
@@ -85,7 +86,7 @@ def test_every_place_takes_every_kind(api, body):
             attempt(api, changed(body, path, value))
 
 
-@settings(max_examples=125)
+@settings(max_examples=examples(125))
 @given(st.sampled_from([api for api, _ in APIS]), JSON)
 def test_all_is_wrong(api, body):
     attempt(api, body)

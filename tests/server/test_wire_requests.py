@@ -260,11 +260,11 @@ def test_sealed_reasoning_comes_back():
     assert of_input(other, {"type": "function_call", "name": "f"}).messages[0]["reasoning_content"] == "short"
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+IMAGE = {"type": "image_url", "image_url": {"detail": "low"}}
 REFUSED = [
     (chat.read, {}, "messages"),
     (chat.read, {"messages": []}, "messages"),
-    (chat.read, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+    (chat.read, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].image_url"),
     (chat.read, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
     (chat.read, {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages[0].content[0].type"),
     (chat.read, {"messages": [{"role": "critic", "content": ""}]}, "messages[0].role"),
@@ -297,7 +297,7 @@ REFUSED = [
     (completions.read, {"prompt": "a", "suffix": "b"}, "suffix"),
     (completions.read, {"prompt": "a", "echo": True}, "echo"),
     (messages.read, {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
-    (messages.read, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    (messages.read, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
     (messages.read, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
     (messages.read, {"messages": HI, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     (messages.read, {"messages": HI, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
@@ -308,7 +308,11 @@ REFUSED = [
     (responses.read, {"input": "hi", "conversation": "c"}, "conversation"),
     (responses.read, {"input": "hi", "background": True}, "background"),
     (responses.read, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    (responses.read, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    (
+        responses.read,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].image_url",
+    ),
     (responses.read, {"input": "hi", "tools": [{"type": "function", "name": "a"}] * 2}, "tools[1].name"),
     (tokenize.read, {}, "content"),
 ]

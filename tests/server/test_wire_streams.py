@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import wire_schemas
 from bodies import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_events import APIS, SCENES, decoded, fixed_ids, rows, sent
@@ -66,7 +67,7 @@ def reason_of(events):
     return {"tool_calls": "stop"}.get(events[-1].reason, events[-1].reason)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(rows(), st.sets(st.integers(0, 8)))
 def test_chat_stream(events, waits):
     request = REQUESTS["chat"]
@@ -95,7 +96,7 @@ def test_chat_stream(events, waits):
         assert "".join(call["function"]["arguments"] for call in pieces) == end.arguments
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(rows(), st.sets(st.integers(0, 8)))
 def test_completion_stream(events, waits):
     *chunks, done = [data for _, data in decoded(sent(completions, REQUESTS["completions"], events, waits=waits))]
@@ -108,7 +109,7 @@ def test_completion_stream(events, waits):
     assert "".join(choice["text"] for choice in choices) == spoken(events, "Text")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(rows(), st.sets(st.integers(0, 8)))
 def test_message_stream(events, waits):
     told = list(decoded(sent(messages, REQUESTS["messages"], events, waits=waits)))
@@ -132,7 +133,7 @@ def test_message_stream(events, waits):
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 9
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(rows(), st.sets(st.integers(0, 8)))
 def test_response_stream(events, waits):
     told = list(decoded(sent(responses, REQUESTS["responses"], events, waits=waits)))
@@ -162,7 +163,7 @@ def test_response_stream(events, waits):
         assert call["type"] == ("custom_tool_call" if end.name == "apply_patch" else "function_call")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(rows(), st.sampled_from(sorted(APIS)))
 def test_whole(events, name):
     """The reply that does not stream fits its schema and says what the stream says."""

@@ -39,7 +39,8 @@ USAGE = obj(
     prompt_tokens_details=obj(cached_tokens=INT),
     completion_tokens_details=obj(reasoning_tokens=INT),
 )
-TIMINGS = obj(cache_n=INT, prompt_n=INT, prompt_ms=NUMBER, predicted_n=INT, predicted_ms=NUMBER)
+EXPERTS = obj(hits=INT, misses=INT, bytes_read=INT)
+TIMINGS = obj({"experts": EXPERTS}, cache_n=INT, prompt_n=INT, prompt_ms=NUMBER, predicted_n=INT, predicted_ms=NUMBER)
 REASONS = {"enum": ["stop", "length", "tool_calls"]}
 CALL_DELTA = one_of(
     obj(index=INT, id=starts("call_"), type=const("function"), function=obj(name=TEXT, arguments=const(""))),

@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from goldens import FAMILIES
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ROOT, tiny_directory, tiny_model
@@ -263,7 +264,7 @@ def refused(path, data, match=None):
 
 
 @given(data=st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_every_flipped_bit_and_every_cut_is_noticed(saved, data):
     path, good = saved
     at = data.draw(st.integers(0, 400) | st.integers(0, len(good) - 1))

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from goldens import FAMILIES
+from grids import drawn, examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -123,16 +124,15 @@ def check_exact(model, cache):
             np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss", "mimo_v2_flash"])  # two that MFLX cannot express
-@pytest.mark.parametrize("n", [0, 1, 100, 257, 400])
+# Two of the families MFLX cannot express.
+@pytest.mark.parametrize("family, n", drawn([*FAMILIES, "gpt_oss", "mimo_v2_flash"], [0, 1, 100, 257, 400], turns=2))
 def test_a_restored_state_gives_the_same_bits(family, n):
     model = tiny_model(family, mx.float32)
     check_exact(model, after(model, n))
 
 
 # MLX's half precision is slow on CPUs, so long states are made up instead of computed.
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("n", [0, 1, 10, 255, 256, 257, 700])
+@pytest.mark.parametrize("family, n", drawn(FAMILIES, [0, 1, 10, 255, 256, 257, 700], turns=2))
 def test_a_restored_bfloat16_state_gives_the_same_bits(family, n):
     model = tiny_model(family, mx.bfloat16)
     cache = after(model, n) if n < 20 else model.make_cache()
@@ -291,7 +291,7 @@ def damage(draw, size):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_damaged_bytes_are_refused_or_load_as_they_are(family, saved, data):
     model = tiny_model(family, mx.float32)
     bad = data.draw(damage(len(saved[family])))(saved[family])
@@ -310,7 +310,7 @@ def test_damaged_bytes_are_refused_or_load_as_they_are(family, saved, data):
 
 @given(data=st.binary(max_size=400) | st.binary(max_size=400).map(lambda b: struct.pack("<2I", 0x4D464C58, 2) + b))
 @example(data=b"")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_arbitrary_bytes_are_refused(data):
     model = tiny_model("qwen3_moe", mx.float32)
     with pytest.raises(errors.SnapshotError):

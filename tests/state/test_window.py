@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -15,8 +16,9 @@ from moeflux_mlx.ops import attend, backend
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state import traced
 from moeflux_mlx.state.cache import make_cache, untrimmable_bytes
+from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 from moeflux_mlx.state.rewind import RewindPoints
-from moeflux_mlx.state.traced import SPARE
+from moeflux_mlx.state.traced import REACH, SPARE
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HEADS, WIDTH = 2, 16
@@ -75,7 +77,7 @@ def test_a_long_prompt_is_cut_into_parts_that_see_little(monkeypatch):
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 20), st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 8))
 def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, rows):
     """Each has the bits that it has in a text that was never taken back, and is not cut elsewhere."""
@@ -88,7 +90,7 @@ def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, ro
         for _ in range(rows):
             feed(cache, 1)
             ways.append(cache.way_back())
-        cache.go_back(sum(cuts) + keep, ways[keep])
+        cache.take_back(sum(cuts) + keep, ways[keep])
         assert cache.offset == sum(cuts) + keep
         again, after = feed(cache, 1), feed_rows(whole, keep + 1)
         assert mx.array_equal(again, after)
@@ -102,7 +104,7 @@ def feed_rows(cache, count):
 
 
 def test_it_has_room_for_the_rows_of_a_step():
-    assert SPARE >= MAX_OF_SEQUENCE
+    assert REACH >= MAX_OF_SEQUENCE
 
 
 def test_it_goes_back_as_far_as_it_holds_what_is_seen_there():
@@ -112,10 +114,24 @@ def test_it_goes_back_as_far_as_it_holds_what_is_seen_there():
     feed(cache, 20)
     assert cache.first == 32 - 13 and cache.reaches(23) and not cache.reaches(22)
     assert cache.trim(10) == 0 and cache.offset == 32
-    with pytest.raises(RequestError, match="13 positions cannot go back from 32 to 22: it holds none before 19"):
+    with pytest.raises(RequestError, match="17 positions cannot go back from 32 to 22: it holds none before 19"):
         cache.go_back(22, None)
     assert cache.trim(9) == 9 and close(feed(cache, 1)[:, 0], 23, 5)
     assert not cache.reaches(22)  # what was lost stays lost
+
+
+@pytest.mark.parametrize("rows", [1, MOST_DRAFTS])
+def test_rows_that_were_taken_back_leave_no_trace(rows):
+    """As far as drafts go: later it goes back as far as if they had never been."""
+    cache, other = window_cache(5), window_cache(5)
+    for one in (cache, other):
+        feed(one, 30)
+    feed(cache, rows)
+    cache.take_back(30, None)
+    for steps in (5, 3, 1):
+        assert [cache.reaches(p) for p in range(40)] == [other.reaches(p) for p in range(40)]
+        assert mx.array_equal(feed(cache, 1), feed(other, 1))
+        assert cache.trim(steps) == other.trim(steps)
 
 
 def test_a_state_that_was_kept_leads_further_back():
@@ -126,7 +142,7 @@ def test_a_state_that_was_kept_leads_further_back():
     before = np.array(cache.state[0])
     feed(cache, 60)
     assert not points.can_trim and points.nearest(75) == 75 and points.nearest(60) == 20
-    assert points.nbytes == cache.bytes_for(20, 4) == 2 * 13 * HEADS * WIDTH * 4 == cache.nbytes
+    assert points.nbytes == cache.bytes_for(20, 4) == 2 * 17 * HEADS * WIDTH * 4 == cache.nbytes
     assert points.rewind(60) == 20 and np.array_equal(np.array(cache.state[0]), before)
     assert close(feed(cache, 1)[:, 0], 20, 5)
     assert points.rewind(8) == 0 and cache.empty()
@@ -177,9 +193,9 @@ def test_its_stand_in_in_a_compiled_step_gives_the_same(monkeypatch):
 
 def test_what_is_planned_for_its_text_is_what_it_takes():
     args = ModelArgs.from_variant("gpt-oss-20b")
-    ring, row = 136 * 8 * (64 + 64) * 2, 8 * (64 + 64) * 2
+    ring, row = 140 * 8 * (64 + 64) * 2, 8 * (64 + 64) * 2
     assert state_bytes(args, 4096, 2) == 12 * (ring + 4096 * row)
-    assert untrimmable_bytes(args.mixers, 2) == 12 * ring
+    assert untrimmable_bytes(args.mixer_counts, 2) == 12 * ring
     model = tiny_model("gpt_oss", mx.float32)
     cache = model.make_cache()
     mx.eval(model(mx.array([list(range(100))]), cache))

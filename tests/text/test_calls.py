@@ -3,19 +3,23 @@
 import json
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from styles import BETWEEN, written
 
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
+from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import hunyuan
+from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
-from moeflux_mlx.text.calls.minimax import MINIMAX
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
 from moeflux_mlx.text.calls.registry import DIALECTS, dialect_of
-from moeflux_mlx.text.calls.tool_call import GLM, QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import HARMONY, THINK, Channels, channels_of
+from moeflux_mlx.text.calls.solar import SOLAR_OPEN
+from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import GEMMA as GEMMAS
+from moeflux_mlx.text.channels import HARMONY, SOLAR, THINK, Channels, channels_of
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
 PARAMETERS = {
@@ -47,7 +51,9 @@ NASTY = [
 
 def read(text, dialect, cuts=(), cut=False, **options):
     """All events of `text` given in pieces, put together."""
-    options = {"channels": HARMONY if dialect is GPT_OSS else THINK} | options
+    options = {
+        "channels": {GPT_OSS.name: HARMONY, SOLAR_OPEN.name: SOLAR}.get(dialect and dialect.name, THINK)
+    } | options
     reader = AnswerReader(dialect, options.pop("tools", TOOLS), **options)
     edges = [0, *sorted(cuts), len(text)]
     events = [event for a, b in zip(edges, edges[1:], strict=False) for event in reader.feed(text[a:b])]
@@ -69,7 +75,7 @@ def calls_of(events):
 
 json_call, xml_call, deepseek_call = (written(dialect) for dialect in (QWEN_JSON, QWEN_XML, DEEPSEEK_V3))
 FORMS = [(dialect, written(dialect)) for dialect in DIALECTS]
-TAGGED = [form for form in FORMS if form[0] is not GPT_OSS]  # those whose answers are not messages
+TAGGED = [form for form in FORMS if form[0] not in (GPT_OSS, SOLAR_OPEN)]  # those whose answers are not messages
 EVERY_FORM = pytest.mark.parametrize("dialect, write", FORMS, ids=[form[0].name for form in FORMS])
 EVERY_TAGGED_FORM = pytest.mark.parametrize("dialect, write", TAGGED, ids=[form[0].name for form in TAGGED])
 
@@ -86,7 +92,7 @@ def test_reasoning_text_and_calls(dialect, write):
 
 
 @EVERY_TAGGED_FORM
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_no_cut_changes_the_events(dialect, write, data):
     nasty = st.lists(st.sampled_from(NASTY), max_size=6).map("".join)
@@ -102,7 +108,7 @@ def test_no_cut_changes_the_events(dialect, write, data):
 
 
 @EVERY_TAGGED_FORM
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(value=st.lists(st.sampled_from(NASTY) | st.text(max_size=3), max_size=8).map("".join))
 def test_any_string_arrives_as_it_was_written(dialect, write, value):
     followers = () if dialect.tags is None else (dialect.tags.key[0], *dialect.tags.ends)
@@ -113,7 +119,7 @@ def test_any_string_arrives_as_it_was_written(dialect, write, value):
         assert calls_of(read(write({"city": value}), dialect)) == [("get_weather", {"city": value})]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(text=st.lists(st.sampled_from(NASTY), max_size=12).map("".join), inside=st.booleans())
 def test_without_tools_only_reasoning_is_told_apart(text, inside):
     events = read(text, QWEN_XML, tools=(), inside_reasoning=inside)
@@ -344,6 +350,7 @@ def test_dialects_are_known_by_what_their_templates_write():
 @pytest.mark.parametrize(
     "dialect, text, arguments",
     [
+        (EXAONE, '<tool_call>\n{"name": "get_weather", "arguments": {"days": 3}}\n</tool_call>', {"days": 3}),
         (GLM, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>A</arg_value></tool_call>", {"city": "A"}),
         (GLM, "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value></tool_call>", {"days": 3}),
         (GLM, "<tool_call>get_weather</tool_call>", {}),
@@ -365,6 +372,16 @@ def test_dialects_are_known_by_what_their_templates_write():
             {"days": 3},
         ),
         (hunyuan(""), "<tool_calls>\n<tool_call>get_weather<tool_sep>\n</tool_call>\n</tool_calls>", {}),
+        (
+            GEMMA,
+            '<|tool_call>call:get_weather{ where : {<|"|>a<|"|>:[1,-2.5 , [] , {}],b:None} , flag:True,"city": "A"}',
+            {"where": {"a": [1, -2.5, [], {}], "b": None}, "flag": True, "city": "A"},
+        ),
+        (
+            GEMMA,
+            '<|tool_call>call:get_weather{city:<|"|>a, b} "c"\n<|"|>,unit:C}<tool_call|>',
+            {"city": 'a, b} "c"\n', "unit": "C"},
+        ),
     ],
 )
 def test_other_spellings_of_newer_dialects(dialect, text, arguments):
@@ -386,7 +403,11 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
     assert suffixed == Channels("<think:opensource>", "</think:opensource>")
     assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
-    assert channels_of(HARMONY.tags) is HARMONY
+    for channels in (HARMONY, SOLAR, GEMMAS):
+        assert channels_of(channels.tags) is channels
+    thought = "<|channel>thought\nwhy\n<channel|>A"
+    assert read(thought, None, channels=GEMMAS) == [Reasoning("why"), Text("A")]
+    assert read("<|channel>thought\n<channel|>A", None, channels=GEMMAS) == [Text("A")]
     assert read("[THINK]why[/THINK]A <think>", None, channels=Channels("[THINK]", "[/THINK]")) == [
         Reasoning("why"),
         Text("A <think>"),
@@ -394,7 +415,7 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
 
 
 CHANNEL_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}'
-MESSAGES = {
+HARMONY_ANSWERS = {
     "<|channel|>final<|message|>Hi.": [Text("Hi.")],
     "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hi": [
         Reasoning("why"),
@@ -417,31 +438,62 @@ MESSAGES = {
         Text("<|channel|>commentary to=functions.unheard_of<|message|>{}")
     ],
 }
+SOLAR_CALL = (
+    '<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Oslo"}<|tool_call:end|>'
+)
+SOLAR_ANSWERS = {
+    "<|content|>Hi.": [Text("Hi.")],
+    "<|think|>why\n<|end|><|begin|>assistant<|content|>Hi": [Reasoning("why"), Text("Hi")],
+    "<|content|>Plan.<|end|><|begin|>assistant<|content|>Hi": [Text("Plan.\n\nHi")],
+    "<|content|>a < b <|x|>": [Text("a < b <|x|>")],
+    "<|think|>why<|content|>Hi": [Reasoning("why"), Text("Hi")],
+    "<|think|>why<|end|><|begin|>assis": [Reasoning("why")],
+    SOLAR_CALL: [("get_weather", {"city": "Oslo"})],
+    f"<|tool_calls|>{SOLAR_CALL}{SOLAR_CALL}<|calls|>": [("get_weather", {"city": "Oslo"})] * 2,
+    f"<|think|>why<|end|><|begin|>assistant<|tool_calls|>{SOLAR_CALL}": [
+        Reasoning("why"),
+        ("get_weather", {"city": "Oslo"}),
+    ],
+    "<|content|>Look.<|end|><|begin|>assistant<|tool_calls|>\n"
+    "<|tool_call:begin|><|tool_call:name|>get_time<|tool_call:args|><|tool_call:end|>": [
+        Text("Look."),
+        ("get_time", {}),
+    ],
+    "<|tool_call:begin|>1<|tool_call:name|>unheard_of<|tool_call:args|>{}": [
+        Text("<|tool_call:begin|>1<|tool_call:name|>unheard_of<|tool_call:args|>{}")
+    ],
+}
+MESSAGES = [(GPT_OSS, HARMONY, HARMONY_ANSWERS), (SOLAR_OPEN, SOLAR, SOLAR_ANSWERS)]
+EVERY_KIND = pytest.mark.parametrize("dialect, channels, answers", MESSAGES, ids=["harmony", "solar"])
 
 
-@pytest.mark.parametrize("text", MESSAGES)
-def test_messages_of_harmony(text):
-    events = read(text, GPT_OSS)
-    found = [event for event in events if isinstance(event, (Reasoning, Text))] + calls_of(events)
-    assert found == MESSAGES[text]
-    assert read(text, GPT_OSS, range(len(text))) == events
-    if not calls_of(events):
-        assert read(text, None, channels=HARMONY) == events
+@EVERY_KIND
+def test_answers_of_messages(dialect, channels, answers):
+    for text, expected in answers.items():
+        events = read(text, dialect)
+        found = [event for event in events if isinstance(event, (Reasoning, Text))] + calls_of(events)
+        assert found == expected
+        assert read(text, dialect, range(len(text))) == events
+        if not calls_of(events):
+            assert read(text, None, channels=channels) == events
 
 
-@settings(max_examples=100, deadline=None)
+@EVERY_KIND
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
-def test_no_cut_changes_the_events_of_messages(data):
-    tags = [*sorted(HARMONY.tags), *MESSAGES, "analysis", "to=functions.get_time", "assistant", "<|", *NASTY]
+def test_no_cut_changes_the_events_of_messages(dialect, channels, answers, data):
+    tags = [*sorted(dialect.markers), *answers, "analysis", "to=functions.get_time", "assistant", "<|", *NASTY]
     text = "".join(data.draw(st.lists(st.sampled_from(tags), max_size=6)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=10))
-    whole = read(text, GPT_OSS)
-    assert read(text, GPT_OSS, cuts) == whole == read(text, GPT_OSS, range(len(text)))
+    whole = read(text, dialect)
+    assert read(text, dialect, cuts) == whole == read(text, dialect, range(len(text)))
 
 
-def test_a_prompt_can_begin_a_message_with_a_call():
+@EVERY_KIND
+def test_a_prompt_can_begin_a_message_with_a_call(dialect, channels, answers):
     for inside in (False, True):
-        prefix = GPT_OSS.prefix("get_weather", inside, HARMONY)
-        events = read(prefix + '{"city": "Oslo"}', GPT_OSS, inside_reasoning=inside)
+        prefix = dialect.prefix("get_weather", inside, channels)
+        assert prefix.startswith(channels.end + channels.header) == inside and channels.lead not in prefix
+        events = read(prefix + '{"city": "Oslo"}' + dialect.close, dialect, inside_reasoning=inside)
         assert calls_of(events) == [("get_weather", {"city": "Oslo"})]
-    assert GPT_OSS.prefix("get_weather").startswith(GPT_OSS.prefix())
+    assert dialect.prefix("get_weather").startswith(dialect.prefix())

@@ -49,22 +49,20 @@ def mismatches():
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-@pytest.mark.parametrize("case", CASES["cases"])
-def test_prompt_is_byte_equal_to_transformers(name, case):
-    golden = GOLDENS[name][case]
+def test_prompts_are_byte_equal_to_transformers(name):
     template = open_fixture(name)
-    if "error" in golden:
-        with pytest.raises(TokenizerError) as caught:
-            render_case(template, CASES["cases"][case])
-        assert golden["error"] in str(caught.value)
-    else:
-        assert render_case(template, CASES["cases"][case]).encode() == golden["text"].encode()
+    for case, golden in GOLDENS[name].items():
+        if "error" in golden:
+            with pytest.raises(TokenizerError) as caught:
+                render_case(template, CASES["cases"][case])
+            assert golden["error"] in str(caught.value), case
+        else:
+            assert render_case(template, CASES["cases"][case]).encode() == golden["text"].encode(), case
 
 
 def test_goldens_cover_every_template_and_case():
     assert set(GOLDENS) == {file.stem for file in FIXTURES.glob("*.jinja")}
     assert all(set(cases) == set(CASES["cases"]) for cases in GOLDENS.values())
-    assert mismatches() == []
 
 
 @pytest.mark.parametrize("fault", ["tojson", "trim_blocks", "lstrip_blocks", "autoescape", "reasoning", "ascii"])

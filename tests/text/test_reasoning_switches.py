@@ -38,6 +38,11 @@ def source(name):
         ("harmony_style", True, "max", "high"),
         ("harmony_style", True, "utmost", "utmost"),
         ("glm_style", True, "high", None),
+        ("exaone_style", True, "high", None),
+        ("solar_style", True, None, None),
+        ("solar_style", False, None, "minimal"),
+        ("solar_style", True, "low", "low"),
+        ("solar_style", True, "max", "high"),
     ],
 )
 def test_the_effort_is_a_word_of_the_template(name, thinking, effort, expected):
@@ -45,7 +50,7 @@ def test_the_effort_is_a_word_of_the_template(name, thinking, effort, expected):
     assert switches(source(name), thinking, effort) == ON_OFF.get(thinking, {}) | wanted
 
 
-@pytest.mark.parametrize("name", ["hunyuan_style", "mistral_style", "harmony_style"])
+@pytest.mark.parametrize("name", ["hunyuan_style", "mistral_style", "harmony_style", "solar_style"])
 @pytest.mark.parametrize("effort", LADDER)
 def test_no_template_refuses_an_effort(name, effort):
     template = ChatTemplate({"default": source(name)}, {"bos_token": "", "eos_token": ""})
@@ -58,6 +63,8 @@ def test_no_template_refuses_an_effort(name, effort):
         ("glm_style", "Why?<|assistant|>", "Why?/nothink<|assistant|>\n<think></think>"),
         ("kimi_style", "<|im_middle|>", "<|im_middle|><think></think>"),
         ("qwen35_style", "<think>\n", "<think>\n\n</think>\n\n"),
+        ("exaone_style", "<think>\n", "<think>\n\n</think>\n\n"),
+        ("solar_style", "<|end|><|begin|>assistant", "<|begin|>assistant<|think|><|end|><|begin|>assistant"),
         ("hunyuan_style", "<think:opensource>", "<think:opensource></think:opensource>"),
         ("mistral_style", '"high"}[/MODEL_SETTINGS][INST]Why?[/INST]', '"none"}[/MODEL_SETTINGS][INST]Why?[/INST]'),
     ],

@@ -6,17 +6,19 @@ import sys
 import mlx.core as mx
 import numpy as np
 import pytest
-from styles import written
+from styles import thought_of, written
 from test_calls import EVERY_TAGGED_FORM, calls_of, read
 from test_tokenizer import SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
-from moeflux_mlx.engine.constrained import make_constraint
+from moeflux_mlx.engine.constrained import Constraint
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.registry import CALL_MARKERS
+from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import CALL, HARMONY, RETURN
+from moeflux_mlx.text.channels import HARMONY, SOLAR
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -43,7 +45,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": TOOL}},
     {"type": "function", "function": {"name": "get_time", "parameters": SCHEMA}},
 ]
-SPECIAL = ["<think>", "</think>", *sorted(CALL_MARKERS - HARMONY.tags)]
+SPECIAL = ["<think>", "</think>", *sorted(CALL_MARKERS - HARMONY.tags - SOLAR_OPEN.markers)]
 
 
 def directory(path, kind):
@@ -68,12 +70,11 @@ def constrainer(request, tmp_path_factory):
 
 def passes(mask, tokenizer, text, prefix=""):
     """How much of `text` the mask lets pass, and whether its end may follow."""
-    done = ""
-    for token in tokenizer.encode_after(text):
+    tokens = tokenizer.encode_after(text)
+    for i, token in enumerate(tokens):
         if not mask.allowed()[token]:
-            return done, False
+            return tokenizer.decode(tokens[:i]), False
         mask.consume(token)
-        done = tokenizer.decode(tokenizer.encode_after(text)[: len(tokenizer.encode_after(done)) + 1])
     return text, bool(mask.allowed()[tokenizer.eos_token_id])
 
 
@@ -135,7 +136,7 @@ def test_an_answer_that_is_owed_cannot_end_inside_its_reasoning(constrainer):
     wants_to_end[:, tokenizer.eos_token_id] = 5
     mask = constrainer.mask(constrainer.grammar(SCHEMA), inside_reasoning=True)
     prompt = tokenizer.encode("<think>")
-    logits = np.array(make_constraint(mask)(mx.array(prompt), wants_to_end))[0]
+    logits = np.array(Constraint(mask)(mx.array(prompt), wants_to_end))[0]
     assert all(logits[token] == -np.inf for token in tokenizer.eos_token_ids)
     assert np.isfinite(logits).sum() == len(logits) - len(tokenizer.eos_token_ids)
     if tokenizer.has_thinking:
@@ -189,39 +190,53 @@ def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write
     assert not follows(constrainer, grammar, "No.") and not follows(constrainer, grammar, write({"town": "A"}))
 
 
-@pytest.fixture(scope="module")
-def harmony(tmp_path_factory):
-    """A tokenizer that has the markers of messages."""
-    path = tmp_path_factory.mktemp("harmony")
+@pytest.fixture(scope="module", params=[GPT_OSS, SOLAR_OPEN], ids=lambda dialect: dialect.name)
+def messages(request, tmp_path_factory):
+    """A tokenizer that has the markers of messages, and the dialect of their calls."""
+    dialect, channels = request.param, HARMONY if request.param is GPT_OSS else SOLAR
+    path = tmp_path_factory.mktemp("messages")
     tokenizer = train_bpe()
-    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in sorted(HARMONY.tags | HARMONY.ends)])
+    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in sorted(dialect.markers | channels.ends)])
     tokenizer.save(str(path / "tokenizer.json"))
-    write_json(path / "tokenizer_config.json", {"eos_token": RETURN})
-    return Constrainer(load_tokenizer(path))
+    write_json(path / "tokenizer_config.json", {"eos_token": max(channels.ends)})
+    return Constrainer(load_tokenizer(path)), dialect, channels
 
 
-def test_a_grammar_holds_in_the_messages_that_are_no_reasoning(harmony):
-    assert {harmony.tokenizer.convert_tokens_to_ids(end) for end in (CALL, RETURN)} == harmony.tokenizer.eos_token_ids
-    thought = '<|channel|>analysis<|message|>{"town"}<|end|><|start|>assistant'
-    final, write = "<|channel|>final<|message|>", written(GPT_OSS)
-    alone = harmony.grammar(SCHEMA)
-    both = harmony.grammar(SCHEMA, tools=TOOLS, dialect=GPT_OSS)
-    strict = harmony.grammar(tools=TOOLS, dialect=GPT_OSS)
-    required = harmony.grammar(tools=TOOLS[:1], dialect=GPT_OSS, required=True)
+def test_a_grammar_holds_in_the_messages_that_are_no_reasoning(messages):
+    constrainer, dialect, channels = messages
+    assert {constrainer.tokenizer.convert_tokens_to_ids(end) for end in channels.ends} == (
+        constrainer.tokenizer.eos_token_ids
+    )
+    thought = thought_of(channels, "", '{"town"}')
+    final, write = channels.lead, written(dialect)
+    alone = constrainer.grammar(SCHEMA)
+    both = constrainer.grammar(SCHEMA, tools=TOOLS, dialect=dialect)
+    strict = constrainer.grammar(tools=TOOLS, dialect=dialect)
+    required = constrainer.grammar(tools=TOOLS[:1], dialect=dialect, required=True)
     good, bad = f'{thought}{final}{{"city": "A"}}', f'{thought}{final}{{"town": "A"}}'
     for grammar in (alone, both):
-        assert follows(harmony, grammar, good) and follows(harmony, grammar, good.removeprefix(thought))
-        assert not follows(harmony, grammar, bad) and not follows(harmony, grammar, thought)
-        prefix = thought[: len("<|channel|>analysis<|message|>")]
-        assert follows(harmony, grammar, good.removeprefix(prefix), prefix=prefix, inside_reasoning=True)
-    assert follows(harmony, strict, bad)
+        assert follows(constrainer, grammar, good) and follows(constrainer, grammar, good.removeprefix(thought))
+        assert not follows(constrainer, grammar, bad) and not follows(constrainer, grammar, thought)
+        prefix = channels.start
+        assert follows(constrainer, grammar, good.removeprefix(prefix), prefix=prefix, inside_reasoning=True)
+    assert follows(constrainer, strict, bad)
     for grammar in (both, strict):
-        assert follows(harmony, grammar, thought + write({"city": "A", "days": 3}))
-        assert not follows(harmony, grammar, thought + write({"city": "A", "days": "x"}))
-        assert not follows(harmony, grammar, write({"city": "A"}, "unheard_of"))
-    assert follows(harmony, required, write({"city": "A"})) and not follows(harmony, required, bad)
-    prefix = GPT_OSS.prefix("get_weather")
-    assert follows(harmony, required, write({"city": "A"}).removeprefix(prefix), prefix=prefix)
+        assert follows(constrainer, grammar, thought + write({"city": "A", "days": 3}))
+        assert not follows(constrainer, grammar, thought + write({"city": "A", "days": "x"}))
+        assert not follows(constrainer, grammar, write({"city": "A"}, "unheard_of"))
+    assert follows(constrainer, required, write({"city": "A"})) and not follows(constrainer, required, bad)
+    prefix = dialect.prefix("get_weather")
+    assert follows(constrainer, required, write({"city": "A"}).removeprefix(prefix), prefix=prefix)
+
+
+def test_an_id_that_a_model_chooses_is_one(messages):
+    constrainer, dialect, _ = messages
+    if not dialect.id_rule:
+        return
+    grammar = constrainer.grammar(tools=TOOLS, dialect=dialect)
+    call = written(dialect)({"city": "A", "days": 3})
+    for call_id, expected in (("a1b2c3d4e5", True), ("A1b2c3d4e5", False), ("a1b2", False)):
+        assert follows(constrainer, grammar, call.replace("0" * 10, call_id)) == expected
 
 
 def test_nothing_to_enforce(constrainer):
@@ -274,6 +289,28 @@ def test_limits_of_strings_in_tags_are_named(constrainer):
         constrainer.grammar(tools=[{"function": tool}], dialect=QWEN_XML)
 
 
+def test_what_a_schema_of_gemmas_calls_allows(constrainer):
+    item = {"type": "object", "properties": {"on": {"type": "boolean"}, "n": {"type": ["number", "null"]}}}
+    fields = {"a": {"type": "integer"}, "b": {"type": "array", "items": item}, "c": {}, "d": {"enum": [1, "x"]}}
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": fields, "required": ["c"]}}
+    grammar = constrainer.grammar(tools=[{"function": tool}], dialect=GEMMA)
+    write = written(GEMMA)
+    for good in ({"c": {"any": ["x", 1]}}, {"a": 3, "b": [{"on": True}, {"n": None}, {}], "c": "y", "d": "x"}):
+        assert follows(constrainer, grammar, write(good, "f"))
+    for bad in (
+        {},
+        {"a": 3.5, "c": 1},
+        {"c": 1, "d": 2},
+        {"b": [{"n": "x"}], "c": 1},
+        {"c": 1, "e": 1},
+        {"c": 1, "a": 1},
+    ):
+        assert not follows(constrainer, grammar, write(bad, "f"))
+    tool["parameters"]["properties"]["a"]["minimum"] = 2
+    with pytest.raises(RequestError, match="parameter 'a' has 'minimum'"):
+        constrainer.grammar(tools=[{"function": tool}], dialect=GEMMA)
+
+
 def test_a_token_that_may_not_come_is_an_error(constrainer):
     mask = constrainer.mask(constrainer.grammar(SCHEMA))
     token = constrainer.tokenizer.encode_after("Sure")[0]
@@ -283,7 +320,7 @@ def test_a_token_that_may_not_come_is_an_error(constrainer):
 
 def test_the_processor_leaves_what_the_mask_allows(constrainer):
     tokenizer, text = constrainer.tokenizer, '{"city": "A", "days": 3}'
-    process = make_constraint(constrainer.mask(constrainer.grammar(SCHEMA)))
+    process = Constraint(constrainer.mask(constrainer.grammar(SCHEMA)))
     prompt = tokenizer.encode("The answer?")
     answer = [*tokenizer.encode_after(text), tokenizer.eos_token_id]
     wide = tokenizer.vocab_size + 60

@@ -9,16 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from moeflux_mlx.errors import RequestError, TokenizerError
+from moeflux_mlx.state.fingerprint import tokenizer_digest
 from moeflux_mlx.text.byte_pairs import byte_alphabet
 from moeflux_mlx.text.tokenizer import VOCABULARY_FILES, load_tokenizer
 
 KIMI = Path(__file__).parents[1] / "fixtures" / "tokenizers" / "kimi"
+TEKKEN = KIMI.with_name("tekken")
 CORPUS = [
     "Once upon a time there was a fox named Ravi.\nThe fox liked the red ball very much.",
     "Ravi said hello to the moon, and the moon said: naïve! 日本語のテキスト 🙂",
@@ -36,7 +39,7 @@ SPACING = {
     "prefix": dict(add_dummy_prefix=True, remove_extra_whitespaces=False, normalization_rule_name="identity"),
     "squeeze": {},
 }
-QUICK = settings(deadline=None, max_examples=150)
+QUICK = settings(deadline=None, max_examples=examples(150))
 TEXTS = st.text(max_size=40) | st.text("aR 日🙂é\n<|im_end|>\u0301", max_size=40)
 
 
@@ -86,6 +89,41 @@ def bpe_dir(tmp_path_factory):
     return path
 
 
+def train_in_characters():
+    """A tokenizer as Gemma's: spaces become another character, and bytes have tokens of their own."""
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_of, *MARKERS]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer, words = normalizers.Replace(" ", "\u2581"), pre_tokenizers.Split("\u2581", "merged_with_next")
+    trained.pre_tokenizer = words
+    trained.train_from_iterator(CORPUS, trainer)
+    content = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in content["merges"]]
+    bpe = models.BPE(content["vocab"], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer.add_special_tokens(["<pad>", "<eos>", "<bos>", "<unk>", *MARKERS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in (*THINK, "\n\n", "\u2581\u2581")])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def gemma_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gemma")
+    train_in_characters().save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": CHATML})
+    return path
+
+
+@pytest.fixture(scope="session")
+def gemma(gemma_dir):
+    return load_tokenizer(gemma_dir)
+
+
 @pytest.fixture(scope="session")
 def spm_dirs(tmp_path_factory):
     paths = {}
@@ -110,6 +148,11 @@ def spms(spm_dirs):
 @pytest.fixture(scope="session")
 def kimi():
     return load_tokenizer(KIMI)
+
+
+@pytest.fixture(scope="session")
+def tekken():
+    return load_tokenizer(TEKKEN)
 
 
 @pytest.fixture(scope="session", params=["bpe", *SPACING])
@@ -196,6 +239,41 @@ class TestBytePair:
         tokenizer.enable_padding(length=64)
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode(CORPUS[0])) == CORPUS[0]
+
+
+class TestInCharacters:
+    @QUICK
+    @given(text=TEXTS)
+    def test_encode_is_the_library_s_and_decode_inverts_it(self, gemma, gemma_dir, text):
+        reference = Tokenizer.from_file(str(gemma_dir / "tokenizer.json"))
+        ids = gemma.encode(text)
+        assert ids == reference.encode(text).ids and ids[0] == 2
+        assert gemma.decode(ids[1:]) == text.replace("\u2581", " ")
+        assert gemma.encode_after(text) == ids[1:]
+
+    @QUICK
+    @given(data=st.data())
+    def test_decode_of_any_ids_is_the_library_s(self, gemma, gemma_dir, data):
+        """But for bytes that are no character: the library gives a U+FFFD for each."""
+        reference = Tokenizer.from_file(str(gemma_dir / "tokenizer.json"))
+        names = {token_id: token for token, token_id in gemma.get_vocab().items()}
+        plain = [i for i in names if not names[i].startswith("<0x") or int(names[i][3:5], 16) < 128]
+        ids = data.draw(st.lists(st.sampled_from(plain), max_size=30))
+        for skip in (False, True):
+            assert gemma.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+
+    def test_bytes_become_characters_and_spaces_no_markers(self, gemma):
+        ids = gemma.encode("\u2603", add_special_tokens=False)
+        assert [gemma.token_bytes(i) for i in ids] == [b"\xe2", b"\x98", b"\x83"]
+        assert stream(gemma, ids) == ["", "", "\u2603", ""]
+        assert gemma.markers == {*MARKERS, *THINK, "<pad>", "<eos>", "<bos>", "<unk>"}
+
+    def test_another_sequence_of_decoders(self, tmp_path):
+        tokenizer = train_in_characters()
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(TokenizerError, match="Sequence decoder; only ByteLevel and Gemma's"):
+            load_tokenizer(tmp_path)
 
 
 class TestSentencePiece:
@@ -487,6 +565,62 @@ class TestTiktoken:
             load_tokenizer(tmp_path)
 
 
+class TestTekken:
+    """`tekken.json` of Mistral models; the goldens are mistral_common's."""
+
+    def test_ids_are_mistral_common_s(self, tekken):
+        for golden in json.loads((TEKKEN / "goldens.json").read_text("utf-8"))["goldens"]:
+            assert tekken.encode(golden["text"]) == golden["ids"], golden["text"]
+            assert tekken.encode(golden["text"], add_special_tokens=False) == golden["ids"][1:]
+            assert tekken.decode(golden["ids"][1:]) == golden["text"]
+
+    def test_special_tokens_come_first(self, tekken):
+        special = json.loads((TEKKEN / "goldens.json").read_text("utf-8"))["special"]
+        assert {name: tekken.convert_tokens_to_ids(name) for name in special} == special
+        for name, token_id in special.items():
+            assert tekken.encode(f"a{name}b", add_special_tokens=False)[1] == token_id
+            assert (token_id in tekken.all_special_ids) == (not name.endswith("THINK]"))
+        assert (tekken.bos_token, tekken.eos_token, tekken.eos_token_ids) == ("<s>", "</s>", {special["</s>"]})
+        assert tekken.think_start_id == special["[THINK]"]
+
+    def test_tokens_beyond_the_size_do_not_count(self, tekken):
+        config = json.loads((TEKKEN / "tekken.json").read_text("utf-8"))["config"]
+        assert tekken.vocab_size == config["default_vocab_size"] < config["num_vocab_tokens"] + 24
+
+    @QUICK
+    @given(text=TEXTS)
+    def test_decode_inverts_encode(self, tekken, text):
+        assert tekken.decode(tekken.encode(text, add_special_tokens=False)) == text
+
+    @pytest.mark.parametrize(
+        "spoil, said",
+        [
+            (lambda c: c.pop("special_tokens"), "before v11"),
+            (lambda c: c.pop("config"), "unknown form"),
+            (lambda c: c["vocab"].pop(5), "lacks ranks"),
+            (lambda c: c["vocab"][5].update(token_bytes="AA=="), "lacks ranks"),
+            (lambda c: c["vocab"][5].update(token_bytes="no base64"), "unknown form"),
+            (lambda c: c["config"].update(default_vocab_size=1 << 20), "says"),
+            (lambda c: c["config"].update(pattern="(["), "pattern"),
+            (lambda c: c["special_tokens"][0].update(rank=99), "says"),
+        ],
+    )
+    def test_damaged(self, tmp_path, spoil, said):
+        content = json.loads((TEKKEN / "tekken.json").read_text("utf-8"))
+        spoil(content)
+        write_json(tmp_path / "tekken.json", content)
+        with pytest.raises(TokenizerError, match=said):
+            load_tokenizer(tmp_path)
+
+    def test_another_vocabulary_comes_first(self, tmp_path):
+        copy_dir(KIMI, tmp_path)
+        alone = tokenizer_digest(tmp_path)
+        shutil.copy(TEKKEN / "tekken.json", tmp_path)
+        assert load_tokenizer(tmp_path).eos_token == "[EOS]" and tokenizer_digest(tmp_path) == alone
+        (tmp_path / "tiktoken.model").unlink()
+        assert tokenizer_digest(tmp_path) != alone
+
+
 @pytest.mark.parametrize(
     "files, ends",
     [
@@ -513,7 +647,7 @@ class TestBadFiles:
 
     def test_missing(self, tmp_path):
         for path in (tmp_path, tmp_path / "nowhere"):
-            with pytest.raises(TokenizerError, match=r"no tokenizer\.json or tiktoken\.model or tokenizer\.model"):
+            with pytest.raises(TokenizerError, match=r"no tokenizer\.json or .* or tekken\.json"):
                 load_tokenizer(path)
 
     @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": "1.0"}', b"\x00" * 64])
@@ -536,7 +670,7 @@ class TestBadFiles:
         tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
         tokenizer.decoder = decoders.Metaspace()
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(TokenizerError, match="Metaspace decoder; only ByteLevel"):
+        with pytest.raises(TokenizerError, match="Metaspace decoder; only ByteLevel and Gemma's"):
             load_tokenizer(tmp_path)
 
     def test_surrogates_are_refused(self, any_tokenizer):

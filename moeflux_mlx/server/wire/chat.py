@@ -8,6 +8,7 @@ from . import conversation, settings, tools
 from .answer import Answer, Block, Step
 from .fields import Fields, check, wrong
 from .ids import Ids
+from .images import without_images
 from .parts import joined, texts, unserved
 from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
 from .sse import DONE, encode
@@ -21,6 +22,7 @@ _FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_ca
 def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes."""
     check(body)
+    body, images = without_images(body, "messages")
     fields = Fields(body)
     settings.one_answer(fields)
     _text_only(fields)
@@ -40,6 +42,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         thinking=settings.thinking(fields, variables),
         effort=fields.text("reasoning_effort"),
         schema=settings.structure(fields.object("response_format")),
+        images=images,
         stream=fields.flag("stream"),
         session=fields.text("prompt_cache_key"),
         extra=settings.stream_options(fields),

@@ -8,6 +8,7 @@ from ..request import Request
 from . import conversation, settings, tools
 from .conversation import Message
 from .fields import Fields, check, shown
+from .images import without_images
 from .parts import joined, texts, unserved
 from .replies import NO_THREADS
 
@@ -19,6 +20,7 @@ _DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_re
 def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes, also one for count_tokens."""
     check(body)
+    body, images = without_images(body, "messages")
     fields = Fields(body)
     _refuse_threads(fields)
     variables = settings.template_variables(fields)
@@ -38,6 +40,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         thinking=settings.thinking(fields, variables),
         effort=config.text("effort") if config else None,
         schema=settings.structure(_format(fields)),
+        images=images,
         stream=fields.flag("stream"),
     )
 

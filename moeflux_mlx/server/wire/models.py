@@ -1,17 +1,20 @@
 """/v1/models: one object with the keys of both OpenAI and Anthropic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+LOADED = {"value": "loaded"}
 
-def model(name: str, created: float, context: int) -> dict[str, Any]:
-    """One model: whatever a client calls it, it is the one that is served.
+
+def model(name: str, created: float, context: int, status: Mapping[str, Any] = LOADED) -> dict[str, Any]:
+    """One model.
 
     Args:
         name: its id.
-        created: when it was loaded, in seconds since 1970.
-        context: how many tokens a prompt and its answer may have.
+        created: since when it has been served, in seconds since 1970.
+        context: how many tokens a prompt and its answer may have; 0 while that is not known.
+        status: whether it is loaded, as llama.cpp's router has it, and what runs.
     """
     return {
         "id": name,
@@ -19,6 +22,7 @@ def model(name: str, created: float, context: int) -> dict[str, Any]:
         "created": int(created),
         "owned_by": "moeflux",
         "max_model_len": context,
+        "status": dict(status),
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(int(created), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

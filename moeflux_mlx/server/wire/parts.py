@@ -1,4 +1,4 @@
-"""The text of a message: a string, or a list of parts of which only text can be served."""
+"""The text of a message: a string, or a list of parts of which text can be served, and images (`images`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,5 +44,5 @@ def _text(part: Any, path: str, others: Mapping[str, Callable[[Fields], str | No
 
 
 def unserved(part: Fields, kind: str) -> BadRequestError:
-    """Images, audio, files, and whatever else is no text."""
-    return wrong(part.name("type"), kind, "text: this model reads no images, audio or files")
+    """Audio, files, and whatever else is no text; images have left the messages before (`images`)."""
+    return wrong(part.name("type"), kind, "a text, or an image in a message: audio and files are not read")

@@ -140,11 +140,14 @@ def progress(event: PromptProgress, answer: Answer) -> dict[str, Any]:
 
 
 def timings(finish: Finish) -> dict[str, Any]:
-    """What llama.cpp's clients show beside an answer."""
+    """What llama.cpp's clients show beside an answer; and where experts are read, those that it asked for."""
+    asked = finish.asked
+    experts = {"hits": asked.hits, "misses": asked.misses, "bytes_read": round(asked.nbytes)}
     return {
         "cache_n": finish.cached_tokens,
         "prompt_n": finish.prompt_tokens - finish.cached_tokens,
         "prompt_ms": finish.prompt_seconds * 1000,
         "predicted_n": finish.completion_tokens,
         "predicted_ms": finish.completion_seconds * 1000,
+        **({"experts": experts} if asked.hits or asked.misses else {}),
     }

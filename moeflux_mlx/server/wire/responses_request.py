@@ -9,6 +9,7 @@ from ..request import Request
 from . import conversation, settings, tools
 from .conversation import Message
 from .fields import Fields, check
+from .images import without_images
 from .parts import joined, texts
 from .responses_tools import flat, offered
 
@@ -19,6 +20,7 @@ _SEAL = "moeflux:"
 def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes."""
     check(body)
+    body, images = without_images(body, "input")
     fields = Fields(body)
     _refuse_state(fields)
     variables = settings.template_variables(fields)
@@ -43,6 +45,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
         thinking=settings.thinking_effort(effort) if thinks is None else thinks,
         effort=effort,
         schema=settings.structure(text.object("format") if text else None),
+        images=images,
         stream=fields.flag("stream"),
         session=fields.text("prompt_cache_key"),
         extra={

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..channels import THINK, Channels
 from .call import Call
@@ -21,18 +22,21 @@ class Dialect:
         openings: tag -> the parser of what follows.
         begin: how a call is opened.
         opening: the part of `begin` and `named` that every call of an answer has; free text ends with it.
-        named: what `begin` goes on with where the tool is known, its name in place of NAME.
+        named: what `begin` goes on with where the tool is known, its name in place of NAME, its id in place of ID.
         close: what ends a call.
         between: what the model says itself between `named` and the arguments, in Lark.
-        tags: how parameters are written; None: the arguments are JSON.
+        tags: how parameters are written; None: the arguments are JSON, or what `arguments` says.
+        arguments: of arguments that are no JSON, the rule "arguments" in Lark with those that it needs, and what
+            makes of a tool's schema an expression of theirs.
         section: how the calls of an answer begin, and how they end where the last one has no arguments. The end may be
             what ends the answer, too.
         bare: like `openings`, for tags that only count outside reasoning, because a model that drops the first tag
             writes them.
         markers: every tag that the model writes for calls, and nobody else may.
-        id: the form of a call's id in the prompt, NAME and INDEX in place of the tool and the number of the call in
-            the chat; None: any id will do.
+        id: the form of a call's id in the prompt, {name} and {index} in place of the tool and the number of the call
+            in the chat; None: any id will do.
         id_form: finds the ids in what a model wrote.
+        id_rule: what an id is that the model chooses, in Lark, where `named` has one.
     """
 
     name: str
@@ -48,6 +52,8 @@ class Dialect:
     bare: Mapping[str, Body] = field(default_factory=dict)
     id: str | None = None
     id_form: re.Pattern[str] | None = None
+    id_rule: str = ""
+    arguments: tuple[str, Callable[[Mapping[str, Any]], str]] | None = None
 
     def prefix(self, tool: str | None = None, inside_reasoning: bool = False, channels: Channels = THINK) -> str:
         """What a prompt is continued with so that a call of `tool`, or of any, follows.
@@ -55,4 +61,7 @@ class Dialect:
         The reader of the answer must be fed it as well. `inside_reasoning` also closes what the prompt has opened.
         """
         closing = channels.closing if inside_reasoning else ""
-        return closing + self.begin + ("" if tool is None else self.named.replace("NAME", tool))
+        if tool is None:
+            return closing + self.begin
+        call_id = (self.id or "").format(name=tool, index=0)
+        return closing + self.begin + self.named.replace("ID", call_id).replace("NAME", tool)

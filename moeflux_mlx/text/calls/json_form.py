@@ -62,6 +62,16 @@ def arguments(call: Call, first: str) -> Steps[str]:
     return char
 
 
+def arguments_before(end: str, call: Call) -> Steps[None]:
+    """The last part of a call whose name is known: `arguments`, or nothing, and `end`."""
+    char = yield from skip_space()
+    if char != end[0]:
+        char = yield from arguments(call, char)
+        char = (yield from skip_space()) if char.isspace() else char
+    yield from literal([end], char)
+    call.check("")
+
+
 def _string() -> Steps[str]:
     """The value of a JSON string whose opening quote has been read."""
     pieces: list[str] = []

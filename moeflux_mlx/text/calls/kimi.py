@@ -7,7 +7,7 @@ import re
 
 from .call import Call
 from .dialect import Dialect
-from .json_form import arguments
+from .json_form import arguments_before
 from .steps import Malformed, Steps, literal, optional, skip_space, until
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -17,16 +17,11 @@ ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 def kimi(call: Call) -> Steps[str]:
     """What follows `<|tool_call_begin|>`."""
-    found = ID.fullmatch((yield from until(ARGUMENTS)).strip())
-    if found is None:
+    call_id = ID.fullmatch((yield from until(ARGUMENTS)).strip())
+    if call_id is None:
         raise Malformed("")
-    call.start(found[1])
-    char = yield from skip_space()
-    if char != CALL_END[0]:
-        char = yield from arguments(call, char)
-        char = (yield from skip_space()) if char.isspace() else char
-    yield from literal([CALL_END], char)
-    call.check("")
+    call.start(call_id[1])
+    yield from arguments_before(CALL_END, call)
     return (yield from optional(SECTION_END, (yield)))
 
 
@@ -46,6 +41,6 @@ KIMI = Dialect(
     close=CALL_END,
     section=(SECTION_BEGIN, SECTION_END),
     markers=frozenset({SECTION_BEGIN, SECTION_END, CALL_BEGIN, ARGUMENTS, CALL_END}),
-    id="functions.NAME:INDEX",
+    id="functions.{name}:{index}",
     id_form=re.compile(rf"{re.escape(CALL_BEGIN)}\s*(.*?)\s*{re.escape(ARGUMENTS)}"),
 )

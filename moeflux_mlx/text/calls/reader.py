@@ -10,12 +10,15 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ..channels import HARMONY, THINK, Channels
+from ..channels import HARMONY, SOLAR, THINK, Channels
 from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from .call import Call
 from .dialect import Body, Dialect
 from .harmony import GPT_OSS
+from .solar import SOLAR_OPEN
 from .steps import Malformed, Steps, Switched
+
+HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN}  # who reads the headers of messages
 
 
 class AnswerReader:
@@ -44,7 +47,7 @@ class AnswerReader:
         self._schemas = schemas_of(tools)
         self._channels = channels
         # The headers of messages are no text, whether or not they may open a call.
-        self._dialect = GPT_OSS if channels is HARMONY else dialect if self._schemas else None
+        self._dialect = HEADERS.get(channels, dialect if self._schemas else None)
         self._events: list[Event] = []
         self._started = 0
         self._held, self._spaces = "", ""
@@ -138,8 +141,8 @@ class AnswerReader:
 
     def _before_tag(self, text: str, at: int) -> int:
         """How many characters come before one that may begin a tag."""
-        found = self._first.search(text, at)
-        return (found.start() if found else len(text)) - at
+        first = self._first.search(text, at)
+        return (first.start() if first else len(text)) - at
 
     def _say(self, text: str) -> None:
         """Reasoning or text; spaces wait, because those before a call and at the end of reasoning are layout."""

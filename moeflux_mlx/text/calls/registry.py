@@ -5,14 +5,22 @@ import re
 from ..channels import CHANNEL
 from .deepseek import CALL_BEGIN, DEEPSEEK_V3, DEEPSEEK_V31, FENCE
 from .dialect import Dialect
+from .gemma import CALL_BEGIN as GEMMA_CALL
+from .gemma import GEMMA
 from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, hunyuan
+from .invoke import DEEPSEEK_V32, DSML, MINIMAX
 from .kimi import KIMI
-from .minimax import MINIMAX
 from .mistral import MISTRAL
-from .tool_call import FUNCTION, GLM, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
+from .solar import CALL_BEGIN as SOLAR_CALL
+from .solar import SOLAR_OPEN
+from .tool_call import EXAONE, FUNCTION, GLM, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
 
-DIALECTS = (QWEN_JSON, QWEN_XML, GLM, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, MINIMAX, HUNYUAN, MISTRAL, GPT_OSS)
+DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
+DIALECTS = (
+    *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, KIMI, MINIMAX, HUNYUAN, MISTRAL),
+    *(GPT_OSS, SOLAR_OPEN, GEMMA),
+)
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
 _HUNYUAN = re.compile(r"<(?:tool_sep|tool_calls(?=:))(:[\w-]+)?>")
 
@@ -23,7 +31,8 @@ def dialect_of(text: str) -> Dialect | None:
     Args:
         text: a chat template and, because some put their tags together, a chat with a call that it has rendered.
     """
-    for tag, dialect in ((CHANNEL, GPT_OSS), *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL))):
+    tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (DSML, DEEPSEEK_V32)]
+    for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL))):
         if tag in text:
             return dialect
     if CALL_BEGIN in text:
@@ -33,4 +42,6 @@ def dialect_of(text: str) -> Dialect | None:
         return hunyuan(suffixed[1] or "")
     if TOOL_CALL not in text:
         return None
-    return GLM if PAIRS.key[0] in text else QWEN_XML if FUNCTION in text else QWEN_JSON
+    if PAIRS.key[0] in text or FUNCTION in text:
+        return GLM if PAIRS.key[0] in text else QWEN_XML
+    return EXAONE if f'{TOOL_CALL}{{"name"' in text else QWEN_JSON

@@ -15,6 +15,7 @@ Schema = Mapping[str, Any]
 STRING = frozenset({"string"})
 CONTAINERS = {"object": dict, "array": list}
 PYTHON_TYPES = {"object": dict, "array": list, "boolean": bool, "integer": int, "number": (int, float)}
+JSON_TYPES = frozenset({*PYTHON_TYPES, "null"})  # of a value that is no string
 MAX_DEPTH = 16  # of references: a schema may refer to itself
 MAX_VISITS = 2048  # of parts: unions that refer to themselves would double with every level
 

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 
 from .call import Call
-from .schema import as_json, is_text, parameter_types
+from .schema import JSON_TYPES, STRING, as_json, is_text, parameter_types
 from .steps import Malformed, Steps, Write, literal, skip_space, until
 
 
@@ -20,12 +20,14 @@ class Tags:
         key, value: what opens and closes each; where `key[1]` opens the value, `value[0]` is empty.
         ends: what may follow the last parameter.
         lined: a value stands on lines of its own, so the line breaks round it are no part of it.
+        kinds: where the writer says which a value is, what opens a string and what opens JSON, in place of `value[0]`.
     """
 
     key: tuple[str, str]
     value: tuple[str, str]
     ends: tuple[str, ...]
     lined: bool = False
+    kinds: tuple[str, str] | None = None
 
 
 def parameters(call: Call, tags: Tags, held: str = "") -> Steps[str]:
@@ -48,7 +50,11 @@ def parameters(call: Call, tags: Tags, held: str = "") -> Steps[str]:
 def _parameter(call: Call, key: str, tags: Tags) -> Steps[str]:
     """A value; returns the tag that follows its own closing tag."""
     types = parameter_types(key, call.schema)
-    if not is_text(types):
+    is_string = is_text(types)
+    if tags.kinds is not None:
+        is_string = (yield from literal(tags.kinds)) == tags.kinds[0]
+        types = types - STRING or JSON_TYPES
+    if not is_string:
         pieces: list[str] = []
         tag = yield from _value(pieces.append, tags)
         call.write(as_json("".join(pieces), types))

@@ -11,6 +11,8 @@
 One parser reads all three, because the models mix them up.
 """
 
+from dataclasses import replace
+
 from . import json_form
 from .call import Call
 from .dialect import Body, Dialect
@@ -66,6 +68,8 @@ QWEN_JSON = Dialect(
     section=_SECTION,
     markers=frozenset(_SECTION),
 )
+# K-EXAONE writes the same on one line.
+EXAONE = replace(QWEN_JSON, name="exaone", begin=TOOL_CALL, close=f"}}{END}")
 QWEN_XML = Dialect(
     name="qwen_xml",
     openings=_OPENINGS,

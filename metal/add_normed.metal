@@ -1,0 +1,57 @@
+// needs: lane.h.metal
+// out[T, D] = (h + n(s) * weight) * factor[0], row by row, where n divides a row by its root mean square (+ eps[0]) and s
+// is made, or with PAIR n(made) * made_weight + n(beside) * beside_weight. FACTOR 0: nothing multiplies the sum. out X;
+// h, made, beside[T, D] and the weights[D] any floats. What each norm makes and the sums are rounded to X.
+//
+// grid: (32 * SG, T, 1), threadgroup (32 * SG, 1, 1): a threadgroup for each row.
+  constexpr uint THREADS = 32 * SG, EACH = (D + THREADS - 1) / THREADS;
+  threadgroup float partial[2 * SG];
+  const uint lane = thread_index_in_simdgroup;
+  const uint simdgroup = simdgroup_index_in_threadgroup;
+  const uint mine = thread_index_in_threadgroup;
+  const size_t row = size_t(threadgroup_position_in_grid.y) * D;
+  float sum[EACH], other[PAIR ? EACH : 1];
+  float squares = 0, others = 0;
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < EACH; t++) {
+    const uint i = mine + t * THREADS;
+    sum[t] = i < D ? float(made[row + i]) : 0.0f;
+    squares = metal::fma(sum[t], sum[t], squares);
+    if (PAIR) {
+      other[PAIR ? t : 0] = i < D ? float(beside[row + i]) : 0.0f;
+      others = metal::fma(other[PAIR ? t : 0], other[PAIR ? t : 0], others);
+    }
+  }
+  for (uint round = 0; round <= PAIR; round++) {
+    squares = lane_sum<32>(squares);
+    others = lane_sum<32>(others);
+    if (lane == 0) {
+      partial[simdgroup] = squares;
+      partial[SG + simdgroup] = others;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    squares = lane_sum<32>(lane < SG ? partial[lane] : 0.0f);
+    others = lane_sum<32>(lane < SG ? partial[SG + lane] : 0.0f);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (round < PAIR) {
+      const float first = metal::rsqrt(squares / float(D) + eps[0]), second = metal::rsqrt(others / float(D) + eps[0]);
+      squares = 0;
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint t = 0; t < EACH; t++) {
+        const uint i = metal::min(mine + t * THREADS, uint(D - 1));
+        const float a = float(X(sum[t] * first * float(made_weight[i])));
+        const float b = float(X(other[PAIR ? t : 0] * second * float(beside_weight[i])));
+        sum[t] = float(X(a + b));
+        squares = metal::fma(sum[t], sum[t], squares);
+      }
+    }
+  }
+  const float scale = metal::rsqrt(squares / float(D) + eps[0]);
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint t = 0; t < EACH; t++) {
+    const uint i = mine + t * THREADS;
+    if (i < D) {
+      const float joined = float(X(float(h[row + i]) + float(X(sum[t] * scale * float(weight[i])))));
+      out[row + i] = X(FACTOR ? joined * float(factor[0]) : joined);
+    }
+  }

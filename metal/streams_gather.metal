@@ -1,0 +1,56 @@
+// What a part of a layer is given of N streams h[N, D] X of one token, and how its output is to be added (hyper-connections,
+// ops/streams.py). made[2 N + N N + 1] float is what streams_products.metal writes, base[2 N + N N] and scale[3] float.
+// x[D] X = sum of pre[i] * h[i]; mixing[N + N N] float: post, then comb[j, k] of stream j for stream k.
+//     v = made / sqrt(mean(h^2) + NORM_EPS);  pre = sigmoid(v[0..N] * scale[0] + base) + EPS
+//     post = 2 sigmoid(v[N..2N] * scale[1] + base);  comb = softmax of rows of (v[2N..] * scale[2] + base) + EPS, whose columns,
+//     and then ROUNDS - 1 times its rows and columns, are divided by their sums plus EPS
+//
+// grid: (D, 1, 1) rounded up to whole threadgroups of T. Every simdgroup makes all weights for itself, comb with a value to a
+// lane: N is 2 or 4, so that N N lanes hold it and the others hold it again.
+  constexpr uint CELLS = N * N;
+  const uint lane = thread_index_in_simdgroup;
+  const uint column = threadgroup_position_in_grid.x * T + thread_index_in_threadgroup;
+  const float factor = metal::rsqrt(made[2 * N + CELLS] / float(N * D) + NORM_EPS);
+
+  const uint cell = 2 * N + lane % CELLS;
+  float comb = made[cell] * factor * scale[2] + base[cell];
+  float most = comb;
+  for (uint o = 1; o < N; o *= 2) {
+    const float other = simd_shuffle_xor(most, ushort(o));
+    most = other > most ? other : most;
+  }
+  comb = metal::exp(comb - most);
+  float sum = comb;
+  for (uint o = 1; o < N; o *= 2) {
+    sum += simd_shuffle_xor(sum, ushort(o));
+  }
+  comb = comb / sum + EPS;
+  for (uint round = 0; round < ROUNDS; round++) {
+    if (round > 0) {
+      sum = comb;
+      for (uint o = 1; o < N; o *= 2) {
+        sum += simd_shuffle_xor(sum, ushort(o));
+      }
+      comb = comb / (sum + EPS);
+    }
+    sum = comb;
+    for (uint o = N; o < CELLS; o *= 2) {
+      sum += simd_shuffle_xor(sum, ushort(o));
+    }
+    comb = comb / (sum + EPS);
+  }
+  if (column < CELLS) {  // the first lanes of the first threadgroup, each of which has its own
+    mixing[N + column] = comb;
+  }
+  if (column < N) {
+    const uint own = N + column;
+    mixing[column] = 2.0f / (1.0f + metal::exp(-(made[own] * factor * scale[1] + base[own])));
+  }
+  if (column < D) {
+    float v = 0;
+    for (uint i = 0; i < N; i++) {
+      const float pre = 1.0f / (1.0f + metal::exp(-(made[i] * factor * scale[0] + base[i]))) + EPS;
+      v = metal::fma(pre, float(h[i * D + column]), v);
+    }
+    x[column] = X(v);
+  }

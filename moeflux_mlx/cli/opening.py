@@ -1,0 +1,126 @@
+"""Opens what the options name: a model, and where prompts are kept."""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..engine.engine import Engine, open_engine
+from ..engine.machine import default_dtype
+from ..errors import RequestError
+from ..experts.source import IoMode
+from ..ops.backend import computes_natively
+from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
+from .options import NOT_GIVEN, gigabytes
+from .terminal import Progress, note
+
+TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
+
+
+def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
+    """The model of the options, which is, or has come to, `model`; its tokenizer read.
+
+    With `greeting`, that is said, and how experts are read only where the user decided it or wants to know.
+    """
+    start = time.perf_counter()
+    with Progress("loading", of_bytes=True) as progress:
+        engine = open_optional(options, model, progress.update)
+        engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
+    if greeting is not None:
+        note(greeting)
+    if greeting is None or options.verbose or engine.plan.demand.forced:
+        note(engine.experts.decision)
+    if engine.plan.shortened:
+        note(engine.plan.shortened)
+    if options.verbose:
+        if engine.model.tiles.found:
+            note(f"tiles: {len(engine.model.tiles.found)} that moeflux tune found on this GPU")
+        note(engine.plan.prompts)
+        if engine.drafts:
+            note(engine.drafts)
+        note(f"loaded in {time.perf_counter() - start:.2f} s")
+    for line in idle_options(options, engine.experts.mode):
+        note(line)
+    return engine
+
+
+def open_optional(
+    options: argparse.Namespace, model: str | Path | None, progress: Callable[[int, int], object] | None = None
+) -> Engine:
+    """`model`, as the options of `add_model_options` say; `progress` as for `load`.
+
+    On rank 0 of several, the others follow it.
+    """
+    engine = open_engine(
+        model,
+        revision=options.revision,
+        dtype=getattr(mx, options.dtype) if options.dtype else None,
+        cpu_activations=options.cpu_activations,
+        kv_bits=options.kv_bits,
+        expert_io=options.expert_io,
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
+        prefetch=options.prefetch,
+        context=options.context,
+        span=options.span,
+        prefill_step_size=options.prefill_step_size,
+        shards_in=options.shards_in,
+        tiles=options.tiles,
+        draft=options.draft,
+        vision=not options.no_vision,
+        image_tokens=options.image_tokens,
+        pool_share=getattr(options, "pool_share", None),
+        least_context=getattr(options, "least_context", 0),
+        progress=progress,
+        ranks=getattr(options, "ranks", None),
+    )
+    lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
+    return engine if lead is None else lead(engine)
+
+
+def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
+    """A line for each reason why something that was asked for has no effect."""
+    given = {
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if value is not None and value != NOT_GIVEN.get(name)
+    }
+    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    is_local = options.model is None or Path(options.model).exists()
+    idle = {
+        "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
+        "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.MMAP else [],
+        "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
+        "on several ranks": [] if getattr(options, "ranks", None) is None else ["--draft"],
+        "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
+        "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
+        "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
+        "where --model is a directory": ["--revision", "--yes"] if is_local else [],
+    }
+    without_effect = {reason: [name for name in names if name in given] for reason, names in idle.items()}
+    return [
+        f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}"
+        for reason, names in without_effect.items()
+        if names
+    ]
+
+
+def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
+    """Where the options want prompts to be kept, if anywhere.
+
+    Raises:
+        RequestError: two places, or a size that is none. PromptCacheError: the place cannot be used.
+    """
+    file = getattr(options, "prompt_cache_file", None)
+    if file is not None and options.prompt_cache_dir is not None:
+        raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
+    if not options.prompt_cache_gb > 0:
+        raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
+    if file is not None:
+        return PromptFile(file, engine.fingerprint)
+    if options.prompt_cache_dir is not None:
+        size = min(options.prompt_cache_gb * 1e9, 2.0**62)
+        return PromptDirectory(options.prompt_cache_dir, engine.fingerprint, int(size))
+    return None

@@ -1,0 +1,323 @@
+"""Generates many texts at once, with mlx-lm's interface: each has the bits that it has alone, and may join or leave."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..errors import DeviceError, RequestError
+from ..model.decoder import Model
+from ..model.step import MAX_ROWS
+from ..state.cache import Cache
+from ..text.tokenizer import TokenizerWrapper
+from .batch import advance_together
+from .decoding import Decoding
+from .generation import check_max_tokens
+from .prefill import Prefill
+from .prompt import Prompt, checked_prompt
+from .sampling import LogitsProcessor, Sampler
+
+SEQUENCES = 8  # that decode together, unless somebody asks for another number
+
+
+@dataclass
+class BatchStats:
+    """What a generator has done: tokens, and seconds in which it was asked to compute.
+
+    `peak_memory` is in GB (1e9 bytes) of MLX's allocations.
+    """
+
+    prompt_tokens: int = 0
+    prompt_time: float = 0.0
+    generation_tokens: int = 0
+    generation_time: float = 0.0
+    peak_memory: float = 0.0
+
+    @property
+    def prompt_tps(self) -> float:
+        return self.prompt_tokens / self.prompt_time if self.prompt_time else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        return self.generation_tokens / self.generation_time if self.generation_time else 0.0
+
+
+@dataclass(frozen=True)
+class BatchToken:
+    """A token of one text.
+
+    Args:
+        uid: the text's number.
+        token: the id; None where `error` took its place.
+        logprobs: [vocab_size] float32.
+        finish_reason: "stop", "length" or "error" where the text has ended.
+        prompt_cache: with the last token, the text's cache: it has absorbed all tokens but the last.
+        all_tokens: with the last token, all that were generated.
+        error: what ended this text alone.
+    """
+
+    uid: int
+    token: int | None
+    logprobs: mx.array | None
+    finish_reason: str | None = None
+    prompt_cache: list[Cache] | None = None
+    all_tokens: list[int] | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class BatchResponse:
+    """What `batch_generate` gives, each list in the order of the prompts; None where it was not asked for."""
+
+    texts: list[str]
+    stats: BatchStats
+    caches: list[list[Cache]] | None = None
+    token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
+
+
+@dataclass
+class _Text:
+    """One that waits, or decodes."""
+
+    uid: int
+    prompt: Prompt
+    cache: list[Cache]
+    options: dict[str, Any]
+    decoding: Decoding | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+class BatchGenerator:
+    """Texts that decode together; others wait until there is room, and each of them can be taken out at any time.
+
+    A prompt is computed by itself, between two steps of those that decode; it shares no span with another's. What a
+    text says does not depend on the others, provided that its sampler and processors are its own.
+
+    Args:
+        model: computes them.
+        max_tokens: of a text, unless `insert` says otherwise; -1: there is no limit.
+        stop_tokens: sequences of tokens, after any of which a text ends.
+        sampler, logits_processors: of texts for which `insert` gives none, as in `generate_step`.
+        completion_batch_size: texts that decode together, at most `MAX_ROWS`.
+        prefill_step_size, span: as in `generate_step`.
+
+    Attributes:
+        stats: what has been done so far.
+
+    Raises:
+        RequestError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_tokens: int = 128,
+        stop_tokens: Iterable[Sequence[int]] = (),
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        completion_batch_size: int = SEQUENCES,
+        prefill_step_size: int | None = None,
+        span: int | None = None,
+    ):
+        if not 1 <= completion_batch_size <= MAX_ROWS:
+            raise RequestError(f"completion_batch_size is {completion_batch_size}; it must be 1 to {MAX_ROWS}")
+        check_max_tokens(max_tokens)
+        self.model, self.max_tokens, self.size = model, max_tokens, completion_batch_size
+        self.stop_tokens = [list(tokens) for tokens in stop_tokens]
+        self.sampler, self.logits_processors = sampler, logits_processors
+        self._cut: dict[str, Any] = {"span": span, "block": prefill_step_size}
+        self.stats = BatchStats()
+        self._waiting: deque[_Text] = deque()
+        self._running: list[_Text] = []
+        self._count = 0
+
+    def insert(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int] | None = None,
+        caches: Sequence[list[Cache]] | None = None,
+        samplers: Sequence[Sampler | None] | None = None,
+        logits_processors: Sequence[Sequence[LogitsProcessor]] | None = None,
+    ) -> list[int]:
+        """Lets texts wait for room; their numbers. Each argument has an entry for each prompt.
+
+        Args:
+            prompts: token ids.
+            caches: what has gone before each prompt; they stay as they are.
+
+        Raises:
+            RequestError: as `generate_step`, or lists of different lengths; no text was taken.
+        """
+        count = len(prompts)
+        columns: list[Sequence[Any]] = [
+            [self.max_tokens] * count if max_tokens is None else max_tokens,
+            [None] * count if caches is None else caches,
+            [self.sampler] * count if samplers is None else samplers,
+            [self.logits_processors] * count if logits_processors is None else logits_processors,
+        ]
+        if any(len(column) != count for column in columns):
+            raise RequestError(f"{count} prompts with lists of other lengths; each list has an entry for each prompt")
+        texts = [self._text(i, *row) for i, row in enumerate(zip(prompts, *columns, strict=True))]
+        self._count += count
+        self._waiting.extend(texts)
+        return [text.uid for text in texts]
+
+    def _text(self, i: int, prompt: Sequence[int], most: int, cache: Any, sampler: Any, processors: Any) -> _Text:
+        check_max_tokens(most)
+        options = {"max_tokens": most, "sampler": sampler or self.sampler, "logits_processors": processors}
+        return _Text(self._count + i, checked_prompt(prompt, self.model), self._own(cache), options)
+
+    def _own(self, cache: list[Cache] | None) -> list[Cache]:
+        """A cache that nobody else writes to, in the state of `cache`."""
+        made = self.model.make_cache()
+        if cache is not None:
+            self.model.check_cache(cache)
+            for new, old in zip(made, cache, strict=True):
+                new.take_from(old, old.offset, old.kept())
+        return made
+
+    def next(self) -> list[BatchToken]:
+        """A token of each text that decodes, after the prompt of one that waits for room that there is.
+
+        An empty list says that nothing is left to do.
+
+        Raises:
+            DeviceError: memory or the GPU's time is at an end. Like an interrupt, this ends all texts that decode.
+        """
+        failed = self._admit() if self._waiting and len(self._running) < self.size else []
+        running, self._running = self._running, []
+        with self._timed("generation_time"):
+            outcomes = advance_together([text.decoding for text in running if text.decoding is not None])
+        told = [self._told(text, outcome) for text, outcome in zip(running, outcomes, strict=True)]
+        self._running = [text for text, one in zip(running, told, strict=True) if one.finish_reason is None]
+        return failed + told
+
+    def __iter__(self) -> Iterator[list[BatchToken]]:
+        """What `next` gives, until nothing is left to do; texts may be inserted and removed meanwhile."""
+        while self._waiting or self._running:
+            yield self.next()
+
+    def remove(self, uids: Iterable[int]) -> dict[int, list[Cache]]:
+        """Takes texts out; the caches of those that have begun, which have absorbed all tokens but the last."""
+        gone = set(uids)
+        self._waiting = deque(text for text in self._waiting if text.uid not in gone)
+        removed = [text for text in self._running if text.uid in gone]
+        self._running = [text for text in self._running if text.uid not in gone]
+        for text in removed:
+            _close(text)
+        return {text.uid: text.cache for text in removed}
+
+    def close(self) -> None:
+        """Takes all texts out."""
+        self.remove([text.uid for text in [*self._waiting, *self._running]])
+
+    def _admit(self) -> list[BatchToken]:
+        """Computes the prompt of the text that waits longest; its error, if it has one."""
+        text = self._waiting.popleft()
+        images = text.prompt.images.after(text.cache)
+        prefill = Prefill(self.model, text.cache, text.prompt.tokens, images=images, **self._cut)
+        try:
+            with self._timed("prompt_time"):
+                logits = prefill.run()
+        except DeviceError:
+            raise
+        except Exception as error:
+            prefill.drop()
+            return [BatchToken(text.uid, None, None, "error", text.cache, [], error)]
+        self.stats.prompt_tokens += len(text.prompt)
+        text.decoding = Decoding(self.model, text.cache, text.prompt.tokens, logits, **text.options)
+        self._running.append(text)
+        return []
+
+    def _told(self, text: _Text, outcome: tuple[int, mx.array] | Exception) -> BatchToken:
+        assert text.decoding is not None
+        if isinstance(outcome, Exception):
+            _close(text)
+            return BatchToken(text.uid, None, None, "error", text.cache, text.tokens, outcome)
+        token, logprobs = outcome
+        text.tokens.append(token)
+        self.stats.generation_tokens += 1
+        stopped = any(text.tokens[-len(stop) :] == stop for stop in self.stop_tokens if stop)
+        if not (stopped or text.decoding.is_done):
+            return BatchToken(text.uid, token, logprobs)
+        _close(text)
+        return BatchToken(text.uid, token, logprobs, "stop" if stopped else "length", text.cache, text.tokens)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
+            self.stats.peak_memory = mx.get_peak_memory() / 1e9
+
+
+def _close(text: _Text) -> None:
+    assert text.decoding is not None
+    with suppress(DeviceError):
+        text.decoding.close()
+
+
+def batch_generate(
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    prompts: Sequence[Sequence[int]],
+    prompt_caches: Sequence[list[Cache]] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **kwargs: Any,
+) -> BatchResponse:
+    """Texts that follow several prompts, computed together; each is what `generate` gives for its prompt alone.
+
+    Args:
+        prompts: token ids of each.
+        prompt_caches: what has gone before each prompt; they stay as they are.
+        max_tokens: of each text, or of all.
+        verbose: prints how many texts are done, and the rates.
+        return_prompt_caches: whether the response has the caches afterwards.
+        return_token_ids: whether it has the tokens, without the one that ended a text.
+        return_logprobs: whether it has the log-probability of each of these tokens.
+        kwargs: as `BatchGenerator`; `samplers` and `logits_processors` with an entry for each prompt, as its `insert`.
+
+    Raises:
+        RequestError: as `BatchGenerator`. And the first error that ends a text.
+    """
+    each = {name: kwargs.pop(name) for name in ("samplers", "logits_processors") if name in kwargs}
+    generator = BatchGenerator(model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **kwargs)
+    most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    uids = generator.insert(prompts, most, prompt_caches, **each)
+    tokens: dict[int, list[tuple[int, float]]] = {uid: [] for uid in uids}
+    caches: dict[int, list[Cache]] = {}
+    for told in generator:
+        for one in told:
+            if one.error is not None:
+                raise one.error
+            if one.prompt_cache is not None:
+                caches[one.uid] = one.prompt_cache
+                if verbose:
+                    print(f"{len(caches)} of {len(prompts)} texts", end="\r", flush=True)
+            if one.finish_reason != "stop" and one.token is not None and one.logprobs is not None:
+                chance = cast(float, one.logprobs[one.token].item()) if return_logprobs else 0.0
+                tokens[one.uid].append((one.token, chance))
+    if verbose:
+        stats = generator.stats
+        print(f"{stats.prompt_tokens} prompt tokens, {stats.prompt_tps:.1f} a second")
+        print(f"{stats.generation_tokens} tokens, {stats.generation_tps:.1f} a second")
+    ids = [[token for token, _ in tokens[uid]] for uid in uids]
+    return BatchResponse(
+        [tokenizer.decode(one) for one in ids],
+        generator.stats,
+        [caches[uid] for uid in uids] if return_prompt_caches else None,
+        ids if return_token_ids else None,
+        [[chance for _, chance in tokens[uid]] for uid in uids] if return_logprobs else None,
+    )

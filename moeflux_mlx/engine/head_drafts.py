@@ -1,0 +1,179 @@
+"""The state of a draft head for one text: its cache, and the hidden states that the head has not processed yet.
+
+Row p of the cache is computed from the hidden state of position p and the token after it. Rows are computed when
+somebody wants drafts, or many at once, so an unused head costs almost nothing. If the head was not shown a part of the
+text, this part stays missing: the rows begin anew after it, and fewer drafts are accepted.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..model.decoder import Model
+from ..model.head import DraftHead
+from ..model.span import Span
+from ..ops.backend import leave
+from ..state.cache import Cache
+from ..state.snapshot import head_rows, load_head_rows
+from ..text.boundaries import shared_length
+
+MOST_WAITING = 256  # rows that are not absorbed yet
+
+
+def head_drafts(model: Model) -> "HeadDrafts | None":
+    """For a new text; None: the model has no draft head, or does not draft."""
+    return HeadDrafts(model) if model.head is not None and model.drafting.kind == "head" else None
+
+
+class HeadDrafts:
+    """Args:
+        model: that has a head.
+
+    Attributes:
+        cache: of the head's layer.
+    """
+
+    def __init__(self, model: Model):
+        self._model, self._head = model, cast(DraftHead, model.head)
+        self.cache: Cache = self._head.make_cache()
+        self._tokens: list[int] = []  # the text as far as it is known
+        self._start = self._rows = 0  # the position of the first row; rows of hidden states that the model has computed
+        self._waiting: list[Any] = []  # hidden states of the positions after these, [1, 1, hidden_size] or more
+        self._shown = 0  # positions of the text up to the last whose hidden state is known
+        self._out: Any = None  # what came of the last row
+        self._next_out: Any = None  # what came of the last token that was drafted but one
+        self._drafted: list[mx.array] = []  # tokens [1, 1]; all but the last have rows of their own behind the others
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + sum(part.nbytes for part in self._waiting)
+
+    def copy(self) -> "HeadDrafts":
+        """Another that knows the same text."""
+        other = HeadDrafts(self._model)
+        other.cache, other._tokens = self.cache.copy(), list(self._tokens)
+        other._start, other._rows, other._shown = self._start, self._rows, self._shown
+        other._waiting = list(self._waiting)
+        return other
+
+    def saved(self, length: int) -> bytes:
+        """What it knows of the first `length` tokens, for `restore`; nothing where their beginning is not known."""
+        self._absorb()
+        cache, rows = self.cache.copy(), min(self._rows, length)
+        if self._start or not rows or not cache.reaches(rows):
+            return b""
+        cache.go_back(rows, None)
+        return head_rows(cache)
+
+    def restore(self, data: bytes, text: Sequence[int]) -> None:
+        """The text is this one from now on, and begins as that of which `saved` gave `data`; nothing is known of it
+        where that is nothing, or another head's."""
+        self._restart(0)
+        if load_head_rows(self.cache, data, self._model.activation_dtype):
+            self._rows = self._shown = self.cache.offset
+            self._cut(len(text))
+        self._tokens = list(text)
+
+    def begin(self, text: Sequence[int]) -> None:
+        """The text is this one from now on; what it shares with the last one is known."""
+        waiting = sum(part.shape[1] for part in self._waiting)
+        if self.cache.offset < self._rows or self._shown != self._start + self._rows + waiting:  # it was interrupted
+            self._restart(0)
+        self._cut(shared_length(self._tokens, text))
+        self._tokens = list(text)
+
+    def absorb_span(self, span: Span) -> None:
+        """The model has taken a span of the text through all its layers."""
+        for start in range(0, span.length, span.block):
+            end = min(start + span.block, span.length)
+            self._show(self._model.draft_states(span, start, end), span.start + start)
+            self._absorb()
+
+    def add(self, token: int, hidden: Any = None) -> None:
+        """The text goes on with `token`; `hidden` as in `Drafts`, None where it has been shown."""
+        self._tokens.append(token)
+        self._drafted = []
+        if hidden is not None:
+            self._show(hidden, len(self._tokens) - 2)
+        if len(self._waiting) >= MOST_WAITING:
+            self._absorb()
+
+    def may_propose(self) -> bool:
+        """Whether the last position has been shown."""
+        return self._shown == len(self._tokens) - 1
+
+    def propose(self, count: int) -> list[int]:
+        """At most `count` tokens, the most likely one each time; none where the last position has not been shown."""
+        if count < 1 or not self.may_propose():
+            return []
+        self._absorb(draft=True)
+        if self._out is None:
+            return []
+        if not self._drafted:
+            self.cache.go_back(self._rows, None)
+            self._drafted = [self._head.next(self._out)]
+        if len(self._drafted) == 1:
+            self._next_out = self._out
+        while len(self._drafted) < count:
+            self._next_out, token = self._head.follow(self._next_out, self._drafted[-1], self.cache)
+            self._drafted.append(token)
+        mx.eval(self._drafted)
+        return [cast(int, token.item()) for token in self._drafted[:count]]
+
+    def _show(self, hidden: Any, position: int) -> None:
+        """Hidden states [1, n, hidden_size] of positions from this one on."""
+        if position < self._shown:
+            self._cut(position)
+        if position != self._shown:
+            self._restart(position)
+        self._waiting.append(hidden)
+        self._shown += hidden.shape[1]
+
+    def _absorb(self, draft: bool = False) -> None:
+        """Makes rows of all hidden states that wait and whose next tokens are known; and a draft, if it is wanted."""
+        first = self._start + self._rows
+        count = min(self._shown, len(self._tokens) - 1) - first
+        if count < 1:
+            return
+        waiting, rest = _divided(self._waiting, count)
+        self.cache.go_back(self._rows, None)
+        self._drafted = []
+        last = self._model.args.vocab_size - 1  # an image's rows have keys in place of tokens
+        tokens = [min(token, last) for token in self._tokens[first + 1 : first + 1 + count]]
+        self._out, drafted = self._head.absorb(waiting, tokens, self.cache, draft)
+        self._rows, self._waiting = self._rows + count, [leave(part) * 1 for part in rest]  # not all of a block is held
+        self._drafted = [] if drafted is None else [drafted]
+        if isinstance(self._out, mx.array):
+            mx.async_eval(self._out, *(array for array in self.cache.state[:-1] if array is not None))
+
+    def _cut(self, length: int) -> None:
+        """Forgets what comes after the first `length` tokens; and those too, if the cache does not go back so far."""
+        rows = min(max(length - self._start, 0), self._rows)
+        if not self.cache.reaches(rows):
+            self._restart(max(length, self._start))
+            return
+        kept = max(length - self._start - self._rows, 0)
+        self._waiting = _divided(self._waiting, kept)[0]
+        self._drafted, self._shown = [], min(self._shown, max(length, self._start))
+        if rows < self._rows:
+            self._rows, self._out = rows, None
+            self.cache.go_back(rows, None)
+
+    def _restart(self, position: int) -> None:
+        """Nothing is known of the text before this position."""
+        self.cache, self._waiting, self._drafted, self._out = self._head.make_cache(), [], [], None
+        self._start = self._shown = position
+        self._rows = 0
+        self.cache.shift(position)
+
+
+def _divided(parts: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """The first `count` rows of parts [1, n, hidden_size], and the others."""
+    first, rest = list[Any](), list[Any]()
+    for part in parts:
+        here = min(count, part.shape[1])
+        count -= here
+        first += [part[:, :here]] if here else []
+        rest += [part[:, here:]] if here < part.shape[1] else []
+    return first, rest

@@ -1,0 +1,169 @@
+"""Chooses the source of a model's drafts, by the option, the files and the memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import ConfigError, ModelFileError, RequestError
+from ..experts.held import HeldExperts
+from ..experts.routed import RoutedExperts
+from ..files import read_json, user_path
+from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
+from ..model.decoder import Model
+from ..model.drafting import Drafting
+from ..model.head import DraftHead
+from ..model.tensors import split_latent
+from ..model.weights import fill
+from ..packing.aside import NAME
+from ..packing.heads import HeadWeights, find_head
+from ..packing.resident import TensorFile
+from ..spec import ModelArgs
+from ..state.layer_cache import MOST_DRAFTS
+from .budget import MemoryPlan
+from .demand import Demand
+from .machine import in_gb
+from .weights import Weights
+
+DRAFTS = ("auto", "off", "lookup", "head")  # where drafts of tokens come from; or a directory that has a head
+LEAST_SHARE = 0.9  # of the bytes that a pool has without drafts, which "auto" leaves it
+
+Planned = Callable[[ModelArgs, Demand], MemoryPlan]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What was chosen.
+
+    Args:
+        args: of the model, with the layer of its draft head if it gets one.
+        plan: of its memory.
+        kind: as for `Drafting`.
+        head: the draft head; None: it gets none.
+        reason: one line on what was chosen, and why; empty where nothing else was asked for.
+    """
+
+    args: ModelArgs
+    plan: MemoryPlan
+    kind: str
+    head: HeadWeights | None
+    reason: str
+
+    @property
+    def drafting(self) -> Drafting:
+        """For the model."""
+        return Drafting(self.kind)
+
+
+def choose_drafts(
+    draft: str | Path, weights: Weights | None, args: ModelArgs, demand: Demand, dtype: mx.Dtype, planned: Planned
+) -> Drafts:
+    """What a model drafts with.
+
+    "auto" is its head, if the plan keeps mode, sizes and nine tenths of the pool beside it, else what is looked up,
+    if the plan allows that, else nothing.
+
+    Args:
+        draft: one of `DRAFTS`, or a directory.
+        weights: where a head may be; None: nowhere.
+        args, demand: of the model without drafts.
+        dtype: of activations.
+        planned: plans memory.
+
+    Raises:
+        RequestError: `draft` is none of these. ModelFileError: there is no head, or it cannot be used. What `planned`
+            raises.
+    """
+    is_folder = str(draft) not in DRAFTS
+    if is_folder and not user_path(draft).is_dir():
+        raise RequestError(f"draft {str(draft)!r} is not one of {', '.join(DRAFTS)}, and no directory")
+    if draft == "off":
+        return Drafts(args, planned(args, demand), "off", None, "")
+    looking = replace(demand, drafts=MOST_DRAFTS)
+    if draft == "lookup":
+        return Drafts(args, planned(args, looking), "lookup", None, "drafts are looked up in the text")
+    if draft == "auto":
+        return _automatic(weights, args, demand, looking, dtype, planned)
+    head = _head(weights, args, user_path(draft) if is_folder else None)
+    if head is None:
+        where = draft if is_folder else weights.path if weights is not None else "what is known of the model"
+        raise ModelFileError(f"{where} holds no draft head for this model; leave draft at auto")
+    return _with_head(head, args, looking, dtype, planned)
+
+
+def _with_head(head: HeadWeights, args: ModelArgs, looking: Demand, dtype: mx.Dtype, planned: Planned) -> Drafts:
+    nbytes = head.nbytes(dtype)
+    args = replace(args, draft_head=head.args.layers[0])
+    plan = planned(args, replace(looking, resident=looking.resident + nbytes, head=nbytes))
+    return Drafts(args, plan, "head", head, f"drafts come from a head of {in_gb(nbytes, 3)}")
+
+
+def _automatic(
+    weights: Weights | None, args: ModelArgs, demand: Demand, looking: Demand, dtype: mx.Dtype, planned: Planned
+) -> Drafts:
+    plain, why = planned(args, demand), ""
+    try:
+        head = _head(weights, args, None)
+        if head is not None:
+            why = f"; a draft head of {in_gb(head.nbytes(dtype), 3)} would take too much from the experts"
+            chosen = _with_head(head, args, looking, dtype, planned)
+            if _keeps(chosen.plan, plain):
+                return chosen
+    except (ConfigError, ModelFileError) as error:
+        why = f"; the draft head cannot be used: {error}"
+    except RequestError:
+        pass
+    try:
+        plan = planned(args, looking)
+        if _keeps(plan, plain):
+            return Drafts(args, plan, "lookup", None, f"drafts are looked up in the text{why}")
+    except RequestError:
+        pass
+    return Drafts(args, plain, "off", None, f"drafts are off: there is no memory for what they take{why}")
+
+
+def _keeps(plan: MemoryPlan, plain: MemoryPlan) -> bool:
+    """Whether a plan with drafts leaves a model as it is without."""
+    alike = (plan.mode, plan.sizes, plan.context) == (plain.mode, plain.sizes, plain.context)
+    return alike and plan.pool >= LEAST_SHARE * plain.pool
+
+
+def _head(weights: Weights | None, args: ModelArgs, folder: Path | None) -> HeadWeights | None:
+    """The head in `folder`, or where the model is."""
+    if weights is None:
+        return None
+    tensors, config = _beside(weights) if folder is None else _in_folder(folder)
+    return find_head(args, tensors.values(), config, weights.experts.layout)
+
+
+def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    files = safetensors_files(folder)
+    config = folder / "config.json"
+    return merge_tensors(map(read_header, files)), read_json(config) if config.exists() else {}
+
+
+def _beside(weights: Weights) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    config = read_json(weights.path / "config.json")
+    if weights.checkpoint is None:
+        file = weights.path / NAME
+        return read_header(file) if file.exists() else {}, config
+    kept = (unit for unit in weights.checkpoint.units if isinstance(unit, TensorFile) and unit.name == NAME)
+    return {one.name: one for unit in kept for source in unit.sources for one in source.tensors}, config
+
+
+def load_head(head: HeadWeights, model: Model, dtype: mx.Dtype) -> None:
+    """Reads a head and attaches it to its model.
+
+    Raises:
+        ModelFileError: a file cannot be read, or a value is not finite. ExpertIOError: Metal does not take the memory.
+    """
+    source = HeldExperts(head.experts.layout, {0: head.records()})
+    try:
+        module = DraftHead(head.args, RoutedExperts(source, "off"), split_latent(head.shapes()))
+        fill(module, head.read(), head.args.quantization, dtype)
+    except BaseException:
+        source.close()
+        raise
+    model.attach(module)

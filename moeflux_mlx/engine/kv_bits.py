@@ -1,0 +1,62 @@
+"""The number of bits in which a model's caches keep keys and values, and the bytes that this takes."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..kinds import GroupedQuery
+from ..ops.kv_rows import BITS
+from ..spec import ModelArgs
+from ..state.cache import make_cache
+from .machine import in_gb
+from .needs import state_bytes
+
+KV_BITS = ("auto", "8", "16")
+# Bytes of keys and values in 16 bits that a token adds, from which on 8 bits are the default: 64,000 tokens then take
+# 8 GB. Families with full attention in most of 46 layers or more are beyond it.
+LARGE_TOKEN = 128 << 10
+LONG = 1 << 20  # positions, longer than any window
+
+
+def keeping(args: ModelArgs, asked: int | str, dtype: mx.Dtype | None) -> ModelArgs:
+    """The model with keys and values kept as asked for.
+
+    Args:
+        asked: 8, 16 (as they are, in the dtype of activations) or "auto", as a number or in digits.
+        dtype: that was asked for; None: none was.
+
+    Raises:
+        RequestError: `asked` is none of them, or 8 where no layer keeps keys and values.
+    """
+    if str(asked) not in KV_BITS:
+        raise RequestError(f"kv_bits {asked!r} is not one of {', '.join(KV_BITS)}")
+    if str(asked) == "auto":
+        is_exact = dtype is not None and dtype == mx.float32
+        return args if is_exact or token_bytes(args) < LARGE_TOKEN else args.with_kv_bits(BITS)
+    if str(asked) == "16":
+        return args
+    if not args.rounds_keys:
+        raise RequestError(
+            f"kv_bits 8 is for keys and values, and this {args.model_type} model keeps latents or states, which are "
+            "small, or keys of which an indexer chooses; leave it out"
+        )
+    return args.with_kv_bits(BITS)
+
+
+def token_bytes(args: ModelArgs) -> int:
+    """Bytes of keys and values in 16 bits that a token adds to a long text."""
+    mixers = args.with_kv_bits(None).mixers
+    parts = [mixer for mixer in mixers if isinstance(mixer, GroupedQuery) and mixer.blocks is None]
+    caches = map(make_cache, parts)
+    return sum((one.bytes_for(2 * LONG, 2) - one.bytes_for(LONG, 2)) // LONG for one in caches)
+
+
+def state_lines(args: ModelArgs, context: int, itemsize: int) -> Iterator[str]:
+    """What the state of one text takes with keys and values in 8 bits and as they are; nothing where there are none."""
+    if not args.rounds_keys:
+        return
+    small, large = (in_gb(state_bytes(args.with_kv_bits(bits), context, itemsize), 3) for bits in (BITS, None))
+    bits = 8 * itemsize
+    chosen = BITS if args.kv_bits else bits
+    yield f"with keys and values in {BITS} bits the state takes {small}, in {bits} {large}: {chosen} are planned"

@@ -1,0 +1,193 @@
+"""Reads rows of n-gram tables from files, a few bytes each, on its own threads, and keeps the newest rows in memory.
+
+Reads are buffered by the system and ask for no more than a row: a table is far larger than memory, and a hash chooses
+its rows, so neighbouring rows are of no use.
+"""
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ExpertIOError
+from ..formats.tables import RowForm, TableFiles
+from ..ops.forms import DTYPES, unpacked_float32
+from .source import CLOSED
+
+KEPT_BYTES = 16 << 20  # of rows, for each table
+THREADS = 16  # reads at once: a token's rows
+ROWS_EACH = 64  # that a thread reads one after the other, of a prompt's
+FEW = 1024  # rows at once, more of which are a prompt's and are not kept
+
+
+class TableReader:
+    """The rows of one table.
+
+    Args:
+        files: where they lie.
+        kept_bytes: of rows that are kept, the least recently used of which go first.
+
+    Attributes:
+        rows_read, bytes_read: from files so far.
+
+    Raises:
+        ExpertIOError: a file cannot be opened.
+    """
+
+    def __init__(self, files: TableFiles, kept_bytes: int = KEPT_BYTES):
+        self.files, self._most = files, kept_bytes // files.form.row_bytes
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self.rows_read = self.bytes_read = 0
+        self._descriptors: dict[Path, int] = {}
+        try:
+            for path in files.paths:
+                self._descriptors[path] = _opened(path)
+        except OSError as error:
+            self.close()
+            raise ExpertIOError(f"{error.filename} cannot be opened: {error.strerror}") from None
+        self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(THREADS, "table rows")
+
+    def close(self) -> None:
+        """Waits for what is being read."""
+        threads, self._threads = getattr(self, "_threads", None), None
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def begin(self, numbers: np.ndarray) -> "PendingRows":
+        """Begins to read the rows int64 [B, L, heads], each once, in the order in which they lie.
+
+        Raises:
+            ExpertIOError: the model is closed.
+        """
+        if self._threads is None:
+            raise ExpertIOError(CLOSED)
+        rows, places = np.unique(numbers, return_inverse=True)
+        target = np.empty((len(rows), self.files.form.row_bytes), np.uint8)
+        missing = self._filled(rows, target)
+        count = 1 if numbers.size <= FEW else ROWS_EACH
+        reads = [
+            self._threads.submit(self._read, rows, target, missing[at : at + count])
+            for at in range(0, len(missing), count)
+        ]
+        if numbers.size > FEW:
+            missing = []
+        return PendingRows(self, rows, target, reads, missing, places.reshape(numbers.shape))
+
+    def _filled(self, rows: np.ndarray, target: np.ndarray) -> Sequence[int]:
+        """Copies the rows that are kept; places of the others."""
+        if len(rows) > FEW:
+            return range(len(rows))
+        missing = []
+        with self._lock:
+            for place, row in enumerate(rows.tolist()):
+                data = self._kept.get(row)
+                if data is None:
+                    missing.append(place)
+                    continue
+                self._kept.move_to_end(row)
+                target[place] = np.frombuffer(data, np.uint8)
+        return missing
+
+    def keep(self, rows: np.ndarray, target: np.ndarray, places: Sequence[int]) -> None:
+        """Keeps some rows that have come."""
+        with self._lock:
+            for place in places:
+                self._kept[int(rows[place])] = target[place].tobytes()
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+    def _read(self, rows: np.ndarray, target: np.ndarray, places: Sequence[int]) -> None:
+        """What a thread does. Raises ExpertIOError."""
+        for place in places:
+            at = 0
+            for path, offset, nbytes in self.files.places(int(rows[place])):
+                try:
+                    got = os.preadv(self._descriptors[path], [target[place, at : at + nbytes].data], offset)
+                except OSError as error:
+                    raise ExpertIOError(f"{path} cannot be read: {error.strerror}") from None
+                if got != nbytes:
+                    raise ExpertIOError(f"{path} ends at byte {offset + got}; a table's row ends at {offset + nbytes}")
+                at += nbytes
+        with self._lock:
+            self.rows_read += len(places)
+            self.bytes_read += len(places) * self.files.form.row_bytes
+
+
+class PendingRows:
+    """Rows that are being read; `take` waits for them."""
+
+    def __init__(
+        self,
+        reader: TableReader,
+        rows: np.ndarray,
+        target: np.ndarray,
+        reads: list["Future[None]"],
+        missing: Sequence[int],
+        places: np.ndarray,
+    ):
+        self._reader, self._rows, self._target = reader, rows, target
+        self._reads, self._missing, self._places = reads, missing, places
+
+    @property
+    def nbytes(self) -> int:
+        return self._target.nbytes + self._places.nbytes
+
+    def take(self, start: int, end: int) -> mx.array:
+        """[B, end - start, heads * width] of these tokens.
+
+        Raises:
+            ExpertIOError: a row cannot be read.
+        """
+        self._wait()
+        B, heads = self._places.shape[0], self._places.shape[2]
+        values = unpacked_rows(self._target[self._places[:, start:end].reshape(-1)], self._reader.files.form)
+        return values.reshape(B, end - start, heads * values.shape[-1])
+
+    def _wait(self) -> None:
+        reads, self._reads = self._reads, []
+        for read in reads:
+            read.result()
+        if self._missing:
+            self._reader.keep(self._rows, self._target, self._missing)
+            self._missing = []
+
+
+def unpacked_rows(rows: np.ndarray, form: RowForm) -> mx.array:
+    """The values [n, width] of rows uint8 [n, bytes]."""
+    ends = np.cumsum(form.part_bytes)[:-1]
+    parts = [
+        mx.array(np.ascontiguousarray(part)).view(DTYPES[dtype])
+        for part, (_, dtype) in zip(np.split(rows, ends, axis=1), form.parts, strict=True)
+    ]
+    return parts[0] if form.quant is None else unpacked_float32(form.quant, *parts)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor for single rows: nothing is read beside what is asked for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
+
+
+def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, TableReader]:
+    """By layer. Raises ExpertIOError: a file cannot be opened."""
+    readers: dict[int, TableReader] = {}
+    try:
+        for layer, files in tables.items():
+            readers[layer] = TableReader(files)
+    except ExpertIOError:
+        for reader in readers.values():
+            reader.close()
+        raise
+    return readers

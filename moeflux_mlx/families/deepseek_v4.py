@@ -1,0 +1,131 @@
+"""DeepSeek-V4: a window and compressed entries, several streams, experts by a table in the first layers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..kinds import (
+    Activation,
+    Compressed,
+    Compressor,
+    HyperConnections,
+    Indexer,
+    LayerSpec,
+    Residual,
+    Rotation,
+    Yarn,
+)
+from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+OF_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # of the published `compress_ratios`
+RATIOS = {SPARSE: 4, HEAVY: 128}
+HASHED, ROUTED = "hash_moe", "moe"
+
+
+def _deepseek_v4(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("scoring_func", "sqrtsoftplus"),
+        ("topk_method", "noaux_tc"),
+        ("norm_topk_prob", True),
+        ("num_key_value_heads", 1),
+    ):
+        read.must_equal(name, wanted)
+    residual = Residual(
+        connections=HyperConnections(
+            streams=read.count("hc_mult", 4, most=64),
+            iterations=read.count("hc_sinkhorn_iters", 20, most=1000),
+            eps=read.number("hc_eps", 1e-6, least=1e-30, most=1.0),
+        )
+    )
+    mixers = {kind: _attention(read, kind) for kind in (SLIDING, SPARSE, HEAVY)}
+    experts = {kind: _experts(read, kind == HASHED) for kind in (HASHED, ROUTED)}
+    parts = zip(_layer_types(read), _mlp_types(read), strict=True)
+    return {
+        **common(read),
+        "layers": tuple(LayerSpec(mixers[mixer], experts[mlp], residual) for mixer, mlp in parts),
+    }
+
+
+def _attention(read: Fields, kind: str) -> Compressed:
+    width = read.count("head_dim")
+    rates = Fields(read.optional("compress_rates", Mapping, {}))
+    names = {SPARSE: "compress_rate_csa", HEAVY: "compress_rate_hca"}
+    ratio = 0 if kind == SLIDING else rates.count(kind, None) or read.count(names[kind], RATIOS[kind], most=1 << 20)
+    indexer = Indexer(heads=read.count("index_n_heads"), dim=read.count("index_head_dim"), top=read.count("index_topk"))
+    compressor = Compressor(ratio, kind == SPARSE, indexer if kind == SPARSE else None) if ratio else None
+    return Compressed(
+        heads=read.count("num_attention_heads"),
+        head_dim=width,
+        q_latent=read.count("q_lora_rank"),
+        rotation=_rotation(read, width, kind != SLIDING),
+        window=read.count("sliding_window"),
+        groups=read.count("o_groups"),
+        group_latent=read.count("o_lora_rank"),
+        compressor=compressor,
+    )
+
+
+def _rotation(read: Fields, width: int, is_compressed: bool) -> Rotation:
+    """Plain in layers without entries; in the others of another period, scaled by YaRN without its magnitude.
+
+    transformers 5 writes `rope_parameters` for both, "main" and "compress"; the publisher has `rope_theta`,
+    `compress_rope_theta` and one `rope_scaling`.
+    """
+    new = read.optional("rope_parameters", Mapping, {})
+    kind = "compress" if is_compressed else "main"
+    if isinstance(new.get(kind), Mapping):
+        own = {**read.config, "rope_parameters": new[kind]}
+    else:
+        theta = read.config.get("compress_rope_theta" if is_compressed else "rope_theta")
+        scaling = read.config.get("rope_scaling") or read.config.get("rope_parameters")
+        own = {**read.config, "rope_theta": theta, "rope_parameters": None}
+        own["rope_scaling"] = scaling if is_compressed else None
+    dims = read.count("qk_rope_head_dim", None)
+    share = read.number("partial_rotary_factor", 0.125, least=1e-6, most=1.0)
+    turned = rotation(Fields(own), dims or int(width * share), share=None, interleaved=True)
+    return replace(turned, yarn=_without_magnitude(turned.yarn))
+
+
+def _without_magnitude(yarn: Yarn | None) -> Yarn | None:
+    return yarn and replace(yarn, attention_factor=yarn.attention_factor or 1.0)
+
+
+def _layer_types(read: Fields) -> list[str]:
+    kinds = layer_kinds(read, "layer_types", (SLIDING, SPARSE, HEAVY))
+    if kinds is not None:
+        return kinds
+    count, ratios = layer_count(read), read.optional("compress_ratios", list, None)
+    if ratios is None:
+        return [HEAVY if i < 2 or i % 2 == 0 else SPARSE for i in range(count)]
+    only = Fields({**read.config, "compress_ratios": ratios[:count]})  # layers that draft come last
+    return [OF_RATIO[ratio] for ratio in layer_kinds(only, "compress_ratios", tuple(OF_RATIO)) or ()]
+
+
+def _mlp_types(read: Fields) -> list[str]:
+    kinds, count = layer_kinds(read, "mlp_layer_types", (HASHED, ROUTED)), layer_count(read)
+    hashed = read.count("num_hash_layers", min(3, count), least=0, most=count)
+    return kinds or [HASHED if i < hashed else ROUTED for i in range(count)]
+
+
+def _experts(read: Fields, is_hashed: bool) -> Any:
+    limit = read.number("swiglu_limit", 10.0, least=1e-6, most=1e6)
+    moe = grouped_experts(read, score="sqrtsoftplus", correction_bias=not is_hashed)
+    activation = Activation("clip then silu", limit)
+    router = replace(moe.router, table=read.count("vocab_size") if is_hashed else None)
+    shared = moe.shared and replace(moe.shared, activation=activation)
+    return replace(moe, router=router, shared=shared, activation=activation)
+
+
+RENAMES = (
+    *(("^layers.", "model.layers."), ("^embed.", "model.embed_tokens."), ("^head.", "lm_head.")),
+    *(("^norm.", "model.norm."), ("^hc_head_", "model.hc_head."), (".hc_head.hc_", ".hc_head.")),
+    *((".attn.", ".self_attn."), (".ffn.", ".mlp."), (".attn_norm.", ".input_layernorm.")),
+    *((".ffn_norm.", ".post_attention_layernorm."), (".hc_attn_", ".attn_hc."), (".hc_ffn_", ".ffn_hc.")),
+    *((".self_attn.norm.", ".self_attn.kv_norm."), (".w1.", ".gate_proj."), (".w2.", ".down_proj.")),
+    *((".w3.", ".up_proj."), (".shared_experts.", ".shared_expert."), (".gate.bias", ".e_score_correction_bias")),
+    *((".gate.e_score_correction_bias", ".e_score_correction_bias"), (".gate.tid2eid", ".tid2eid")),
+)
+FAMILIES = {"deepseek_v4": Family(_deepseek_v4, renames=RENAMES, grouped=(".wo_a",))}

@@ -1,0 +1,108 @@
+"""Gemma 4's text models with experts: norms around every part, a dense MLP beside the experts, two widths of heads.
+
+Those without experts, whose layers have inputs of their own and share keys and values, are refused.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from ..kinds import Activation, Experts, GroupedQuery, LayerSpec, Residual, Router, SharedExpert
+from .fields import FULL, SLIDING, Family, Fields, layer_count, layer_kinds, rotation, sizes
+
+GELU = Activation("gelu")
+# Where a config.json has none (transformers, `Gemma4TextConfig`).
+ROPE = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+# Fields that decide what a model is made of: their defaults in transformers, and the one value that is implemented.
+ONLY: dict[str, tuple[Any, Any]] = {
+    "enable_moe_block": (False, True),
+    "hidden_size_per_layer_input": (256, 0),
+    "num_kv_shared_layers": (0, 0),
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+    "attention_bias": (False, False),
+}
+
+
+def _gemma4(read: Fields) -> dict[str, Any]:
+    for name, (default, wanted) in ONLY.items():
+        value = read.config.get(name)
+        Fields({name: default if value is None else value}).must_equal(name, wanted)
+    if read.config.get("use_bidirectional_attention") not in (None, "vision"):  # which is of images alone
+        raise ConfigError("config field 'use_bidirectional_attention' must be null or 'vision'; text is read causally")
+    moe = Experts(
+        Router(read.count("num_experts"), read.count("top_k_experts"), own_norm=True, expert_scales=True),
+        read.count("moe_intermediate_size"),
+        SharedExpert(read.count("intermediate_size"), activation=GELU, normed=True),
+        GELU,
+    )
+    residual, kinds = Residual(output_norms=True, layer_scale=True), _kinds(read)
+    mixers = [_attention(_of_layer(read, i, kind), kind) for i, kind in enumerate(kinds)]
+    return {
+        **sizes(read),
+        "embedding_scale": read.count("hidden_size") ** 0.5,
+        "is_tied": read.optional("tie_word_embeddings", bool, True),
+        "logit_softcap": read.number("final_logit_softcapping", None, least=1e-3, most=1e6),
+        "layers": tuple(LayerSpec(mixer, moe, residual) for mixer in mixers),
+    }
+
+
+def _kinds(read: Fields) -> list[str]:
+    """Of attention, by layer; the last one sees everything, whatever is written."""
+    kinds = layer_kinds(read, "layer_types", (FULL, SLIDING))
+    kinds = kinds or [SLIDING if (i + 1) % 6 else FULL for i in range(layer_count(read))]
+    return [*kinds[:-1], FULL]
+
+
+def _of_layer(read: Fields, layer: int, kind: str) -> Fields:
+    """The fields as they are for one layer: transformers 5.23 writes what differs by layer, the publisher what differs
+    in layers without a window."""
+    by_layer = read.optional("per_layer_config", Mapping, None)
+    if by_layer is not None:
+        own = Fields(by_layer).optional(str(layer), Mapping, {})
+        unknown = [name for name in own if name not in ("head_dim", "num_key_value_heads")]
+        if unknown:
+            raise ConfigError(f"config field 'per_layer_config' has {reprlib.repr(unknown)}, which is not implemented")
+        return Fields({**read.config, **own})
+    if kind == SLIDING:
+        return read
+    own = {"head_dim": read.count("global_head_dim", 512)}
+    if read.optional("attention_k_eq_v", bool, False):
+        own["num_key_value_heads"] = read.count("num_global_key_value_heads", read.count("num_key_value_heads", 4))
+    return Fields({**read.config, **own})
+
+
+def _attention(read: Fields, kind: str) -> GroupedQuery:
+    """Keys and values of layers without a window may be one and the same product."""
+    width, rope = read.count("head_dim", 256), read.optional("rope_parameters", Mapping, ROPE)
+    return GroupedQuery(
+        heads=read.count("num_attention_heads"),
+        kv_heads=read.count("num_key_value_heads", 4),
+        head_dim=width,
+        rotation=rotation(Fields({"rope_parameters": rope.get(kind)}), width),
+        window=read.count("sliding_window", 512) if kind == SLIDING else None,
+        scale=1.0,
+        value_is_key=kind == FULL and read.optional("attention_k_eq_v", bool, False),
+        value_norm=True,
+    )
+
+
+RENAMES = (
+    (".post_attention_layernorm.", ".mixer_output.norm."),
+    (".pre_feedforward_layernorm.", ".mlp.shared_input_norm."),
+    (".pre_feedforward_layernorm_2.", ".post_attention_layernorm."),
+    (".post_feedforward_layernorm.", ".mlp.output.norm."),
+    (".post_feedforward_layernorm_1.", ".mlp.shared_output_norm."),
+    (".post_feedforward_layernorm_2.", ".mlp.routed_output_norm."),
+    (".layer_scalar", ".mlp.output.layer_scalar"),
+    *((f".mlp.{part}_proj.", f".mlp.shared_expert.{part}_proj.") for part in ("gate", "up", "down")),
+    (".experts.switch_glu.", ".mlp.switch_mlp."),  # of mlx-lm
+    (".experts.", ".mlp.experts."),
+    (".router.proj.", ".mlp.gate."),
+    (".router.scale", ".mlp.gate_norm.weight"),
+    (".router.per_expert_scale", ".mlp.expert_scales"),
+)
+FAMILIES = {"gemma4": Family(_gemma4, renames=RENAMES)}

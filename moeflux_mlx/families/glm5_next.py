@@ -1,0 +1,162 @@
+"""GLM-5.3-Flash (`glm5_next`): Kimi's delta rule, and latent attention without rotations over blocks of positions that
+an indexer chooses, between DeepSeek-V4's streams."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..kinds import (
+    LEAST_FLOOR,
+    Activation,
+    ChannelDecay,
+    Delta,
+    Dense,
+    Experts,
+    HyperConnections,
+    Indexer,
+    KeyBlocks,
+    Latent,
+    LayerSpec,
+    Mixer,
+    Residual,
+)
+from .deepseek import FULL
+from .deepseek import RENAMES as OF_DEEPSEEK
+from .fields import (
+    NEXT_LAYER,
+    Family,
+    Fields,
+    FusedRows,
+    after_dense_layers,
+    common,
+    grouped_rows,
+    layer_count,
+    layer_kinds,
+    noaux_experts,
+)
+
+LINEAR = "linear_attention"
+SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  # the publisher's and transformers' words
+
+
+def _glm5_next(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        ("attention_bias", False),
+        ("mhc", True),
+        ("mla_use_nope", True),
+        ("qk_rope_head_dim", 0),
+        ("index_kpool_compress", True),
+        ("index_kpool_always_select_tail", True),
+        ("index_topk_freq", 1),
+        ("index_topk_pattern", None),
+        ("moe_router_dtype", "float32"),
+    ):
+        read.must_equal(name, wanted)
+    heads = read.count("num_attention_heads")
+    if read.count("num_key_value_heads", heads) != heads:
+        raise ConfigError(f"num_key_value_heads is not num_attention_heads {heads}, which is not implemented")
+    layer_kinds(read, "indexer_types", (FULL,))
+    streams = HyperConnections(
+        streams=read.count("hc_mult", 4, least=2, most=64),
+        iterations=read.count("hc_sinkhorn_iters", 20, most=1000),
+        eps=read.number("hc_eps", 1e-6, least=1e-30, most=1.0),
+        mean=True,
+    )
+    fields = common(read)
+    mixers: dict[str, Mixer] = {LINEAR: _delta(read), **dict.fromkeys(SPARSE, _attention(read, fields["rms_norm_eps"]))}
+    dense, experts = _feed_forward(read)
+    sparse = frozenset(_sparse_layers(read))
+    layers = (
+        LayerSpec(mixers[kind], experts if i in sparse else dense, Residual(connections=streams))
+        for i, kind in enumerate(_layer_types(read))
+    )
+    return {**fields, "layers": tuple(layers)}
+
+
+def _layer_types(read: Fields) -> list[str]:
+    kinds = layer_kinds(read, "layer_types", (LINEAR, *SPARSE))
+    return kinds or [SPARSE[0] if i % 4 == 3 else LINEAR for i in range(layer_count(read))]
+
+
+def _sparse_layers(read: Fields) -> Any:
+    """The layers with experts."""
+    count = layer_count(read)
+    return after_dense_layers(Fields({"first_k_dense_replace": min(3, count), **read.config}))
+
+
+def _delta(read: Fields) -> Delta:
+    """By fields of its own, or by those of transformers."""
+    own = Fields(read.optional("linear_attn_config", Mapping, {}))
+    heads = own.count("num_heads", None) or read.count("linear_num_heads", 64)
+    width = own.count("head_dim", None) or read.count("linear_head_dim", 128)
+    taps = own.count("short_conv_kernel_size", None, least=2) or read.count("linear_conv_kernel_dim", 4, least=2)
+    least = {"least": LEAST_FLOOR, "most": -1e-6}
+    floor = own.number("gate_lower_bound", None, **least) or read.number("linear_lower_bound", -5.0, **least)
+    own.must_equal("safe_gate", True)
+    return Delta(heads, heads, width, width, taps, "sigmoid", channel_decay=ChannelDecay(floor, width))
+
+
+def _attention(read: Fields, eps: float) -> Latent:
+    ratio, positions = read.count("index_kpool", 16), read.count("index_topk")
+    if positions % ratio:
+        raise ConfigError(f"index_topk {positions} is not a multiple of index_kpool {ratio}")
+    indexer = Indexer(read.count("index_n_heads"), read.count("index_head_dim"), positions // ratio)
+    return Latent(
+        heads=read.count("num_attention_heads"),
+        q_latent=read.count("q_lora_rank"),
+        latent=read.count("kv_lora_rank"),
+        nope=read.count("qk_nope_head_dim"),
+        value=read.count("v_head_dim"),
+        rotation=None,
+        blocks=KeyBlocks(ratio, indexer, weighed=True),
+        norm_eps=eps,
+    )
+
+
+def _feed_forward(read: Fields) -> tuple[Dense, Experts]:
+    """That of the first layers, and that of the others."""
+    activation = Activation("clip then silu", read.number("swiglu_limit", 10.0, least=1e-6, most=1e6))
+    moe = noaux_experts(read)
+    shared = moe.shared and replace(moe.shared, activation=activation)
+    dense = Dense(read.count("intermediate_size"), activation)
+    return dense, replace(moe, shared=shared, activation=activation)
+
+
+def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
+    """What mlx-vlm stores as one (0.7.10, `glm5_next/language.py`)."""
+    if shards > 1:
+        return {}
+    stem, mixer = f"model.layers.{layer}.", spec.mixer
+    joined: dict[str, dict[str, int]] = {}
+    if isinstance(mixer, Delta) and mixer.channel_decay is not None:
+        keys, values, rank = mixer.key_width, mixer.value_width, mixer.channel_decay.rank
+        joined["self_attn.qkv_proj"] = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+        joined["self_attn.qkv_conv.conv"] = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
+        joined["self_attn.fbg_a_proj"] = {"f_a_proj": rank, "b_proj": mixer.value_heads, "g_a_proj": rank}
+    if isinstance(mixer, Latent) and mixer.q_latent is not None:
+        joined["self_attn.qkv_a_proj"] = {"q_a_proj": mixer.q_latent, "kv_a_proj_with_mqa": mixer.latent}
+    part = spec.feed_forward
+    if isinstance(part, Dense):
+        joined["mlp.gate_up_proj"] = {"gate_proj": part.width, "up_proj": part.width}
+    elif part.shared is not None:
+        joined["mlp.shared_expert.gate_up_proj"] = {"gate_proj": part.shared.width, "up_proj": part.shared.width}
+    return {f"{stem}{path}": _parts(f"{stem}{path}", widths) for path, widths in joined.items()}
+
+
+def _parts(path: str, widths: Mapping[str, int]) -> tuple[tuple[str, np.ndarray], ...]:
+    """Of a joined matrix: the paths of its parts, which lie one behind the other, and their rows."""
+    parent = path.rpartition(".qkv_conv")[0] or path.rpartition(".")[0]
+    rows = grouped_rows(1, list(widths.values()))
+    return tuple((f"{parent}.{name}", own) for name, own in zip(widths, rows, strict=True))
+
+
+RENAMES = (
+    *((".hc_attn_", ".attn_hc."), (".hc_ffn_", ".ffn_hc."), (".self_attn.forget_gate.", ".self_attn.")),
+    *((".indexer.index_kpool_compress_ape", ".indexer.ape"),),
+    *((".indexer.index_kpool_compress_gate", ".indexer.wgate.weight"),),
+    *OF_DEEPSEEK,
+)
+FAMILIES = {"glm5_next": Family(_glm5_next, renames=RENAMES, fused_rows=_joined_rows, head=NEXT_LAYER)}

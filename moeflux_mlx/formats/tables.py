@@ -1,0 +1,113 @@
+"""Where the rows of n-gram tables lie on disk.
+
+In a packed directory `tables*.safetensors` hold them, in as many tensors as the checkpoint had shards, uint8 [rows,
+bytes of a row]: `model.layers.N.ple.table.S`, S from 0 on. A row is its codes, scales and biases one after another, so
+that one read brings it, or its floats. In a checkpoint that is used as it lies these are rows of tensors of their own.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ModelFileError
+from ..kinds import NGrams
+from ..quant import Quant
+from ..spec import ModelArgs
+from .checkpoint import ITEM_BYTES, Tensor, merge_tensors, read_header
+
+PATTERN = "tables*.safetensors"
+NAME = re.compile(r"model\.layers\.(\d+)\.ple\.table\.(\d+)")
+STEM = "model.layers.{}.ple.ple_embedding.ngram_embedding"  # the module's path in checkpoints
+WIDE, NARROW = "F32", "BF16"  # of floats in packed rows
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How a row of `width` values is stored: as floats, or as `quant` says, with `floating` scales and biases."""
+
+    width: int
+    quant: Quant | None
+    floating: str
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, str], ...]:
+        """Values and dtype of each part of a row."""
+        if self.quant is None:
+            return ((self.width, self.floating),)
+        return tuple(self.quant.of_part(part, self.width, self.floating) for part in self.quant.parts)
+
+    @cached_property
+    def part_bytes(self) -> tuple[int, ...]:
+        return tuple(values * ITEM_BYTES[dtype] for values, dtype in self.parts)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.part_bytes)
+
+
+class Place(NamedTuple):
+    """Where rows begin in a file, and how many bytes of each lie there, one row's behind the other's."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TableFiles:
+    """The rows of a layer's table: shards of it, each with its places, which give a row's bytes in order.
+
+    `starts`: the first row of each shard.
+    """
+
+    form: RowForm
+    starts: Sequence[int]
+    shards: Sequence[Sequence[Place]]
+    rows: int
+
+    @property
+    def paths(self) -> list[Path]:
+        return list(dict.fromkeys(place.path for shard in self.shards for place in shard))
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.form.row_bytes
+
+    def places(self, row: int) -> Iterator[Place]:
+        """Of one row."""
+        shard = bisect_right(self.starts, row) - 1
+        for path, offset, nbytes in self.shards[shard]:
+            yield Place(path, offset + (row - self.starts[shard]) * nbytes, nbytes)
+
+
+def open_tables(path: Path, args: ModelArgs) -> Mapping[int, TableFiles]:
+    """The tables of a packed directory, by layer.
+
+    Raises:
+        ModelFileError: one is missing or misshapen.
+    """
+    if not args.ngrams:
+        return {}
+    tensors = merge_tensors(map(read_header, sorted(path.glob(PATTERN))))
+    return {layer: _opened(path, args, layer, part, tensors) for layer, part in args.ngrams.items()}
+
+
+def _opened(path: Path, args: ModelArgs, layer: int, part: NGrams, tensors: Mapping[str, Tensor]) -> TableFiles:
+    named = ((NAME.fullmatch(name), tensor) for name, tensor in tensors.items())
+    shards = [tensor for _, tensor in sorted((int(m[2]), t) for m, t in named if m and int(m[1]) == layer)]
+    quant = args.quantization.of(STEM.format(layer)) if args.quantization else None
+    forms = {form.row_bytes: form for form in (RowForm(part.width, quant, dtype) for dtype in (WIDE, NARROW))}
+    widths = {tensor.shape[-1] if tensor.shape else 0 for tensor in shards}
+    rows = sum(tensor.shape[0] for tensor in shards if tensor.shape)
+    if rows != part.rows or len(widths) != 1 or not widths <= forms.keys():
+        raise ModelFileError(
+            f"{path}: the table of layer {layer} has {rows} rows of {sorted(widths)} bytes; the model needs "
+            f"{part.rows} of {sorted(forms)}; convert the checkpoint again"
+        )
+    starts = [sum(tensor.shape[0] for tensor in shards[:i]) for i in range(len(shards))]
+    places = [(Place(tensor.file, tensor.offset, tensor.shape[-1]),) for tensor in shards]
+    return TableFiles(forms[widths.pop()], starts, places, rows)

@@ -1,0 +1,58 @@
+"""What a layer is made of, as plain data: a token mixer, a feed-forward part, and how the residual runs.
+
+Each part is a frozen dataclass whose fields are switches that the model's code reads; no code asks which family a model
+belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
+"""
+
+from .attention import Attention, Compressed, Compressor, GroupedQuery, Latent, QueryScale
+from .chosen import HeadBlocks, Indexer, KeyBlocks
+from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
+from .layer import (
+    COMPUTED,
+    Connections,
+    FeedForward,
+    GatedConnections,
+    HyperConnections,
+    LayerSpec,
+    Mixer,
+    Residual,
+    unsupported,
+)
+from .recurrent import LEAST_FLOOR, ChannelDecay, Delta, NGrams
+from .rotation import Llama3, Rotation, Yarn
+
+__all__ = [
+    "Activation",
+    "ActivationForm",
+    "Attention",
+    "COMPUTED",
+    "ChannelDecay",
+    "Compressed",
+    "Compressor",
+    "Connections",
+    "Delta",
+    "Dense",
+    "Experts",
+    "FORMS",
+    "FeedForward",
+    "GatedConnections",
+    "GroupedQuery",
+    "HeadBlocks",
+    "HyperConnections",
+    "Indexer",
+    "KeyBlocks",
+    "LEAST_FLOOR",
+    "Latent",
+    "LayerSpec",
+    "Llama3",
+    "Mixer",
+    "NGrams",
+    "QueryScale",
+    "Residual",
+    "Rotation",
+    "Router",
+    "SILU",
+    "SharedExpert",
+    "Yarn",
+    "unsupported",
+]

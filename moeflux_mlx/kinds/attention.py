@@ -1,0 +1,256 @@
+"""Mixers that attend to earlier positions."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from . import chosen
+from .chosen import HeadBlocks, Indexer, KeyBlocks
+from .rotation import Rotation
+
+
+@dataclass(frozen=True)
+class GroupedQuery:
+    """Attention with `heads` queries over `kv_heads` keys and values.
+
+    Attributes:
+        rotation: of queries and keys; None: positions are not encoded.
+        norm: RMS norm of queries and keys: of each "head" (weight [head_dim]), of all heads at once ("flat", weight
+            [heads * head_dim]), or none.
+        bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
+        gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
+            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own
+            (`g_proj`), whose sigmoid or softplus multiplies the head's output.
+        window: how many of the newest positions a query sees, itself included; None: all.
+        sinks: whether each head has a learned logit in the softmax's denominator.
+        value_dim: width of a value head; None: head_dim.
+        scale: of the scores; None: head_dim ** -0.5.
+        value_scale: multiplies the values, that is, what comes of attention.
+        value_is_key: whether keys, before norm and rotation, serve as values.
+        value_norm: whether the values of each head are normed, without a weight.
+        blocks: of which a token attends to some; None: it attends to all positions that it sees.
+        kv_bits: to which a cache rounds keys and values, 8; None: it keeps them as they are. It is nothing that a
+            config.json says: whoever loads a model decides.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotation: Rotation | None
+    norm: Literal["head", "flat"] | None = "head"
+    bias: bool = False
+    output_bias: bool = False
+    gate: Literal["joined", "sigmoid head", "softplus head"] | None = None
+    window: int | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+    scale: float | None = None
+    value_scale: float = 1.0
+    value_is_key: bool = False
+    value_norm: bool = False
+    blocks: KeyBlocks | HeadBlocks | None = None
+    kv_bits: Literal[8] | None = None
+
+    @property
+    def value_width(self) -> int:
+        """Of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that its operations take."""
+        flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
+        keys = (self.blocks.indexer.dim,) if self.blocks else ()
+        return (self.head_dim, self.value_width, *flat, *keys)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results,
+        and keys and values that lie in no cache because a window has passed them."""
+        seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
+        chosen = self.blocks.temporaries(tokens, positions) if self.blocks else 0
+        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Scores of all heads."""
+        if self.blocks:
+            return self.heads * tokens * min(positions, self.blocks.most)
+        return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """What multiplies a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+
+    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
+    """
+
+    beta: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
+
+    Queries come from a latent of `q_latent` values, which is normed; None: from the hidden state at once. Without a
+    `rotation` there is no rotated key. `indexer` chooses which positions a token attends to, or that of `blocks` which
+    blocks of them; None: to all. `norm_eps`: of the norms of both latents.
+    """
+
+    heads: int
+    q_latent: int | None
+    latent: int
+    nope: int
+    value: int
+    rotation: Rotation | None
+    query_scale: QueryScale | None = None
+    indexer: Indexer | None = None
+    blocks: KeyBlocks | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def rotated(self) -> int:
+        """Values of the rotated key."""
+        return self.rotation.dims if self.rotation else 0
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query: those that come from the latent, and the rotated ones."""
+        return self.nope + self.rotated
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values once the latent is expanded: as many as there are queries."""
+        return self.heads
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that its operations take."""
+        queries = () if self.q_latent is None else (self.q_latent,)
+        indexer = self.blocks.indexer if self.blocks else self.indexer
+        keys = () if indexer is None else (indexer.dim,)
+        return (*queries, *keys, self.latent, self.nope, self.rotated, self.value)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once, but for scores: the latents expanded to keys and values of every head, queries,
+        results. With an indexer latents are expanded for the first tokens alone, which attend to all they see."""
+        rule = self.blocks or self.indexer
+        chosen = rule.temporaries(tokens, positions) if rule else 0
+        expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
+        return expanded + 3 * self.heads * tokens * self.head_dim + chosen
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Two sums of scores of all heads."""
+        return 2 * self.heads * tokens * self._expanded(positions)
+
+    def _expanded(self, positions: int) -> int:
+        """Positions over which many tokens attend together."""
+        if self.blocks:
+            return min(positions, self.blocks.most)
+        return min(positions, self.indexer.top) if self.indexer else positions
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Makes an entry of each `ratio` positions: of every value the mean of those positions', weighed by a softmax of
+    their gates (DeepSeek-V4's model code in transformers).
+
+    `overlaps`: an entry is also made of the `ratio` positions before its own, of a second series of values. `indexer`
+    chooses which entries a token attends to, by entries of its own that are made alike; None: to all.
+    """
+
+    ratio: int
+    overlaps: bool = False
+    indexer: Indexer | None = None
+
+    @property
+    def series(self) -> int:
+        return 2 if self.overlaps else 1
+
+    @property
+    def remembered(self) -> int:
+        """Positions up to a token's own of which an entry may yet be made."""
+        return self.series * self.ratio
+
+    def inputs(self, width: int) -> tuple[int, ...]:
+        """Of a position: values and gates of entries of `width`, and of the indexer's."""
+        own = (self.series * width,) * 2
+        return own if self.indexer is None else (*own, *((self.series * self.indexer.dim,) * 2))
+
+    def entry(self, width: int) -> int:
+        """Values of an entry, the indexer's behind the attention's."""
+        return width + (self.indexer.dim if self.indexer else 0)
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Attention of `heads` queries over one head that is key and value, of a window of the newest positions and, with a
+    `compressor`, of entries that stand for all earlier ones; with sinks.
+
+    Queries come from a latent of `q_latent` values. The last `rotation.dims` values of a head are rotated, and those
+    of what comes of attention are rotated back by the token's own position. `groups` of heads are each projected to
+    `group_latent` values, and these to the stream.
+    """
+
+    heads: int
+    head_dim: int
+    q_latent: int
+    rotation: Rotation
+    window: int
+    groups: int
+    group_latent: int
+    compressor: Compressor | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that its operations take."""
+        indexer = self.compressor.indexer if self.compressor else None
+        index = () if indexer is None else (indexer.dim,)
+        group = self.heads * self.head_dim // self.groups
+        return self.head_dim, self.q_latent, self.rotation.dims, group, self.groups * self.group_latent, *index
+
+    @property
+    def remembered(self) -> int:
+        """The newest positions, a token's own among them, that a cache must hold."""
+        return max(self.window, self.compressor.remembered if self.compressor else 0)
+
+    @property
+    def ratio(self) -> int:
+        """Positions of an entry; 0: there are no entries."""
+        return self.compressor.ratio if self.compressor else 0
+
+    @property
+    def row(self) -> int:
+        """Values that a cache holds of each of these: the key, and what entries are made of."""
+        return self.head_dim + sum(self.compressor.inputs(self.head_dim) if self.compressor else ())
+
+    @property
+    def entry(self) -> int:
+        """Values of an entry."""
+        return self.compressor.entry(self.head_dim) if self.compressor else 0
+
+    def rows_at_once(self, tokens: int, positions: int) -> int:
+        """Tokens that are handled together, of so many."""
+        entries = positions // self.compressor.ratio if self.compressor else 0
+        least = self.heads * (2 * self.window + entries)
+        if self.compressor and self.compressor.indexer:
+            indexer = self.compressor.indexer
+            least = max(self.heads * (2 * self.window + indexer.top), indexer.top * self.head_dim)
+        return min(max(chosen.INDEX_VALUES // least, 1), self.window, tokens)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once: what the cache gets, queries, results, and scores of a few tokens."""
+        indexer = self.compressor.indexer if self.compressor else None
+        of_indexer = indexer.temporaries(tokens, positions) + tokens * indexer.top if indexer else 0
+        scores = 3 * chosen.INDEX_VALUES + of_indexer
+        return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """None beside those that `temporaries` counts."""
+        return 0
+
+
+Attention = GroupedQuery | Latent | Compressed

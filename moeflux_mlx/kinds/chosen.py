@@ -1,0 +1,118 @@
+"""Which positions a token attends to where it does not attend to all."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .rotation import Rotation
+
+INDEX_VALUES = 1 << 24  # of index scores, or of gathered entries, that exist at once
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses the positions that a token attends to (DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1).
+
+    A token that sees at most `top` positions attends to all of them, any other to the `top` whose scores are largest,
+    by a score that `heads` queries of `dim` values and one key for each position make. Of equal scores the earlier
+    position wins. `interleaved`: how the first values of queries and keys are rotated. `reuses`: the layer has no
+    queries and keys for that, and takes what the last layer that has them chose.
+    """
+
+    heads: int
+    dim: int
+    top: int
+    interleaved: bool = False
+    reuses: bool = False
+
+    def rotation(self, of: Rotation) -> Rotation:
+        """Of queries and keys: the attention's, but for which values are paired."""
+        return replace(of, interleaved=self.interleaved)
+
+    def rows_at_once(self, positions: int, width: int) -> int:
+        """Tokens that are handled together, where each sees so many positions with entries of `width` values."""
+        return max(INDEX_VALUES // max(self.heads * positions, self.top * width), 1)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once: queries; scores with their order, or gathered entries."""
+        return tokens * self.heads * self.dim + 3 * max(INDEX_VALUES, self.heads * positions)
+
+
+@dataclass(frozen=True)
+class KeyBlocks:
+    """Blocks of `ratio` positions, of which a token attends to those that `indexer` chooses, and to the positions
+    behind the last whole block (transformers, `Qwen4ExpTextQSAIndexer`). A block's key is the mean of its positions',
+    normed and rotated by the first of them; or, if it is `weighed`, the mean of their normed keys, each value weighed
+    by a softmax of the positions' gates, and not rotated (transformers, `Glm5NextTextIndexer`)."""
+
+    ratio: int
+    indexer: Indexer
+    weighed: bool = False
+
+    @property
+    def remembered(self) -> int:
+        """Positions up to a token's own of which a block's key may yet be made."""
+        return self.ratio
+
+    @property
+    def row(self) -> int:
+        """Values that a cache holds of each of these: the key, and its gates."""
+        return self.indexer.dim * (2 if self.weighed else 1)
+
+    @property
+    def entry(self) -> int:
+        """Values of a block's key."""
+        return self.indexer.dim
+
+    @property
+    def most(self) -> int:
+        """Positions that a token attends to, once it does not attend to all."""
+        return self.indexer.top * self.ratio + self.ratio - 1
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        return min(max((self.indexer.top + 1) * self.ratio - 1 - first, 0), count)
+
+    def whole(self, place: Any) -> Any:
+        """Blocks among which the token at a place chooses."""
+        return (place + 1) // self.ratio
+
+    @property
+    def chosen(self) -> int:
+        """Blocks that it chooses."""
+        return self.indexer.top
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once."""
+        return self.indexer.temporaries(tokens, positions // self.ratio) + tokens * self.most
+
+
+@dataclass(frozen=True)
+class HeadBlocks:
+    """Blocks of `ratio` positions, of which a token attends to its own and, for each head of keys, to others that
+    `indexer` chooses: `top` in all, by the largest product of a query and one of a block's keys (MiniMax-M3;
+    transformers, `MiniMaxM3VLIndexer`). The indexer has a query for each head of keys."""
+
+    ratio: int
+    indexer: Indexer
+
+    @property
+    def most(self) -> int:
+        """Positions that a token attends to, once it does not attend to all."""
+        return self.indexer.top * self.ratio
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        return min(max(self.most - first, 0), count)
+
+    def whole(self, place: Any) -> Any:
+        """Blocks among which the token at a place chooses: those before its own."""
+        return place // self.ratio
+
+    @property
+    def chosen(self) -> int:
+        """Blocks that it chooses besides its own."""
+        return self.indexer.top - 1
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once."""
+        return self.indexer.temporaries(tokens, positions) + tokens * self.indexer.heads * self.most

@@ -1,0 +1,106 @@
+"""What follows the mixer in a layer: routed experts or a dense MLP."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which `top_k` of `experts` a token uses, and how they are weighed.
+
+    `score` is "softmax", "sigmoid" or "sqrtsoftplus" (the root of log(1 + exp)) of the logits. A `correction_bias`
+    takes part in the choice only. Of `groups` groups of experts the best `kept_groups` are looked at. Weights are made
+    to sum to one if `normalise`, then multiplied by `scale`. `logit_bias`: the router adds a bias to its logits.
+    `softcap`: no logit is further from zero, since each becomes softcap * tanh(logit / softcap). `table`: which experts
+    a token uses stands in a table of so many token ids; the logits give the weights alone. `own_norm`: the logits are
+    made of the stream in a norm of the router's own, whose weight counts as hidden_size ** -0.5 times what it is.
+    `expert_scales`: the weight of each expert is multiplied by a learned number of its own, in place of `scale`.
+    """
+
+    experts: int
+    top_k: int
+    score: str = "softmax"
+    correction_bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    normalise: bool = True
+    scale: float = 1.0
+    logit_bias: bool = False
+    softcap: float | None = None
+    table: int | None = None
+    own_norm: bool = False
+    expert_scales: bool = False
+
+
+ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish"]
+FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the last three forms need.
+
+    Attributes:
+        form: one of
+            "silu": silu(g) * u (SwiGLU, arXiv:2002.05202)
+            "gelu": gelu(g) * u, gelu by tanh (arXiv:1606.08415)
+            "clip then silu": silu(min(g, L)) * clip(u, -L, L)
+            "silu then clip": min(silu(g), L) * clip(u, -L, L)
+            "clip then swish": g' * sigmoid(1.702 g') * (u' + 1), where g' = min(g, L) and u' = clip(u, -L, L)
+    """
+
+    form: ActivationForm = "silu"
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.limit is None) == (self.form in ("silu", "gelu")), f"{self.form!r} with limit {self.limit}"
+
+
+SILU = Activation()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One gated MLP of `width` for every token: down(activation(gate x, up x))."""
+
+    width: int
+    activation: Activation = SILU
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that every token makes."""
+        return self.width
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP beside the routed experts that every token uses; `gated`: times the sigmoid of a gate of its own.
+
+    `normed`: it takes the stream in a norm of its own, and what it makes and what the routed experts make are each
+    normed before they are added.
+    """
+
+    width: int
+    gated: bool = False
+    activation: Activation = SILU
+    normed: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts, each a gated MLP of `width` chosen by `router`, and perhaps a shared one.
+
+    `biases`: whether each of an expert's matrices adds one. `matrices`: three with a gate, two without.
+    """
+
+    router: Router
+    width: int
+    shared: SharedExpert | None = None
+    activation: Activation = SILU
+    biases: bool = False
+    matrices: int = 3
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that every token makes."""
+        return self.shared.width if self.shared else 0

@@ -1,0 +1,109 @@
+"""Mixers that keep a state of fixed size."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class NGrams:
+    """Rows of large tables that are chosen by a token and those before it, and added to all streams of a layer before
+    its mixer (transformers, `Qwen4ExpTextPLELayer`).
+
+    For 2-grams, then 3-grams and so on, there are equally many heads; each takes a row of `width` values out of its own
+    part of the table, by a hash. What is made of the rows goes through a causal convolution of `taps` inputs, which lie
+    as far apart as the longest n-gram is long.
+
+    Attributes:
+        sizes: rows of each head's part, which follow one another.
+        multipliers: odd factors of a token and of those before it, the newest first; as many as the longest n-gram has
+            tokens.
+        rows: of the table, with those that no head uses.
+        end: the token that ends a text; no n-gram goes back beyond one.
+        channels: of the convolution, those of all streams.
+    """
+
+    sizes: tuple[int, ...]
+    multipliers: tuple[int, ...]
+    rows: int
+    width: int
+    end: int
+    taps: int
+    channels: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest n-gram."""
+        return len(self.multipliers)
+
+    @property
+    def remembered(self) -> int:
+        """Inputs of the convolution before the newest that it sees."""
+        return (self.taps - 1) * self.longest
+
+    @property
+    def embedded(self) -> int:
+        """Values of all rows of a token."""
+        return len(self.sizes) * self.width
+
+
+LEAST_FLOOR = -5.0  # of the logarithms of decays
+
+
+@dataclass(frozen=True)
+class ChannelDecay:
+    """A decay for each value of a key: exp(floor * sigmoid(exp(A_log) * (a + dt_bias))), where `floor` is the least
+    logarithm, from LEAST_FLOOR on (Kimi Delta Attention, arXiv:2510.26692, with the bounded gate of transformers'
+    `Glm5NextTextForgetGate`). What makes decays and gates of the hidden state goes through `rank` values."""
+
+    floor: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The gated delta rule behind a causal convolution of `taps` inputs.
+
+    Attributes:
+        gate: what multiplies the normed result, silu or sigmoid of a projection.
+        ngrams: what is added before; None: nothing.
+        channel_decay: how each value of a key decays by itself; None: those of a head decay alike.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    gate: Literal["silu", "sigmoid"] = "silu"
+    ngrams: NGrams | None = None
+    channel_decay: ChannelDecay | None = None
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v side by side."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that its operations take."""
+        grams = (self.ngrams.width,) if self.ngrams else ()
+        low = (self.channel_decay.rank,) if self.channel_decay else ()
+        return (self.key_dim, self.value_dim, self.channels, *grams, *low)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once: the projections, the convolution's results, queries and keys in float32; or those
+        of the n-grams and of their convolution."""
+        grams = (8 * self.ngrams.channels + 2 * self.ngrams.embedded) * tokens if self.ngrams else 0
+        return max(4 * (self.channels + self.value_width) * tokens, grams)
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """It has none."""
+        return 0

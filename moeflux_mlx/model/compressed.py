@@ -1,0 +1,119 @@
+"""Attention over a window and compressed entries: its projections, and those that make entries and choose them."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..kinds import Compressed, Compressor, Rotation
+from ..ops.backend import Array, library_of
+from ..ops.compressed import Seen, attend_compressed, choose_entries, grouped_projection, pooled, turned
+from ..ops.elementwise import float32, split
+from ..ops.indexed import Index
+from ..ops.norm import rms_norm
+from ..ops.rope import Rope
+from ..state.compressed import CompressedCache
+from .layers import Linear, RMSNorm
+
+
+class Pooling(nn.Module):
+    """Makes entries of `width` values: values and gates of each position, biases of gates by place, norm, rotation."""
+
+    def __init__(self, compressor: Compressor, width: int, rotation: Rotation, hidden_size: int, eps: float):
+        super().__init__()
+        self.overlaps = compressor.overlaps
+        made = compressor.series * width
+        self.wkv, self.wgate = Linear(hidden_size, made), Linear(hidden_size, made)
+        self.ape = mx.zeros((compressor.ratio, made))
+        self.norm = RMSNorm(width, eps)
+        self.rope = Rope(rotation, compressor.ratio)
+
+    def inputs(self, x: Array) -> list[Array]:
+        """Values and gates of each position."""
+        return [self.wkv(x), self.wgate(x)]
+
+    def __call__(self, values: Array, gates: Array, first: int) -> Array:
+        """Entries [B, n, width] from number `first` on, of values and gates [B, n, ratio, .] (`pooled`)."""
+        entries = self.norm(pooled(values, gates, self.ape, self.overlaps, first == 0))
+        return turned(entries[:, :, None], self.rope, first)[:, :, 0]
+
+
+class EntryIndexer(nn.Module):
+    """What scores entries: queries of the queries' latent, weights of heads, and keys that are entries themselves."""
+
+    def __init__(self, mixer: Compressed, compressor: Compressor, hidden_size: int, eps: float):
+        super().__init__()
+        assert compressor.indexer is not None
+        self.heads, width = compressor.indexer.heads, compressor.indexer.dim
+        self.wq_b = Linear(mixer.q_latent, self.heads * width)
+        self.weights_proj = Linear(hidden_size, self.heads)
+        self.compressor: Any = Pooling(compressor, width, mixer.rotation, hidden_size, eps)
+        self.scale = (self.heads * width) ** -0.5
+
+
+class CompressedAttention(nn.Module):
+    """Attention of DeepSeek-V4."""
+
+    def __init__(self, mixer: Compressed, hidden_size: int, eps: float):
+        super().__init__()
+        self.mixer, self.eps = mixer, eps
+        width, groups = mixer.heads * mixer.head_dim, mixer.groups
+        self.wq_a = Linear(hidden_size, mixer.q_latent)
+        self.q_norm = RMSNorm(mixer.q_latent, eps)
+        self.wq_b = Linear(mixer.q_latent, width)
+        self.wkv = Linear(hidden_size, mixer.head_dim)
+        self.kv_norm = RMSNorm(mixer.head_dim, eps)
+        self.wo_a = Linear(width // groups, groups * mixer.group_latent)
+        self.wo_b = Linear(groups * mixer.group_latent, hidden_size)
+        self.attn_sink = mx.zeros((mixer.heads,))
+        self.rope, self.back = Rope(mixer.rotation), Rope(mixer.rotation, -1)
+        if mixer.compressor is not None:
+            self.compressor: Any = Pooling(mixer.compressor, mixer.head_dim, mixer.rotation, hidden_size, eps)
+            if mixer.compressor.indexer is not None:
+                self.indexer = EntryIndexer(mixer, mixer.compressor, hidden_size, eps)
+
+    def mixed(self, x: Array, norm: RMSNorm, cache: CompressedCache) -> Any:
+        """What is mixed of norm(x) [B, L, D], without x."""
+        (B, L, _), first, position = x.shape, cache.offset, cache.position
+        x = norm(x)
+        latent = self.wq_a(x)
+        q = rms_norm(self.wq_b(latent, self.q_norm).reshape(B, L, self.mixer.heads, -1), None, self.eps)
+        key = turned(self.kv_norm(self.wkv(x))[:, :, None], self.rope, position)[:, :, 0]
+        seen = self._remember(x, key, cache)
+        if "indexer" in self and seen.entries is not None:
+            index = self._index(x, latent, seen.entries[..., self.mixer.head_dim :], position)
+            seen = seen._replace(chosen=choose_entries(index, first, self.mixer))
+        if seen.entries is not None:
+            seen = seen._replace(entries=seen.entries[..., : self.mixer.head_dim])
+        out = attend_compressed(turned(q, self.rope, position), seen, self.attn_sink, self.mixer)
+        out = turned(out, self.back, position).reshape(B, L, -1)
+        return self.wo_b(grouped_projection(out, self.wo_a, self.mixer.groups))
+
+    def _remember(self, x: Array, key: Array, cache: CompressedCache) -> Seen:
+        """The newest keys, these tokens' among them, and all entries, of which those that they end are made."""
+        inputs: list[Any] = [part for pool in self._pools() for part in pool.inputs(x)]
+        library = library_of(x)
+        rows, begin, made = cache.absorb(library.concatenate([key, *inputs], axis=-1), self._entries)
+        return Seen(rows[..., : self.mixer.head_dim], begin, made)
+
+    def _pools(self) -> list[Any]:
+        own = [self.compressor] if "compressor" in self else []
+        return [*own, self.indexer.compressor] if "indexer" in self else own
+
+    def _entries(self, rows: Any, begin: int, numbers: slice) -> Any:
+        """Those of some numbers, of what the cache has of positions from `begin` on."""
+        compressor = self.mixer.compressor
+        assert compressor is not None
+        ratio, before = compressor.ratio, int(compressor.overlaps and numbers.start > 0)
+        rows = rows[:, (numbers.start - before) * ratio - begin : numbers.stop * ratio - begin, self.mixer.head_dim :]
+        rows = rows.reshape(rows.shape[0], -1, ratio, rows.shape[-1])
+        widths = np.cumsum(compressor.inputs(self.mixer.head_dim)).tolist()
+        parts = split(rows, *widths[:-1])
+        made = [pool(*parts[2 * i : 2 * i + 2], numbers.start) for i, pool in enumerate(self._pools())]
+        return library_of(rows).concatenate(made, axis=-1)
+
+    def _index(self, x: Array, latent: Array, keys: Any, position: int) -> Index:
+        own = self.indexer
+        queries = own.wq_b(latent, self.q_norm).reshape(*x.shape[:2], own.heads, -1)
+        return Index(turned(queries, self.rope, position), keys, own.weights_proj(float32(x)) * own.scale)

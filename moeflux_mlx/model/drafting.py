@@ -1,0 +1,127 @@
+"""Chooses how many drafts a step checks, from the measured time of steps and the share of accepted drafts.
+
+A draft is a cheaply proposed token that a step of the model checks. Drafts change when a token is computed, never which
+token. This module does not know where drafts come from.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from ..state.layer_cache import MOST_DRAFTS
+
+WINDOW = 32  # drafts, or steps of a depth, after which what was measured counts for a third
+EXPECTED = 0.5  # share of drafts that are taken, before anything is known
+WARM_UP = 1  # steps of a depth that do not count: kernels are compiled, temporaries allocated
+SAMPLES = 2  # steps of a depth before it is compared
+FIRST_PAUSE, LONGEST_PAUSE = 32, 256  # steps until a depth that did not pay is tried again
+NO_TIME = 1e-9  # seconds, for what has not been measured
+FAR_OFF = 3.0  # times the mean, at most, that one step counts for: a pause of the process is no property of a depth
+
+
+class _Mean:
+    """Of the newest values, older ones fading."""
+
+    def __init__(self, value: float = 0.0, weight: float = 0.0):
+        self.value, self.weight = value, weight
+
+    def add(self, value: float) -> None:
+        self.weight = min(self.weight + 1, WINDOW)
+        self.value += (value - self.value) / self.weight
+
+
+class _Depth:
+    """Steps that check so many drafts.
+
+    Attributes:
+        count: how many there have been.
+        seconds: of one.
+        last: the number of all steps when it was tried last.
+        pause: steps from then until it is tried again.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.last, self.pause = 0, 0, FIRST_PAUSE
+        self.seconds = _Mean()
+
+    @property
+    def is_known(self) -> bool:
+        return self.count >= WARM_UP + SAMPLES
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        if self.count > WARM_UP:
+            known = self.seconds.weight > 0
+            self.seconds.add(min(seconds, FAR_OFF * self.seconds.value) if known else seconds)
+
+    def tried(self, at: int, pays: bool) -> None:
+        """It was tried; where it does not pay, longer and longer pauses follow."""
+        self.last, self.pause = at, FIRST_PAUSE if pays else min(2 * self.pause, LONGEST_PAUSE)
+
+
+class Drafting:
+    """Chooses the depth, from 0 to `most` drafts in a step, at which most tokens come in a second.
+
+    It climbs: a depth is tried once the one below it is known, and goes on being tried now and then, less and less
+    often while it does not pay.
+
+    Args:
+        kind: where drafts come from: "off", "lookup" or "head".
+        most: drafts in a step, at most.
+        fixed: whether every step checks all drafts that there are, even if that is slower.
+
+    Attributes:
+        checked, taken: drafts so far, and how many of them the sampler took.
+    """
+
+    def __init__(self, kind: str = "off", most: int = MOST_DRAFTS, fixed: bool = False):
+        self.kind, self.fixed = kind, fixed
+        self.most = 0 if kind == "off" else most
+        self.checked = self.taken = 0
+        self._steps = 0
+        self._best = 0
+        self._depths = [_Depth() for _ in range(self.most + 1)]
+        self._luck = [_Mean(EXPECTED, 2.0) for _ in range(self.most)]  # of each draft whose predecessors were taken
+
+    @property
+    def depth(self) -> int:
+        """How many drafts the next step is to check, if there are so many."""
+        if self.fixed or not self.most:
+            return self.most
+        return next(self._due(), self._best)
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """How many steps checked so many drafts, from 0 on."""
+        return [depth.count for depth in self._depths]
+
+    def add(self, drafts: int, taken: int, seconds: float) -> None:
+        """A step that checked `drafts`, of which the first `taken` were taken, took so long with all that belongs to
+        it."""
+        self._steps += 1
+        self.checked += drafts
+        self.taken += taken
+        for i in range(min(taken + 1, drafts)):
+            self._luck[i].add(float(i < taken))
+        depth = self._depths[drafts]
+        depth.add(seconds)
+        known = [i for i in range(self.most + 1) if self._depths[i].is_known]
+        self._best = max(known, key=self.rate, default=0)
+        could_pay = (1 + drafts) / max(depth.seconds.value, NO_TIME) > self.rate(self._best)
+        if drafts == self._best or not (0 < drafts == taken and could_pay):  # else it is tried again while it is lucky
+            depth.tried(self._steps, pays=drafts == self._best)
+
+    def rate(self, depth: int) -> float:
+        """Tokens a second that are to be expected of a depth that is known."""
+        tokens = chance = 1.0
+        for luck in self._luck[:depth]:
+            chance *= luck.value
+            tokens += chance
+        return tokens / max(self._depths[depth].seconds.value, NO_TIME)
+
+    def _due(self) -> Iterator[int]:
+        """Depths to be tried now: the best of those that are known until it is, none drafts, those beside the best."""
+        for i in dict.fromkeys((self._best, 0, self._best + 1, self._best - 1)):
+            if 0 <= i <= self.most:
+                depth = self._depths[i]
+                rested = i != self._best and self._steps - depth.last >= depth.pause
+                if rested or not depth.is_known:
+                    yield i

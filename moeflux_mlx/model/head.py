@@ -1,0 +1,169 @@
+"""A draft head: one layer that proposes the token after the next one from hidden states that the model has computed.
+
+It knows no text. Every proposal is checked, so the head's bits only decide how many proposals are accepted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..experts.routing import RoutedExpertsCall, ignore_report
+from ..families.registry import FAMILIES
+from ..ops import backend
+from ..ops.indexed import Chosen
+from ..ops.tiles import MAX_TOKENS
+from ..spec import ModelArgs
+from ..state.cache import Cache, make_cache
+from .compiled import DecodeStep
+from .layer import DecoderLayer
+from .layers import Linear, RMSNorm
+from .span import Span
+
+ROW_BY_ROW = 8  # rows at a time, at most, that go through compiled steps
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a head has in common with its model.
+
+    Args:
+        embed: ids [1, n] -> hidden states [1, n, hidden_size].
+        logits: of normed hidden states [1, n, hidden_size].
+        computing: what the model's kernels are told while it computes.
+    """
+
+    embed: Callable[[mx.array], Any]
+    logits: Callable[[Any], Any]
+    computing: Callable[[], AbstractContextManager[None]]
+
+
+class _Layers(nn.Module):
+    """The part that checkpoints of models call `model`."""
+
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool):
+        super().__init__()
+        self.layers = [DecoderLayer(args, 0, experts, split_latent)]
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+
+
+class DraftHead(nn.Module):
+    """norm(layer(fc([enorm(e); hnorm(h)]))): of the model's hidden states h of positions and the embeddings e of the
+    tokens after them, what the model's lm_head makes the tokens after those of (DeepSeek-V3, arXiv:2412.19437, 2.2).
+
+    Args:
+        args: of a model of one layer, the head's (`ModelArgs.head`).
+        experts: who computes its routed experts; None for a head that is made for its shapes only.
+        split_latent: as for `Model`.
+    """
+
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool = False):
+        super().__init__()
+        self.args = args
+        self.enorm, self.hnorm = (RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(2))
+        self.fc = Linear(2 * args.hidden_size, args.hidden_size)
+        self.model = _Layers(args, experts, split_latent)
+        self._shared: Shared | None = None
+        self._experts = experts
+        self._steps: list[DecodeStep] = []  # of one row, where a GPU holds the experts: without its draft, and with it
+        if experts is not None and experts.source.is_resident:
+            self._steps = [DecodeStep(self._row), DecodeStep(self._drafting_row)]
+            for step in self._steps:
+                experts.source.at_close(step.forget)
+
+    @property
+    def takes_normed(self) -> bool:
+        """Whether h are hidden states behind the model's last norm, else those before it."""
+        names = FAMILIES[self.args.model_type].head
+        return names is None or names.takes_normed
+
+    def bind(self, shared: Shared) -> None:
+        """From now on it drafts for the model that has `shared`."""
+        self._shared = shared
+
+    def close(self) -> None:
+        """Gives its experts' memory back."""
+        if self._experts is not None:
+            self._experts.source.close()
+
+    def make_cache(self) -> Cache:
+        """An empty cache of its layer."""
+        return make_cache(self.args.mixers[0])
+
+    def absorb(
+        self, hidden: Sequence[Any], tokens: Sequence[int], cache: Cache, draft: bool = False
+    ) -> tuple[Any, mx.array | None]:
+        """Takes hidden states, in parts [1, ., hidden_size], with the tokens after them.
+
+        Returns:
+            What it makes of the last, [1, 1, hidden_size]; the token [1, 1] drafted of that, if `draft`.
+        """
+        ids = mx.array(list(tokens), mx.uint32)[None]
+        with self._computing() as shared:
+            if self._steps and len(tokens) <= ROW_BY_ROW and self._steps[0].takes(ids[:, :1], [[cache]]):
+                return self._row_by_row(hidden, ids, cache, draft)
+            x = self._joined(shared.embed(ids), hidden)
+            out = backend.contiguous(self._normed(x, cache)[:, -1:])
+        return out, self.next(out) if draft else None
+
+    def _row_by_row(
+        self, hidden: Sequence[Any], ids: mx.array, cache: Cache, draft: bool
+    ) -> tuple[Any, mx.array | None]:
+        """`absorb`, each row by a compiled step: building the graph of several takes longer."""
+        states, count = mx.concatenate([backend.leave(part) for part in hidden], axis=1), ids.shape[1]
+        for i in range(count):
+            step = self._steps[draft and i == count - 1]
+            out, *token = step(ids[:, i : i + 1], [[cache]], states[:, i : i + 1])
+        return out, token[0] if token else None
+
+    def next(self, out: Any) -> mx.array:
+        """The token [1, 1] that is most likely after `out`, which `absorb` or `follow` gave."""
+        with self._computing() as shared:
+            return mx.argmax(backend.leave(shared.logits(out)), axis=-1)
+
+    def follow(self, out: Any, token: mx.array, cache: Cache) -> tuple[Any, mx.array]:
+        """Takes `out` for the hidden state before `token` [1, 1], which was drafted: what comes of that, and the next
+        token."""
+        with self._computing() as shared:
+            if self._steps and self._steps[1].takes(token, [[cache]]):
+                out, token = self._steps[1](token, [[cache]], out)
+                return out, token
+            out = self._normed(self._joined(shared.embed(token), [out]), cache)
+        return out, self.next(out)
+
+    def _row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
+        """What is compiled."""
+        assert self._shared is not None
+        return [self._normed(self._joined(self._shared.embed(token), [hidden]), caches[0])]
+
+    def _drafting_row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
+        """What is compiled, with the next token."""
+        assert self._shared is not None
+        out = self._row(token, caches, hidden)[0]
+        return [out, mx.argmax(self._shared.logits(out), axis=-1)]
+
+    @contextmanager
+    def _computing(self) -> Iterator[Shared]:
+        assert self._shared is not None, "the head is bound to no model"
+        with self._shared.computing():
+            yield self._shared
+
+    def _joined(self, embedded: Any, hidden: Sequence[Any]) -> Any:
+        """[1, n, hidden_size] for the layer."""
+        if isinstance(embedded, np.ndarray):
+            h: Any = np.concatenate([backend.view(part) for part in hidden], axis=1)
+            return self.fc(np.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
+        h = mx.concatenate([backend.leave(part) for part in hidden], axis=1).astype(embedded.dtype)
+        return self.fc(mx.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
+
+    def _normed(self, x: Any, cache: Any) -> Any:
+        """What the layer makes of x [1, n, hidden_size], normed."""
+        layer, count = self.model.layers[0], x.shape[1]
+        if count <= MAX_TOKENS:
+            return self.model.norm(layer(x, cache, Chosen()))
+        span = Span(mx.zeros((1, count), mx.uint32), cache.offset, count)
+        return self.model.norm(layer.pass_span(x, cache, span, ignore_report))

@@ -1,0 +1,164 @@
+"""Latent attention over chosen positions, or blocks of them: the projections of the indexer, and of the attention round
+its core."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kinds import Indexer, KeyBlocks, Latent
+from ..ops.backend import Array, library_of
+from ..ops.compressed import pooled
+from ..ops.elementwise import float32, split
+from ..ops.indexed import Chosen, Index, attend_indexed, attend_pools
+from ..ops.latent import Queries, Up
+from ..ops.norm import Norm, layer_norm
+from ..ops.rope import Rope
+from ..ops.rows import RowCaches
+from ..state.compressed import CompressedCache
+from .latent import MLA
+from .layers import Linear, RMSNorm
+
+INDEX_NORM_EPS = 1e-6  # of the keys' norm, fixed in the published model code
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv:1607.06450)."""
+
+    def __init__(self, dims: int, eps: float):
+        super().__init__()
+        self.weight, self.bias, self.eps = mx.ones((dims,)), mx.zeros((dims,)), eps
+
+    def __call__(self, x: Array) -> Array:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Scoring(nn.Module):
+    """What an indexer scores positions with: queries of the queries' latent, keys and weights of heads of the input."""
+
+    def __init__(self, indexer: Indexer, mixer: Latent, hidden_size: int):
+        super().__init__()
+        assert mixer.q_latent is not None and mixer.rotation is not None
+        self.heads = indexer.heads
+        self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
+        self.wk = Linear(hidden_size, indexer.dim)
+        self.k_norm = LayerNorm(indexer.dim, INDEX_NORM_EPS)
+        self.weights_proj = Linear(hidden_size, indexer.heads)
+        self.scale = (indexer.heads * indexer.dim) ** -0.5
+        self.rope = Rope(indexer.rotation(mixer.rotation))
+
+    def __call__(self, x: Array, latent: Array, norm: Norm, position: Any) -> Index:
+        """Of tokens from a rotary position on: x [B, L, D], and the queries' latent, of which `norm` is to be taken."""
+        queries = self.wq_b(latent, norm).reshape(*x.shape[:2], self.heads, -1)
+        keys = self.k_norm(self.wk(x))[:, :, None]
+        if isinstance(x, mx.array):
+            queries, keys = (self.rope(part.transpose(0, 2, 1, 3), position) for part in (queries, keys))
+            queries, keys = (part.transpose(0, 2, 1, 3) for part in (queries, keys))
+        else:
+            queries, keys = self.rope(queries, position), self.rope(keys, position)
+        return Index(queries, keys[:, :, 0], self.weights_proj(float32(x)) * self.scale)
+
+
+class IndexedMLA(MLA):
+    """`MLA` over the positions that an indexer chooses."""
+
+    def __init__(self, mixer: Latent, hidden_size: int, split_latent: bool = False):
+        assert mixer.indexer is not None
+        super().__init__(mixer, hidden_size, split_latent)
+        self.rule = mixer.indexer
+        if not self.rule.reuses:
+            self.indexer = Scoring(self.rule, mixer, hidden_size)
+
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        x = x if norm is None else norm(x)
+        outputs: list[Array] = [x]
+        return outputs + self._inputs.outputs(x)
+
+    def mix(self, parts: Sequence[Array], cache: Any, *more: Chosen | None) -> Array:
+        """As `MLA.mix`; `more`: what the last layer with an indexer chose for these tokens."""
+        normed, (_, (q, kv)) = parts[0], self._inputs.parted(parts[1:])
+        chosen = (more and more[0]) or Chosen()
+        if not isinstance(cache, RowCaches):
+            return self._mix(normed, q, kv, cache, chosen)
+        return cache.each(
+            lambda row, one: self._mix(normed[:, row], q[:, row], kv[:, row], one, chosen.of_row(row.start))
+        )
+
+    def _mix(self, normed: Array, q: Array, kv: Array, cache: Any, chosen: Chosen) -> Array:
+        index = None
+        if not self.rule.reuses:
+            index = self.indexer(normed, q, self.q_a_layernorm, cache.position)
+        return attend_indexed(
+            *(q, kv, cache, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
+            *(self._key(), self._value()),
+            index=index,
+            indexer=self.rule,
+            chosen=chosen,
+            norm=self.kv_a_layernorm,
+            rope=self.rope,
+            scale=self.scale,
+        )
+
+
+class PoolScoring(nn.Module):
+    """What an indexer scores blocks with: as `Scoring`, but that keys are not rotated, and those of a block are joined
+    by the gates of its positions."""
+
+    def __init__(self, blocks: KeyBlocks, mixer: Latent, hidden_size: int):
+        super().__init__()
+        assert mixer.q_latent is not None
+        indexer = blocks.indexer
+        self.heads, self.ratio = indexer.heads, blocks.ratio
+        self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
+        self.wk, self.wgate = Linear(hidden_size, indexer.dim), Linear(hidden_size, indexer.dim)
+        self.k_norm = LayerNorm(indexer.dim, INDEX_NORM_EPS)
+        self.ape = mx.zeros((blocks.ratio, indexer.dim))
+        self.weights_proj = Linear(hidden_size, indexer.heads)
+        self.scale = (indexer.heads * indexer.dim) ** -0.5
+
+    def __call__(self, x: Array, latent: Array, norm: Norm, cache: CompressedCache) -> Index:
+        """Of tokens x [B, L, D] that `cache` absorbs, and the queries' latent, of which `norm` is to be taken; the keys
+        are those of all whole blocks."""
+        queries = self.wq_b(latent, norm).reshape(*x.shape[:2], self.heads, -1)
+        keys = self.k_norm(self.wk(x))
+        library = library_of(x)
+        rows = library.concatenate([keys, self.wgate(float32(x)).astype(keys.dtype)], axis=-1)
+        _, _, joined = cache.absorb(rows, self._keys)
+        return Index(queries, joined, self.weights_proj(float32(x)) * self.scale)
+
+    def _keys(self, rows: Any, begin: int, numbers: slice) -> Any:
+        """Keys of some blocks, of what the cache has of positions from place `begin` on."""
+        rows = rows[:, numbers.start * self.ratio - begin : numbers.stop * self.ratio - begin]
+        keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
+        return pooled(keys, gates, self.ape, False, False)
+
+
+class PooledMLA(MLA):
+    """`MLA` over the blocks of positions that an indexer chooses."""
+
+    def __init__(self, mixer: Latent, hidden_size: int, split_latent: bool = False):
+        assert mixer.blocks is not None
+        super().__init__(mixer, hidden_size, split_latent)
+        self.blocks = mixer.blocks
+        self.indexer = PoolScoring(mixer.blocks, mixer, hidden_size)
+
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        x = x if norm is None else norm(x)
+        outputs: list[Array] = [x]
+        return outputs + self._inputs.outputs(x)
+
+    def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
+        if isinstance(cache, RowCaches):
+            return cache.each(lambda row, one: self.mix([part[:, row] for part in parts], one))
+        normed, (_, (q, kv)) = parts[0], self._inputs.parted(parts[1:])
+        index = self.indexer(normed, q, self.q_a_layernorm, cache.beside)
+        return attend_pools(
+            *(q, kv, cache.own, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
+            *(self._key(), self._value()),
+            index=index,
+            blocks=self.blocks,
+            norm=self.kv_a_layernorm,
+            rope=self.rope,
+            scale=self.scale,
+        )

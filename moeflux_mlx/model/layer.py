@@ -1,0 +1,152 @@
+"""A layer: its mixer and its feed-forward part, over a few tokens, the rows of a step, or a span."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..experts.routing import Report, RoutedExpertsCall
+from ..experts.source import ExpertLoader
+from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mixer
+from ..ops import backend
+from ..ops.backend import Array
+from ..ops.indexed import Chosen
+from ..spec import ModelArgs
+from ..state.cache import Cache
+from ..state.traced import Traced
+from .attention import Attention
+from .compiled import DecodeStep
+from .compressed import CompressedAttention
+from .delta import GatedDeltaNet, KimiDelta
+from .indexed import IndexedMLA, PooledMLA
+from .latent import MLA
+from .layers import MixerModule, Output, RMSNorm
+from .moe import DenseMLP, MoE
+from .span import MIXER_SHARE, Span
+from .streams import StreamsLayer
+
+
+def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
+    """The module that mixes tokens as `mixer` says, and its name in checkpoints."""
+    match mixer:
+        case GroupedQuery():
+            return "self_attn", Attention(mixer, args.hidden_size, args.rms_norm_eps)
+        case Latent():
+            kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
+            return "self_attn", kind(mixer, args.hidden_size, split_latent)
+        case Compressed():
+            return "self_attn", CompressedAttention(mixer, args.hidden_size, args.rms_norm_eps)
+        case Delta(channel_decay=ChannelDecay()):
+            return "self_attn", KimiDelta(mixer, args.hidden_size, args.rms_norm_eps)
+        case Delta():
+            return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
+
+
+def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP:
+    """The module of a layer's feed-forward part."""
+    part, around = args.layers[layer].feed_forward, (args.layers[layer].residual, args.rms_norm_eps)
+    match part:
+        case Experts():
+            return MoE(part, args.hidden_size, layer, experts, *around)
+        case Dense():
+            return DenseMLP(part, args.hidden_size, *around)
+
+
+def layer_of(
+    args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool
+) -> "DecoderLayer | StreamsLayer":
+    """The module of a layer, by how its residual runs."""
+    spec, sizes = args.layers[layer], (args.hidden_size, args.rms_norm_eps)
+    if spec.residual.connections is None:
+        return DecoderLayer(args, layer, experts, split_latent)
+    mlp = feed_forward_of(args, layer, experts)
+    mixer = mixer_of(spec.mixer, args, split_latent)
+    return StreamsLayer(*mixer, mlp, spec.residual.connections, *sizes, layer)
+
+
+class DecoderLayer(nn.Module):
+    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do.
+
+    With `Residual.output_norms` norms stand between: h = x + norm(mixer(norm(x))), and the MLP has its own (`Output`).
+    """
+
+    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
+        super().__init__()
+        spec = args.layers[layer]
+        self._mixer_name, mixer = mixer_of(spec.mixer, args, split_latent)
+        setattr(self, self._mixer_name, mixer)
+        self._takes_chosen = isinstance(mixer, IndexedMLA)
+        self.mlp = feed_forward_of(args, layer, experts)
+        if spec.residual.output_norms:
+            self.mixer_output = Output(args.hidden_size, args.rms_norm_eps)
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self._step: Callable[[bool], DecodeStep] | None = None
+
+    def compile(self, experts: ExpertLoader) -> None:
+        """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
+        if isinstance(self.mlp, MoE) and not self._takes_chosen:
+            steps = [DecodeStep(partial(self._choose, predict)) for predict in (False, True)]
+            for step in steps:
+                experts.at_close(step.forget)
+            self._step = lambda predict: steps[predict]
+
+    def __call__(self, x: Array, cache: Any, chosen: Chosen | None = None, tokens: Any = None) -> Array:
+        """`chosen`: what the last layer with an indexer chose for these tokens; None: no layer has been passed."""
+        if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [[cache]]):
+            step = self._step(self.mlp.should_predict(1))
+            return self.mlp.run_experts(step(x, [[cache]]))
+        return self.mlp.forward(self._mixed(x, cache, chosen), self.post_attention_layernorm)
+
+    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
+        """What is compiled."""
+        return self.mlp.choose(self._mixed(x, caches[0], None), self.post_attention_layernorm, predict)
+
+    def _mixed(self, x: Array, cache: Any, chosen: Chosen | None) -> Array:
+        if "mixer_output" not in self:
+            return self.mixer(x, self.input_layernorm, cache, chosen)
+        return self.mixer_output(x, self.mixer.mixed(x, self.input_layernorm, cache, chosen))
+
+    @property
+    def mixer(self) -> MixerModule:
+        return self[self._mixer_name]
+
+    def begin(self, x: Array) -> list[Array]:
+        """What the mixer needs of rows, whatever their caches hold."""
+        return self.mixer.begin(x, self.input_layernorm)
+
+    def end(self, mixed: Array, x: Array, parts: Sequence[Array]) -> Array:
+        """The rest of the layer for rows: of what the mixer made of `parts`, which `begin` gave for `x`."""
+        if "mixer_output" in self:
+            h = self.mixer_output(x, self.mixer.end(mixed, parts, None))
+        else:
+            h = self.mixer.end(mixed, parts, x)
+        return self.mlp.forward(h, self.post_attention_layernorm)
+
+    def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
+        """The layer over a span: its mixer block by block, its experts over all rows.
+
+        At most two blocks are under way: what they are made of need not be in memory together with the others'.
+        """
+        parts: list[tuple[Array, ...]] = []
+        cache.expect(span.length)
+        for start, end in span.blocks(cache):
+            self._relieve()
+            h = self._mixed(backend.contiguous(x[:, start:end]), cache, span.chosen[start])
+            self._relieve()
+            part = self.mlp.prepare(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
+            backend.start(*part, *cache.state[:-1])
+            span.passed(span.layer, end, cache)
+            if parts:
+                backend.finish(parts[-1][0])
+            parts.append(part)
+            report(MIXER_SHARE * start / span.length)
+        joined = backend.join(parts, axis=1)
+        return self.mlp.finish(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+
+    def _relieve(self) -> None:
+        """Memory of experts that the machine is short of goes before more is taken."""
+        if isinstance(self.mlp, MoE) and self.mlp.experts is not None:
+            self.mlp.experts.source.relieve()

@@ -1,0 +1,42 @@
+"""N-grams of a layer: the projections of the rows that a table gives for them, and what is added to the streams."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..kinds import NGrams
+from ..ops.backend import Array, view
+from ..ops.ngrams import NGramWeights, with_ngrams
+from ..state.joined import NGramCache
+from .layers import Linear, RMSNorm
+from .tokens import Tokens
+
+
+class NGramLayer(nn.Module):
+    """Adds what n-grams give to each stream, and a convolution of it."""
+
+    def __init__(self, part: NGrams, hidden_size: int, eps: float, layer: int):
+        super().__init__()
+        self.part, self.layer, self.eps = part, layer, eps
+        self.key_proj = Linear(part.embedded, part.channels)
+        self.value_proj = Linear(part.embedded, hidden_size)
+        self.norm_key, self.norm_query, self.norm_conv = (RMSNorm(part.channels, eps) for _ in range(3))
+        self.conv1d = nn.Module()
+        self.conv1d.weight = mx.zeros((part.channels, part.taps, 1))
+
+    def __call__(self, h: Array, tokens: Tokens | None, cache: NGramCache) -> Array:
+        """The streams h [B, L, n * D] of `tokens`, which `cache` absorbs. Without tokens the rows are zeros."""
+        B, L, _ = h.shape
+        if tokens is None:
+            tokens = Tokens(mx.zeros((B, L), mx.uint32))
+        rows = tokens.rows(self.layer, self.part.embedded, h)
+        key, query, conv_input = (norm.weight for norm in (self.norm_key, self.norm_query, self.norm_conv))
+        weights = NGramWeights(key, query, conv_input, self.eps, self.conv1d.weight)
+        begun = view(cache.conv) if cache.conv is not None and isinstance(h, np.ndarray) else cache.conv
+        h, inputs = with_ngrams(h, self.key_proj(rows), self.value_proj(rows), begun, weights, self.part)
+        cache.conv = inputs if isinstance(inputs, mx.array) else mx.array(inputs)
+        ids = tokens.ids.astype(mx.int32)
+        before = mx.full((B, self.part.longest - 1), self.part.end) if cache.recurrent is None else cache.recurrent
+        cache.recurrent = mx.concatenate([before, ids], axis=1)[:, L:]
+        cache.offset += L
+        return h

@@ -1,0 +1,57 @@
+"""The tables of n-grams: which rows tokens need, and the object that reads them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..kinds import NGrams
+from ..ops.ngrams import row_numbers
+from ..ops.rows import RowCaches
+from .tokens import Rows
+
+
+class TableReader(Protocol):
+    """Reads the rows of a layer's table."""
+
+    def begin(self, numbers: np.ndarray) -> Rows:
+        """Begins to read the rows int64 [B, L, heads]."""
+        ...
+
+
+class Tables:
+    """Of all layers that have n-grams.
+
+    Args:
+        parts: by layer.
+        readers: by layer.
+    """
+
+    def __init__(self, parts: Mapping[int, NGrams], readers: Mapping[int, TableReader]):
+        self.parts, self.readers = parts, readers
+
+    def begin(self, tokens: np.ndarray, caches: Sequence[Any]) -> dict[int, Rows]:
+        """Begins to read what tokens [B, L] want, after what `caches` have absorbed; by layer."""
+        return {
+            layer: self.readers[layer].begin(_numbers(tokens, caches[layer], part))
+            for layer, part in self.parts.items()
+        }
+
+
+def _numbers(tokens: np.ndarray, cache: Any, part: NGrams) -> np.ndarray:
+    """The rows int64 [B, L, heads] of tokens [B, L]."""
+    if not isinstance(cache, RowCaches):
+        return row_numbers(np.concatenate([_before(cache, len(tokens), part), tokens], axis=1), part)
+    texts: dict[int, np.ndarray] = {}  # of each sequence, the last tokens
+    rows = []
+    for one, token in zip(cache.caches, tokens[0], strict=True):
+        text = np.append(texts.get(id(one), _before(one, 1, part)), [[token]], axis=1)
+        texts[id(one)] = text[:, 1:]
+        rows.append(row_numbers(text, part))
+    return np.concatenate(rows, axis=1)
+
+
+def _before(cache: Any, count: int, part: NGrams) -> np.ndarray:
+    """The last tokens that a cache has absorbed, of so many texts."""
+    kept = cache.beside.recurrent
+    return np.full((count, part.longest - 1), part.end) if kept is None else np.array(kept)

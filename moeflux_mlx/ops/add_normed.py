@@ -1,0 +1,65 @@
+"""What a part of a layer made joins the stream behind a norm: for the rows of a step on a GPU in one launch."""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from . import backend
+from .backend import Array
+from .elementwise import scaled
+from .launch import NO_KERNELS, Kernel, Launch, Reason
+from .norm import Norm
+from .tiles import MAX_TOKENS, planned
+
+ADD_NORMED = Kernel("add_normed", "h made made_weight beside beside_weight weight eps factor", "out")
+SIMDGROUPS = 8  # of a row: as many threads as any Apple GPU gives a kernel
+WIDEST = 1 << 13  # values of a row, of which a thread holds 64
+
+
+class Pair(NamedTuple):
+    """Two results that are added, each in a norm of its own."""
+
+    made: Any  # mx.array | np.ndarray
+    made_norm: Norm
+    beside: Any
+    beside_norm: Norm
+
+    def sum(self) -> Any:
+        """norm(made) + norm(beside)."""
+        return self.made_norm(self.made) + self.beside_norm(self.beside)
+
+
+def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None = None) -> Array:
+    """(h + norm(made)) * factor, of h [..., D] and as much of what was made; the norms of a `Pair` have `norm`'s eps.
+
+    `factor` [1]: multiplies all of it; None: nothing does.
+    """
+    if isinstance(h, mx.array):
+        rows, width = h.size // h.shape[-1], h.shape[-1]
+        launch = plan(
+            backend.name(), min(rows, MAX_TOKENS + 1), width, h.dtype, isinstance(made, Pair), factor is not None
+        )
+        if not isinstance(launch, Reason):
+            out = launch(h, *_inputs(made, norm), norm.weight, norm.eps, norm.weight if factor is None else factor)[0]
+            return out.reshape(h.shape)
+    joined: Any = h + norm(made.sum() if isinstance(made, Pair) else made)
+    return joined if factor is None else scaled(joined, factor)
+
+
+def _inputs(made: Any, norm: Norm) -> tuple[Any, ...]:
+    """What was made with its weight, and what is beside it; a kernel wants an array in every place."""
+    if not isinstance(made, Pair):
+        return made, norm.weight, made, norm.weight
+    return made.made, made.made_norm.weight, made.beside, made.beside_norm.weight
+
+
+@planned()
+def plan(target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool) -> Launch | Reason:
+    if target == "ops":
+        return NO_KERNELS
+    if rows > MAX_TOKENS:
+        return Reason(f"there are more than {MAX_TOKENS} rows")
+    if width > WIDEST:
+        return Reason(f"rows of {width} values are wider than {WIDEST}")
+    template = {"X": dtype, "D": width, "SG": SIMDGROUPS, "PAIR": int(is_pair), "FACTOR": int(has_factor)}
+    return Launch(target, ADD_NORMED, template, (1, rows), 32 * SIMDGROUPS, [((rows, width), dtype)])

@@ -1,0 +1,148 @@
+"""Attention over the blocks of positions that an indexer chooses (transformers, `Qwen4ExpTextQSAIndexer` and
+`MiniMaxM3VLIndexer`).
+
+A token that sees no more blocks than are chosen attends to all positions, as in `attend`. For any other whole blocks
+are scored, and the keys and values of the best are gathered, with those of the positions behind the last whole block,
+or of the token's own block. Many tokens are handled a few at a time.
+"""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import HeadBlocks, KeyBlocks
+from . import gpu_time, native
+from .attend import Steps, attend, prepared
+from .backend import Array, library_of, view
+from .elementwise import float32, sigmoid
+from .indexed import Index, best, choose, slices
+from .norm import Norm
+from .rope import Rope
+
+Blocks = KeyBlocks | HeadBlocks
+
+
+class Terms(NamedTuple):
+    """How `attend_blocks` attends; as there."""
+
+    q_norm: Norm | None
+    k_norm: Norm | None
+    rope: Rope | None
+    scale: float
+
+
+def attend_blocks(q: Array, k: Array, v: Array, cache: Steps, index: Index, blocks: Blocks, terms: Terms) -> Any:
+    """`attend` over the positions that are chosen: [B, L, heads * D].
+
+    Args:
+        q, k, v: as in `attend`, q perhaps with a gate behind each query.
+        cache: of one text or a batch of them, of all positions.
+        index: of these tokens, with the keys of all blocks that are whole with the last of them, and equal weights; or,
+            of `HeadBlocks`, with those of all positions.
+    """
+    L, first = k.shape[1], cache.offset
+    whole, parts = blocks.seeing_all(first, L), []
+    if whole:
+        some = q[:, :whole], k[:, :whole], v[:, :whole]
+        parts.append(attend(*some, cache, **terms._asdict()))
+    if whole < L:
+        late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
+        library = library_of(q)
+        seen = blocks.whole(first + whole + library.arange(L - whole))
+        if isinstance(blocks, HeadBlocks):
+            chosen = choose_by_head(late, seen, blocks)
+        else:
+            chosen = choose(late, seen, blocks.indexer)[:, :, None]
+        parts.append(_over_chosen(q[:, whole:], k[:, whole:], v[:, whole:], cache, chosen, blocks, terms))
+    if len(parts) == 1:
+        return parts[0]
+    return library_of(parts[0]).concatenate(parts, axis=1)
+
+
+def choose_by_head(index: Index, seen: Any, blocks: HeadBlocks) -> Any:
+    """For each head the blocks with the best keys among the first ones, of which each token sees so many: int32
+    [B, rows, heads, chosen], ascending; of equal ones the first come first."""
+    library = library_of(index.keys)
+    (B, rows, heads, width), count = index.queries.shape, index.keys.shape[1] // blocks.ratio
+    keys = float32(index.keys[:, : count * blocks.ratio]).swapaxes(-1, -2)
+    numbers, parts = library.arange(count), []
+    for some in slices(rows, blocks.indexer.rows_at_once(count * blocks.ratio, 0)):
+        queries = float32(index.queries[:, some]).reshape(B, -1, width)
+        scores = (queries @ keys).reshape(B, -1, heads, count, blocks.ratio).max(axis=-1)
+        scores = library.where(numbers < seen[some, None, None], scores, library.array(-np.inf, library.float32))
+        parts.append(best(scores, blocks.chosen, library))
+        if library is mx:
+            gpu_time.commit(parts[-1])
+    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
+
+
+def _over_chosen(q: Any, k: Any, v: Any, cache: Any, chosen: Any, blocks: Blocks, terms: Terms) -> Any:
+    """[B, n, heads * D] of tokens that each attend to the blocks `chosen` [B, n, 1 or kv heads, .] and to their last
+    positions."""
+    (B, n, _, D), first, position = k.shape, cache.offset, cache.position
+    held: Any
+    out: Any
+    gate = sigmoid(q[..., D:].reshape(B, n, -1)) if q.shape[-1] > D else 1.0
+    q = q[..., :D]
+    q, k = prepared(q, terms.q_norm, terms.rope, position), prepared(k, terms.k_norm, terms.rope, position)
+    if isinstance(q, np.ndarray):
+        keys, values, _ = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
+        mx.eval(keys, values)
+        held = q, view(keys), view(values)
+        out = np.stack([_text_native(text, first, blocks, terms.scale) for text in zip(*held, chosen, strict=True)])
+    else:
+        held = q.swapaxes(1, 2), *cache.append(k, v.transpose(0, 2, 1, 3))[:2]
+        out = mx.stack([_text_ops(text, first, blocks, terms.scale) for text in zip(*held, chosen, strict=True)])
+    return out.reshape(B, n, -1) * gate
+
+
+def _text_native(text: tuple[np.ndarray, ...], first: int, blocks: Blocks, scale: float) -> np.ndarray:
+    """[n, heads, D] of a text's queries [n, heads, D], keys and values [kv heads, P, D], and chosen blocks [n, 1 or kv
+    heads, .]."""
+    (q, keys, values, chosen), rows = text, []
+    for i, of_token in enumerate(chosen):
+        place = first + i
+        tail = np.arange(blocks.whole(place) * blocks.ratio, place + 1)
+        whole = (of_token[..., None] * blocks.ratio + np.arange(blocks.ratio)).reshape(len(of_token), -1)
+        places = [(head, np.append(one, tail)) for head, one in _heads(whole, keys)]
+        some_keys, some_values = (np.stack([part[head, at] for head, at in places]) for part in (keys, values))
+        rows.append(native.attend(view(q[i : i + 1]), some_keys, some_values, some_keys.shape[1], scale)[0])
+    return np.stack(rows)
+
+
+def _heads(places: Any, part: Any) -> Any:
+    """(kv head, its places) of keys or values [kv heads, P, D], where all share places or each has its own."""
+    heads = range(len(part))
+    return [(head, places[head if len(places) > 1 else 0]) for head in heads]
+
+
+def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: float) -> mx.array:
+    """As `_text_native`."""
+    (q, keys, values, chosen), parts = text, []
+    width = keys.shape[0] * (keys.shape[-1] + values.shape[-1])
+    own = first + mx.arange(len(q))
+    tails = blocks.whole(own)[:, None] * blocks.ratio + mx.arange(blocks.ratio)
+    for some in slices(len(q), blocks.indexer.rows_at_once(0, blocks.ratio * width)):
+        count, heads, _ = chosen[some].shape
+        whole = (chosen[some][..., None] * blocks.ratio + mx.arange(blocks.ratio)).reshape(count, heads, -1)
+        ahead = tails[some] > own[some][:, None]
+        tail = mx.broadcast_to(mx.where(ahead, 0, tails[some])[:, None], (count, heads, blocks.ratio))
+        places = mx.concatenate([whole, tail], axis=-1).swapaxes(0, 1)  # [1 or kv heads, rows, positions]
+        seen = mx.concatenate([mx.ones((count, whole.shape[-1]), mx.bool_), ~ahead], axis=1)[:, None, None]
+        near = [mx.stack([part[head][one] for head, one in _heads(places, part)], axis=1) for part in (keys, values)]
+        out = mx.fast.scaled_dot_product_attention(q[some][:, :, None], *near, scale=scale, mask=seen)
+        parts.append(out[:, :, 0])
+        gpu_time.commit(parts[-1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def block_keys(rows: Array, norm: Norm, rope: Rope, first: int, ratio: int) -> Any:
+    """Keys [B, n, D] of blocks from number `first` on, of index keys [B, n * ratio, D]; `rope` turns by numbers."""
+    B, _, width = rows.shape
+    library = library_of(rows)
+    means = rows.astype(library.float32).reshape(B, -1, ratio, width).mean(axis=2).astype(rows.dtype)
+    keys = norm(means)
+    if library is mx:
+        return rope(keys[:, None], first)[:, 0]
+    return rope(keys[:, :, None], first)[:, :, 0]

@@ -1,0 +1,167 @@
+"""Attention over a window and over entries that stand for many positions each (DeepSeek-V4's model code in
+transformers, `DeepseekV4Attention` and its compressors).
+
+Keys are values: one head of both serves all queries. A query sees the keys of its window, the entries whose positions
+all lie before the next one, or those of them that an indexer chooses, and a sink that counts in the softmax's sum only.
+Tokens are handled a few at a time. One form serves MLX's arrays and numpy's.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import Compressed
+from . import gpu_time
+from .backend import Array, library_of, view
+from .elementwise import softmax, split
+from .indexed import Index, choose
+from .linear import Weights, linear, rows_of
+from .rope import Rope
+
+
+class Seen(NamedTuple):
+    """What tokens attend over.
+
+    keys: [B, n, D] of the newest positions up to the last token. begin: the place of the first of these. entries:
+    [B, T, D]; None: there are none. chosen: entries int32 [B, rows, top] that the last tokens attend to; None: all see
+    all.
+    """
+
+    keys: Any
+    begin: int
+    entries: Any = None
+    chosen: Any = None
+
+
+class Part(NamedTuple):
+    """Some of the tokens: the place of the first, and what was chosen for each; None: they see all entries."""
+
+    rows: slice
+    first: int
+    chosen: Any
+
+
+def turned(x: Array, rope: Rope, position: int) -> Array:
+    """x [B, L, heads, D] of tokens from a rotary position on, the last values of each head rotated."""
+    start = x.shape[-1] - rope.dims
+    if isinstance(x, mx.array):
+        part = rope(x[..., start:].transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
+        return mx.concatenate([x[..., :start], part], axis=-1)
+    return np.concatenate([x[..., :start], rope(np.ascontiguousarray(x[..., start:]), position)], axis=-1)
+
+
+def pooled(values: Array, gates: Array, bias: mx.array, overlaps: bool, is_first: bool) -> Array:
+    """Entries [B, n, W], before their norm, of values and gates [B, n, ratio, S * W] of the positions of each.
+
+    Args:
+        bias: [ratio, S * W], added to the gates.
+        overlaps: there are two series, the first for the next entry; then values and gates begin with the positions
+            before those of the first entry, unless it `is_first` of all: nothing stands in their place.
+    """
+    library = library_of(values)
+    gates = gates.astype(library.float32) + (bias if library is mx else view(bias))
+    if overlaps:
+        width = values.shape[-1] // 2
+        if is_first:
+            values = library.concatenate([library.zeros_like(values[:, :1]), values], axis=1)
+            gates = library.concatenate([library.full(gates[:, :1].shape, -np.inf, gates.dtype), gates], axis=1)
+        values, gates = (
+            library.concatenate([part[:, :-1, :, :width], part[:, 1:, :, width:]], axis=2) for part in (values, gates)
+        )
+    weights = softmax(gates.swapaxes(2, 3))
+    return (values.swapaxes(2, 3) * weights.astype(values.dtype)).sum(axis=-1)
+
+
+def choose_entries(index: Index, first: int, mixer: Compressed) -> Any:
+    """What the tokens attend to that see more entries than are chosen: int32 [B, rows, top]; None: there are none.
+
+    `index` is of all tokens from place `first` on, with the keys of all entries.
+    """
+    compressor, count = mixer.compressor, index.queries.shape[1]
+    assert compressor is not None and compressor.indexer is not None
+    whole = seeing_all(mixer, first, count)
+    if whole == count:
+        return None
+    library = library_of(index.keys)
+    late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
+    return choose(late, (first + 1 + library.arange(whole, count)) // compressor.ratio, compressor.indexer)
+
+
+def seeing_all(mixer: Compressed, first: int, count: int) -> int:
+    """How many of the tokens from a place on attend to all entries that they see."""
+    compressor = mixer.compressor
+    if compressor is None or compressor.indexer is None:
+        return count
+    return min(max((compressor.indexer.top + 1) * compressor.ratio - 1 - first, 0), count)
+
+
+def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:
+    """softmax(D ** -0.5 * q k) k over what each query sees and its head's sink: [B, L, heads, D] of q, shaped alike."""
+    library = library_of(q)
+    logits, results = sinks if library is mx else view(sinks), []
+    for part in _parts(q.shape[1], seen, mixer):
+        results.append(_of_part(q[:, part.rows], part, seen, logits, mixer))
+        if library is mx:
+            gpu_time.commit(results[-1])
+    return results[0] if len(results) == 1 else library.concatenate(results, axis=1)
+
+
+def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
+    first = seen.begin + seen.keys.shape[1] - count
+    whole = count - (0 if seen.chosen is None else seen.chosen.shape[1])
+    size = mixer.rows_at_once(count, first + count)
+    for start in range(0, whole, size):
+        yield Part(slice(start, min(start + size, whole)), first + start, None)
+    for start in range(whole, count, size):
+        end = min(start + size, count)
+        yield Part(slice(start, end), first + start, seen.chosen[:, start - whole : end - whole])
+
+
+def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
+    library = library_of(q)
+    (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
+    own = part.first + library.arange(rows)
+    start, stop = max(part.first - mixer.window + 1 - seen.begin, 0), part.first + rows - seen.begin
+    age = own[:, None] - (seen.begin + library.arange(start, stop))
+    keys = seen.keys[:, None, start:stop]
+    near = library.where(((age >= 0) & (age < mixer.window))[:, None], _products(q, keys), least)
+    scores, entries, count = [near * width**-0.5], None, stop - start
+    if part.chosen is not None:
+        gathered = [texts[places] for texts, places in zip(seen.entries, part.chosen, strict=True)]
+        entries = library.stack(gathered)  # [B, rows, top, D]
+        scores.append(_products(q, entries) * width**-0.5)
+    elif seen.entries is not None and mixer.compressor is not None:
+        ratio = mixer.compressor.ratio
+        entries = seen.entries[:, None, : (part.first + rows) // ratio]
+        ended = library.arange(entries.shape[2]) < ((own + 1) // ratio)[:, None]
+        scores.append(library.where(ended[:, None], _products(q, entries), least) * width**-0.5)
+    scores.append(library.broadcast_to(sinks.astype(q.dtype)[:, None], (B, rows, heads, 1)))
+    weights = softmax(library.concatenate(scores, axis=-1))
+    out = _mixed(weights[..., :count], keys)
+    return out if entries is None else out + _mixed(weights[..., count:-1], entries)
+
+
+def _products(q: Any, keys: Any) -> Any:
+    """[B, rows, heads, n] of q [B, rows, heads, D] and keys [B, rows, n, D], or [B, 1, n, D] for all rows."""
+    if keys.shape[1] > 1:
+        return q @ keys.swapaxes(-1, -2)
+    B, rows, heads, width = q.shape
+    return (q.reshape(B, rows * heads, width) @ keys[:, 0].swapaxes(-1, -2)).reshape(B, rows, heads, -1)
+
+
+def _mixed(weights: Any, values: Any) -> Any:
+    """[B, rows, heads, D] of weights [B, rows, heads, n] and values, as `_products` takes them."""
+    if values.shape[1] > 1:
+        return weights @ values
+    B, rows, heads, count = weights.shape
+    return (weights.reshape(B, rows * heads, count) @ values[:, 0]).reshape(B, rows, heads, -1)
+
+
+def grouped_projection(x: Array, w: Weights, groups: int) -> Any:
+    """[B, L, groups * rows] of x [B, L, groups * columns]: each group's columns times its own rows of w."""
+    rows, columns = w.shape[0] // groups, w.shape[1]
+    parts = split(x, *range(columns, groups * columns, columns))
+    made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(parts)]
+    return mx.concatenate(made, axis=-1) if isinstance(x, mx.array) else np.concatenate(made, axis=-1)

@@ -1,0 +1,316 @@
+"""Latent attention over the positions that an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556, 2.1).
+
+A token that sees at most as many positions as the budget attends to all of them, as in `latent`. For any other its
+scores are made over all keys of the indexer, and the latents of the best are gathered: the projections of keys and
+values are folded into queries and results, so that nothing else is read. Many tokens are handled a few at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import Indexer, KeyBlocks
+from . import gpu_time, native
+from .attend import Positions
+from .backend import Array, library_of, view
+from .elementwise import float32
+from .latent import (
+    ABSORB_AT_MOST,
+    HeadMatrices,
+    Mask,
+    Queries,
+    absorb_native,
+    absorbed_native,
+    absorbed_ops,
+    expanded_native,
+    expanded_ops,
+    native_refusal,
+    parts_of,
+    products,
+    values_native,
+)
+from .norm import Norm
+from .rope import Rope
+
+
+class Index(NamedTuple):
+    """What an indexer makes of tokens.
+
+    queries: [B, L, heads, D], rotated. keys: [B, L, D], normed and rotated. weights: float32 [B, L, heads], by which
+    the scores of heads are summed.
+    """
+
+    queries: Any
+    keys: Any
+    weights: Any
+
+
+@dataclass
+class Chosen:
+    """What the last layer with an indexer chose for a block of tokens, for the layers that reuse it.
+
+    positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all that it sees.
+    rows: the same of each row of a step, by its number.
+    """
+
+    positions: Any = None
+    rows: "dict[int, Chosen]" = field(default_factory=dict)
+
+    def of_row(self, row: int) -> "Chosen":
+        return self.rows.setdefault(row, Chosen())
+
+
+class Indexed(Positions, Protocol):
+    """A cache of latents, and of rotated keys with the indexer's keys behind them."""
+
+    def whole(self, length: int) -> int:
+        """How many of the next `length` tokens attend to all that they see."""
+        ...
+
+
+def attend_indexed(
+    q: Array,
+    kv: Array,
+    cache: Indexed,
+    queries: Queries,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    *,
+    index: Index | None,
+    indexer: Indexer,
+    chosen: Chosen,
+    norm: Norm,
+    rope: Rope | None,
+    scale: float,
+) -> Array:
+    """`attend_latent` over the positions that `index` chooses, or, without one, over what `chosen` says.
+
+    Args:
+        index: of these tokens; its keys are appended to `cache`, and what it chooses is noted in `chosen`.
+        indexer: how many positions are chosen.
+
+    Returns:
+        [B, L, heads * v]
+    """
+    L, offset, whole, position = q.shape[1], cache.offset, cache.whole(q.shape[1]), cache.position
+    parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
+    latents, entries, mask = _append(cache, *parts[2:], index)
+    rotated = rope.dims if rope else 0
+    keys, index_keys = entries[..., :rotated], entries[..., rotated:]
+    if index is not None:
+        late = Index(index.queries[:, whole:], index_keys, index.weights[:, whole:])
+        library = library_of(q)
+        seen = offset + 1 + library.arange(whole, L)
+        chosen.positions = choose(late, seen, indexer) if whole < L else None
+    held = Held(latents, keys, mask, offset, whole, chosen.positions)
+    at_once = indexer.rows_at_once(0, kv.shape[-1])
+    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale))
+
+
+def attend_pools(
+    q: Array,
+    kv: Array,
+    cache: Positions,
+    queries: Queries,
+    key: HeadMatrices,
+    value: HeadMatrices,
+    *,
+    index: Index,
+    blocks: KeyBlocks,
+    norm: Norm,
+    rope: Rope | None,
+    scale: float,
+) -> Array:
+    """`attend_latent` over the positions of the blocks that `index` chooses, and those behind the last whole block.
+
+    Args:
+        index: of these tokens, with the keys of all blocks that are whole with the last of them; None: there are none.
+        blocks: how many positions each has, and how many are chosen.
+
+    Returns:
+        [B, L, heads * v]
+    """
+    L, first, position = q.shape[1], cache.offset, cache.position
+    whole, chosen = blocks.seeing_all(first, L), None
+    parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
+    latents, keys, mask = _append(cache, *parts[2:], None)
+    if whole < L:
+        library = library_of(q)
+        late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
+        places = first + library.arange(whole, L)
+        chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
+    held = Held(latents, keys, mask, first, whole, chosen, has_gaps=True)
+    at_once = blocks.indexer.rows_at_once(0, blocks.ratio * kv.shape[-1])
+    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale))
+
+
+def with_tail(chosen: Any, places: Any, blocks: KeyBlocks, library: Any) -> Any:
+    """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
+    `places` that no whole block has; -1 in place of some that there are not."""
+    B, rows, _ = chosen.shape
+    inside = library.arange(blocks.ratio, dtype=library.int32)
+    positions = (chosen[..., None] * blocks.ratio + inside).reshape(B, rows, -1)
+    tails = blocks.whole(places)[:, None] * blocks.ratio + inside[:-1]
+    tails = library.where(tails <= places[:, None], tails, -1).astype(library.int32)
+    return library.concatenate([positions, library.broadcast_to(tails, (B, *tails.shape))], axis=-1)
+
+
+class Held(NamedTuple):
+    """What tokens attend over: latents [B, P, N] and rotated keys [B, P, R], up to the last of the tokens or to more
+    that `mask` hides; the first token's place; how many attend to all that they see, and what the others do to.
+    `has_gaps`: -1 among that stands for no position."""
+
+    latents: Any
+    keys: Any
+    mask: Mask
+    offset: Any
+    whole: int
+    chosen: Any
+    has_gaps: bool = False
+
+
+def _append(cache: Positions, latent: Any, k_pe: Any, index: Index | None) -> tuple[Any, Any, Mask]:
+    """Latents [B, P, N] and entries [B, P, R + D] of all positions, the tokens' own among them, and a token's mask."""
+    B, L = latent.shape[:2]
+    entry = k_pe.reshape(B, L, k_pe.shape[-1])
+    if isinstance(latent, mx.array):
+        entry = entry if index is None else mx.concatenate([entry, index.keys.astype(entry.dtype)], axis=-1)
+        latents, entries = cache.update_and_fetch(latent[:, None], entry[:, None])
+        return latents[:, 0], entries[:, 0], cache.mask(L)
+    entry = entry if index is None else np.concatenate([entry, index.keys], axis=-1)
+    cache.update_and_fetch(mx.array(latent[:, None]), mx.array(entry[:, None]))
+    arrays = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
+    return arrays[0], arrays[1], None
+
+
+# ---- what is chosen
+
+
+def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
+    """The positions with the best scores among those that tokens see: int32 [B, rows, top], ascending.
+
+    Args:
+        index: queries and weights of the tokens, and keys of all positions.
+        seen: how many of the first positions each token sees, [rows].
+        indexer: how many are chosen, no more than any of the tokens sees.
+    """
+    library = library_of(index.keys)
+    count, keys = index.queries.shape[1], float32(index.keys)
+    positions, parts = library.arange(keys.shape[1]), []
+    for some in slices(count, indexer.rows_at_once(keys.shape[1], 0)):
+        scores = _scores(float32(index.queries[:, some]), keys, index.weights[:, some], library)
+        scores = library.where(positions < seen[some, None], scores, library.array(-np.inf, library.float32))
+        parts.append(best(scores, indexer.top, library))
+        if library is mx:
+            gpu_time.commit(parts[-1])
+    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _scores(queries: Array, keys: Array, weights: Array, library: Any) -> Array:
+    """sum over heads of weights * relu(queries keys): [B, rows, P] of [B, rows, heads, D], [B, P, D]."""
+    B, rows, heads, width = queries.shape
+    products = (queries.reshape(B, rows * heads, width) @ keys.swapaxes(-1, -2)).reshape(B, rows, heads, -1)
+    return (weights[:, :, None] @ library.maximum(products, 0))[:, :, 0]
+
+
+def best(scores: Array, top: int, library: Any) -> Array:
+    """The places of the `top` largest of float32 scores [..., P], ascending; of equal ones the first come first.
+
+    By integers that are all different: a score's bits in the order of floats, and behind them the place.
+    """
+    bits = (scores + 0.0).view(library.int32)  # -0.0 becomes 0.0
+    ordered = library.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(library.int64)
+    count = scores.shape[-1]
+    order = library.array(1 << 32, library.int64) * ordered - library.arange(count).astype(library.int64)
+    best = library.argpartition(order, count - top, axis=-1)[..., count - top :]
+    return library.sort(best, axis=-1).astype(library.int32)
+
+
+# ---- attention
+
+Matrices = tuple[HeadMatrices, HeadMatrices, float]  # of keys and of values; what multiplies scores
+
+
+def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: Matrices) -> mx.array:
+    """[B, L, heads * v] of queries [B, heads, L, .]; of so many tokens at once latents are gathered."""
+    (B, _, L, _), whole, (key, value, scale), parts = q_nope.shape, held.whole, matrices, []
+    if whole:
+        seen = slice(None) if whole == L else slice(held.offset + whole)
+        mask = held.mask if whole == L else "causal" if whole > 1 else None
+        form = absorbed_ops if whole <= ABSORB_AT_MOST else expanded_ops
+        entries = held.latents[:, None, seen], held.keys[:, None, seen]
+        parts.append(form(q_nope[:, :, :whole], q_pe[:, :, :whole], *entries, mask, key, value, scale))
+    if whole < L:
+        q = key.multiply(q_nope[:, :, whole:], transpose=False)
+        texts = zip(q, q_pe[:, :, whole:], held.latents, held.keys, held.chosen, strict=True)
+        mixed = [_gathered_ops(*text, held.has_gaps, at_once, scale) for text in texts]
+        parts.append(value.multiply(mx.stack(mixed), transpose=True))
+    out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
+
+
+def _gathered_ops(
+    q: mx.array,
+    q_pe: mx.array,
+    latents: mx.array,
+    keys: mx.array,
+    chosen: mx.array,
+    has_gaps: bool,
+    at_once: int,
+    scale: float,
+) -> mx.array:
+    """Mixed latents [heads, rows, N] of queries [heads, rows, N] and [heads, rows, R]."""
+    q, q_pe, parts = q.swapaxes(0, 1), q_pe.swapaxes(0, 1), []
+    for some in slices(len(q), at_once):
+        places = mx.maximum(chosen[some], 0) if has_gaps else chosen[some]
+        near, turned = latents[places], keys[places]  # [rows, positions, .]
+        scores = products(q[some], q_pe[some], near, turned) * scale
+        if has_gaps:
+            scores = mx.where(chosen[some][:, None] < 0, mx.array(-mx.inf, scores.dtype), scores)
+        parts.append(mx.softmax(scores, axis=-1, precise=True) @ near)
+        gpu_time.commit(parts[-1])
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).swapaxes(0, 1)
+
+
+def _native(q_nope: np.ndarray, q_pe: np.ndarray, held: Held, at_once: int, matrices: Matrices) -> np.ndarray:
+    """[B, L, heads * v] of queries [B, L, heads, .]."""
+    (B, L), rows = q_nope.shape[:2], []
+    for b in range(B):
+        chosen = None if held.chosen is None else held.chosen[b]
+        rows.append(_text_native(q_nope[b], q_pe[b], held.latents[b], held.keys[b], chosen, held, matrices))
+    return np.stack(rows).reshape(B, L, -1)
+
+
+def _text_native(
+    q_nope: np.ndarray,
+    q_pe: np.ndarray,
+    latents: np.ndarray,
+    keys: np.ndarray,
+    chosen: np.ndarray | None,
+    held: Held,
+    matrices: Matrices,
+) -> np.ndarray:
+    """[L, heads, v] of one text."""
+    whole, (key, value, scale), parts = held.whole, matrices, []
+    if whole:
+        form, seen = expanded_native if native_refusal(whole) else absorbed_native, held.offset + whole
+        parts.append(form(q_nope[:whole], q_pe[:whole], latents[:seen], keys[:seen], key, value, scale))
+    if chosen is not None:
+        q = absorb_native(q_nope[whole:], q_pe[whole:], latents.shape[-1], key)
+        places = [at[at >= 0] for at in chosen]
+        mixed = [_gathered_native(one, latents[at], keys[at], scale) for one, at in zip(q, places, strict=True)]
+        parts.append(values_native(np.stack(mixed), value))
+    return np.concatenate([part.reshape(len(part), -1) for part in parts])
+
+
+def _gathered_native(q: np.ndarray, latents: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
+    """Mixed latents [heads, N] of a token's queries [heads, N + R]."""
+    entries = np.concatenate([latents, keys], axis=-1)
+    return native.attend(q[None], entries[None], latents[None], len(latents), scale)[0]

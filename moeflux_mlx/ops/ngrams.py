@@ -1,0 +1,76 @@
+"""N-grams: which rows of a table a token takes, and what is made of them (transformers, `Qwen4ExpTextPLELayer`).
+
+Rows are numbered on the host, in numpy's int64: their numbers are known as soon as the token is, and there are more
+rows than 32 bits count. All else has one form for MLX's arrays and numpy's.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import NGrams
+from .backend import Array, library_of, view
+from .elementwise import float32, sigmoid
+from .streams import normed_streams
+
+
+def row_numbers(tokens: np.ndarray, part: NGrams) -> np.ndarray:
+    """The rows int64 [B, L, heads] of the last L of tokens [B, longest - 1 + L].
+
+    A token's hash is the exclusive or of products of it and of those before it with odd numbers; a head's row is the
+    hash modulo the head's rows. In place of what lies beyond the end of an earlier text stands that text's end.
+    """
+    tokens, before = tokens.astype(np.int64), part.longest - 1
+    count = tokens.shape[1] - before
+    mixed, inside, numbers = tokens[:, before:] * part.multipliers[0], np.True_, []
+    heads, first = len(part.sizes) // before, np.cumsum((0, *part.sizes[:-1]))
+    for back in range(1, part.longest):
+        earlier = tokens[:, before - back : before - back + count]
+        inside = inside & (earlier != part.end)
+        mixed = mixed ^ np.where(inside, earlier, part.end) * part.multipliers[back]
+        own = slice((back - 1) * heads, back * heads)
+        numbers.append(mixed[..., None] % np.array(part.sizes[own]) + first[own])
+    return np.concatenate(numbers, axis=-1)
+
+
+class NGramWeights(NamedTuple):
+    """Norms [channels] of keys, streams and the convolution's inputs, their eps, and the convolution [channels, taps,
+    1]."""
+
+    key: mx.array
+    query: mx.array
+    conv_input: mx.array
+    eps: float
+    conv: mx.array
+
+
+def with_ngrams(h: Array, key: Array, value: Array, before: Any, w: NGramWeights, part: NGrams) -> tuple[Any, Any]:
+    """The streams h [B, L, n * D] with what n-grams add; and the last inputs of the convolution.
+
+    Args:
+        key, value: [B, L, n * D] and [B, L, D], projections of the rows.
+        before: [B, remembered, n * D], the convolution's inputs before these tokens; None: zeros.
+    """
+    library = library_of(h)
+    (B, L, width), streams = h.shape, h.shape[-1] // value.shape[-1]
+    key, query = (normed_streams(x, n, w.eps, streams) for x, n in ((key, w.key), (h, w.query)))
+    products = float32(key * query).reshape(B, L, streams, -1).sum(axis=-1)
+    gates = products / math.sqrt(value.shape[-1])
+    gates = library.sqrt(library.maximum(abs(gates), 1e-6)) * library.sign(gates)
+    gated = (sigmoid(gates).astype(h.dtype)[..., None] * value[:, :, None]).reshape(B, L, width)
+    inputs = normed_streams(gated, w.conv_input, w.eps, streams)
+    before = library.zeros((B, part.remembered, width), inputs.dtype) if before is None else before.astype(inputs.dtype)
+    inputs = library.concatenate([before, inputs], axis=1)
+    return h + gated + _convolved(inputs, w.conv, part, L), inputs[:, L:]
+
+
+def _convolved(inputs: Any, weight: mx.array, part: NGrams, count: int) -> Any:
+    """silu of the last `count` outputs of the convolution, whose inputs lie `longest` apart, summed in float32."""
+    taps: Any = weight if isinstance(inputs, mx.array) else view(weight)
+    total: Any = 0.0
+    for i in range(part.taps):
+        start = i * part.longest
+        total = total + float32(inputs[:, start : start + count]) * float32(taps[:, i, 0])
+    return (total * sigmoid(total)).astype(inputs.dtype)

@@ -1,0 +1,168 @@
+"""Several residual streams side by side: manifold-constrained hyper-connections (arXiv:2512.24880; the order of
+operations is that of DeepSeek-V4's model code in transformers), whose weights are all made in float32, and gated ones
+(transformers, `Qwen4ExpTextGatedResidual`).
+
+Of a token alone a GPU makes the weights of hyper-connections in two launches, and the streams behind a part in one.
+"""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..kinds import HyperConnections
+from . import backend
+from .attend import SEVERAL
+from .backend import Array, view
+from .elementwise import float32, sigmoid, softmax
+from .launch import NO_KERNELS, ArrayPiece, Kernel, Launch, Reason, ceildiv
+from .norm import rms_norm
+from .tiles import MAX_TOKENS, planned
+
+PRODUCTS = Kernel("streams_products", "h fn", "made")
+GATHER = Kernel("streams_gather", "h made base scale", "x mixing")
+SCATTER = Kernel("streams_scatter", "h out mixing", "next")
+THREADS = 256  # of a threadgroup
+
+
+class Mapping(NamedTuple):
+    """What makes weights of the streams: matrix [O, n * D], biases [O], and scales.
+
+    `pieces`: where biases and scales lie in one array, if they do.
+    """
+
+    fn: mx.array
+    base: mx.array
+    scale: mx.array
+    pieces: list[ArrayPiece] | None = None
+
+
+def spread(x: Array, streams: int) -> Any:
+    """[B, L, n * D]: every stream begins as x [B, L, D]."""
+    return backend.library_of(x).concatenate([x] * streams, axis=-1)
+
+
+def gathered(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
+    """The input [B, L, D] of a part, of the streams h [B, L, n * D], and how its output is to be added.
+
+    That is float32 [B, L, n + n * n]: weights of it for each stream, and behind them of the streams j for each stream
+    k, those of one j side by side.
+    """
+    if isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule):
+        return _gather_kernel(h, by, rule, eps)
+    made, base, scale = _made(h, by, eps)
+    n = rule.streams
+    post = 2 * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    comb = (made[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*made.shape[:-1], n, n)
+    library = backend.library_of(h)
+    comb = doubly_stochastic(comb, rule).reshape(*made.shape[:-1], n * n)
+    return _sum(h, made[..., :n] * scale[0] + base[:n], rule), library.concatenate([post, comb], axis=-1)
+
+
+@planned()
+def refusal(target: str, tokens: int, rule: HyperConnections) -> Reason | None:
+    """Why the kernels do not take so many tokens, or so many streams."""
+    if target == "ops":
+        return NO_KERNELS
+    if tokens != 1:
+        return SEVERAL
+    return None if rule.streams in (2, 4) else Reason(f"there are {rule.streams} streams, not 2 or 4")
+
+
+def _gather_kernel(h: mx.array, by: Mapping, rule: HyperConnections, eps: float) -> tuple[mx.array, mx.array]:
+    """`gathered` of one token [1, 1, n * D]."""
+    assert by.pieces is not None
+    products, gather = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
+    (made,) = products(h, by.fn)
+    x, mixing = gather(h, made, *by.pieces)
+    return x, mixing
+
+
+@planned()
+def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections, eps: float) -> tuple[Launch, Launch]:
+    """The launch of the products that weights are made of, and that of the weights and a part's input."""
+    n, D = rule.streams, width // rule.streams
+    rows = n * (n + 2)
+    template = {"X": dtype, "W": width, "O": rows, "SG": THREADS // 32}
+    products = Launch(target, PRODUCTS, template, (rows + 1, 1), THREADS, [((rows + 1,), mx.float32)])
+    template = {"X": dtype, "N": n, "D": D, "T": THREADS, "ROUNDS": rule.iterations}
+    template |= {"EPS": rule.eps, "NORM_EPS": eps}
+    made = [((1, 1, D), dtype), ((1, 1, n + n * n), mx.float32)]
+    return products, Launch(target, GATHER, template, (ceildiv(D, THREADS), 1), THREADS, made)
+
+
+@planned()
+def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int) -> Launch:
+    """The launch that adds a part's output."""
+    D = width // streams
+    template = {"X": dtype, "N": streams, "D": D, "T": THREADS}
+    return Launch(target, SCATTER, template, (ceildiv(D, THREADS), 1), THREADS, [((1, 1, width), dtype)])
+
+
+def last_sum(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> Any:
+    """The one stream [B, L, D] behind the last layer."""
+    made, base, scale = _made(h, by, eps)
+    return _sum(h, made * scale[0] + base, rule)
+
+
+def mean_of(h: Array, streams: int) -> Any:
+    """The mean [B, L, D] of the streams h [B, L, n * D]."""
+    B, L, _ = h.shape
+    return h.reshape(B, L, streams, -1).mean(axis=2)
+
+
+def doubly_stochastic(comb: Any, rule: HyperConnections) -> Any:
+    """Positive matrices [..., n, n] whose rows and columns sum to one, of any: a softmax of rows, and then columns and
+    rows divided by their sums in turn, columns last."""
+    comb = softmax(comb) + rule.eps
+    comb = comb / (comb.sum(axis=-2, keepdims=True) + rule.eps)
+    for _ in range(rule.iterations - 1):
+        comb = comb / (comb.sum(axis=-1, keepdims=True) + rule.eps)
+        comb = comb / (comb.sum(axis=-2, keepdims=True) + rule.eps)
+    return comb
+
+
+def scattered(h: Array, out: Array, mixing: Any, rule: HyperConnections) -> Any:
+    """The streams [B, L, n * D] behind a part whose output is out [B, L, D], added as `gathered` said."""
+    (B, L, width), n = h.shape, rule.streams
+    if isinstance(h, mx.array) and not refusal(backend.name(), B * L, rule):
+        return plan_scatter(backend.name(), width, h.dtype, n)(h, out, mixing)[0]
+    comb = mixing[..., n:].reshape(B, L, n, n).swapaxes(-1, -2).astype(h.dtype)
+    mixed = comb @ h.reshape(B, L, n, -1) + mixing[..., :n, None].astype(h.dtype) * out[:, :, None]
+    return mixed.reshape(B, L, width)
+
+
+def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
+    fn, base, scale = by[:3] if isinstance(h, mx.array) else map(view, by[:3])
+    rows = rms_norm(float32(h), None, eps).reshape(-1, h.shape[-1])
+    if 1 < len(rows) <= MAX_TOKENS:  # of a step: each has the bits that it has alone
+        library = backend.library_of(h)
+        made = library.concatenate([rows[i : i + 1] @ fn.T for i in range(len(rows))])
+    else:
+        made = rows @ fn.T
+    return made.reshape(*h.shape[:2], -1), base, scale
+
+
+def _sum(h: Any, logits: Any, rule: HyperConnections) -> Any:
+    weights = (sigmoid(logits) + rule.eps).astype(h.dtype)
+    B, L, _ = h.shape
+    return (weights[..., None] * h.reshape(B, L, rule.streams, -1)).sum(axis=2)
+
+
+# ---- gated connections
+
+
+def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Any:
+    """h [B, L, n * D], each of its n streams normed, times weight [n * D]."""
+    rows = rms_norm(h.reshape(-1, h.shape[-1] // streams), None, eps).reshape(h.shape)
+    return rows * (weight if isinstance(h, mx.array) else view(weight))
+
+
+def gated_mean(normed: Array, logits: Array, streams: int) -> Any:
+    """The mean [B, L, D] over n streams of normed [B, L, n * D], each value times the sigmoid of its logit."""
+    B, L, _ = normed.shape
+    return (sigmoid(logits) * normed).reshape(B, L, streams, -1).mean(axis=2)
+
+
+def injected(h: Array, out: Array, weights: Array) -> Any:
+    """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n]."""
+    return h + (weights[..., None] * out[:, :, None]).reshape(h.shape)

@@ -1,0 +1,224 @@
+"""Each expert's matrices, as a checkpoint keeps them: one by one, stacked, or with gate and up fused."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..errors import ModelFileError
+from ..families.registry import FAMILIES
+from ..formats.checkpoint import FLOATS, Tensor
+from ..formats.record import BIAS, PROJECTIONS
+from ..quant import FLOAT, Quant
+from ..spec import ModelArgs
+from .lookup import find_matrix, find_transposed
+from .matrix import Matrix, finite, shaped, typed
+from .source_format import SourceFormat
+
+SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Every `step`-th of the rows `start` to `stop` of a matrix, and what their products add: one projection of one
+    expert."""
+
+    matrix: Matrix
+    start: int
+    stop: int
+    step: int = 1
+    bias: Tensor | None = None
+
+    @property
+    def in_place(self) -> "Part":
+        """The rows that lie in its place of a record whose rows of gate and up alternate: a half of all, one after
+        another; itself, where rows are apart."""
+        half = self.stop // self.step
+        return self if self.step == 1 else Part(self.matrix, self.start * half, (self.start + 1) * half, 1, self.bias)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it is made of."""
+        return self.matrix.tensors if self.bias is None else (*self.matrix.tensors, self.bias)
+
+    @property
+    def by_field(self) -> dict[str, Tensor]:
+        """The tensors of stored codes, by the part of the field that each becomes."""
+        assert self.matrix.quant is not None
+        return dict(zip((*self.matrix.quant.parts, BIAS), self.tensors, strict=False))
+
+    def arrays(self, quant: Quant, dtype: str = "BF16") -> dict[str, mx.array]:
+        """By part: those of the form `quant`, as stored where that is it, else quantised from `dtype`, and what the
+        products add, if anything.
+
+        `dtype` is that of floating scales and biases.
+        """
+        kept = SCALES[dtype]
+        if self.matrix.quant != quant:
+            codes = self.matrix.quantized(quant, self.start, self.stop, kept)
+        else:
+            weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
+            codes = weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
+        bias = () if self.bias is None else (finite(self.bias, self.bias.read()).astype(kept)[self.start : self.stop],)
+        parts = zip((*quant.parts, BIAS), (*codes, *bias), strict=False)
+        return {part: array[:: self.step] for part, array in parts}
+
+
+class Experts(Protocol):
+    """The routed experts of one layer.
+
+    Attributes:
+        biases: what all experts' products add, as it is stored.
+    """
+
+    @property
+    def biases(self) -> list[Tensor]: ...
+
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        """Everything that is stored for gate, up and down: a stack of all experts, or one of each."""
+        ...
+
+    def parts(self, expert: int) -> list[Part]:
+        """Gate, up and down of one expert."""
+        ...
+
+
+class FusedExperts:
+    """`experts.gate_up_proj` [E, 2I, H], and `experts.down_proj` [E, H, I]; what they add ends with `_bias`.
+
+    Gate's rows lie before up's, or in a family with `interleaved_experts` they alternate. Floats may be transposed,
+    [E, H, 2I] and [E, I, H]: as Qwen3-VL and gpt-oss were published. Both shapes together tell it.
+    """
+
+    def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+        E, H, self.width = args.num_experts, args.hidden_size, args.moe_intermediate_size
+        shapes = {"gate_up_proj": (2 * self.width, H), "down_proj": (H, self.width)}
+        self.interleaved = FAMILIES[args.model_type].interleaved_experts
+        floats = {name: tensors[path] for name in shapes if (path := f"{stem}experts.{name}") in tensors}
+        transposed = all(name in floats and floats[name].shape == (E, c, r) for name, (r, c) in shapes.items())
+
+        def find(name: str) -> tuple[Matrix, Tensor | None]:
+            path, shape = f"{stem}experts.{name}", (E, *shapes[name])
+            matrix = find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, "")
+            return matrix, _find_bias(args, tensors, f"{path}_bias", shape[:2])
+
+        self.gate_up, self.gate_up_bias = find("gate_up_proj")
+        self.down, self.down_bias = find("down_proj")
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
+
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        return [self.gate_up], [self.gate_up], [self.down]
+
+    def parts(self, expert: int) -> list[Part]:
+        rows, both = self.width, 2 * self.width
+        gate, up = ((0, both, 2), (1, both, 2)) if self.interleaved else ((0, rows, 1), (rows, both, 1))
+        matrix, bias = self.gate_up[expert], _entry(self.gate_up_bias, expert)
+        return [
+            Part(matrix, *gate, bias),
+            Part(matrix, *up, bias),
+            _whole(self.down[expert], _entry(self.down_bias, expert)),
+        ]
+
+
+class StackedExperts:
+    """MLX's `switch_mlp.{gate,up,down}_proj`, each [E, rows, cols]; gpt-oss has them as `experts`."""
+
+    def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+        E = args.num_experts
+        self.stacks = [
+            find_matrix(tensors, f"{stem}.{projection}", (E, *shape), form) for projection, shape in _shapes(args)
+        ]
+        self.stacked_biases = [
+            _find_bias(args, tensors, f"{stem}.{projection}.bias", (E, shape[0])) for projection, shape in _shapes(args)
+        ]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [bias for bias in self.stacked_biases if bias is not None]
+
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        gate, up, down = self.stacks
+        return [gate], [up], [down]
+
+    def parts(self, expert: int) -> list[Part]:
+        pairs = zip(self.stacks, self.stacked_biases, strict=True)
+        return [_whole(stack[expert], _entry(bias, expert)) for stack, bias in pairs]
+
+
+class SingleExperts:
+    """`experts.E.{gate,up,down}_proj`, each [rows, cols]."""
+
+    def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
+        self.args, self.tensors, self.stem, self.form = args, tensors, stem, form
+
+    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+        experts = [[part.matrix for part in self.parts(expert)] for expert in range(self.args.num_experts)]
+        gate, up, down = ([parts[i] for parts in experts] for i in range(3))
+        return gate, up, down
+
+    @property
+    def biases(self) -> list[Tensor]:
+        parts = (part for expert in range(self.args.num_experts) for part in self.parts(expert))
+        return [part.bias for part in parts if part.bias is not None]
+
+    def parts(self, expert: int) -> list[Part]:
+        paths = ((f"{self.stem}experts.{expert}.{projection}", shape) for projection, shape in _shapes(self.args))
+        return [
+            _whole(
+                find_matrix(self.tensors, path, shape, self.form),
+                _find_bias(self.args, self.tensors, f"{path}.bias", shape[:1]),
+            )
+            for path, shape in paths
+        ]
+
+
+def _shapes(args: ModelArgs) -> Iterator[tuple[str, tuple[int, int]]]:
+    H, I = args.hidden_size, args.moe_intermediate_size
+    yield from zip(PROJECTIONS, ((I, H), (I, H), (H, I)), strict=True)
+
+
+def _whole(matrix: Matrix, bias: Tensor | None) -> Part:
+    return Part(matrix, 0, matrix.shape[0], bias=bias)
+
+
+def _entry(stack: Tensor | None, index: int) -> Tensor | None:
+    return None if stack is None else stack[index]
+
+
+def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """What products add, where the model's experts have it.
+
+    Raises:
+        ModelFileError: it is missing, or has another shape or dtype.
+    """
+    if not args.experts.biases:
+        return None
+    if name not in tensors:
+        raise ModelFileError(f"tensor {name} is missing")
+    shaped(typed(tensors[name], FLOATS), shape)
+    return tensors[name]
+
+
+def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, form: SourceFormat) -> Experts:
+    """The experts of `layer`, in whichever of the three forms the checkpoint has them.
+
+    Raises:
+        ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it. Or a stack is in
+            mxfp4 blocks, and the family does not say in which order they have the rows of gate and up.
+    """
+    stem = f"model.layers.{layer}.mlp."
+    if f"{stem}experts.gate_up_proj_blocks" in tensors and not FAMILIES[args.model_type].interleaved_experts:
+        raise ModelFileError(
+            f"tensor {stem}experts.gate_up_proj_blocks cannot be converted: in which order mxfp4 blocks have the rows "
+            f"of gate and up is known of gpt-oss only, not of {args.model_type}"
+        )
+    if any(f"{stem}experts.gate_up_proj{end}" in tensors for end in ("", "_blocks")):
+        return FusedExperts(args, tensors, stem, form)
+    for stack in ("switch_mlp", "experts"):
+        if f"{stem}{stack}.{PROJECTIONS[0]}.weight" in tensors:
+            return StackedExperts(args, tensors, f"{stem}{stack}", form)
+    return SingleExperts(args, tensors, stem, form)

@@ -1,0 +1,108 @@
+"""A draft head as a checkpoint has it: found, checked, and made ready to be loaded.
+
+A head is read as a model of one layer, in whichever form its checkpoint keeps it. Floats are quantised while they are
+loaded: experts as the model's are, all else to `RESIDENT`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ModelFileError
+from ..experts.memory import page_aligned
+from ..formats.checkpoint import Tensor
+from ..formats.record import ExpertLayout
+from ..model.head import DraftHead
+from ..model.tensors import resident_bytes
+from ..quant import Quant, of_packed
+from ..spec import ModelArgs
+from .expert_parts import find_experts
+from .layer_files import LayerFile, plan_experts
+from .resident import DTYPES, ResidentPlan, plan_resident
+from .sanitize import head_tensors
+from .source_format import SourceFormat
+from .wanted import Wanted
+
+RESIDENT = Quant(8, 64)  # of matrices that come as floats: a head is small, and wrong drafts cost more than its bytes
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """What a draft head is made of.
+
+    Args:
+        args: of a model of one layer, the head's.
+        resident: its tensors that are not routed experts'.
+        experts: its routed experts.
+    """
+
+    args: ModelArgs
+    resident: ResidentPlan
+    experts: LayerFile
+
+    def nbytes(self, dtype: mx.Dtype) -> int:
+        """That it takes in memory where activations have `dtype`."""
+        return resident_bytes(self.shapes(), dtype) + self.experts.size
+
+    def shapes(self) -> dict[str, mx.array]:
+        """Its resident tensors by name, for whoever looks at shapes and dtypes alone."""
+        dtypes = {name: dtype for dtype, name in DTYPES.items()}
+        written = (one for source in self.resident.sources for one in source.written)
+        return {one.name: mx.zeros(one.shape, dtypes[one.dtype]) for one in written}  # lazy
+
+    def read(self) -> dict[str, mx.array]:
+        """Its resident tensors by name. Raises ModelFileError: a file cannot be read, or a value is not finite."""
+        tensors: dict[str, mx.array] = {}
+        for source in self.resident.sources:
+            tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
+        return tensors
+
+    def records(self) -> np.ndarray:
+        """Its experts [experts, words] uint32. Raises ModelFileError, as `read`."""
+        count, stride = self.args.num_experts, self.experts.geometry.stride
+        rows = page_aligned(count, stride // 4)
+        for expert in range(count):
+            rows[expert] = np.frombuffer(self.experts.record(expert), np.uint32)
+        return rows
+
+
+def find_head(
+    args: ModelArgs, tensors: Iterable[Tensor], config: Mapping[str, Any], layout: ExpertLayout
+) -> HeadWeights | None:
+    """The draft head among the tensors of a checkpoint; None: it has none.
+
+    Args:
+        args: of the model.
+        tensors: as the checkpoint calls them.
+        config: its config.json.
+        layout: of the model's experts.
+
+    Raises:
+        ModelFileError: parts of it are missing, or have other shapes than a layer of the model.
+    """
+    own, head = head_tensors(tensors, args), args.head
+    if not own or head is None:
+        return None
+    form = _form(config)
+    quants = layout.records[layout.moe_layers[-1]].quants
+    wanted = Wanted(RESIDENT, quants)
+    resident = plan_resident(head, own, form, wanted, DraftHead)
+    found = find_experts(head, own, 0, form)
+    stored = plan_experts(found, wanted)
+    used = stored.used | {tensor.name for source in resident.sources for tensor in source.tensors}
+    left = sorted(tensor.name for tensor in own.values() if tensor.name not in used)
+    if left:
+        raise ModelFileError(f"tensor {left[0]} is no part of a draft head of one layer like the model's")
+    head = replace(head, quantization=of_packed({"quantization": resident.quantization()}))
+    layers = ExpertLayout.from_args(head, {0: stored.quants}, {0: stored.dtype})
+    return HeadWeights(head, resident, LayerFile(layers, 0, found))
+
+
+def _form(config: Mapping[str, Any]) -> SourceFormat:
+    """How the head is stored. What MLX says of matrices is the model's: the head's are told by their shapes."""
+    hub = config.get("quantization_config")
+    is_method = isinstance(hub, Mapping) and "quant_method" in hub
+    return SourceFormat({"quantization_config": hub} if is_method else {})

@@ -1,0 +1,156 @@
+"""The tables of n-grams in a checkpoint: found and checked, packed row by row, or used as they lie."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+
+import mlx.core as mx
+
+from ..errors import ModelFileError
+from ..formats.checkpoint import Tensor
+from ..formats.tables import NARROW, STEM, WIDE, Place, RowForm, TableFiles
+from ..kinds import NGrams
+from ..quant import FLOAT, Quant
+from ..spec import ModelArgs
+from .lookup import find_matrix
+from .matrix import Matrix, finite
+from .resident import DTYPES, TensorFile, Written, in_files
+from .source_format import SourceFormat
+from .wanted import Wanted
+
+HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+SMALL_GROUP = 32  # of rows that hold no whole number of the usual groups
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of a table that a checkpoint has in one matrix, as they are packed: in the form `made`, or as stored."""
+
+    name: str
+    matrix: Matrix
+    made: Quant | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.matrix.tensors
+
+    @property
+    def form(self) -> RowForm:
+        """Of a packed row."""
+        if self.made is not None:
+            return RowForm(self.matrix.shape[1], self.made, NARROW)
+        dtypes = self.matrix.dtypes[1:] if self.matrix.quant else (self.matrix.weight.dtype,)
+        is_narrow = self.matrix.inverse is not None or dtypes[0] == NARROW
+        return RowForm(self.matrix.shape[1], self.matrix.quant, NARROW if is_narrow else WIDE)
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        return (Written(self.name, "U8", (self.matrix.shape[0], self.form.row_bytes)),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Rows of bytes."""
+        dtypes = {name: dtype for dtype, name in DTYPES.items()}
+        if self.made is not None:
+            parts = self.matrix.quantized(self.made)
+        elif self.matrix.quant is not None:
+            parts = self.matrix.codes()
+        else:
+            parts = (finite(self.matrix.weight, self.matrix.values()),)
+        kinds = zip(parts, self.form.parts, strict=True)
+        rows = [mx.contiguous(part.astype(dtypes[dtype])).view(mx.uint8) for part, (_, dtype) in kinds]
+        yield mx.concatenate(rows, axis=1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A layer's, of its shards in order; `hashes` are tensors that say what the configuration implies."""
+
+    layer: int
+    shards: tuple[Shard, ...]
+    hashes: tuple[Tensor, ...]
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the checkpoint's tensors."""
+        return {tensor.name for tensor in (*self.hashes, *(one for shard in self.shards for one in shard.tensors))}
+
+    def in_place(self) -> TableFiles:
+        """Where the rows lie in the checkpoint.
+
+        Raises:
+            ModelFileError: they are stored in a form that is packed first.
+        """
+        first = self.shards[0].matrix
+        if any(one.matrix.inverse or one.matrix.dtypes != first.dtypes or one.made for one in self.shards):
+            name = f"{first.weight.file}: tensor {first.weight.name}"
+            raise ModelFileError(f"{name} and the other shards are stored in several forms: convert the checkpoint")
+        dtype = first.dtypes[1] if first.quant and first.quant.scale == FLOAT else first.weight.dtype
+        form = RowForm(first.shape[1], first.quant, NARROW if dtype == "U32" else dtype)
+        lengths = [shard.matrix.shape[0] for shard in self.shards]
+        starts = [0, *accumulate(lengths)][:-1]
+        places = [_places(shard.matrix, form) for shard in self.shards]
+        return TableFiles(form, starts, places, sum(lengths))
+
+
+def _places(matrix: Matrix, form: RowForm) -> tuple[Place, ...]:
+    tensors = zip(matrix.tensors, form.part_bytes, strict=True)
+    return tuple(Place(tensor.file, tensor.offset, nbytes) for tensor, nbytes in tensors)
+
+
+class TableFile(TensorFile):
+    """One that a model reads rows from."""
+
+
+def find_tables(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> list[Table]:
+    """Raises ModelFileError: a shard is missing or misshapen, or the hashes are others than the configuration's."""
+    return [_find(layer, part, tensors, form, wanted) for layer, part in args.ngrams.items()]
+
+
+def _find(layer: int, part: NGrams, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> Table:
+    stem = STEM.format(layer)
+    factor = tensors.get(f"{stem}.weight_scale")  # of all shards, where they are fp8
+    paths = (f"{stem}.shards.{i}" for i in count())
+    shards = []
+    for i, path in enumerate(paths):
+        if f"{path}.weight" not in tensors:
+            break
+        known = tensors if factor is None else {**_below(tensors, path), f"{path}.weight_scale": factor}
+        matrix = find_matrix(known, path, (tensors[f"{path}.weight"].shape[0], part.width), form)
+        shards.append(Shard(f"model.layers.{layer}.ple.table.{i}", matrix, _made(matrix, wanted)))
+    rows = sum(shard.matrix.shape[0] for shard in shards)
+    if rows != part.rows:
+        raise ModelFileError(f"tensors {stem}.shards have {rows} rows in all; the model needs {part.rows}")
+    return Table(layer, tuple(shards), tuple(_hashes(layer, part, tensors)))
+
+
+def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+    names = (f"{path}.{end}" for end in ("weight", "scales", "biases"))
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _made(matrix: Matrix, wanted: Wanted) -> Quant | None:
+    """The form in which rows that come as floats are packed; None: as they are."""
+    if matrix.quant is not None or wanted.keeps_floats:
+        return None
+    quant, width = wanted.resident, matrix.shape[1]
+    if width % quant.group_size and quant.mode == "affine":
+        quant = replace(quant, group_size=SMALL_GROUP)
+    return None if width % quant.group_size else quant
+
+
+def _hashes(layer: int, part: NGrams, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Those that the checkpoint states, which must be what the configuration implies."""
+    offsets = [0, *accumulate(part.sizes)][:-1]
+    for name, values in zip(HASHES, (part.multipliers, part.sizes, offsets), strict=True):
+        tensor = tensors.get(f"model.layers.{layer}.ple.ple_embedding.{name}")
+        if tensor is None:
+            continue
+        is_here = tensor.file.exists()  # else it is yet to be downloaded
+        if tensor.dtype != "I64" or is_here and tensor.read().tolist() != list(values):
+            raise ModelFileError(f"{tensor.file}: tensor {tensor.name} is not what config.json implies")
+        yield tensor
+
+
+def table_files(tables: list[Table]) -> list[TensorFile]:
+    """The files that hold the rows of all tables."""
+    return in_files([shard for table in tables for shard in table.shards], "tables", TableFile)

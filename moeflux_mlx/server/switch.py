@@ -1,0 +1,310 @@
+"""Which model is loaded: one at a time, the others when a request names them.
+
+A request holds on to the model that it names until its answer has ended. Requests for the loaded model join each other;
+once another model has been waited for as long as loading took, newcomers wait behind it, so that models take turns and
+do not chase each other out. Everything here happens in the event loop's thread.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.engine import Engine
+from ..errors import BadRequestError
+from .admission import Admission
+from .live import Watch
+from .prepare import Defaults, Preparer
+from .running import CANCELLED, Totals
+from .sessions import Sessions
+from .worker import QueueFullError, Worker
+
+GROUP_SECONDS = 5.0  # that requests for the loaded model may go before an older one for another, at least
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model that can be had.
+
+    Args:
+        name: as clients see it.
+        load: loads it, in the thread that is to run it.
+        make_sessions: what is kept of conversations, for the loaded engine.
+        make_admission: who may run together, for the loaded engine.
+        defaults: of sampling and template, for the loaded engine.
+    """
+
+    name: str
+    load: Callable[[], Engine]
+    make_sessions: Callable[[Engine], Sessions]
+    make_admission: Callable[[Engine], Admission]
+    defaults: Callable[[Engine], Defaults]
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A model in memory, and how many requests hold on to it.
+
+    Args:
+        seconds: that loading took.
+    """
+
+    choice: Choice
+    worker: Worker
+    preparer: Preparer
+    seconds: float
+    uses: int = 0
+
+    @property
+    def engine(self) -> Engine:
+        engine = self.worker.state.engine
+        assert engine is not None
+        return engine
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits for its model."""
+
+    choice: Choice
+    turn: "asyncio.Future[Loaded]"
+    since: float = field(default_factory=time.monotonic)
+
+
+class ModelSwitch:
+    """Args:
+        choices: the models, the first of which is loaded at the start.
+        waiting: requests that may wait, for a model and in the queue of the loaded one together.
+        decode_share: of the time for answers, while a prompt is computed.
+        idle_seconds: after which a model that nobody holds on to is unloaded; None: never.
+        on_loaded: called after each attempt to load a model, with None if it failed.
+
+    Attributes:
+        loaded: the model that requests may use now.
+        error: why the model that was tried last could not be loaded.
+        contexts: the context of each model that has been loaded, by name.
+        totals, watch: of all workers.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        waiting: int = 64,
+        decode_share: float = 1 / 3,
+        idle_seconds: float | None = None,
+        on_loaded: Callable[[Loaded | None], None] = lambda loaded: None,
+    ):
+        self.choices = {choice.name: choice for choice in choices}
+        self._limit, self._decode_share = waiting, decode_share
+        self._idle_seconds, self._on_loaded = idle_seconds, on_loaded
+        self.loaded: Loaded | None = None
+        self.loading: Choice | None = None
+        self.error: BaseException | None = None
+        self.contexts: dict[str, int] = {}
+        self.totals, self.watch = Totals(), Watch()
+        self._waiting: list[_Waiting] = []
+        self._worker: Worker | None = None  # of the model that is loaded, or being loaded or unloaded
+        self._change: asyncio.Task[None] | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._stopping = False
+
+    def start(self) -> None:
+        """Begins to load the first model."""
+        self._loop = asyncio.get_running_loop()
+        self._begin_change(next(iter(self.choices.values())))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the attempt to load the first model has ended."""
+        return bool(self.contexts) or self.error is not None
+
+    @property
+    def queue(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting) + (self.loaded.worker.queue if self.loaded else 0)
+
+    def status(self, name: str) -> dict[str, Any]:
+        """`value` is "loaded", "loading" or "unloaded"; of a loaded model, how many requests run and wait for it."""
+        if self.loaded is not None and self.loaded.choice.name == name:
+            worker = self.loaded.worker
+            return {"value": "loaded", "running": len(worker.state.running), "waiting": worker.queue}
+        return {"value": "loading" if self.loading is not None and self.loading.name == name else "unloaded"}
+
+    def find(self, name: str) -> Choice:
+        """The model of that name; the first one if there is no name, the only one whatever the name.
+
+        Raises:
+            BadRequestError: there is none.
+        """
+        choices = list(self.choices.values())
+        if len(choices) == 1 or not name:
+            return choices[0]
+        if name not in self.choices:
+            known = ", ".join(self.choices)
+            raise BadRequestError(
+                f"the model {name[:100]!r} does not exist; there are {known}", "model", 404, "model_not_found"
+            )
+        return self.choices[name]
+
+    async def take(self, name: str) -> Loaded:
+        """The model of that name once it is loaded, to be given back with `give_back`.
+
+        Raises:
+            BadRequestError: there is no such model, it cannot be loaded, or the server ends.
+            QueueFullError: as many requests wait as may.
+        """
+        choice = self.find(name)
+        if self._stopping:
+            raise _ending()
+        if self.loaded is None or self.loaded.choice is not choice or self._change or self._others_turn(self.loaded):
+            return await self._wait(choice)
+        self._stay()
+        self.loaded.uses += 1
+        return self.loaded
+
+    def give_back(self, loaded: Loaded) -> None:
+        loaded.uses -= 1
+        self._go_on()
+
+    @contextmanager
+    def watched(self) -> Iterator[Watch]:
+        """Somebody looks at the models meanwhile."""
+        self.watch.begin()
+        if self.loaded is not None:
+            self.loaded.worker.wake()
+        try:
+            yield self.watch
+        finally:
+            self.watch.end()
+
+    def begin_stop(self) -> None:
+        """Ends all work; those who wait are told that it was cancelled."""
+        self._stopping = True
+        if self._worker is not None:
+            self._worker.begin_stop()
+        self._fail(self._waiting, _ending)
+
+    def stop(self, seconds: float) -> bool:
+        """Ends all work, from any thread once the event loop has ended; whether it ended in time."""
+        return self._worker is None or self._worker.stop(seconds)
+
+    async def _wait(self, choice: Choice) -> Loaded:
+        if self.queue >= self._limit:
+            raise QueueFullError(self.queue)
+        waiting = _Waiting(choice, self._loop.create_future())
+        self._waiting.append(waiting)
+        self._go_on()
+        try:
+            return await waiting.turn
+        except asyncio.CancelledError:
+            if waiting.turn.done() and not waiting.turn.cancelled() and waiting.turn.exception() is None:
+                self.give_back(waiting.turn.result())
+            raise
+        finally:
+            with suppress(ValueError):
+                self._waiting.remove(waiting)
+
+    def _others_turn(self, loaded: Loaded) -> bool:
+        """Whether another model has been waited for long enough."""
+        since = next((one.since for one in self._waiting if one.choice is not loaded.choice), None)
+        return since is not None and time.monotonic() - since >= max(GROUP_SECONDS, loaded.seconds)
+
+    def _go_on(self) -> None:
+        """Lets those begin whose model is loaded, or begins to load the one that has been waited for the longest."""
+        self._stay()
+        if self._change or self._stopping:
+            return
+        loaded = self.loaded
+        if self._waiting and loaded is not None and self._waiting[0].choice is loaded.choice:
+            self._let_begin(loaded)
+        elif self._waiting and (loaded is None or not loaded.uses):
+            self._begin_change(self._waiting[0].choice)
+        elif loaded is not None and not loaded.uses and self._idle_seconds is not None:
+            self._idle = self._loop.call_later(self._idle_seconds, self._begin_change, None)
+
+    def _stay(self) -> None:
+        """The model is not to be unloaded for having been idle."""
+        if self._idle is not None:
+            self._idle.cancel()
+
+    def _let_begin(self, loaded: Loaded) -> None:
+        """All that wait for the loaded model go on together."""
+        for one in [one for one in self._waiting if one.choice is loaded.choice]:
+            self._waiting.remove(one)
+            if not one.turn.done():
+                loaded.uses += 1
+                one.turn.set_result(loaded)
+        self._go_on()
+
+    def _begin_change(self, choice: Choice | None) -> None:
+        self._change = self._loop.create_task(self._changed(choice))
+
+    async def _changed(self, choice: Choice | None) -> None:
+        """Unloads what is loaded, whose memory is given back before `choice`, if there is one, is loaded."""
+        self.loaded = None
+        if self._worker is not None:
+            self._worker.begin_stop()
+            await self._ended
+            self._worker = None
+            self.watch.forget(self.totals)
+        if choice is not None:
+            self.loading = choice
+            self.loaded = await self._load(choice)
+            self.loading = None
+            if self._stopping:
+                return
+            if self.loaded is not None:
+                self.contexts[choice.name] = self.loaded.engine.plan.context
+            else:
+                self._fail([one for one in self._waiting if one.choice is choice], lambda: _cannot_load(choice))
+            self._on_loaded(self.loaded)
+        self._change = None
+        self._go_on()
+
+    async def _load(self, choice: Choice) -> Loaded | None:
+        began = time.monotonic()
+        begun, on_ready = self._signal()
+        self._ended, on_end = self._signal()
+        makes = choice.load, choice.make_sessions, choice.make_admission
+        worker = Worker(*makes, self._limit, self._decode_share, self.totals, self.watch, on_ready, on_end)
+        self._worker = worker
+        worker.start()
+        await begun
+        self.error, engine = worker.state.error, worker.state.engine
+        if engine is None or self._stopping:
+            return None
+        model, defaults = engine.model, choice.defaults(engine)
+        preparer = Preparer(engine.tokenizer, model.args.vocab_size, engine.plan.context, defaults, model.vision)
+        return Loaded(choice, worker, preparer, time.monotonic() - began)
+
+    def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
+        """A future, and what sets it from any thread."""
+        future = self._loop.create_future()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(finish)
+
+        def finish() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        return future, tell
+
+    def _fail(self, waiting: Sequence[_Waiting], error: Callable[[], BadRequestError]) -> None:
+        for one in list(waiting):
+            self._waiting.remove(one)
+            if not one.turn.done():
+                one.turn.set_exception(error())
+
+
+def _ending() -> BadRequestError:
+    return BadRequestError(CANCELLED.message, None, CANCELLED.status, CANCELLED.code)
+
+
+def _cannot_load(choice: Choice) -> BadRequestError:
+    """What a client hears; the log has the rest, which may name paths."""
+    message = f"the model {choice.name} cannot be loaded; look at the server's log"
+    return BadRequestError(message, "model", 500, "server_error")

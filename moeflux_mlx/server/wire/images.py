@@ -1,0 +1,100 @@
+"""The images of a body: they leave its messages, in which marks stand for them, and are read later, by the marks.
+
+All APIs have parts for images in lists of parts, of types that mean nothing else; what a mark stands for is known to
+whoever has the request. The letters of a mark are drawn for each request, so that no text can have it.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import BadRequestError
+from .fields import wrong
+
+MOST = 32  # images of a request
+FIELDS = ("content", "output")  # of a message or an item, that may have parts
+KINDS = ("image_url", "input_image", "image")
+TEXTS = ("text", "input_text")
+
+
+@dataclass
+class ImageParts:
+    """Images of one request, each a URL or base64 text, by the number in its mark."""
+
+    sources: list[str] = field(default_factory=list)
+    letters: str = field(default_factory=lambda: f"image{secrets.token_hex(12)}n", compare=False)
+
+    def mark(self, source: str) -> str:
+        """What stands for an image in texts."""
+        self.sources.append(source)
+        return f"{self.letters}{len(self.sources) - 1}."
+
+    def replaced(self, text: str, shown: str) -> tuple[str, list[str]]:
+        """The text with `shown` for each mark, and the images in its order."""
+        pattern = re.compile(rf"{self.letters}(\d+)\.")
+        return pattern.sub(lambda match: shown, text), [self.sources[int(n)] for n in pattern.findall(text)]
+
+
+def without_images(body: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ImageParts]:
+    """The body with marks for images in the messages or items that it has under `key`, and the images.
+
+    A mark becomes part of the text before or behind it, as templates write images.
+
+    Raises:
+        BadRequestError: a part for an image holds none, or there are too many.
+    """
+    images, items = ImageParts(), body.get(key)
+    if not isinstance(items, list):
+        return dict(body), images
+    cleared = [_cleared(item, images, f"{key}[{n}]") for n, item in enumerate(items)]
+    if len(images.sources) > MOST:
+        raise BadRequestError(f"the request has {len(images.sources)} images; at most {MOST}", key)
+    return {**body, key: cleared}, images
+
+
+def _cleared(item: Any, images: ImageParts, path: str) -> Any:
+    if not isinstance(item, Mapping):
+        return item
+    lists = {name: value for name in FIELDS if isinstance(value := item.get(name), list)}
+    return {**item, **{name: _parts(value, images, f"{path}.{name}") for name, value in lists.items()}}
+
+
+def _parts(parts: Sequence[Any], images: ImageParts, path: str) -> list[Any]:
+    """The parts, and those within results of tools."""
+    done: list[Any] = []
+    is_open = False  # whether the last part is a text that ends with a mark
+    for n, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        before = done[-1] if done and isinstance(done[-1], dict) and done[-1].get("type") in TEXTS else None
+        if kind in KINDS:
+            mark = images.mark(_source(part, f"{path}[{n}]"))
+            if before is not None and isinstance(before.get("text"), str):
+                done[-1] = {**before, "text": before["text"] + mark}
+            else:
+                done.append({"type": "text", "text": mark})
+            is_open = True
+            continue
+        if is_open and before is not None and kind in TEXTS and isinstance(part.get("text"), str):
+            done[-1] = {**before, "text": before["text"] + part["text"]}
+        else:
+            done.append(_cleared(part, images, f"{path}[{n}]") if kind == "tool_result" else part)
+        is_open = False
+    return done
+
+
+def _source(part: Mapping[str, Any], path: str) -> str:
+    """A URL, of whatever form the API gives the image in."""
+    if part["type"] == "image":  # Anthropic's
+        source = part.get("source")
+        kind = source.get("type") if isinstance(source, Mapping) else None
+        value = source.get({"base64": "data", "url": "url"}.get(str(kind), "")) if isinstance(source, Mapping) else None
+        if not isinstance(value, str):
+            raise wrong(f"{path}.source", kind, "an object of type base64 with data, or of type url")
+        return value if kind == "url" else f"data:;base64,{value}"
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if not isinstance(url, str):
+        raise wrong(f"{path}.image_url", url, "a data: URL")
+    return url

@@ -1,0 +1,276 @@
+"""The routed experts of a layer over several processes, each with its own part of them on its own disk.
+
+Every process has the router, the attention and the caches; each computes the rows of the experts that it owns, rows are
+gathered, and everybody sums them in the routing's order. So all hold the same numbers, and the bits are those of one
+machine: a row is computed as it is there, and no sum depends on how many processes there are.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import RankError, RankStopped
+from ..experts.lookahead import Lookahead
+from ..experts.routing import Report, Routing, ignore_report, in_parts
+from ..experts.source import ExpertLoader
+from ..experts.waves import expect, multiplied
+from ..formats.owners import Owners
+from ..ops.backend import Array, leave, library_of, view
+from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
+from ..ops.grouped import combined, expert_rows
+from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
+from .dealing import Dealing
+from .group import FAILED, FINE, STOPPED, Exchange, Gathered
+
+ROUTING, ROWS = 1, 2  # kinds of messages; the layer is counted from 0 beside them
+KINDS = 16
+PIECE_WORDS = 1 << 22  # of one message of a prompt: what is in memory twice
+
+
+class RankedExperts:
+    """Implements `routing.RoutedExpertsCall` over a group of processes.
+
+    Args:
+        source: where this process's experts are; no others are asked for.
+        exchange: with the other processes.
+        owners: who has which experts.
+        prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
+        shares_routing: the machines differ, so that everybody takes rank 0's choice of experts, residual and shared
+            expert, which costs one more exchange for each layer.
+        dealing: every process could read every expert, so that what a few tokens need is dealt out.
+
+    Attributes:
+        differing: how many tokens' experts this process would have chosen otherwise than rank 0.
+    """
+
+    def __init__(
+        self,
+        source: ExpertLoader,
+        exchange: Exchange,
+        owners: Owners,
+        prefetch: str = "lookahead",
+        shares_routing: bool = False,
+        dealing: Dealing | None = None,
+    ):
+        self.dealing = dealing
+        self.source, self.exchange, self.owners, self.shares_routing = source, exchange, owners, shares_routing
+        self.rank = exchange.group.rank
+        self.lookahead = Lookahead(source, prefetch, self._expected)
+        self.differing = 0
+
+    def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that are this process's."""
+        experts = np.array(ids, np.int64)
+        return experts[self.owners.of(layer, experts) == self.rank].tolist()
+
+    def _expected(self, layer: int, ids: Sequence[int]) -> list[int]:
+        """Those of `ids` that this process would be asked for."""
+        if self.dealing is None:
+            return self._owned(layer, ids)
+        experts = np.array(ids, np.int64)
+        return experts[self.dealing.expected(layer, experts) == self.rank].tolist()
+
+    def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The process that computes each pair, the same on all, in the ids' shape."""
+        if self.dealing is not None and len(ids) <= MAX_TOKENS:
+            return self.dealing.deal(layer, ids)
+        if self.dealing is not None:
+            self.dealing.note(layer, ids)
+        return self.owners.of(layer, ids)
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        return self.lookahead.wants_guess(layer, tokens)
+
+    def expect(self, layer: int, tokens: int) -> None:
+        if self.lookahead.prefetch != "off":
+            expect(self.source, layer, tokens, self._owned)
+
+    def __call__(
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
+    ) -> Array:
+        if LEASED_TOKENS < len(x) <= MAX_TOKENS:
+            return in_parts(self, routing, x, residual, shared)
+        if isinstance(shared, Shared):
+            shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
+        weighed: Any = routing.weights
+        routing = on_host(routing)
+        ids, weights = cast(np.ndarray, routing.ids), cast(np.ndarray, routing.weights)
+        if self.shares_routing:
+            ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
+            weighed = weights if isinstance(x, np.ndarray) else mx.array(weights)
+        if not isinstance(x, np.ndarray) and len(x) <= MAX_TOKENS:  # whose rows are weighted
+            weighed = _constant(1.0, weights.shape)
+        rows, where = self._all_rows(routing, ids, weights, x, report)
+        return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
+
+    def _all_rows(
+        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
+    ) -> tuple[Any, np.ndarray]:
+        """Every pair's row, and which of them each pair's is, int32 [T, K]."""
+        owner = self._dealt(routing.layer, ids)
+        counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
+        mine, failure = np.flatnonzero(owner == self.rank), None
+        dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
+
+        def watched(share: float) -> None:
+            report(share)
+            self._stop_if_wanted()
+
+        try:
+            self._stop_if_wanted()
+            rows = self._own_rows(routing, ids, weights, x, mine, watched)
+            self._stop_if_wanted()
+        except BaseException as error:  # the others wait for this process's rows and must hear of it
+            failure, rows = error, _zeros((len(mine), x.shape[1]), dtype)
+        gathered = self._gather(routing.layer, np.stack([ids, owner]), int(counts.max()), rows, failure)
+        first, starts = np.argsort(owner.reshape(-1), kind="stable"), np.cumsum(counts) - counts
+        where = np.empty(ids.size, np.int32)  # a rank's rows are followed by nothing, up to the most that one has
+        where[first] = np.arange(ids.size) + np.repeat(np.arange(len(counts)) * counts.max() - starts, counts)
+        return gathered, where.reshape(ids.shape)
+
+    def _stop_if_wanted(self) -> None:
+        if self.exchange.pending is not None:
+            raise self.exchange.pending
+
+    def _own_rows(
+        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
+    ) -> Any:
+        """What this process's experts make of the pairs `mine`, [len(mine), H]: of many in x's dtype, else float32."""
+        layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
+        if len(x) > MAX_TOKENS and len(mine):
+            reads_ahead = self.lookahead.prefetch != "off"
+            grouped = multiplied(
+                self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned, ids
+            )
+            rows = grouped.outputs()
+            return view(rows) if isinstance(x, np.ndarray) else rows
+        with self.source.request(layer, own) as lease:  # before what may be wanted next is read
+            if len(x) <= MAX_TOKENS:
+                self.lookahead.requested(routing, ids)
+            if not len(mine):
+                dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
+                return _zeros((0, x.shape[1]), dtype)
+            lease.wait()
+            records, slots = lease.records()
+            rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
+            lease.release(None if records.lasting or isinstance(rows, np.ndarray) else rows)
+            return rows
+
+    def _gather(self, layer: int, agreed: np.ndarray, most: int, rows: Any, failure: BaseException | None) -> Any:
+        """Everybody's rows [size * most, H], in pieces of equal length for all; `agreed` decides whose they are."""
+        on_device = self.exchange.group.on_device and isinstance(rows, mx.array)
+        words = _words(rows) if on_device else _host_words(rows)
+        step = max(PIECE_WORDS // words.shape[1], 1)
+        is_stop = failure is self.exchange.pending or not isinstance(failure, Exception)
+        flag = FINE if failure is None else STOPPED if is_stop else FAILED
+        pieces = []
+        for start in range(0, max(most, 1), step):
+            piece = _filled(words[start : start + step], min(step, max(most, 1) - start))
+            gathered = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
+            self._raise(gathered, failure)
+            pieces.append(gathered.words.reshape(self.exchange.group.size, *piece.shape))
+        library: Any = mx if on_device else np
+        gathered = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
+        gathered = gathered.reshape(-1, words.shape[1])
+        return gathered.view(np.float32) if isinstance(rows, np.ndarray) else leave(gathered).view(rows.dtype)
+
+    def _raise(self, gathered: Gathered, failure: BaseException | None) -> None:
+        """Ends the pass on every rank if one could not go on."""
+        self.exchange.has_ended = any(gathered.flags)
+        if failure is not None:
+            self.exchange.pending = None
+            raise failure
+        failed, stopped = gathered.first(FAILED), gathered.first(STOPPED)
+        if failed is not None:
+            raise RankError(f"rank {failed} could not compute its experts; its own message says why")
+        if stopped is not None:
+            raise RankStopped(f"rank {stopped} stopped")
+
+    def _of_first(
+        self, layer: int, ids: np.ndarray, weights: np.ndarray, residual: Array, shared: Array | None
+    ) -> tuple[np.ndarray, np.ndarray, Array, Array | None]:
+        """Rank 0's choice, residual and shared expert, in place of one's own."""
+        streams: list[Any] = [residual] if shared is None else [residual, shared]
+        parts = [ids.astype(np.uint32), weights.view(np.uint32), *(_float32(s).view(np.uint32) for s in streams)]
+        gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
+        ends = np.cumsum([part.size for part in parts])[:-1]
+        got = [part.reshape(own.shape) for part, own in zip(np.split(gathered.words[0], ends), parts, strict=True)]
+        self.differing += int((got[0] != parts[0]).any(axis=1).sum())
+        theirs: list[Any] = [
+            part.view(np.float32) if isinstance(own, np.ndarray) else mx.array(part.view(np.float32)).astype(own.dtype)
+            for part, own in zip(got[2:], streams, strict=True)
+        ]
+        return got[0].astype(ids.dtype), got[1].view(np.float32), theirs[0], theirs[1] if shared is not None else None
+
+
+def on_host(routing: Routing) -> Routing:
+    """The same routing and guess as numpy's arrays. From a GPU all come at once: each wait costs the most of it."""
+    if isinstance(routing.ids, np.ndarray):
+        return routing
+    routings = [routing, routing.guess] if routing.guess is not None else [routing]
+    arrays = [array for one in routings for array in (one.ids, one.weights)]
+    flat = np.array(mx.concatenate([cast(mx.array, array).reshape(-1).view(mx.uint32) for array in arrays]))
+    ends = np.cumsum([array.size for array in arrays])[:-1]
+    parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
+    guess = None if routing.guess is None else Routing(routing.guess.layer, parts[2], parts[3].view(np.float32))
+    return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess)
+
+
+def _words(rows: mx.array) -> mx.array:
+    """[n, W] uint32, whose bytes are the rows'."""
+    return rows.view(mx.uint32)
+
+
+def _host_words(rows: Any) -> np.ndarray:
+    return rows.view(np.uint32) if isinstance(rows, np.ndarray) else np.array(_words(rows))
+
+
+def _filled(words: Any, length: int) -> Any:
+    """`words` [n, W] and as many more rows as make `length`."""
+    if len(words) == length:
+        return words
+    library = library_of(words)
+    rest = library.zeros((length - len(words), words.shape[1]), library.uint32)
+    return library.concatenate([words, rest])
+
+
+def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> Any:
+    """MLX's of a dtype, or numpy's float32."""
+    return np.zeros(shape, np.float32) if dtype is None else mx.zeros(shape, dtype)
+
+
+@cache
+def _constant(value: float, shape: tuple[int, ...]) -> mx.array:
+    """An array of one value, float32, made once: on a GPU the host's numbers come late."""
+    array = mx.full(shape, value, mx.float32)
+    mx.eval(array)
+    return array
+
+
+def _float32(rows: Any) -> np.ndarray:
+    return rows if isinstance(rows, np.ndarray) else np.array(leave(rows).astype(mx.float32))
+
+
+def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> Any:
+    """expert(slots[p])(x[tokens[p]]) for each pair, float32 [P, H]; on MLX's side times its weight.
+
+    A pair goes through the kernels as it does among all of its token's, so its bits are the same: on MLX's side the
+    weighted row is rounded before it is summed, on the CPU the sum multiplies.
+    """
+    if isinstance(x, np.ndarray):
+        return expert_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records, alone=True)
+    copies, index = records.for_mlx(slots)
+    n = len(tokens)
+    sent = mx.array(np.concatenate([index, tokens, weights.view(np.uint32)]).astype(np.uint32, copy=False))
+    own, where, weighed = sent[:n, None], sent[n : 2 * n], sent[2 * n :].view(mx.float32)[:, None]
+    parts = []
+    for start in range(0, n, MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        taken = mx.contiguous(x[where[part]])
+        act = expert_gate_up(taken, own[part], copies)
+        zeros = _constant(0.0, taken.shape)
+        parts.append(expert_down_combine(act, own[part], copies, weighed[part], zeros))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

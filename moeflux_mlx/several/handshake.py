@@ -1,0 +1,178 @@
+"""What ranks compare before they load a model: that it is the same one, used in the same way.
+
+Everybody hears everything, so a difference is the same error on every rank. Chips and versions of MLX may differ: then
+rank 0's choice of experts is everybody's.
+"""
+
+import importlib.metadata
+import json
+import platform
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.tiles import parse_tiles, tiles_json
+from ..errors import RankError
+from ..formats.owners import MOST_SHARE
+from ..ops import backend, native
+from ..ops.tiles import Tiles
+from ..state.fingerprint import Fingerprint
+from .group import FAILED, FINE, Exchange
+
+HELLO, SETTINGS, TILES_LENGTH, TILES_TEXT = 5, 6, 8, 9  # kinds of messages
+PROTOCOL = 2
+MOST_TILES = 1 << 20  # words
+REMEDIES = {
+    "package": "install the same moeflux-mlx everywhere",
+    "model": "give all ranks a copy of the same model directory",
+    "dtype": "give all ranks the same --dtype",
+    "rounding": "give all ranks the same --cpu-activations",
+    "kv_bits": "give all ranks the same --kv-bits",
+    "context": "give all ranks the same --context",
+}
+MAY_DIFFER = {"mlx": "MLX versions", "chip": "chips"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a rank brings.
+
+    Args:
+        package, mlx, chip, model, dtype: digests of names and versions.
+        rounding: bits that the CPU's products leave of activations.
+        kv_bits: that caches keep of keys and values; 0: they keep them as they are.
+        context: positions that memory is planned for.
+        span, block: the longest that this rank has room for.
+        shares_routing: whether rank 0's choice of experts was asked for.
+        slots: of a pool into which this rank would read any expert; 0: it has its own only, on its disk or in memory.
+    """
+
+    package: int
+    mlx: int
+    chip: int
+    model: int
+    dtype: int
+    rounding: int
+    kv_bits: int
+    context: int
+    span: int
+    block: int
+    shares_routing: int
+    slots: int
+
+
+NAMES = [field.name for field in fields(Settings)]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks came to: the smallest span and block, what is to be said once, and the slots of all pools, where
+    every rank could read every expert."""
+
+    span: int
+    block: int
+    shares_routing: bool
+    note: str
+    slots: tuple[int, ...] = ()
+
+
+def digest(text: str) -> int:
+    """32 bits of a name."""
+    return zlib.crc32(text.encode())
+
+
+def digests(model: Fingerprint, dtype: mx.Dtype) -> dict[str, int]:
+    """The settings that are names and versions."""
+    return {
+        "package": digest(_package()),
+        "mlx": digest(importlib.metadata.version("mlx")),
+        "chip": digest(_chip()),
+        "model": digest(model.model + model.tokenizer),
+        "dtype": digest(str(dtype)),
+    }
+
+
+def _package() -> str:
+    try:
+        return importlib.metadata.version("moeflux-mlx")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder of sources
+        return ""
+
+
+def _chip() -> str:
+    """What decides the last bits: the GPU, or the instructions that the CPU's kernels use."""
+    if backend.has_kernels():
+        return str(mx.device_info()["device_name"])
+    return f"{platform.machine()} {native.instruction_paths()[:1]}"
+
+
+def greet(exchange: Exchange, share: int) -> tuple[int, ...]:
+    """The ranks' shares, the first that they tell each other.
+
+    Raises:
+        RankError: a share is none, or another version speaks.
+    """
+    hello = exchange(HELLO, np.array([PROTOCOL, len(NAMES), share], np.uint32)).words
+    for rank, theirs in enumerate(hello.tolist()):
+        if theirs[:2] != hello[0, :2].tolist():
+            raise RankError(f"rank {rank} speaks protocol {theirs[0]}, rank 0 {hello[0, 0]}; {REMEDIES['package']}")
+        if not 1 <= theirs[2] <= MOST_SHARE:
+            raise RankError(f"rank {rank} asks for a share of {theirs[2]}; it must be from 1 to {MOST_SHARE}")
+    return tuple(hello[:, 2].tolist())
+
+
+def agree(exchange: Exchange, own: Settings | None) -> Agreement:
+    """Compares the settings of all ranks; None: this one has failed, and the others must hear of it.
+
+    Raises:
+        RankError: something differs that must not; every rank gets the same message.
+    """
+    words = np.array([0 if own is None else getattr(own, name) for name in NAMES], np.uint32)
+    gathered = exchange(SETTINGS, words, flag=FINE if own else FAILED)
+    if (failed := gathered.first(FAILED)) is not None:
+        raise RankError(f"rank {failed} cannot take part; its own message says why")
+    settings = [Settings(*row) for row in gathered.words.tolist()]
+    _check(settings)
+    unlike = [name for name in MAY_DIFFER if len({getattr(one, name) for one in settings}) > 1]
+    differing = " and ".join(MAY_DIFFER[name] for name in unlike)
+    note = f"note: the ranks have different {differing}; all use rank 0's choice of experts" if unlike else ""
+    return Agreement(
+        min(one.span for one in settings),
+        min(one.block for one in settings),
+        bool(unlike) or any(one.shares_routing for one in settings),
+        note,
+        tuple(one.slots for one in settings) if all(one.slots for one in settings) else (),
+    )
+
+
+def _check(settings: Sequence[Settings]) -> None:
+    for rank, one in enumerate(settings):
+        for name, remedy in REMEDIES.items():
+            theirs, first = getattr(one, name), getattr(settings[0], name)
+            if theirs != first:
+                figures = f" ({theirs}, and rank 0 {first})" if name == "context" else ""
+                raise RankError(f"rank {rank} has another {name} than rank 0{figures}; {remedy}")
+
+
+def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
+    """Rank 0's tiles of the kernels, which all ranks use.
+
+    Raises:
+        RankError: they cannot be read, or are none that a kernel can have.
+    """
+    text = json.dumps(tiles_json(own.found)).encode()
+    text += b" " * (-len(text) % 4)
+    length = int(exchange(TILES_LENGTH, np.array([len(text) // 4], np.uint32)).words[0, 0])
+    if length > MOST_TILES:
+        raise RankError(f"rank 0 tells {4 * length} bytes of tiles; {REMEDIES['package']}")
+    words = np.frombuffer(text, np.uint32)
+    gathered = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
+    if gathered == text:
+        return own
+    try:
+        return Tiles(parse_tiles(json.loads(gathered)))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RankError(f"rank 0's tiles cannot be used here: {error}; {REMEDIES['package']}") from None

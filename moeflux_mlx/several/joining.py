@@ -1,0 +1,163 @@
+"""Joining the processes that run one model together, as `mlx.launch` or a person's MLX_* variables arrange it.
+
+No process knows whether another is alive, and MLX waits without limit: a watchdog ends a process that waits too long.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import mlx.core as mx
+
+from ..errors import RankError, RequestError
+from ..ops.backend import Array
+from ..process import claim_process
+from .group import Group, MlxGroup
+
+VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # what MPI's launchers set
+BACKENDS = (*VARIABLES, "mpi")
+JOIN_SECONDS = 120.0
+# Waits until its input ends, as it does when its parent is done or gone.
+OUTSIDE = """
+import os, select, sys
+if not select.select([sys.stdin], [], [], float(sys.argv[1]))[0]:
+    os.write(2, f"error: {sys.argv[3]}\\n".encode())
+    os.kill(int(sys.argv[2]), 9)
+"""
+LATE = 75  # exit code of a process that waited too long (EX_TEMPFAIL)
+
+
+def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | None:
+    """The transport that the environment arranges; None: this process is alone.
+
+    Raises:
+        RequestError: half of what a transport needs is set, or what several need.
+    """
+    by_mpi = any(name in environ for name in MPI_RANKS)
+    if "MLX_RANK" not in environ:
+        if asked is not None and asked != "mpi":
+            raise RequestError(f"--backend {asked} needs MLX_RANK; start all ranks with mlx.launch, or set it by hand")
+        return "mpi" if by_mpi else None
+    backends = [backend for backend, name in VARIABLES.items() if name in environ] + (["mpi"] if by_mpi else [])
+    if asked is not None and asked in backends:
+        return asked
+    if asked is None and len(backends) == 1:
+        return backends[0]
+    needs = ", ".join(f"{name} ({backend})" for backend, name in VARIABLES.items())
+    if not backends or asked is not None:
+        wanted = f"--backend {asked} needs {VARIABLES.get(asked, 'an MPI launcher')}" if asked else f"one of {needs}"
+        raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but what it is the rank of is not set: {wanted}")
+    raise RequestError(f"the environment arranges {' and '.join(backends)}; choose one with --backend")
+
+
+def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Watched | None":
+    """The group that this process belongs to, every gathering watched; None: it is alone.
+
+    Args:
+        environ: the process's environment.
+        asked: a transport of BACKENDS; None: the one that the environment arranges.
+        limit: seconds until the others must have come.
+
+    Raises:
+        RequestError: the environment contradicts itself. RankError: the others cannot be reached.
+    """
+    backend = backend_of(environ, asked)
+    if backend is None:
+        return None
+    claim_process()
+    missing = f"the other ranks did not come within {limit:.0f} s; start all of them, and look at the first that failed"
+    with _watched_from_outside(limit, missing):
+        try:
+            group = mx.distributed.init(strict=True, backend=backend)
+        except RuntimeError as error:
+            raise RankError(f"cannot join the other ranks over {backend}: {error}") from None
+    return Watched(MlxGroup(group, backend), Watchdog())
+
+
+@contextlib.contextmanager
+def _watched_from_outside(seconds: float, message: str) -> Iterator[None]:
+    """What is done inside must be over after so many seconds, or another process kills this one.
+
+    MLX holds on to the interpreter while it waits for a connection, so that no thread of ours runs.
+    """
+    arguments = [sys.executable, "-c", OUTSIDE, str(seconds), str(os.getpid()), message]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE) as outside:
+        yield
+        outside.communicate()  # its input ends, and with it its work
+
+
+class Watchdog:
+    """Ends the process when what it watches takes too long: MLX cannot be interrupted while it waits.
+
+    Args:
+        end: called with the message; by default it is printed and the process ends at once.
+    """
+
+    def __init__(self, end: "Callable[[str], None] | None" = None):
+        self._end = end or end_process
+        self._changed = threading.Condition()
+        self._deadline, self._message = float("inf"), ""
+        threading.Thread(target=self._watch, name="ranks-watchdog", daemon=True).start()
+
+    @contextlib.contextmanager
+    def within(self, seconds: float, message: str) -> Iterator[None]:
+        """What is done inside must be over after so many seconds."""
+        self._set(time.monotonic() + seconds, message)
+        try:
+            yield
+        finally:
+            self._set(float("inf"), "")
+
+    def _set(self, deadline: float, message: str) -> None:
+        with self._changed:
+            sooner = deadline < self._deadline
+            self._deadline, self._message = deadline, message
+            if sooner:
+                self._changed.notify()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                left = self._deadline - time.monotonic()
+                if left > 0:
+                    self._changed.wait(None if left == float("inf") else left)
+                    continue
+                message, self._deadline = self._message, float("inf")
+            self._end(message)
+
+
+def end_process(message: str) -> None:
+    os.write(2, f"error: {message}\n".encode())
+    os._exit(LATE)
+
+
+class Watched:
+    """A group whose gatherings must end within `limit` seconds.
+
+    Attributes:
+        limit: may be changed between gatherings: reading a span of a prompt takes minutes, a token seconds.
+    """
+
+    def __init__(self, group: MlxGroup, watchdog: Watchdog, limit: float = JOIN_SECONDS):
+        self._group, self._watchdog, self.limit = group, watchdog, limit
+        self.rank, self.size, self.on_device = group.rank, group.size, group.on_device
+
+    def gather(self, words: Array) -> Array:
+        others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
+        message = (
+            f"rank {self.rank} has waited {self.limit:.0f} s for the others ({others}): one of them is late, stopped, "
+            "or gone without a word; look at what each said last, then start all again"
+        )
+        with self._watchdog.within(self.limit, message):
+            return self._group.gather(words)
+
+
+def allow(group: Group, seconds: float) -> None:
+    """Lets the next gatherings of a group that is watched wait so long for the others."""
+    if isinstance(group, Watched):
+        group.limit = seconds

@@ -1,0 +1,155 @@
+"""This process as one of several that run a model: what it plans, loads and waits for as one of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.budget import MemoryPlan
+from ..engine.demand import Demand
+from ..engine.weights import Weights
+from ..errors import RankError, RequestError
+from ..experts.source import ExpertLoader
+from ..formats.owners import Owners, RankShare
+from ..formats.record import ExpertLayout
+from ..ops import backend
+from ..ops.tiles import Tiles
+from ..spec import ModelArgs
+from .dealing import Dealing
+from .experts import RankedExperts
+from .group import FAILED, FINE, Exchange
+from .handshake import Settings, agree, digests, greet, share_tiles
+from .joining import allow
+
+READY = 7  # kind of a message
+OPENING_SECONDS = 600.0  # until all have read the headers of their models, or fetched these
+LEAST_SECONDS = 60.0  # that a rank may be later than the others
+SLOW_DISK = 50e6  # bytes a second; less is taken for a failure
+SLOW_TOKENS = 100.0  # of a span that a layer mixes in a second at least
+
+
+@dataclass(frozen=True)
+class Party:
+    """What the ranks agreed on before they load a model; the tiles are rank 0's, and the plan is this rank's."""
+
+    exchange: Exchange
+    plan: MemoryPlan
+    owners: Owners
+    shares_routing: bool
+    tiles: Tiles
+    slots: tuple[int, ...] = ()
+
+    def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
+        """Who computes routed experts, in place of `RoutedExperts`."""
+        dealing = Dealing(self.owners, self.slots) if self.slots else None
+        return RankedExperts(source, self.exchange, self.owners, prefetch, self.shares_routing, dealing)
+
+    @contextmanager
+    def loading(self, nbytes: int) -> Iterator[None]:
+        """Loads a model of so many bytes inside, and then waits for the others.
+
+        Raises:
+            RankError: another rank could not load it.
+        """
+        exchange = self.exchange
+        limit, flag = exchange.group, FINE
+        before = getattr(limit, "limit", 0.0)
+        allow(exchange.group, before + OPENING_SECONDS + nbytes / SLOW_DISK)
+        try:
+            yield
+        except BaseException:
+            flag = FAILED
+            raise
+        finally:
+            gathered = exchange(READY, np.zeros(1, np.uint32), flag=flag)
+            allow(exchange.group, before)
+        if (failed := gathered.first(FAILED)) is not None:
+            raise RankError(f"rank {failed} could not load the model; its own message says why")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes, and how this one takes part.
+
+    Args:
+        exchange: with the others.
+        share: of the experts that are this rank's, against the others' shares.
+        shares_routing: everybody uses rank 0's choice of experts, as it is wherever machines differ.
+        seconds: that a rank may be later than the others; None: as the plan has it.
+        say: called once with what a user should know.
+    """
+
+    exchange: Exchange
+    share: int = 1
+    shares_routing: bool = False
+    seconds: float | None = None
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.exchange.group.rank == 0
+
+    def io_mode(self, asked: str, weights: Weights) -> str:
+        """How a rank reads experts: a CPU maps them; otherwise they go into a pool, which may hold all of its own.
+
+        Raises:
+            RequestError: a mode in which this rank would hold the others' experts too.
+        """
+        gpu = backend.has_kernels()
+        if asked == "resident" or (asked == "mmap" and gpu):
+            raise RequestError(f"--expert-io {asked} holds every expert, and a rank only its own; leave it at auto")
+        return "pread" if asked == "auto" and (gpu or weights.in_place) else asked
+
+    def meet(
+        self,
+        weights: Weights,
+        args: ModelArgs,
+        dtype: mx.Dtype,
+        bits: int,
+        demand: Demand,
+        plan: Callable[[ExpertLayout, Demand], MemoryPlan],
+        tiles: Tiles,
+    ) -> "Party":
+        """Plans memory for this rank's experts alone, with the smallest span of all, and compares what must be alike.
+
+        Raises:
+            RankError: the ranks cannot run one model, or another has no room. RequestError: this one has none.
+        """
+        exchange, rank = self.exchange, self.exchange.group.rank
+        allow(exchange.group, OPENING_SECONDS)
+        owners = Owners(greet(exchange, self.share))
+        layout = weights.experts.layout
+        most = max(len(owners.experts(layer, rank, layout.num_experts)) for layer in layout.moe_layers)
+        own = replace(layout, num_experts=most)
+        try:
+            weights.check_held(RankShare(owners, rank))
+            planned = plan(own, demand)
+            settings = Settings(
+                **digests(weights.fingerprint(mx.float32), dtype),
+                rounding=bits,
+                kv_bits=args.kv_bits or 0,
+                context=planned.context,
+                span=planned.sizes.span,
+                block=planned.sizes.block,
+                shares_routing=self.shares_routing,
+                slots=0 if weights.holds_a_share else _slots_to_deal(planned, own),
+            )
+        except BaseException:
+            with suppress(RankError):  # which tells the others; what is said here is why
+                agree(exchange, None)
+            raise
+        agreed = agree(exchange, settings)
+        if agreed.note:
+            self.say(agreed.note)
+        planned = plan(own, replace(demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block))
+        slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + agreed.span / SLOW_TOKENS
+        allow(exchange.group, LEAST_SECONDS + slow if self.seconds is None else self.seconds)
+        return Party(exchange, planned, owners, agreed.shares_routing, share_tiles(exchange, tiles), agreed.slots)
+
+
+def _slots_to_deal(plan: MemoryPlan, own: ExpertLayout) -> int:
+    """Slots of a pool that takes any expert; 0: it has room for all that is this rank's, which then stays there."""
+    return 0 if plan.slots >= own.num_experts * len(own.moe_layers) else plan.slots

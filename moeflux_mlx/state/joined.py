@@ -1,0 +1,211 @@
+"""Caches of layers that remember more than their mixer does: of what is beside it there is another cache."""
+
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import Delta, GroupedQuery, HeadBlocks, Latent
+from ..ops.attend import Rows
+from ..ops.backend import view
+from .compressed import CompressedCache
+from .growing import Growing, KVCache, LatentCache
+from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
+from .recurrent import RecurrentCache
+
+
+class JoinedCache(LayerCache[Any]):
+    """Two caches that absorb the same tokens: `own`, the mixer's, and `beside`. Its arrays are those of both."""
+
+    can_trace: ClassVar[bool] = False
+
+    def __init__(self, part: Any, own: Any, beside: Any):
+        self.own, self.beside = own, beside
+        super().__init__(part)
+        self.counts: bool = own.counts
+
+    @property
+    def _both(self) -> tuple[Any, Any]:
+        return self.own, self.beside
+
+    @property
+    def offset(self) -> int:
+        return int(self.own.offset)
+
+    @offset.setter
+    def offset(self, value: int) -> None:
+        for one in self._both:
+            one.offset = value
+
+    @property
+    def position(self) -> int:
+        return int(self.own.position)
+
+    @property
+    def shifts(self) -> Shifts:
+        return self.own.shifts
+
+    @shifts.setter
+    def shifts(self, value: Shifts) -> None:
+        for one in self._both:
+            one.shifts = value
+
+    @property
+    def is_shifted(self) -> bool:
+        return bool(self.own.is_shifted)
+
+    def shift(self, by: int, place: int | None = None) -> None:
+        for one in self._both:
+            one.shift(by, place)
+
+    def bytes_for(self, positions: int, itemsize: int) -> int:
+        """What one text takes."""
+        return sum(one.bytes_for(positions, itemsize) for one in self._both)
+
+    def stored_shapes(self, length: int) -> tuple[Shape, ...]:
+        """Of the arrays that are saved."""
+        return *self.own.stored_shapes(length), *self.beside.stored_shapes(length)
+
+    def stored(self) -> Arrays:
+        """What is saved of a single text."""
+        return *self.own.stored(), *self.beside.stored()
+
+    def restored(self, *stored: Any) -> State:
+        """The state that `stored` was taken of: the arrays, the length, and the dtype of entries."""
+        *arrays, length, dtype = stored
+        first, second = self._parted(arrays)
+        own, beside = self.own.restored(*first, length, dtype), self.beside.restored(*second, length, dtype)
+        return *own[:-1], *beside
+
+    def _parted(self, arrays: Any) -> tuple[Any, Any]:
+        """Those of each cache, of the arrays of both."""
+        count = len(self.own.state) - 1
+        return tuple(arrays[:count]), tuple(arrays[count:])
+
+    @property
+    def state(self) -> State:
+        return *self.own.state[:-1], *self.beside.state
+
+    @state.setter
+    def state(self, value: State) -> None:
+        *arrays, offset = value
+        for one, some in zip(self._both, self._parted(arrays), strict=True):
+            one.state = *some, offset
+        self.last_step = None
+
+    def copy(self) -> Any:
+        """Another cache in this one's state; they share arrays until one of the two writes to them."""
+        other = type(self)(self.part)  # type: ignore[call-arg]
+        other.own, other.beside = self.own.copy(), self.beside.copy()
+        return other
+
+    def empty(self) -> bool:
+        return bool(self.own.empty())
+
+    def expect(self, n: int) -> None:
+        """n more positions are to come, in several calls."""
+        for one in self._both:
+            one.expect(n)
+        self.last_step = None
+
+    def fetched_bytes(self, positions: int, itemsize: int) -> int:
+        return sum(one.fetched_bytes(positions, itemsize) for one in self._both)
+
+    def is_trimmable(self) -> bool:
+        return all(one.is_trimmable() for one in self._both)
+
+    def reaches(self, position: int) -> bool:
+        """Whether it can go back to that position with nothing kept."""
+        return all(one.reaches(position) for one in self._both)
+
+    def kept(self) -> Arrays | None:
+        """That of both; a cache that can be cut has none."""
+        return _all(self.own.kept(), self.beside.kept())
+
+    def kept_bytes(self, itemsize: int) -> int:
+        return sum(one.kept_bytes(itemsize) for one in self._both)
+
+    def way_back(self) -> Arrays | None:
+        return _all(self.own.way_back(), self.beside.way_back())
+
+    def row_bytes(self, itemsize: int) -> int:
+        """What the way back to a row of the last step takes."""
+        return sum(one.row_bytes(itemsize) for one in self._both)
+
+    def go_back(self, position: int, kept: Arrays | None) -> None:
+        """To an earlier position, for which `kept` was kept."""
+        for one, some in zip(self._both, self._of_each(kept, "kept"), strict=True):
+            one.go_back(position, some)
+        self.last_step = None
+
+    def take_back(self, position: int, way: Arrays | None) -> None:
+        """To before a row of the last step, where `way_back` gave `way`."""
+        for one, some in zip(self._both, self._of_each(way, "way_back"), strict=True):
+            one.take_back(position, some)
+        self.last_step = None
+
+    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+        """Becomes what `other` was at `position`, of which `kept` was kept; neither sees what the other one absorbs."""
+        pairs = zip(self._both, other._both, other._of_each(kept, "kept"), strict=True)
+        for one, its, some in pairs:
+            one.take_from(its, position, some)
+        self.last_step = None
+
+    def _of_each(self, kept: Arrays | None, name: str) -> tuple[Arrays | None, Arrays | None]:
+        """The arrays of each cache, of those that its method `name` gave of both."""
+        if kept is None:
+            return None, None
+        own = getattr(self.own, name)()
+        count = 0 if own is None else len(own)
+        return kept[:count] if count else None, kept[count:] or None
+
+
+def _all(first: Arrays | None, second: Arrays | None) -> Arrays | None:
+    """The arrays of both; None: there are none."""
+    return (*(first or ()), *(second or ())) or None
+
+
+class KeyCache(Growing[HeadBlocks]):
+    """An indexer's keys [B, 1, N, dim], normed and rotated; its second array is empty."""
+
+    @property
+    def rows(self) -> Rows:
+        return (1, self.part.indexer.dim), (1, 0)
+
+    def absorb(self, keys: Any) -> Any:
+        """Appends keys [B, L, dim]; those of all positions [B, P, dim], as an array of the same kind."""
+        here, rows = isinstance(keys, np.ndarray), mx.array(keys[:, None])
+        held, _, count = self.append(rows, mx.zeros((*rows.shape[:3], 0), rows.dtype))
+        return (view(held) if here else held)[:, 0, :count]
+
+
+class BlocksCache(JoinedCache):
+    """Keys and values, or latents, of all positions, and the keys of their blocks, or those by which blocks are
+    chosen."""
+
+    def __init__(self, part: GroupedQuery | Latent):
+        own = LatentCache(part) if isinstance(part, Latent) else KVCache(part)
+        blocks = part.blocks
+        super().__init__(part, own, KeyCache(blocks) if isinstance(blocks, HeadBlocks) else CompressedCache(blocks))
+
+
+class NGramCache(RecurrentCache):
+    """`conv`: the last inputs of the n-grams' convolution [B, remembered, channels]; in place of a recurrent state the
+    last tokens, int32 [B, longest - 1]."""
+
+    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
+        part: Any = self.part
+        return (part.remembered, part.channels), (part.longest - 1,)
+
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of, inputs in `dtype`."""
+        if not length:
+            return None, None, 0
+        return mx.array(first)[None].astype(dtype), mx.array(second.astype(np.int32))[None], length
+
+
+class NGramsCache(JoinedCache):
+    """That of the delta rule, and that of the n-grams before it."""
+
+    def __init__(self, part: Delta):
+        super().__init__(part, RecurrentCache(part), NGramCache(part.ngrams))  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Caches of keys and values in 8 bits: the arrays hold rows of bytes (`ops/kv_rows.py`); all else is as in the caches
+that hold values.
+
+A row is rounded when it comes, and never again: whoever attends sees the rounded one, the token itself included. So any
+cut, way back, copy or file leads to the same bytes.
+"""
+
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from ..ops.attend import Held, Rows
+from ..ops.kv_rows import decode, encode, row_bytes
+from .growing import KVCache
+from .layer_cache import FLOAT_BYTES, State
+from .traced import FixedCache, FixedRing
+from .window import WindowCache
+
+CODES = mx.uint8
+
+
+class _FixedRows(FixedCache):
+    """The traced stand-in of a cache of all positions."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rows = super().update_and_fetch(encode(keys), encode(values))
+        return _like(keys, rows[0]), _like(values, rows[1])
+
+
+class _FixedRingRows(_FixedRows, FixedRing):
+    """That of a cache of a window."""
+
+
+class QuantizedKVCache(KVCache):
+    """Keys and values of all positions, given and fetched as values."""
+
+    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
+    traced_whole = _FixedRows
+
+    @property
+    def rows(self) -> Rows:
+        """(heads, bytes) of one position in each array."""
+        first, second = ((heads, row_bytes(width)) for heads, width in super().rows)
+        return first, second
+
+    def bytes_for(self, positions: int, itemsize: int) -> int:
+        """What one text of that many positions takes; activations have no say in it."""
+        return super().bytes_for(positions, CODES.size)
+
+    def fetched_bytes(self, positions: int, itemsize: int) -> int:
+        """What a prompt's block that sees so many positions takes besides: all their values, made in float32."""
+        return positions * sum(heads * width for heads, width in super().rows) * (FLOAT_BYTES + itemsize)
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
+        """Appends [B, heads, L, width] to each array.
+
+        Returns:
+            Two arrays of all that the new positions may see, in order, as values of the same dtype; how many rows.
+        """
+        first, second, count = self._append(encode(keys), encode(values))
+        return _like(keys, first[..., :count, :]), _like(values, second[..., :count, :]), count
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Appends [B, heads, L, width] to each array and returns what `mask` is for, as values of the same dtype."""
+        rows = super().update_and_fetch(encode(keys), encode(values))
+        return _like(keys, rows[0]), _like(values, rows[1])
+
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of."""
+        return super().restored(first, second, length, CODES)
+
+    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
+        """What there is before a token, as bytes; `here`: as numpy arrays."""
+        return super().held(CODES, here)
+
+
+class QuantizedWindowCache(QuantizedKVCache, WindowCache):
+    """Keys and values of a window."""
+
+    traced_whole = _FixedRingRows
+
+
+def _like(new: mx.array, rows: mx.array) -> mx.array:
+    """Rows as values of the width and dtype of the new ones."""
+    return decode(rows, new.shape[-1], new.dtype)

@@ -1,0 +1,115 @@
+"""Gemma 4's calls, `<|tool_call>call:NAME{city:<|"|>Oslo<|"|>,days:3}<tool_call|>`, one after the other.
+
+Keys have no quotes, and strings stand between tokens of their own; all else is as in JSON.
+"""
+
+import json
+
+from .call import Call
+from .dialect import Dialect
+from .gemma_rules import ARGUMENTS, QUOTE, arguments_of
+from .steps import Malformed, Steps, Write, json_string, literal, optional, parsed, skip_space, until
+
+CALL_BEGIN, CALL_END = "<|tool_call>", "<tool_call|>"
+ENDS = frozenset(",}]")
+WORDS = {"None": "null", "True": "true", "False": "false"}  # as templates write them in past calls
+
+
+def gemma(call: Call) -> Steps[str]:
+    """What follows `<|tool_call>`."""
+    yield from literal(["call:"], (yield from skip_space()))
+    call.start((yield from until("{")).strip())
+    yield from _members("}", call.write, has_keys=True)
+    call.check("")
+    return (yield from optional(CALL_END, (yield)))
+
+
+def _members(end: str, write: Write, has_keys: bool) -> Steps[None]:
+    """An object or a list behind its opening bracket, as JSON."""
+    write("{" if has_keys else "[")
+    char = yield from skip_space()
+    while char != end:
+        if has_keys:
+            key = yield from _key(char)
+            write(json.dumps(key, ensure_ascii=False) + ": ")
+            char = yield from skip_space()
+        char = yield from _value(char, write)
+        char = (yield from skip_space()) if char.isspace() else char
+        if char == ",":
+            write(", ")
+            char = yield from skip_space()
+        elif char != end:
+            raise Malformed(char)
+    write(end)
+
+
+def _key(first: str) -> Steps[str]:
+    """The key that begins with `first`, up to its colon."""
+    if first not in ("<", '"'):
+        if first in ENDS or not first:
+            raise Malformed(first)
+        return (yield from until(":", first)).strip()
+    pieces: list[str] = []
+    char = yield from _value(first, pieces.append)
+    yield from literal([":"], (yield from skip_space()) if char.isspace() else char)
+    return str(parsed("".join(pieces)))
+
+
+def _value(first: str, write: Write) -> Steps[str]:
+    """Passes on the value that begins with `first` as JSON, and returns the character after it."""
+    if first == "<":
+        yield from literal([QUOTE], first)
+        yield from _string(write)
+        return (yield)
+    if first == '"':
+        yield from json_string(write)
+        return (yield)
+    if first in ("{", "["):
+        yield from _members("}" if first == "{" else "]", write, has_keys=first == "{")
+        return (yield)
+    word = ""
+    while first not in ENDS:
+        if not first:
+            raise Malformed("")
+        word += first
+        first = yield
+    word = word.strip()
+    write(WORDS.get(word) or (word if _is_json(word) else json.dumps(word, ensure_ascii=False)))
+    return first
+
+
+def _is_json(word: str) -> bool:
+    try:
+        parsed(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _string(write: Write) -> Steps[None]:
+    """What comes before the closing quote, as a JSON string."""
+    write('"')
+    held = ""
+    while held != QUOTE:
+        if QUOTE.startswith(held):
+            char = yield
+            if not char:
+                raise Malformed("")
+            held += char
+        else:
+            write(json.dumps(held[0], ensure_ascii=False)[1:-1])
+            held = held[1:]
+    write('"')
+
+
+GEMMA = Dialect(
+    name="gemma",
+    openings={CALL_BEGIN: gemma},
+    begin=f"{CALL_BEGIN}call:",
+    opening=CALL_BEGIN,
+    named="NAME",
+    close=CALL_END,
+    section=(CALL_BEGIN, CALL_END),
+    markers=frozenset({CALL_BEGIN, CALL_END, QUOTE}),
+    arguments=(ARGUMENTS, arguments_of),
+)

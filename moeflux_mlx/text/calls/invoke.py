@@ -1,0 +1,64 @@
+"""Calls with a tag for each parameter, several of them in a section: `<invoke name="NAME"> ... </invoke>` (MiniMax),
+and the same in DeepSeek-V3.2's tags, where each value says whether it is a string."""
+
+from .call import Call
+from .dialect import Dialect
+from .steps import Steps, literal, optional, skip_space, until
+from .tagged import Tags, parameters
+
+
+def invoking(
+    name: str, section: tuple[str, str], opening: str, tags: Tags, markers: frozenset[str], before: str = ""
+) -> Dialect:
+    """The dialect whose calls begin with `opening`, up to the quotation mark before a tool's name, inside `section`.
+
+    `before` is what its template writes before a section.
+    """
+    section_begin, section_end = section
+
+    def invoke(call: Call) -> Steps[str]:
+        """What follows `opening`."""
+        call.start((yield from until('">')).strip())
+        yield from parameters(call, tags)
+        return (yield from optional(section_end, (yield)))
+
+    def first(call: Call) -> Steps[str]:
+        """What follows the tag of the section."""
+        yield from literal([opening], (yield from skip_space()))
+        return (yield from invoke(call))
+
+    return Dialect(
+        name=name,
+        openings={section_begin: first, opening: invoke},
+        begin=f"{section_begin}\n",
+        opening=opening,
+        named=f'{opening}NAME">\n',
+        close=tags.ends[0],
+        section=(before + section_begin, section_end),
+        markers=markers,
+        tags=tags,
+    )
+
+
+MINIMAX_SECTION = "<minimax:tool_call>", "</minimax:tool_call>"
+MINIMAX = invoking(
+    "minimax",
+    MINIMAX_SECTION,
+    '<invoke name="',
+    Tags(('<parameter name="', '">'), ("", "</parameter>"), ("</invoke>",)),
+    frozenset(MINIMAX_SECTION),
+)
+DSML = "｜DSML｜"  # one token, which nothing else has
+DEEPSEEK_V32 = invoking(
+    "deepseek_v32",
+    (f"<{DSML}function_calls>", f"</{DSML}function_calls>"),
+    f'<{DSML}invoke name="',
+    Tags(
+        (f'<{DSML}parameter name="', '" string="'),
+        ("", f"</{DSML}parameter>"),
+        (f"</{DSML}invoke>",),
+        kinds=('true">', 'false">'),
+    ),
+    frozenset({DSML}),
+    before="\n\n",
+)

@@ -1,0 +1,222 @@
+"""Compares what computes on this machine with float64 arithmetic, in a second or two.
+
+Each check runs an operation as a model would, on small random inputs, against the same sum in numpy. It knows neither
+models nor files.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..formats.record import Projection, Record
+from ..kinds import Router
+from ..ops import backend, native
+from ..ops.experts import Records, expert_ffn
+from ..ops.launch import threads_named
+from ..ops.linear import Part, linear
+from ..ops.route import route
+from ..quant import EXPERTS
+
+HIDDEN, INNER, EXPERT_COUNT, TOP_K = 512, 256, 8, 4
+RATED, RATED_WIDTH = 5, 4096  # experts of three square matrices, 142 MB together, whose products are timed
+BOUNDS = {
+    mx.float32: 1e-4,
+    mx.bfloat16: 2e-2,
+}  # largest error over largest value; a wrong order of codes gives over 0.5
+
+ASKED = 1024  # threads of a threadgroup: what Metal gives a kernel of few registers on every Apple GPU
+# Values that all lie in registers before the first is written.
+CROWDED = """
+const uint mine = thread_position_in_grid.x;
+float held[96], sum = 0;
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  held[i] = x[(mine + 31 * i) % 1024];
+}
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  sum = metal::fma(sum, held[i], held[i]);
+}
+MLX_MTL_PRAGMA_UNROLL
+for (uint i = 0; i < 96; i++) {
+  out[96 * mine + i] = held[i] * sum;
+}
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one operation made of its inputs.
+
+    Args:
+        name: of the operation.
+        error: largest difference from the reference over the reference's largest value.
+        bound: what rounding explains.
+        seconds: that the check took, compiling included.
+    """
+
+    name: str
+    error: float
+    bound: float
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.bound  # NaN is not
+
+
+def runs_on() -> str:
+    """Who computes here, in words."""
+    if backend.has_kernels():
+        return {"metal": "Apple GPU: Metal kernels", "cuda": "NVIDIA GPU: CUDA kernels"}[backend.name()]
+    if native.available():
+        return f"CPU: native kernels ({native.instruction_paths()[0]}, {native.threads()} threads)"
+    return "CPU: plain MLX operations, 30 times slower: the native kernels are not built"
+
+
+def thread_limits() -> tuple[int, int]:
+    """Threads that Metal gives a threadgroup of a kernel that needs many registers, and of one that also names them.
+
+    Before the M3 the first is less than 1,024; 0: it does not build. No kernel of a model depends on either.
+    """
+    return _threads_given(""), _threads_given(threads_named(ASKED))
+
+
+def _threads_given(header: str) -> int:
+    """What MLX says when it refuses `ASKED` threads, or all of them."""
+    make: Any = mx.fast.metal_kernel
+    text = {"input_names": ["x"], "output_names": ["out"], "header": header, "source": CROWDED}
+    call: dict[str, Any] = {"grid": (ASKED, 1, 1), "threadgroup": (ASKED, 1, 1)}
+    call |= {"output_shapes": [(ASKED, 96)], "output_dtypes": [mx.float32]}
+    try:
+        mx.eval(make(name=f"moeflux_crowded{len(header)}", **text)(inputs=[mx.ones((ASKED,))], **call))
+    except ValueError as error:
+        return int(re.findall(r"\d+", str(error))[-1])
+    except RuntimeError:
+        return 0
+    return ASKED
+
+
+def check_operations(dtype: mx.Dtype) -> list[Check]:
+    """Products, experts and routing with activations of `dtype`, float32, or bfloat16 on a GPU."""
+    checks = {"product": _product, "experts": _experts, "routing": _routing}
+    return [_timed(name, check, dtype) for name, check in checks.items()]
+
+
+def _timed(name: str, check: Callable[[np.random.Generator, mx.Dtype], float], dtype: mx.Dtype) -> Check:
+    start = time.perf_counter()
+    error = check(np.random.default_rng(0), dtype)
+    return Check(name, error, BOUNDS[dtype], time.perf_counter() - start)
+
+
+def _product(random: np.random.Generator, dtype: mx.Dtype) -> float:
+    """One token through a 4-bit matrix large enough for the kernels."""
+    record = random_records(random, 1, 4096, 1024)
+    words = record.blob[0]
+    gate = record.record.gate
+    codes, scales, biases = (mx.array(part) for part in _fields(words, gate))
+    x = mx.array(random.standard_normal((1, gate.columns)), dtype)
+    part = Part(gate.quant, codes, scales.view(mx.bfloat16), biases.view(mx.bfloat16))
+    got = backend.leave(linear(backend.enter(x, dtype), part))
+    return _error(got, _wide(x) @ dense(words, gate).T)
+
+
+def _experts(random: np.random.Generator, dtype: mx.Dtype) -> float:
+    """Two tokens through their experts, read from records by slot, weighted and added to the stream."""
+    records = random_records(random, EXPERT_COUNT, HIDDEN, INNER)
+    x, residual = (mx.array(random.standard_normal((2, HIDDEN)), dtype) for _ in range(2))
+    slots = np.stack([random.permutation(EXPERT_COUNT)[:TOP_K] for _ in range(2)]).astype(np.int32)
+    weights = mx.array(random.uniform(0.1, 1.0, slots.shape), mx.float32)
+    want = _wide(residual).copy()
+    for token in range(2):
+        for slot, weight in zip(slots[token], np.array(weights)[token], strict=True):
+            want[token] += weight * _expert(records, slot, _wide(x)[token])
+    inputs = [backend.enter(array, dtype) for array in (x, weights, residual)]
+    if not isinstance(inputs[0], np.ndarray):
+        records = Records(mx.array(records.blob), records.record)
+    x, weights, residual = inputs
+    return _error(backend.leave(expert_ffn(x, slots, records, weights, residual, None)), want)
+
+
+def _routing(random: np.random.Generator, dtype: mx.Dtype) -> float:
+    """The weights of the likeliest experts, in float32 whatever the activations are."""
+    logits = mx.array(random.standard_normal((4, 128)), mx.float32)
+    ids, weights = (np.asarray(a) for a in route(backend.enter(logits, dtype), Router(128, TOP_K)))
+    wide = np.exp(_wide(logits))
+    want_ids = np.argsort(-wide, axis=-1, kind="stable")[:, :TOP_K]
+    want = np.take_along_axis(wide, want_ids, axis=-1)
+    if not np.array_equal(ids, want_ids):
+        return float("inf")
+    return float(np.abs(weights - want / want.sum(axis=-1, keepdims=True)).max())
+
+
+def product_rate(dtype: mx.Dtype) -> float:
+    """Bytes of 4-bit weights per second that products with one row of `dtype` go through, one after the other.
+
+    The matrices are more than caches hold, so that memory decides; the best of three rounds counts.
+    """
+    parts, nbytes = [], 0
+    records = random_records(np.random.default_rng(0), RATED, RATED_WIDTH, RATED_WIDTH)
+    for words in records.blob:
+        for projection in records.record.projections:
+            codes, scales, biases = (mx.array(part) for part in _fields(words, projection))
+            parts.append(Part(projection.quant, codes, scales.view(mx.bfloat16), biases.view(mx.bfloat16)))
+            nbytes += codes.nbytes + scales.nbytes + biases.nbytes
+    mx.eval([[part.weight, part.scales, part.third] for part in parts])
+
+    def seconds() -> float:
+        x = backend.enter(mx.ones((1, RATED_WIDTH), dtype), dtype)
+        start = time.perf_counter()
+        for part in parts:
+            x = linear(x, part)
+        mx.eval(backend.leave(x))
+        return time.perf_counter() - start
+
+    seconds()  # compiles
+    return nbytes / min(seconds() for _ in range(3))
+
+
+def random_records(random: np.random.Generator, count: int, hidden: int, inner: int) -> Records:
+    """Records of random codes whose products keep the size of their inputs."""
+    record = Record.make(hidden, inner, (EXPERTS,) * 3)
+    blob = random.integers(0, 1 << 32, (count, record.stride // 4), dtype=np.uint32)
+    for projection in record.projections:
+        _, scales, biases = projection.fields
+        values = random.uniform(0.5, 1.5, (count, *scales.shape)).astype(np.float32) / (4.6 * projection.columns**0.5)
+        for field, one in ((scales, values), (biases, -7.5 * values)):
+            blob[:, field.words] = (one.view(np.uint32) >> 16).astype(np.uint16).reshape(count, -1).view(np.uint32)
+    return Records(blob, record)
+
+
+def dense(words: np.ndarray, projection: Projection) -> np.ndarray:
+    """A record's matrix [rows, columns] in float64: weight = scale * code + bias, first code in the lowest bits."""
+    codes, scales, biases = _fields(words, projection)
+    values = (codes[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(projection.rows, -1)
+    wide = [(part.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for part in (scales, biases)]
+    scale, bias = (np.repeat(part, projection.quant.group_size, axis=1) for part in wide)
+    return values * scale + bias
+
+
+def _fields(words: np.ndarray, projection: Projection) -> list[np.ndarray]:
+    """The matrix's codes as uint32, its scales and biases as the bits of bfloat16."""
+    views = [words[field.words].view(np.uint32 if field.dtype == "U32" else np.uint16) for field in projection.fields]
+    return [view.reshape(field.shape) for view, field in zip(views, projection.fields, strict=True)]
+
+
+def _expert(records: Records, slot: int, x: np.ndarray) -> np.ndarray:
+    gate, up, down = (dense(records.blob[slot], part) for part in records.record.projections)
+    act = gate @ x
+    return down @ (act / (1 + np.exp(-act)) * (up @ x))
+
+
+def _wide(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def _error(got: mx.array, want: np.ndarray) -> float:
+    return float(np.abs(_wide(got) - want).max() / np.abs(want).max())

@@ -1,0 +1,260 @@
+"""Finds the tiles with which each kernel is fastest on this GPU, at the shapes of one model.
+
+One layer of each kind is made with random weights and given a few tokens. Every launch that asks for a tile is recorded
+with its inputs and repeated with other tiles: `search` goes from the built-in tile to neighbours that are faster and
+correct. Its clock is an argument, so `search` itself needs no GPU. Compiling takes nearly all of the time, and on CUDA
+MLX compiles one kernel after the other; so several processes search, and take turns with the GPU.
+"""
+
+import functools
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.machine import machine_figures
+from ..engine.random_weights import Shapes, fill_randomly, random_records, randomise
+from ..experts.routing import Report, Routing, ignore_report
+from ..formats.record import ExpertLayout, Record
+from ..kinds import Connections, Mixer
+from ..model.layer import layer_of
+from ..model.layers import Linear
+from ..model.tokens import Tokens
+from ..ops import backend
+from ..ops.dequantize import dequantized_records
+from ..ops.experts import expert_ffn
+from ..ops.launch import Input, Launch, Reason
+from ..ops.streams import spread
+from ..ops.tiles import MAX_TOKENS, TILES, Tile, Tiles, spot_of, using
+from ..quant import Quant
+from ..spec import ModelArgs
+from ..state.cache import make_cache
+from .trial import Bench, Sample, others
+
+WORTH = 1.02  # a tile replaces another where it is so much faster
+FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # of alternating measurements: for a candidate, and of the best against the code's
+TOKENS = (1, 512, MAX_TOKENS // 4)  # of one pass each: a token, a prompt's, and a few
+PROCESSES, PROCESS_BYTES = 6, 2 << 30  # that compile at a time, at most; of the GPU's memory for each
+
+Seconds = Callable[[Tile], float]
+
+
+# ---- the search
+
+
+def search(
+    start: Tile, around: Callable[[Tile], Iterable[Tile]], is_right: Callable[[Tile], bool], seconds: Seconds
+) -> tuple[Tile, float]:
+    """The best tile that a way of faster and faster neighbours leads to, and how much faster than `start` it is.
+
+    Args:
+        start: the code's, which is returned with 1.0 unless another is at least `WORTH` times as fast.
+        around: the neighbours of a tile.
+        is_right: whether the values that a tile gives are; only right ones are measured.
+        seconds: one measurement; it is asked for two tiles in turn.
+    """
+    best, seen, moved = start, {start}, True
+    while moved:
+        moved = False
+        for tile in around(best):
+            if tile in seen:
+                continue
+            seen.add(tile)
+            if is_right(tile) and ratio(best, tile, seconds, FIRST_ROUNDS) >= WORTH:
+                best, moved = tile, True
+                break
+    gain = ratio(start, best, seconds, LAST_ROUNDS) if best != start else 1.0
+    return (best, gain) if gain >= WORTH else (start, 1.0)
+
+
+def ratio(one: Tile, other: Tile, seconds: Seconds, rounds: int) -> float:
+    """How many times as fast `other` is: the median of alternating pairs."""
+    return statistics.median(seconds(one) / seconds(other) for _ in range(rounds))
+
+
+# ---- what a model launches
+
+
+class Listening(Tiles):
+    """The code's tiles; the first launch of each spot is noted when it is called, in `samples`, and gives noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: dict[str, Sample] = {}
+        self._asked: list[tuple[str, str]] = []
+
+    def tile(self, target: str, kernel: str, shape: str) -> Tile:
+        self._asked.append((kernel, shape))
+        return super().tile(target, kernel, shape)
+
+    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        self._asked.clear()
+        made, asked = make(*given), tuple(self._asked)
+        if not asked or isinstance(made, Reason):
+            return made
+        if not isinstance(made, tuple):
+            return self._recording(made, lambda: make(*given), asked)
+        return tuple(
+            self._recording(launch, functools.partial(lambda i: make(*given)[i], i), asked)
+            for i, launch in enumerate(made)
+        )
+
+    def _recording(
+        self, launch: Launch, make: Callable[[], Launch], asked: Sequence[tuple[str, str]]
+    ) -> Callable[..., Any]:
+        """The launch; if a tile makes a difference to it, it tells what it is called with, and is not compiled."""
+        own = [(kernel, shape) for kernel, shape in asked if _depends(make, launch, kernel, shape)]
+
+        def call(*inputs: Input) -> list[mx.array]:
+            for kernel, shape in own:
+                self.samples.setdefault(spot_of(kernel, shape), Sample(kernel, make, inputs))
+            return [_noise(shape, dtype) for shape, dtype in launch.outputs]
+
+        return call if own else launch
+
+
+def _noise(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """Numbers such as activations are; indices are 0, which any array has."""
+    return mx.random.normal(shape).astype(dtype) if mx.issubdtype(dtype, mx.floating) else mx.zeros(shape, dtype)
+
+
+def _depends(make: Callable[[], Launch], launch: Launch, kernel: str, shape: str) -> bool:
+    """Whether another tile makes another launch: of several that are made together, some have none."""
+    return any(True for _ in others(make, launch, spot_of(kernel, shape), kernel, TILES[launch.target][kernel]))
+
+
+class TrialExperts:
+    """Routed experts of random weights for one layer, as many as a token uses; all of them are, by every token."""
+
+    def __init__(self, record: Record, count: int):
+        self.count = count
+        self.records = random_records(record, count)
+
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
+        slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
+        if len(x) <= MAX_TOKENS:
+            return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
+        dequantized_records(self.records, slots[0] + 0, x.dtype)
+        return residual
+
+    def expect(self, layer: int, tokens: int) -> None:
+        pass
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        return False
+
+
+def samples(shapes: Shapes) -> dict[str, Sample]:
+    """Every spot that the model's layers and head have, each with its launch: those of a single token first."""
+    listening = Listening()
+    for run in passes(shapes):
+        with using(listening):
+            run()
+    return listening.samples
+
+
+def passes(shapes: Shapes) -> Iterator[Callable[[], object]]:
+    """Of a token, a prompt and a few tokens, through one layer of each kind and the head; nothing is evaluated."""
+    parts = [*_layers(shapes), _head(shapes)]
+    for tokens in TOKENS:
+        for part in parts:
+            x = mx.random.normal((1, tokens, shapes.args.hidden_size)).astype(shapes.dtype)
+            yield functools.partial(part, x)
+
+
+def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
+    """One layer of each kind, for a text that begins."""
+    args, records = shapes.args, shapes.layout.records
+    kinds = dict[Any, int]()
+    for i, mixer in enumerate(args.mixers):
+        kinds.setdefault((mixer, records.get(i)), i)
+    for i in kinds.values():
+        experts = TrialExperts(records[i], args.num_experts_per_tok) if i in records else None
+        layer: Any = layer_of(args, i, cast(Any, experts), False)
+        randomise(layer, f"model.layers.{i}.", shapes)
+        yield functools.partial(_try_layer, layer, args.mixers[i], args.connections)
+
+
+def _try_layer(layer: Any, mixer: Mixer, connections: Connections | None, x: mx.array) -> object:
+    h = spread(x, connections.streams) if connections else x
+    return layer(h, make_cache(mixer), None, Tokens(mx.zeros(x.shape[:2], mx.uint32)))
+
+
+def _head(shapes: Shapes) -> Callable[[mx.array], object]:
+    """The last matrix, of which only single tokens and a few are asked."""
+    matrix = Linear(shapes.args.hidden_size, shapes.args.vocab_size)
+    fill_randomly(matrix, shapes.quants.get(shapes.args.last_matrix), shapes.dtype)
+    return lambda x: matrix(x[:, :MAX_TOKENS])
+
+
+# ---- all of it
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found for one spot: the code's tile, the best one, how much faster that is, and how long it takes."""
+
+    spot: str
+    code: Tile
+    best: Tile
+    gain: float
+    seconds: float
+
+
+def tune(
+    spots: Iterable[str], launches: Mapping[str, Sample], bench: Callable[[str, Sample], Any]
+) -> Generator[Result, None, None]:
+    """Searches `spots` in turn, each with its sample of `launches`."""
+    for spot in spots:
+        sample = launches[spot]
+        code, trial = TILES[backend.name()][sample.kernel], bench(spot, sample)
+        best, gain = search(code, trial.around, trial.is_right, trial.seconds)
+        yield Result(spot, code, best, gain, trial.seconds(best))
+        sample.inputs = ()
+
+
+def kept(results: Iterable[Result]) -> Mapping[str, Tile]:
+    """The tiles that are not the code's, by spot."""
+    return {one.spot: one.best for one in results if one.best != one.code}
+
+
+def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Result, None, None]:
+    """The results of a search of `spots` by several processes, as they come; after `seconds` no other is begun."""
+    end = time.monotonic() + seconds
+    context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork
+    most = 1 if backend.name() == "metal" else min(PROCESSES, (os.cpu_count() or 2) // 2)
+    count = max(1, min(most, machine_figures().memory // PROCESS_BYTES))
+    shared = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
+    waiting, running = deque(spots), set[Future[Result]]()
+    with ProcessPoolExecutor(count, mp_context=context, initializer=begin_work, initargs=shared) as pool:
+        while True:
+            while waiting and len(running) < count and time.monotonic() < end:
+                running.add(pool.submit(search_spot, waiting.popleft()))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+
+
+work: dict[str, Any] = {}  # of a process of the crew
+
+
+def begin_work(
+    args: ModelArgs, layout: ExpertLayout, quants: Mapping[str, Quant | None], dtype: str, turn: Any
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    work.update(launches=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
+
+
+def search_spot(spot: str) -> Result:
+    """Searches one spot, in a process that `begin_work` has prepared."""
+    return next(tune([spot], work["launches"], functools.partial(Bench, turn=work["turn"])))

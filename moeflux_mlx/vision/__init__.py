@@ -1,0 +1,1 @@
+"""Reading images: files become patches, and an encoder makes embeddings of these."""

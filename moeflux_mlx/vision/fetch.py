@@ -1,0 +1,130 @@
+"""Fetches image files from other machines by http and https, from public addresses only.
+
+A stranger may have written the URL of an image, in a page that an agent reads, so it must not lead to anything that
+only this machine or its network can reach. A name is looked up once, each of its addresses is checked, and the
+connection goes to one of these. So a name server that gives another answer the next time (DNS rebinding) is not asked
+again. Proxies are not used, because they would look up the name themselves.
+"""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from ipaddress import IPv4Address, IPv6Network, ip_address
+from string import punctuation
+from urllib.parse import quote, urljoin, urlsplit
+
+from ..errors import RequestError
+from ..version import VERSION
+from .pixels import FILE_BYTES
+
+REDIRECTS = 3  # that are followed
+MOVED = (301, 302, 303, 307, 308)
+PORTS = {"http": 80, "https": 443}
+HEADERS = {"Accept": "image/*", "User-Agent": f"moeflux-mlx/{VERSION}"}
+UNICAST = IPv6Network("2000::/3")  # all IPv6 addresses that are assigned on the internet (RFC 4291, section 2.4)
+NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address (RFC 6052)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet, not of this machine or of a network of its own.
+
+    An IPv6 address that stands for an IPv4 address (mapped, 6to4, NAT64) is public if that one is.
+    """
+    ip = ip_address(address)
+    if ip.version == 6:
+        carried = IPv4Address(int(ip) % (1 << 32)) if ip in NAT64 else ip.ipv4_mapped or ip.sixtofour
+        if carried is not None:
+            return is_public(str(carried))
+        if ip not in UNICAST:
+            return False
+    return ip.is_global and not ip.is_multicast
+
+
+def fetch(url: str, until: float, may_connect: Callable[[str], bool] = is_public) -> bytes:
+    """The file at a URL, of at most `FILE_BYTES`.
+
+    Args:
+        until: when to give up, as `time.monotonic` counts; only the look-up of a name may last longer.
+        may_connect: whether an IP address may be connected to; asked anew for each redirect.
+
+    Raises:
+        RequestError: it cannot be had, is too large, or lies at an address that may not be connected to.
+    """
+    try:
+        for _ in range(1 + REDIRECTS):
+            target, data = _get(url, until, may_connect)
+            if target is None:
+                return data
+            url = urljoin(url, target)
+        raise RequestError(f"it is redirected more than {REDIRECTS} times")
+    except (OSError, ValueError, HTTPException) as error:
+        reason = "it took too long" if time.monotonic() >= until else str(error)[:200] or type(error).__name__
+        raise RequestError(f"the image cannot be fetched: {reason}") from None
+
+
+def _get(url: str, until: float, may_connect: Callable[[str], bool]) -> tuple[str | None, bytes]:
+    """Where a URL is redirected to, or else None and the file."""
+    parts = urlsplit(url)
+    if parts.scheme not in PORTS or not parts.hostname:
+        raise RequestError(f"{url[:100]!r} is not at http:// or https://")
+    host, port = parts.hostname, parts.port or PORTS[parts.scheme]
+    path = quote(parts.path or "/", safe=punctuation) + (f"?{quote(parts.query, safe=punctuation)}" * bool(parts.query))
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    http = HTTPSConnection(host, port, context=tls) if tls else HTTPConnection(host, port)
+    with closing(http), _ended(_connected(host, port, until, may_connect), until) as connected:
+        # http.client connects by name only where there is no socket yet
+        http.sock = tls.wrap_socket(connected, server_hostname=host) if tls else connected
+        http.request("GET", path, headers=HEADERS)
+        with http.getresponse() as reply:
+            if reply.status in MOVED and (target := reply.getheader("Location")):
+                return target, b""
+            if reply.status != 200:
+                raise RequestError(f"{host} answered {reply.status}")
+            data = reply.read(FILE_BYTES + 1)
+    if len(data) > FILE_BYTES:
+        raise RequestError(f"it has more than {FILE_BYTES} bytes")
+    if time.monotonic() >= until:  # the connection may have been ended within the file
+        raise TimeoutError
+    return None, data
+
+
+def _connected(host: str, port: int, until: float, may_connect: Callable[[str], bool]) -> socket.socket:
+    """A connection to one of the addresses that a name has now, each of which is checked before."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    if not all(map(may_connect, addresses)):
+        raise RequestError(f"{host} is not at a public address; send a data: URL")
+    failed: OSError = TimeoutError()
+    for number, address in enumerate(addresses):
+        seconds = (until - time.monotonic()) / (len(addresses) - number)
+        if seconds <= 0:
+            break
+        try:
+            return socket.create_connection((address, port), seconds)
+        except OSError as error:
+            failed = error
+    raise failed
+
+
+@contextmanager
+def _ended(connected: socket.socket, until: float) -> Iterator[socket.socket]:
+    """Closes a connection behind it, and ends it at `until`, whoever waits for it: a socket's own timeout begins anew
+    with each byte."""
+    with connected, connected.dup() as same:  # the one that TLS takes over cannot be ended from outside
+
+        def end() -> None:
+            with suppress(OSError):  # it has ended before
+                same.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(until - time.monotonic(), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield connected
+        finally:
+            timer.cancel()
+            timer.join()

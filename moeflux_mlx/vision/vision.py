@@ -1,0 +1,278 @@
+"""What a model reads images with: `Vision`, and the images that it has read."""
+
+import base64
+import binascii
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ConfigError, ModelFileError, RequestError
+from ..files import read_json, user_path
+from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
+from ..model.images import ImageRows
+from ..ops.limits import within_limits
+from ..packing.aside import NAME
+from ..spec import ModelArgs, family_name
+from .encoder import EXTRA, KINDS, SCORES_COPIES, Encoder, Kind, is_installed, plain_name
+from .pixels import IMAGE_ROWS, Processor, processor_of, read_levels
+
+PREPROCESSOR = "preprocessor_config.json"
+MOST_ROWS = 1 << 16  # that anybody may ask for
+
+
+@dataclass(frozen=True)
+class VisionFiles:
+    """A model's image encoder, as it lies on disk.
+
+    Args:
+        kind: of the family.
+        config: the model's config.json.
+        tensors: of the encoder, by their names without what stands before them.
+        processor: how pictures become patches.
+        token: that stands for an image's rows.
+        by_axes: whether rotary positions follow an image's rows and columns.
+    """
+
+    kind: Kind
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    processor: Processor
+    token: int
+    by_axes: bool
+
+    def nbytes(self, dtype: mx.Dtype) -> int:
+        """Of the encoder in memory."""
+        return sum(int(np.prod(tensor.shape)) for tensor in self.tensors.values()) * dtype.size
+
+    def work_bytes(self, dtype: mx.Dtype, rows: int) -> int:
+        """What encoding an image of so many rows takes at once, with the rows that come of it."""
+        patches = rows * self.processor.merge**2
+        vision = self.config["vision_config"]
+        width, inner = (_size(vision, names) for names in (("hidden_size", "vt_hidden_size"), ("intermediate_size",)))
+        heads = _size(vision, ("num_heads", "vt_num_attention_heads"))
+        pixels = 3 * self.processor.frames * self.processor.patch**2
+        return dtype.size * patches * (SCORES_COPIES * heads * patches + 8 * width + 2 * inner + 2 * pixels)
+
+    def load(self, dtype: mx.Dtype, rows: int = IMAGE_ROWS) -> "Vision | NoVision":
+        """Reads the encoder; `rows` of an image, at most. Where it is not whole, the text part runs without it.
+
+        Raises:
+            ConfigError: as `Encoder`.
+        """
+        quantization = self.config.get("quantization") or {}
+        try:
+            encoder = Encoder(self.kind, self.config["vision_config"], self.tensors, quantization, dtype)
+        except ModelFileError as error:
+            return NoVision(str(error))
+        return Vision(encoder, self.processor, self.token, self.by_axes, rows)
+
+
+def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> VisionFiles | None:
+    """The image encoder of a packed model or of a checkpoint; None: it has none, or one that is not known.
+
+    Raises:
+        ConfigError: a value that the encoder needs is not usable. ModelFileError: a file cannot be read.
+    """
+    config = read_json(path / "config.json")
+    if _kind_of(config) is None:
+        return None
+    aside = path / NAME
+    packed = any(path.glob("resident*.safetensors"))
+    files = ([aside] if aside.exists() else []) if packed else safetensors_files(path, shards_in)
+    settings = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).exists() else {}
+    return vision_of(config, settings, merge_tensors(map(read_header, files)), args)
+
+
+def _kind_of(config: Mapping[str, Any]) -> Kind | None:
+    return KINDS.get(config["model_type"]) or KINDS.get(family_name(config))
+
+
+def vision_of(
+    config: Mapping[str, Any], settings: Mapping[str, Any], merged: Mapping[str, Tensor], args: ModelArgs
+) -> VisionFiles | None:
+    """`find_vision`, of what config.json, preprocessor_config.json and the headers of a model's files say."""
+    kind, vision = _kind_of(config), config.get("vision_config")
+    if kind is None or not isinstance(vision, dict):
+        return None
+    tensors = {plain: tensor for name, tensor in merged.items() if (plain := plain_name(_unwrapped(name)))}
+    token = next((config[name] for name in kind.token.split("|") if type(config.get(name)) is int), None)
+    if not tensors or token is None:
+        return None
+    if not 0 <= token < args.vocab_size:
+        raise ConfigError(f"the token of images is {token}, outside the vocabulary of {args.vocab_size}")
+    rotation = args.attention.rotation if args.attention else None
+    processor = processor_of(kind.processor, settings, vision)
+    return VisionFiles(kind, config, tensors, processor, token, bool(rotation and rotation.axes))
+
+
+def _unwrapped(name: str) -> str:
+    return name.removeprefix("language_model.")
+
+
+def _size(vision: Mapping[str, Any], names: Sequence[str]) -> int:
+    return next((vision[name] for name in names if type(vision.get(name)) is int), 0)
+
+
+class Vision:
+    """Reads images for one model; any number of threads may ask.
+
+    Args:
+        encoder: makes embeddings of patches.
+        processor: makes patches of pictures.
+        token: stands for an image's rows in prompts, once for each image where a template has written it.
+        by_axes: whether rotary positions follow rows and columns.
+        rows: that an image has at most.
+    """
+
+    def __init__(self, encoder: Encoder, processor: Processor, token: int, by_axes: bool, rows: int = IMAGE_ROWS):
+        self.encoder, self.processor, self.token, self.by_axes, self.most = encoder, processor, token, by_axes, rows
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+
+    def image(self, source: Any) -> "EncodedImage":
+        """An image to be read.
+
+        Args:
+            source: a path, a `file:` or `data:` URL, the bytes of a file, or a picture of Pillow's.
+
+        Raises:
+            RequestError: it is no image that can be read, or it is too large.
+        """
+        data = bytes_of(source)
+        with self._reading:  # one at a time: a picture may be large before it is made smaller
+            levels = read_levels(data, self.processor, self.most)
+        return EncodedImage(self, levels)
+
+    @within_limits()
+    def encode(self, levels: np.ndarray) -> ImageRows:
+        """Rows of a picture in the encoder's size. Raises DeviceError: memory is at an end."""
+        patch = self.processor.patch
+        with self._lock:
+            return self.encoder(self.processor.patches(levels), (levels.shape[0] // patch, levels.shape[1] // patch))
+
+
+class EncodedImage:
+    """An image of a text, which is encoded when its rows are first asked for.
+
+    Attributes:
+        digest: of its pixels and how they are cut.
+        length: rows of embeddings.
+        grid: rows and columns of them, where rotary positions follow these; else None.
+    """
+
+    def __init__(self, vision: Vision, levels: np.ndarray):
+        self._vision, self._levels = vision, levels
+        self._rows: ImageRows | None = None
+        processor = vision.processor
+        down, across = (length // processor.factor for length in levels.shape[:2])
+        self.length, self.grid = down * across, (down, across) if vision.by_axes else None
+        sizes = f"{levels.shape} {processor}".encode()
+        self.digest = hashlib.blake2b(sizes + levels.tobytes(), digest_size=32).digest()
+
+    def rows(self) -> ImageRows:
+        if self._rows is None:
+            self._rows = self._vision.encode(self._levels)
+        return self._rows
+
+    def forget(self) -> None:
+        """Gives its rows back, which are made again when they are asked for."""
+        self._rows = None
+
+
+class NoVision:
+    """In place of `Vision` where a model's images cannot be read: asking for one says why."""
+
+    token = -1  # no prompt has it
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def image(self, source: Any) -> EncodedImage:
+        raise RequestError(self.reason)
+
+
+def checked_rows(rows: int) -> int:
+    """Raises RequestError: an image cannot have so many rows."""
+    if type(rows) is not int or not 1 <= rows <= MOST_ROWS:
+        raise RequestError(f"image_tokens is {rows!r}; expected a number from 1 to {MOST_ROWS}")
+    return rows
+
+
+def bytes_of(source: Any) -> bytes:
+    """The bytes of an image file; see `Vision.image`."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str) and source.startswith("data:"):
+        return from_data_url(source)
+    if isinstance(source, str) and source.startswith("file://"):
+        source = unquote(urlsplit(source).path)
+    if isinstance(source, (str, Path)):
+        path = user_path(source)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
+    if hasattr(source, "save"):
+        import io
+
+        file = io.BytesIO()
+        source.save(file, "PNG")
+        return file.getvalue()
+    raise RequestError(
+        f"an image is a {type(source).__name__}; give a path, a data: URL, bytes or a picture of Pillow's"
+    )
+
+
+def image_bytes(url: str, fetch: Callable[[str], bytes] | None) -> bytes:
+    """What a URL that came from elsewhere stands for.
+
+    Args:
+        fetch: fetches from http and https; None: nothing is fetched. Other schemes but `data:` never are.
+
+    Raises:
+        RequestError: it cannot be had.
+    """
+    if url.startswith("data:"):
+        return from_data_url(url)
+    if not url.lower().startswith(("http://", "https://")):
+        raise RequestError("an image is neither a data: URL nor at http:// or https://; send data:image/png;base64,...")
+    if fetch is None:
+        raise RequestError("images are not fetched from other machines; send a data: URL, or serve --allow-image-urls")
+    return fetch(url)
+
+
+def from_data_url(url: str) -> bytes:
+    """What `data:image/png;base64,...` holds. Raises RequestError: it is no such URL."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise RequestError("the image's data: URL is not in base64; give data:image/png;base64,...")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"the image's data: URL is damaged: {error}") from None
+
+
+def open_vision(
+    path: Path, args: ModelArgs, shards_in: Sequence[Path] = (), wanted: bool = True
+) -> "VisionFiles | NoVision":
+    """What a model's images are read with, or why they cannot be.
+
+    Raises:
+        ConfigError, ModelFileError: as `find_vision`.
+    """
+    return usable(find_vision(path, args, shards_in) if wanted else None, args, wanted)
+
+
+def usable(files: VisionFiles | None, args: ModelArgs, wanted: bool = True) -> "VisionFiles | NoVision":
+    """What was found, or why it cannot be used here."""
+    if not wanted:
+        return NoVision("images are off (--no-vision); start without it")
+    if files is None:
+        return NoVision(f"this {args.model_type} model has no image encoder that is known here; send text alone")
+    return files if is_installed() else NoVision(EXTRA)

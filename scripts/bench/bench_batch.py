@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Tokens a second of several sequences that decode together over one at a time, by turns in one run.
+
+    scripts/bench/bench_batch.py [--variant qwen3.6-35b-a3b] [--layers N] [--parallel 1 2 4 8] [--against mlx-lm]
+    scripts/bench/bench_batch.py --model DIR [--expert-io pread] [--expert-cache-gb G] [--drive-mbps M] [--trace FILE]
+
+Of a variant the weights are random, drawn where MLX computes, all experts in memory; a directory is loaded. Each
+number of sequences has its own, with prompts of different lengths, which go on from round to round. Prints a line for
+each round, and ends with one JSON line: for each number the median of tokens a second of all together, and the median,
+lowest and highest of its ratio to one sequence of the same round.
+
+Random weights route rows independently. With `--trace` (routing_trace.py synthesize --sequences) the rows of a step ask
+for the experts of the trace instead, nothing is read ahead, and as many steps as are timed go before them, so that the
+pool holds what these sequences left. Then the report has the experts that were read for a token, `read`, and how many
+a pool of that size in least-recently-used order misses in the trace, `missed`. `--drive-mbps` slows the drive down; it
+needs root and a version 1 control group.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from bench_decode import ours, theirs
+from bench_stream import GROUPS, throttle
+from make_random_model import shrunk
+from routing_trace import Traced, missed, steps_of
+
+from moeflux_mlx import load_model
+from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.batch import advance_together
+from moeflux_mlx.engine.decoding import Decoding
+from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.spec import ModelArgs, variants
+
+WARMUP = 8  # steps before the first round
+Advance = Callable[[], Any]  # takes every sequence a token further
+
+
+def main() -> None:
+    options = parser().parse_args()
+    configure_mlx()
+    runs = dict(makers(options))
+    for advance in runs.values():
+        steps(advance, WARMUP)
+    with held_drive(options):
+        rounds = [one_round(runs, options, number) for number in range(options.rounds)]
+    print(json.dumps(report(options, rounds, runs)))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
+    made.add_argument("--layers", type=int, help="of the variant; default: all")
+    made.add_argument("--model", help="a directory to load in place of a variant")
+    made.add_argument("--expert-io", default="auto")
+    made.add_argument("--expert-cache-gb", type=float)
+    made.add_argument("--prefetch", default="auto")
+    made.add_argument("--cpu-activations", default="auto", help="of a directory (%(default)s)")
+    made.add_argument("--trace", type=Path, help="of several sequences, whose experts the rows of a step ask for")
+    made.add_argument("--drive-mbps", type=float, help="slows the drive of a directory down to this")
+    made.add_argument("--parallel", type=int, nargs="+", default=[1, 2, 4, 8], help="sequences (%(default)s)")
+    made.add_argument("--prompt", type=int, default=512, help="tokens of the longest prompt (%(default)s)")
+    made.add_argument("--tokens", type=int, default=32, help="of each sequence in a round (%(default)s)")
+    made.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
+    made.add_argument("--against", choices=["mlx-lm"], help="run its batches of the same shape by turns too")
+    return made
+
+
+@contextlib.contextmanager
+def held_drive(options: argparse.Namespace) -> Iterator[None]:
+    """This process in a control group whose reads are slowed down."""
+    if options.drive_mbps is None:
+        yield
+        return
+    ((file, lines),) = throttle([Path(options.model)], options.drive_mbps).items()
+    root = GROUPS / Path(file).parent
+    group = root / f"moeflux-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        for line in lines.splitlines():
+            (group / Path(file).name).write_text(line)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (root / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+class Together:
+    """Sequences that decode together, as the routers say or as a trace does.
+
+    Attributes:
+        read: experts that were read in the steps that were timed.
+    """
+
+    def __init__(self, model: Any, decodings: list[Decoding], traced: Traced | None):
+        self.model, self.decodings, self.traced = model, decodings, traced
+        self.at, self.read = 0, 0
+
+    def __call__(self) -> None:
+        if self.traced is not None:
+            self.traced.at = self.at
+        advance_together(self.decodings)
+        if self.traced is not None:
+            self.at, self.traced.at = self.traced.at, None
+
+    def timed(self, count: int) -> float:
+        """Seconds of so many steps, before which as many fill the pool where experts are read as a trace says."""
+        if self.traced is not None:
+            steps(self, count)
+        before = self.model.experts.stats.misses
+        seconds = steps(self, count)
+        self.read += self.model.experts.stats.misses - before
+        return seconds
+
+
+def makers(options: argparse.Namespace) -> Any:
+    """Names, and what advances the sequences of each."""
+    config, model = None, None
+    if options.model is None:
+        config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+        model = ours(ModelArgs.from_dict(config))
+    else:
+        cache = options.expert_cache_gb and int(options.expert_cache_gb * 1e9)
+        more = {"expert_io": options.expert_io, "expert_cache_bytes": cache, "prefetch": options.prefetch}
+        bits = options.cpu_activations
+        model = load_model(options.model, cpu_activations=bits if bits == "auto" else int(bits), **more)
+    vocabulary, traced = model.args.vocab_size, None
+    if options.trace is not None:
+        traced = Traced(model, trace_of(options))
+    for count in options.parallel:
+        decodings = [decoding(model, prompt) for prompt in prompts(options, count, vocabulary)]
+        yield ("ours", count), Together(model, decodings, traced)
+    if options.against is None:
+        return
+    from mlx_lm.generate import BatchGenerator
+
+    peer = theirs(config)
+    for count in options.parallel:
+        generator = BatchGenerator(peer, max_tokens=1 << 20, completion_batch_size=count, prefill_batch_size=count)
+        generator.insert(prompts(options, count, vocabulary))
+        while len(generator.next_generated()) < count:
+            pass
+        yield ("mlx-lm", count), generator.next_generated
+
+
+def trace_of(options: argparse.Namespace) -> np.ndarray:
+    with np.load(options.trace) as file:
+        trace = file["trace"].astype(np.int64)
+    if trace.ndim != 4 or len(trace) < max(options.parallel):
+        raise SystemExit(f"error: {options.trace} has not as many sequences as decode together")
+    return trace
+
+
+def prompts(options: argparse.Namespace, count: int, vocabulary: int) -> list[list[int]]:
+    """Random ones; each is a little shorter than the one before."""
+    lengths = [max(options.prompt - 37 * i, 1) for i in range(count)]
+    return [mx.random.randint(0, min(vocabulary, 10000), (length,)).tolist() for length in lengths]
+
+
+def decoding(model: Any, prompt: list[int]) -> Decoding:
+    cache, tokens = model.make_cache(), mx.array(prompt, mx.uint32)
+    return Decoding(model, cache, tokens, Prefill(model, cache, tokens).run())
+
+
+def steps(advance: Advance, count: int) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    for _ in range(count):
+        advance()
+    return time.perf_counter() - start
+
+
+def one_round(runs: dict, options: argparse.Namespace, number: int) -> dict:
+    """Tokens a second of each; every second round goes backwards, so that a drift hits all alike."""
+    order = list(runs.items())[:: -1 if number % 2 else 1]
+    rates = {}
+    for name, advance in order:
+        seconds = advance.timed(options.tokens) if isinstance(advance, Together) else steps(advance, options.tokens)
+        rates[name] = name[1] * options.tokens / seconds
+    line = ", ".join(f"{who} {count}: {rates[who, count]:.1f}" for who, count in runs)
+    print(f"round {number + 1}: {line} tokens/s", flush=True)
+    return rates
+
+
+def report(options: argparse.Namespace, rounds: list[dict], runs: dict) -> dict:
+    rows = {}
+    for who, count in rounds[0]:
+        alone = (who, min(options.parallel))
+        ratios = sorted(one[who, count] / one[alone] for one in rounds)
+        rows[f"{who} {count}"] = {
+            "tokens_per_second": round(statistics.median(one[who, count] for one in rounds), 2),
+            "ratio": round(statistics.median(ratios), 3),
+            "lowest": round(ratios[0], 3),
+            "highest": round(ratios[-1], 3),
+        }
+        if options.trace is not None:
+            rows[f"{who} {count}"] |= reads(runs[who, count], trace_of(options), count * options.tokens * len(rounds))
+    settings = {"variant": options.variant, "layers": options.layers, "model": options.model, "rounds": len(rounds)}
+    return settings | {"prompt": options.prompt, "load": os.getloadavg()[0], "rows": rows}
+
+
+def reads(run: Together, trace: np.ndarray, tokens: int) -> dict:
+    """Experts a token that were read, and that the pool misses in the trace."""
+    of_trace = trace[: len(run.decodings)]
+    most = missed(steps_of(of_trace), run.model.experts.slots) / (len(of_trace) * trace.shape[1])
+    return {"read": round(run.read / tokens, 3), "missed": round(most, 3)}
+
+
+if __name__ == "__main__":
+    main()

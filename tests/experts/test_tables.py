@@ -1,0 +1,164 @@
+"""Rows of n-gram tables: the right ones in any order and form, read once, kept for a while, and what files lack."""
+
+import os
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_directory
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.weights import open_weights
+from moeflux_mlx.errors import ExpertIOError, ModelFileError
+from moeflux_mlx.experts.tables import FEW, TableReader
+from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
+from moeflux_mlx.quant import Quant
+
+WIDTH = 32
+FORMS = [
+    RowForm(WIDTH, None, "BF16"),
+    RowForm(WIDTH, None, "F32"),
+    RowForm(WIDTH, Quant(4, 32), "BF16"),
+    RowForm(WIDTH, Quant(4, 32), "F16"),
+    RowForm(WIDTH, Quant(4, 16, "nvfp4"), "BF16"),
+    RowForm(WIDTH, Quant(8, 32, "mxfp8"), "BF16"),
+]
+DTYPES = {"BF16": mx.bfloat16, "F32": mx.float32, "F16": mx.float16, "U32": mx.uint32, "U8": mx.uint8}
+
+
+def written(path, form, rows, lengths, in_parts, seed=0):
+    """Files of a table in shards of such lengths, and its values; `in_parts`: each part of a row lies for itself."""
+    values = mx.array(np.random.default_rng(seed).normal(size=(rows, form.width)).astype(np.float32))
+    if form.quant is None:
+        parts = [values.astype(DTYPES[form.floating])]
+        wanted = parts[0].astype(mx.float32)
+    else:
+        how = {"group_size": form.quant.group_size, "bits": form.quant.bits, "mode": form.quant.mode}
+        parts = [
+            part if part.dtype != mx.float32 else part.astype(DTYPES[form.floating])
+            for part in mx.quantize(values, **how)
+        ]
+        wide = [part if part.dtype in (mx.uint32, mx.uint8) else part.astype(mx.float32) for part in parts]
+        wanted = mx.dequantize(*wide, **how).astype(mx.float32)
+    raw = [np.array(mx.contiguous(part).view(mx.uint8)) for part in parts]
+    shards, starts, at = [], [], 0
+    for i, length in enumerate(lengths):
+        own, places = [part[at : at + length] for part in raw], []
+        for j, part in enumerate(own if in_parts else [np.concatenate(own, axis=1)]):
+            file = path / f"{i}-{j}"
+            file.write_bytes(b"before" + np.ascontiguousarray(part).tobytes())
+            places.append(Place(file, 6, part.shape[1]))
+        shards.append(places)
+        starts.append(at)
+        at += length
+    return TableFiles(form, starts, shards, rows), np.array(wanted)
+
+
+@given(
+    form=st.sampled_from(FORMS),
+    cuts=st.lists(st.integers(1, 99), max_size=3, unique=True),
+    in_parts=st.booleans(),
+    calls=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=6),
+    kept=st.integers(0, 20),
+)
+@settings(max_examples=examples(25), deadline=None)
+def test_any_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept):
+    ends = [*sorted(cuts), 100]
+    lengths = np.diff([0, *ends]).tolist()
+    files, wanted = written(tmp_path_factory.mktemp("table"), form, 100, lengths, in_parts)
+    reader = TableReader(files, kept * form.row_bytes)
+    for numbers in calls:
+        rows = np.array(numbers)[None, :, None]
+        pending = reader.begin(rows)
+        for start, end in ((0, len(numbers)), (len(numbers) // 2, len(numbers))):
+            got = np.array(pending.take(start, end).astype(mx.float32))[0]
+            np.testing.assert_array_equal(got, wanted[numbers[start:end]])
+    assert len(reader._kept) <= kept
+    reader.close()
+
+
+def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
+    files, _ = written(tmp_path, FORMS[2], 100, [40, 60], True)
+    reader = TableReader(files)
+    for _ in range(2):
+        reader.begin(np.array([[[5, 7], [7, 50]]])).take(0, 2)
+        assert reader.rows_read == 3 and reader.bytes_read == 3 * FORMS[2].row_bytes
+    reader.close()
+
+
+def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
+    """In the order in which they lie, each once."""
+    files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], False)
+    reader, read, right = TableReader(files), [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read.append(offset) or right(fd, buffers, offset))
+    numbers = np.random.default_rng(1).integers(0, 100, (1, FEW, 2))
+    got = np.array(reader.begin(numbers).take(3, 9).astype(mx.float32))[0]
+    np.testing.assert_array_equal(got, wanted[numbers[0, 3:9]].reshape(6, -1))
+    assert reader.rows_read == len(np.unique(numbers)) == len(read) and not reader._kept
+    reader.close()
+
+
+def test_a_file_that_ends_early_and_a_reader_that_is_closed(tmp_path):
+    files, _ = written(tmp_path, FORMS[0], 10, [10], False)
+    reader = TableReader(files)
+    os.truncate(tmp_path / "0-0", 6 + 9 * 64 + 1)
+    with pytest.raises(ExpertIOError, match=f"0-0 ends at byte {6 + 9 * 64 + 1}; a table's row ends at"):
+        reader.begin(np.array([[[9]]])).take(0, 1)
+    assert reader.begin(np.array([[[8]]])).take(0, 1).shape == (1, 1, WIDTH)
+    reader.close()
+    reader.close()
+    with pytest.raises(ExpertIOError, match="closed"):
+        reader.begin(np.array([[[1]]]))
+    (tmp_path / "0-0").unlink()
+    with pytest.raises(ExpertIOError, match="cannot be opened"):
+        TableReader(files)
+
+
+# ---- of a model
+
+
+def test_a_closed_model_reads_no_rows():
+    model = load_model(tiny_directory("qwen4_exp", "hub"), dtype=mx.float32)
+    model.experts.close()
+    with pytest.raises(ExpertIOError, match="closed"):
+        model(mx.array([[1, 2, 3]]))
+
+
+def test_a_packed_row_is_one_read_and_in_place_it_has_parts(tmp_path):
+    source = goldens.write_variant(tmp_path / "mlx", "qwen4_exp", "mlx4")
+    for path, count in ((tiny_directory("qwen4_exp"), 1), (source, 3)):
+        tables = open_weights(path).tables
+        assert sorted(tables) == [1, 3] and [files.rows for files in tables.values()] == [256, 320]
+        assert [len(list(files.places(100))) for files in tables.values()] == [count] * 2
+        assert {files.form for files in tables.values()} == {RowForm(64, Quant(4, 64), "BF16")}
+
+
+@pytest.mark.parametrize("change", ["a row", "a shard", "a hash"])
+def test_tables_that_do_not_fit_the_configuration(tmp_path, change):
+    tensors = dict(goldens.variant_tensors("qwen4_exp", "hub"))
+    stem = "model.language_model.layers.1.ple.ple_embedding."
+    name = f"{stem}ngram_embedding.shard_3.weight"
+    kind, array = tensors.pop(name)
+    if change == "a row":
+        tensors[name] = kind, array[:-1]
+    elif change == "a hash":
+        tensors |= {name: (kind, array), f"{stem}layer_multipliers": ("I64", np.array([1, 3, 5]))}
+    path = goldens.write_variant(tmp_path / "source", "qwen4_exp", "hub")
+    goldens.write_safetensors(path / "model.safetensors", tensors)
+    with pytest.raises(ModelFileError, match="is not what config" if change == "a hash" else "rows in all"):
+        convert(path, tmp_path / "packed")
+
+
+def test_a_packed_table_of_another_size(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    for file in tiny_directory("qwen4_exp", "hub").iterdir():
+        (path / file.name).symlink_to(file)
+    (path / "tables.safetensors").unlink()
+    with pytest.raises(ModelFileError, match="the table of layer 1 has 0 rows"):
+        load_model(path)

@@ -1,0 +1,79 @@
+"""The controller of drafts, with steps whose times and luck are made up."""
+
+import random
+
+import pytest
+
+from moeflux_mlx.model.drafting import MOST_DRAFTS, Drafting
+
+
+def run(drafting, seconds, luck, tokens, seed=0, proposals=1.0):
+    """Tokens a second of a text: `seconds(depth)` of a step, each draft taken with the chance `luck`."""
+    draw, said, spent, depths = random.Random(seed), 0, 0.0, []
+    while said < tokens:
+        depth = drafting.depth if draw.random() < proposals else 0
+        taken = 0
+        while taken < depth and draw.random() < luck:
+            taken += 1
+        step = seconds(depth) * draw.uniform(0.9, 1.1)
+        drafting.add(depth, taken, step)
+        depths.append(depth)
+        said, spent = said + taken + 1, spent + step
+    return said / spent, depths
+
+
+def shared(depth):
+    """A step whose rows share most of the work."""
+    return 1 + 0.15 * depth
+
+
+def alone(depth):
+    """A step whose rows share nothing but a little."""
+    return 1 + 0.8 * depth
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_pays_is_done_as_deep_as_it_pays(seed):
+    rate, depths = run(Drafting("head"), shared, 0.8, 2000, seed)
+    best = max(sum(0.8**i for i in range(d + 1)) / shared(d) for d in range(MOST_DRAFTS + 1))
+    assert rate > 0.93 * best and max(depths[len(depths) // 2 :], key=depths.count) >= 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "step, luck", [(alone, 1 / 3), (alone, 0.0), (shared, 0.0), (lambda depth: 1 + 2.0 * depth, 0.9)]
+)
+def test_what_does_not_pay_costs_little(seed, step, luck):
+    rate, depths = run(Drafting("head"), step, luck, 600, seed)
+    assert rate > 0.97 and depths.count(0) > 0.9 * len(depths)
+
+
+def test_a_text_that_changes_is_noticed():
+    drafting = Drafting("lookup")
+    run(drafting, shared, 0.0, 600)
+    _, depths = run(drafting, shared, 1.0, 1500, 1)
+    assert set(depths[-100:]) <= {3, 4} or depths[-100:].count(4) > 90
+    _, depths = run(drafting, alone, 0.0, 600, 2)
+    assert depths[-100:].count(0) > 90
+
+
+def test_one_long_pause_says_nothing():
+    drafting = Drafting("head")
+    run(drafting, shared, 0.8, 300)
+    before = drafting.rate(3)
+    drafting.add(3, 3, 1000.0)
+    assert drafting.rate(3) > 0.8 * before
+
+
+def test_off_never_drafts_and_fixed_always_does():
+    assert run(Drafting(), shared, 1.0, 50)[1] == [0] * 50
+    rate, depths = run(Drafting("head", 2, fixed=True), alone, 0.0, 50)
+    assert set(depths) == {2}
+
+
+def test_counts():
+    drafting = Drafting("head", fixed=True)
+    for taken in (4, 2, 0):
+        drafting.add(4, taken, 1.0)
+    drafting.add(0, 0, 1.0)
+    assert (drafting.checked, drafting.taken, list(drafting.steps)) == (12, 6, [1, 0, 0, 0, 3])

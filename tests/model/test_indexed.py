@@ -1,0 +1,144 @@
+"""Attention over chosen positions: where it begins, and what mistakes do."""
+
+from dataclasses import replace
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import logits_of_calls as logits
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx import kinds
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.kinds import Indexer
+from moeflux_mlx.model import indexed as module
+from moeflux_mlx.model.span import Span
+from moeflux_mlx.ops.indexed import Chosen, Index, choose
+
+FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+TOLERANCE = 2e-4
+
+
+def error(model, family, lengths=(64,)):
+    tokens, wanted = goldens.golden(family)
+    return np.abs(logits(model, tokens, lengths) - wanted).max()
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 4])
+def test_calls_that_end_about_the_budget(family, beyond):
+    model = tiny_model(family, mx.float32, "hub")
+    first = model.args.mixers[0].indexer.top + beyond
+    assert error(model, family, (first, 1, 63 - first)) < TOLERANCE
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_tokens_at_a_time_give_the_same(family, monkeypatch):
+    monkeypatch.setattr(kinds.chosen, "INDEX_VALUES", 1 << 12)
+    model = tiny_model(family, mx.float32, "hub")
+    rows = model.args.mixers[0].indexer.rows_at_once(64, 80)
+    assert 1 <= rows < 20 and error(model, family) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [np.float32, mx.float32])
+@given(seed=st.integers(0, 2**16), levels=st.sampled_from([1, 2, 4, 1024]), top=st.integers(1, 8))
+@settings(max_examples=examples(25), deadline=None)
+def test_the_best_are_chosen_and_the_first_of_equal_ones(dtype, seed, levels, top):
+    """All numbers are exact in float32."""
+    rng, heads, first, rows, count = np.random.default_rng(seed), 3, 9, 4, 14
+    q = rng.integers(-levels, levels + 1, (1, rows, heads, 2)) / levels
+    k = rng.integers(-levels, levels + 1, (1, count, 2)) / levels
+    w = rng.integers(-2, 3, (1, rows, heads)).astype(np.float64)
+    scores = np.einsum("rh,rhp->rp", w[0], np.maximum(q[0] @ k[0].T, 0))
+    seen = [range(first + row + 1) for row in range(rows)]
+    ordered = [sorted(seen[row], key=lambda place, row=row: (-scores[row, place], place)) for row in range(rows)]
+    made = [a.astype(np.float32) if dtype is np.float32 else mx.array(a, dtype) for a in (q, k, w)]
+    library = np if dtype is np.float32 else mx
+    found = np.array(choose(Index(*made), library.arange(first + 1, first + rows + 1), Indexer(heads, 2, top)))
+    assert found.tolist() == [[sorted(places[:top]) for places in ordered]]
+
+
+def test_a_span_that_was_left_between_two_layers_goes_on():
+    model, (tokens, _) = tiny_model("glm_moe_dsa", mx.float32, "hub"), goldens.golden("glm_moe_dsa")
+    whole, left = (Span(mx.array(tokens[None]), 0, 20) for _ in range(2))
+    wanted = model.advance(whole, model.make_cache())
+    cache, told = model.make_cache(), []
+
+    def stop(share):
+        told.append(share)
+        if 0.2 < share < 0.3 or 0.6 < share < 0.7:  # in the layers that reuse what the one before them chose
+            raise InterruptedError
+
+    for _ in range(50):
+        try:
+            got = model.advance(left, cache, stop)
+            break
+        except InterruptedError:
+            stop = (lambda right: lambda share: None if told.append(share) or len(told) > 12 else right(share))(stop)
+    assert len(told) > 3 and mx.array_equal(got, wanted)
+    assert left.nbytes > left.hidden.nbytes and any(one.positions is not None for one in left.chosen.values())
+
+
+# ---- mistakes
+
+
+def broken(monkeypatch, family, owner, name, value):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    monkeypatch.setattr(owner, name, value)
+    return error(model, family) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_are_not_normed(monkeypatch, family):
+    assert broken(monkeypatch, family, module.LayerNorm, "__call__", lambda self, x: x)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_whose_norm_has_no_bias(monkeypatch, family):
+    right = module.layer_norm
+    assert broken(monkeypatch, family, module, "layer_norm", lambda x, w, b, eps: right(x, w, b * 0, eps))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_values_of_a_head_rotated(monkeypatch, family):
+    right = module.Rope.__call__
+
+    def wrong(self, x, offset):
+        if x.shape[-1] == self.dims or self.dims != 16 or x.shape[-1] > 48:
+            return right(self, x, offset)
+        return np.ascontiguousarray(right(self, np.ascontiguousarray(x[..., ::-1]), offset)[..., ::-1])
+
+    assert broken(monkeypatch, family, module.Rope, "__call__", wrong)
+
+
+def test_the_choice_of_the_first_layer_for_all_that_reuse(monkeypatch):
+    right, kept = module.attend_indexed, {}
+
+    def wrong(*given, index, chosen, **more):
+        if index is not None:
+            out = right(*given, index=index, chosen=chosen, **more)
+            kept.setdefault("positions", chosen.positions)
+            return out
+        return right(*given, index=None, chosen=Chosen(kept["positions"]), **more)
+
+    assert broken(monkeypatch, "glm_moe_dsa", module, "attend_indexed", wrong)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_heads_that_are_left_out(monkeypatch, family):
+    right = module.Index
+    assert broken(monkeypatch, family, module, "Index", lambda q, k, w: right(q, k, w * 0 + 1))
+
+
+def test_a_layer_that_reuses_holds_no_keys():
+    args = tiny_model("glm_moe_dsa", mx.float32, "hub").args
+    own, shared = (args.mixers[i] for i in (0, 1))
+    assert shared == replace(own, indexer=replace(own.indexer, reuses=True))
+    model = tiny_model("glm_moe_dsa", mx.float32, "hub")
+    assert [layer.bytes_for(256, 4) // 1024 for layer in model.make_cache()[:2]] == [64 + 16 + 48, 64 + 16]

@@ -1,0 +1,98 @@
+"""MiniMax-M3: blocks that each head of keys chooses, and what mistakes do."""
+
+from dataclasses import replace
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import logits_of_calls as logits
+from tiny_models import tiny_directory, tiny_model
+
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.errors import ConfigError
+from moeflux_mlx.ops import blocks
+from moeflux_mlx.spec import ModelArgs
+
+FAMILY = "minimax_m3_vl"
+TOLERANCE = 2e-4
+TOKENS, WANTED = goldens.golden(FAMILY)
+
+
+def error(model, lengths=(64,)):
+    return np.abs(logits(model, TOKENS, lengths) - WANTED).max()
+
+
+@pytest.fixture
+def model():
+    return tiny_model(FAMILY, mx.float32, "hub")
+
+
+def test_the_text_passes_everything(model):
+    """A dense layer without blocks first; three blocks of eight positions, a token's own among them."""
+    parts = [mixer.blocks for mixer in model.args.mixers]
+    assert parts[0] is None and [(one.ratio, one.indexer.top) for one in parts[1:]] == [(8, 3)] * 3
+    assert model.args.moe_layers == (1, 2, 3) and len(TOKENS) == 64
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("lengths", [(23, 41), (24, 40), (25, 39), (22, 1, 1, 1, 39), (31, 1, 1, 31), (3, 61)])
+def test_calls_that_end_about_blocks_and_the_budget(model, lengths):
+    assert error(model, lengths) < TOLERANCE
+
+
+# ---- mistakes: each must exceed the tolerance
+
+
+def with_choice(monkeypatch, change):
+    """The model when `change` is made of what is chosen, in one call and one token at a time."""
+    model, right = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32), blocks.choose_by_head
+    monkeypatch.setattr(blocks, "choose_by_head", lambda *given: change(right(*given), *given))
+    return min(error(model), error(model, (1,) * 64)) > 10 * TOLERANCE
+
+
+def test_one_choice_for_all_heads(monkeypatch):
+    assert with_choice(monkeypatch, lambda chosen, *_: np.repeat(chosen[:, :, :1], chosen.shape[2], axis=2))
+
+
+def test_the_first_blocks_instead_of_the_best(monkeypatch):
+    assert with_choice(monkeypatch, lambda chosen, *_: np.broadcast_to(np.arange(2, dtype=np.int32), chosen.shape))
+
+
+def test_blocks_by_the_mean_of_their_keys(monkeypatch):
+    right = blocks.choose_by_head
+
+    def wrong(index, seen, rule):
+        B, positions, width = index.keys.shape
+        count = positions // rule.ratio
+        means = index.keys[:, : count * rule.ratio].reshape(B, count, rule.ratio, width).mean(axis=2)
+        return right(index._replace(keys=means.repeat(rule.ratio, axis=1)), seen, rule)
+
+    model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
+    monkeypatch.setattr(blocks, "choose_by_head", wrong)
+    assert error(model) > 10 * TOLERANCE
+
+
+def test_a_budget_of_another_block(monkeypatch):
+    model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
+    for layer in list(model.layers)[1:]:
+        mixer = layer.self_attn.mixer
+        indexer = replace(mixer.blocks.indexer, top=2)
+        layer.self_attn.mixer = replace(mixer, blocks=replace(mixer.blocks, indexer=indexer))
+    assert error(model) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sparse_num_index_heads": 3}, "index_n_heads 3 is not num_key_value_heads 2"),
+        ({"sparse_local_block": 2}, "index_local_blocks"),
+        ({"sparse_disable_index_value": [0, 1, 0, 1]}, "sparse_disable_index_value"),
+        ({"sparse_score_type": "mean"}, "sparse_score_type"),
+    ],
+)
+def test_what_the_indexer_does_not_compute_is_refused(change, message):
+    config = goldens.config(FAMILY)
+    config["text_config"]["sparse_attention_config"].update(change)
+    with pytest.raises(ConfigError, match=message):
+        ModelArgs.from_dict(config)

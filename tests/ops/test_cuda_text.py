@@ -1,0 +1,56 @@
+"""CUDA's compiler takes every kernel of some models, at their real shapes and in every stored form, without a GPU.
+
+It needs NVIDIA's compiler: pip install '.[nvrtc]'.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from moeflux_mlx.engine.kernel_cache import NVRTC, programs_of
+from moeflux_mlx.engine.random_weights import Shapes
+from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.ops.kernel_files import Compiler, Program
+from moeflux_mlx.ops.launch import KernelText
+from moeflux_mlx.ops.tiles import CODE
+from moeflux_mlx.quant import AFFINE_BITS, Quant, Quantization
+from moeflux_mlx.spec import ModelArgs
+
+TOOLKIT = next((path for path in (Path(entry) / "nvidia/cu13" for entry in sys.path) if path.is_dir()), None)
+FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS)]
+FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")]
+VARIANTS = ("cogito-v2-671b", "gpt-oss-20b", "minimax-m2-230b-a10b", "laguna-xs-2.1-33b", "step-3.5-flash-196b")
+VARIANTS += ("gemma-4-26b-a4b", "glm-5.3-flash-321b", "qwen3.8-flash-next-125b", "deepseek-v4-flash")
+CASES = [("qwen3.6-35b-a3b", form) for form in FORMS] + [(variant, Quant(4, 64)) for variant in VARIANTS]
+
+pytestmark = [pytest.mark.full, pytest.mark.skipif(TOOLKIT is None, reason="pip install '.[nvrtc]' brings a compiler")]
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return Compiler("sm_90a", str(TOOLKIT / "lib" / NVRTC), [TOOLKIT / "include"])
+
+
+def programs(variant, form):
+    args = replace(ModelArgs.from_variant(variant), quantization=Quantization(form))
+    quants = {path: stored_as(args, path, shape[-1], form) for path, shape in needed(args)[0].items()}
+    layout = ExpertLayout.from_args(args, {layer: (form,) * 3 for layer in args.moe_layers})
+    return programs_of(Shapes(args, layout, quants, mx.bfloat16), CODE)
+
+
+@pytest.mark.parametrize(("variant", "form"), CASES, ids=str)
+def test_every_kernel_compiles(variant, form, compiler):
+    wanted = programs(variant, form)
+    with ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(compiler.compile, wanted))
+    assert wanted and not [one.function for one, code in zip(wanted, compiled, strict=True) if code is None]
+
+
+def test_a_fault_of_the_text_is_seen(compiler):
+    text = KernelText("fault", ["x"], ["y"], "", "y[0] = simd_sum(x[0]);")
+    assert compiler.compile(Program(text, [mx.float32], [mx.float32])) is None

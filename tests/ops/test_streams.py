@@ -1,0 +1,79 @@
+"""What stands between several streams and a part of a layer, on kernels and in plain operations, against float64."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import msl
+from moeflux_mlx.kinds import HyperConnections
+from moeflux_mlx.ops import backend, launch, streams
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+LIMITS = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
+EPS = 1e-3
+
+
+def case(n, D, dtype, seed=0):
+    """h [1, 1, n * D], out [1, 1, D], and what makes weights of h."""
+    rng, rows = np.random.default_rng(seed), n * (n + 2)
+    h, out = (mx.array(rng.normal(size=(1, 1, width)).astype(np.float32)).astype(dtype) for width in (n * D, D))
+    fn, base = (rng.normal(size=shape) / shape[-1] ** 0.5 for shape in ((rows, n * D), (rows,)))
+    arrays = [mx.array(part.astype(np.float32)) for part in (fn, base, rng.normal(size=3))]
+    return h, out, streams.Mapping(*arrays, launch.pack(arrays[1:]))
+
+
+def wide(a):
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def wanted(h, out, by, rule):
+    """(a part's input, the streams behind it), as arXiv:2512.24880 has it, with the order of DeepSeek-V4's code."""
+    (h, out, fn, base, scale), n = map(wide, (h[0, 0], out[0, 0], *by[:3])), rule.streams
+    v = fn @ h / np.sqrt((h**2).mean() + EPS)
+    pre = 1 / (1 + np.exp(-(v[:n] * scale[0] + base[:n]))) + rule.eps
+    post = 2 / (1 + np.exp(-(v[n : 2 * n] * scale[1] + base[n : 2 * n])))
+    comb = np.exp(v[2 * n :] * scale[2] + base[2 * n :]).reshape(n, n)
+    comb = comb / comb.sum(1, keepdims=True) + rule.eps
+    for i in range(rule.iterations):
+        comb = comb / (comb.sum(1, keepdims=True) + rule.eps) if i else comb
+        comb = comb / (comb.sum(0, keepdims=True) + rule.eps)
+    h = h.reshape(n, -1)
+    return pre @ h, (comb.T @ h + post[:, None] * out).reshape(-1)
+
+
+def check(n, D, dtype, rounds=3):
+    """Whether a part's input and the streams behind it are right."""
+    rule, (h, out, by) = HyperConnections(n, rounds, 1e-2), case(n, D, dtype)
+    x, mixing = streams.gathered(h, by, rule, EPS)
+    got = x, streams.scattered(h, out, mixing, rule)
+    for one, want in zip(got, wanted(h, out, by, rule), strict=True):
+        assert np.abs(wide(one)[0, 0] - want).max() < LIMITS[dtype] * np.abs(want).max()
+
+
+@pytest.mark.usefixtures("plain_operations")
+def test_plain_operations():
+    check(3, 40, mx.float32)
+
+
+@msl.needed
+@pytest.mark.parametrize("n, D, dtype", [(4, 300, mx.float32), (2, 40, mx.bfloat16)])
+def test_a_token_on_kernels(n, D, dtype):
+    with msl.launching():
+        assert not streams.refusal(backend.name(), 1, HyperConnections(n, 3, 1e-2))
+        check(n, D, dtype)
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("streams_gather.metal", "uint o = N; o < CELLS", "uint o = 1; o < N"),
+        pytest.param("streams_gather.metal", "round < ROUNDS", "round + 1 < ROUNDS", marks=pytest.mark.full),
+        pytest.param("streams_scatter.metal", "N + j * N + k", "N + k * N + j", marks=pytest.mark.full),
+        pytest.param("streams_products.metal", "row < O ? weights[i] : v", "weights[i]", marks=pytest.mark.full),
+    ],
+)
+def test_a_planted_fault_is_caught(monkeypatch, file, old, new):
+    msl.plant(monkeypatch, file, old, new)
+    with msl.launching(), pytest.raises(AssertionError):
+        check(4, 40, mx.float32)

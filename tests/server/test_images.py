@@ -1,0 +1,298 @@
+"""Images through the APIs, by the official clients; and what is no image, which is a 400."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+from types import SimpleNamespace
+
+import anthropic
+import image_goldens
+import mlx.core as mx
+import numpy as np
+import openai
+import pytest
+from image_models import image_directory, needs_encoder, random_image
+from live_server import Live
+from small_site import SmallSite, moved, reply
+
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.errors import BadRequestError
+from moeflux_mlx.model.drafting import Drafting
+from moeflux_mlx.server.prepare import Defaults, Preparer
+from moeflux_mlx.server.request import Sampling
+from moeflux_mlx.server.wire import chat as chat_api
+from moeflux_mlx.server.wire.images import MOST, without_images
+from moeflux_mlx.text.tokenizer import load_tokenizer
+from moeflux_mlx.vision.fetch import fetch
+
+FAMILY = "qwen3_vl_moe"
+MOST_TOKENS = 4
+
+
+def fetch_from_here(url, until):
+    return fetch(url, until, may_connect=lambda address: address == "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def live():
+    """It fetches images from this machine alone."""
+    with Live(lambda: open_engine(image_directory(FAMILY), dtype=mx.float32), fetch=fetch_from_here) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gpt(live):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="k", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(live):
+    with anthropic.Anthropic(base_url=live.url, api_key="k", max_retries=0) as client:
+        yield client
+
+
+def url(number=0, kind="png"):
+    return f"data:image/{kind};base64,{base64.b64encode(image_goldens.png(FAMILY, number)).decode()}"
+
+
+def chat(gpt, content):
+    messages = [{"role": "user", "content": content}]
+    return gpt.chat.completions.create(model="tiny", messages=messages, max_tokens=MOST_TOKENS)
+
+
+def respond(gpt, content):
+    asked = [{"role": "user", "content": content}]
+    return gpt.responses.create(model="tiny", input=asked, max_output_tokens=MOST_TOKENS)
+
+
+def say(claude, content):
+    asked = [{"role": "user", "content": content}]
+    return claude.messages.create(model="tiny", messages=asked, max_tokens=MOST_TOKENS)
+
+
+def image_url(source):
+    return {"type": "image_url", "image_url": {"url": source}}
+
+
+def input_image(source):
+    return {"type": "input_image", "image_url": source, "detail": "auto"}
+
+
+ASKED = {"type": "text", "text": "what is it?"}
+INPUT_ASKED = {"type": "input_text", "text": "what is it?"}
+
+
+@needs_encoder
+def test_all_apis_read_the_same_images(gpt, claude):
+    by_chat = chat(gpt, [image_url(url(0)), ASKED, image_url(url(1))])
+    alone = chat(gpt, [ASKED])
+    assert by_chat.usage.prompt_tokens == alone.usage.prompt_tokens + (15 + 2) + (6 + 2)
+    by_responses = respond(gpt, [input_image(url(0)), INPUT_ASKED, input_image(url(1))])
+    assert by_responses.usage.input_tokens == by_chat.usage.prompt_tokens
+    assert by_responses.output_text == by_chat.choices[0].message.content
+    blocks = [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url(i).split(",")[1]}}
+        for i in range(2)
+    ]
+    content = [blocks[0], ASKED, blocks[1]]
+    assert say(claude, content).content[0].text == by_chat.choices[0].message.content
+    counted = claude.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": content}])
+    assert counted.input_tokens == by_chat.usage.prompt_tokens
+
+
+@needs_encoder
+def test_another_image_is_another_prompt_and_the_same_one_is_known(gpt):
+    first = chat(gpt, [image_url(url(0)), ASKED])
+    again = chat(gpt, [image_url(url(0)), ASKED])
+    other = chat(gpt, [image_url(url(1)), ASKED])
+    assert again.usage.prompt_tokens_details.cached_tokens > 15
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert other.usage.prompt_tokens_details.cached_tokens < 15
+
+
+@needs_encoder
+def test_a_result_of_a_tool_may_hold_an_image(claude):
+    source = {"type": "base64", "media_type": "image/png", "data": url(0).split(",")[1]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": source}]}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "see", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "see", "input_schema": {"type": "object"}}]
+    with_image = claude.messages.count_tokens(model="tiny", messages=messages, tools=tools).input_tokens
+    result["content"] = ""
+    without = claude.messages.count_tokens(model="tiny", messages=messages, tools=tools).input_tokens
+    assert with_image == without + 17
+
+
+def png_of(width, height, data=b"", text=b""):
+    """A PNG that says how large it is, with a text that is compressed too."""
+
+    def chunk(name, body):
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header, texts = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"a\0\0" + zlib.compress(text)
+    parts = [(b"IHDR", header), (b"zTXt", texts), (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
+    parts = [chunk(*part) for part in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def shaped(width, height):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+HOSTILE = {
+    "huge": (png_of(100_000, 100_000), "exceeds limit|at most 33554432 pixels"),
+    "wide": (png_of(2_000_000_000, 2), "pixels|cannot be read"),
+    "bomb": (png_of(1, 1, bytes(4), bytes(1 << 22)), "cannot be read: .*[Ll]arge"),
+    "short": (png_of(500, 600, bytes(90_000)), "cannot be read"),
+    "truncated": (None, "cannot be read"),
+    "empty": (b"", "cannot be read"),
+    "text": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read"),
+    "long": (shaped(2010, 10), "at most 200 times as long as wide"),
+}
+
+
+@needs_encoder
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_image_is_a_400(gpt, name):
+    data, said = HOSTILE[name]
+    data = image_goldens.png(FAMILY, 0)[:300] if data is None else data
+    with pytest.raises(openai.BadRequestError, match=said):
+        chat(gpt, [image_url(f"data:image/png;base64,{base64.b64encode(data).decode()}"), ASKED])
+
+
+@needs_encoder
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("https://10.0.0.1/a.png", "10.0.0.1 is not at a public address"),
+        ("file:///etc/passwd", "neither a data: URL nor"),
+        ("/etc/passwd", "neither a data: URL nor"),
+        ("data:image/png;base64,!!", "damaged"),
+        ("data:image/png,abc", "not in base64"),
+    ],
+)
+def test_other_addresses_are_refused(gpt, source, said):
+    with pytest.raises(openai.BadRequestError, match=said):
+        chat(gpt, [image_url(source), ASKED])
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"wings": {"enum": [2, 4]}},
+    "required": ["wings"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "owl", "schema": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "count", "description": "Counts.", "strict": True, "parameters": SCHEMA},
+}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+@needs_encoder
+def test_reasoning_schemas_tools_and_drafts_work_beside_images(live, monkeypatch):
+    """An answer that thinks, one that thinks and keeps to a schema, one that calls a tool, and one that has the tool's
+    result, which is an image too, and computes nothing before it again."""
+    drafting = Drafting("lookup", most=2, fixed=True)
+    monkeypatch.setattr(live.worker.state.engine.model, "drafting", drafting)
+    asked = [{"role": "user", "content": [ASKED, image_url(url(0))]}]
+    ended = str(live.post("/tokenize", {"content": "</think>"})["tokens"][-1])
+
+    def ask(messages, **more):
+        reply = live.post("/v1/chat/completions", {"messages": messages, "max_tokens": 80, **more})
+        return reply["choices"][0]["message"], reply["usage"]
+
+    thought, _ = ask(asked, **THINKING, max_tokens=4)
+    assert thought["reasoning_content"] and not thought["content"]
+    formed, _ = ask(asked, **THINKING, response_format=FORM, logit_bias={ended: 100})
+    assert json.loads(formed["content"])["wings"] in (2, 4)
+    called, usage = ask(asked, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    (call,) = called["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["wings"] in (2, 4)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "2"}, image_url(url(1))]}
+    _, more = ask([*asked, called, result], tools=[TOOL], max_tokens=4)
+    assert more["prompt_tokens_details"]["cached_tokens"] >= usage["total_tokens"] - 2
+    assert more["prompt_tokens"] > usage["total_tokens"] + 8 and drafting.checked
+
+
+@needs_encoder
+def test_all_apis_fetch_images_and_refuse_what_is_none(gpt, claude):
+    """Each refuses in its own shape."""
+    with SmallSite({"/a.png": reply(image_goldens.png(FAMILY, 0)), "/moved": moved("/a.png")}) as site:
+        good, bad = f"{site.url}/moved", f"{site.url}/missing"
+        by_url = lambda source: {"type": "image", "source": {"type": "url", "url": source}}  # noqa: E731
+        wanted = chat(gpt, [image_url(url(0)), ASKED]).choices[0].message.content
+        assert chat(gpt, [image_url(good), ASKED]).choices[0].message.content == wanted
+        assert respond(gpt, [input_image(good), INPUT_ASKED]).output_text == wanted
+        assert say(claude, [by_url(good), ASKED]).content[0].text == wanted
+        with pytest.raises(openai.BadRequestError, match="127.0.0.1 answered 404") as refused:
+            chat(gpt, [image_url(bad), ASKED])
+        assert refused.value.type == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError, match="127.0.0.1 answered 404"):
+            respond(gpt, [input_image(bad), INPUT_ASKED])
+        with pytest.raises(anthropic.BadRequestError, match="127.0.0.1 answered 404") as refused:
+            say(claude, [by_url(bad), ASKED])
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
+        assert [path for path, _ in site.asked] == ["/moved", "/a.png"] * 3 + ["/missing"] * 3
+
+
+@needs_encoder
+def test_text_cannot_make_a_place_for_an_image(gpt):
+    said = chat(gpt, [{"type": "text", "text": "<|image_pad|>"}, image_url(url(1))])
+    alone = chat(gpt, [{"type": "text", "text": "<|image_pad|>"}])
+    assert said.usage.prompt_tokens == alone.usage.prompt_tokens + 8
+
+
+def test_states_are_kept_at_the_same_ends_as_in_text():
+    """Of the system's message, of what was said before the last message, and of that."""
+    tokenizer, token = load_tokenizer(image_directory(FAMILY)), image_goldens.special_tokens(FAMILY)[1]
+    reader = SimpleNamespace(token=token, image=lambda data: random_image(FAMILY, seed=len(data)))
+    prepare = Preparer(tokenizer, 256, 4096, Defaults(Sampling(temperature=0.0), {}), reader)
+    parts = [[ASKED, image_url("data:;base64,AAAA")], [image_url("data:;base64,AAAAAAAA"), ASKED]]
+    said = [("system", "Look."), ("user", parts[0]), ("assistant", "An owl."), ("user", parts[1])]
+    body = {"messages": [{"role": role, "content": content} for role, content in said]}
+    prepared = prepare(chat_api.read(body))
+    tokens = prepared.tokens.tokens.tolist()
+    assert tokens.count(token) == 2 * 12 and len(prepared.tokens.images.placed) == 2
+    behind = [tokenizer.decode(tokens[place:]) for place in prepared.boundaries]
+    image = f"<|vision_start|>{'<|image_pad|>' * 12}<|vision_end|>"
+    assert behind[2] == "<|im_start|>assistant\n"
+    assert behind[1] == f"{image}what is it?<|im_end|>\n{behind[2]}"
+    assert behind[0].startswith(f"what is it?{image}<|im_end|>\n") and behind[0].endswith(behind[1])
+
+
+# ---- bodies
+
+
+def test_marks_stand_in_texts_where_images_were():
+    image = {"type": "image_url", "image_url": {"url": "data:one"}}
+    parts = [image, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {**image, "image_url": "data:two"}]
+    body, images = without_images({"messages": [{"role": "user", "content": parts}], "model": "m"}, "messages")
+    one, two = (f"{images.letters}{n}." for n in range(2))
+    texts = [part["text"] for part in body["messages"][0]["content"]]
+    assert texts == [f"{one}a", f"b{two}"] and images.sources == ["data:one", "data:two"]
+    assert images.replaced(f"x{two}y{one}", "IMG") == ("xIMGyIMG", ["data:two", "data:one"])
+    assert json.loads(json.dumps(body)) == body
+
+
+@pytest.mark.parametrize("parts", [[{"type": "image_url"}], [{"type": "image", "source": {"type": "file"}}]])
+def test_a_part_without_an_image_is_refused(parts):
+    with pytest.raises(BadRequestError, match="messages\\[0\\].content\\[0\\]"):
+        without_images({"messages": [{"role": "user", "content": parts}]}, "messages")
+
+
+def test_too_many_images_are_refused():
+    parts = [{"type": "image_url", "image_url": "data:"}] * (MOST + 1)
+    with pytest.raises(BadRequestError, match=f"33 images; at most {MOST}"):
+        without_images({"messages": [{"role": "user", "content": parts}]}, "messages")

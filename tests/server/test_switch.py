@@ -1,0 +1,269 @@
+"""Several models, of which one is loaded at a time: who waits, who goes first, and what is given back."""
+
+import contextlib
+import random
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+
+import anthropic
+import mlx.core as mx
+import openai
+import pytest
+from live_server import FakeEngine, Live, demo_engine, wait_for
+from test_load import send
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.server import switch
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+class Loads:
+    """Makes fake engines that answer with their name, and notes what was loaded while what was there.
+
+    No answer begins before `may_answer` is set.
+    """
+
+    def __init__(self, *names, **options):
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.order, self.engines, self.failing, self.options = [], {}, set(), options
+        self.of = {name: lambda name=name: self.load(name) for name in names}
+
+    def load(self, name):
+        assert all(engine.experts.closed for engine in self.engines.values()), "two models at once"
+        self.order.append(name)
+        if name in self.failing:
+            raise RequestError("/secret/path does not fit")
+        self.engines[name] = FakeEngine(lambda prompt: self.answer(name), **self.options)
+        return self.engines[name]
+
+    def answer(self, name):
+        assert self.may_answer.wait(60)
+        return f"</think>{name}"
+
+
+def ask(live, name):
+    return live.post("/v1/chat/completions", {"model": name, "messages": HI})["choices"][0]["message"]["content"]
+
+
+def refused(ask, *arguments):
+    """The status of what is refused."""
+    with pytest.raises(HTTPError) as told:
+        ask(*arguments)
+    with told.value as error:
+        return error.code
+
+
+def statuses(live):
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any") as client:
+        return {model.id: model.status["value"] for model in client.models.list()}
+
+
+def test_a_model_is_loaded_when_it_is_asked_for():
+    loads = Loads("a", "b")
+    with Live(loads.of) as live:
+        assert statuses(live) == {"a": "loaded", "b": "unloaded"} and loads.order == ["a"]
+        assert [ask(live, name) for name in ("a", "b", "b", "a")] == ["a", "b", "b", "a"]
+        assert loads.order == ["a", "b", "a"] and statuses(live) == {"a": "loaded", "b": "unloaded"}
+        body = {"messages": HI, "model": "b", "max_tokens": 4}
+        assert live.post("/v1/messages/count_tokens", body)["input_tokens"] > 2 and statuses(live)["b"] == "loaded"
+        assert 'moeflux_model_loaded{model="b"} 1' in live.get("/metrics")
+
+
+def test_an_unknown_name_is_not_found():
+    with (
+        Live(Loads("a", "b").of) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="any") as chat,
+        anthropic.Anthropic(base_url=live.url, api_key="any") as claude,
+    ):
+        with pytest.raises(openai.NotFoundError, match="there are a, b") as told:
+            chat.chat.completions.create(model="c", messages=HI)
+        assert told.value.code == "model_not_found" and told.value.param == "model"
+        with pytest.raises(openai.NotFoundError):
+            chat.models.retrieve("c")
+        with pytest.raises(anthropic.NotFoundError) as told:
+            claude.messages.create(model="c", messages=HI, max_tokens=4)
+        assert told.value.body["error"]["type"] == "not_found_error"
+        assert chat.models.retrieve("b").id == "b"
+        assert live.post("/v1/chat/completions", {"messages": HI})["model"] == "a"
+
+
+def held_and_waiting(live):
+    """How many requests hold on to the loaded model, and how many wait for another one or behind it."""
+    return live.models.loaded.uses, live.models.queue - live.worker.queue
+
+
+def test_requests_for_a_model_go_together(monkeypatch):
+    monkeypatch.setattr(switch, "GROUP_SECONDS", 60)
+    loads = Loads("a", "b")
+    loads.may_answer.clear()
+    with Live(loads.of) as live, ThreadPoolExecutor(12) as clients:
+        names = ["a", "b"] * 6
+        asked = [clients.submit(ask, live, "a")]
+        wait_for(lambda: held_and_waiting(live) == (1, 0))
+        asked += [clients.submit(ask, live, name) for name in names[1:]]
+        wait_for(lambda: held_and_waiting(live) == (6, 6))
+        loads.may_answer.set()
+        assert [one.result() for one in asked] == names
+    assert loads.order == ["a", "b"]
+
+
+def test_who_comes_after_the_time_of_a_group_waits_behind_the_others(monkeypatch):
+    monkeypatch.setattr(switch, "GROUP_SECONDS", 60)
+    loads = Loads("a", "b")
+    loads.may_answer.clear()
+    with Live(loads.of) as live, ThreadPoolExecutor(4) as clients:
+        asked = []
+        for name, counts in (("a", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("a", (2, 2))):
+            if counts == (2, 2):  # the time is over
+                monkeypatch.setattr(switch, "GROUP_SECONDS", 0)
+                live.models.loaded.seconds = 0.0
+            asked.append(clients.submit(ask, live, name))
+            wait_for(lambda counts=counts: held_and_waiting(live) == counts)
+        loads.may_answer.set()
+        assert [one.result() for one in asked] == ["a", "b", "a", "a"]
+    assert loads.order == ["a", "b", "a"]
+
+
+def test_a_model_in_demand_shuts_out_no_other(monkeypatch):
+    monkeypatch.setattr(switch, "GROUP_SECONDS", 0.1)
+    loads, over = Loads("a", "b", token_seconds=0.01), threading.Event()
+    with Live(loads.of) as live, ThreadPoolExecutor(4) as clients:
+
+        def keep_asking():
+            while not over.is_set():
+                assert ask(live, "a") == "a"
+
+        busy = [clients.submit(keep_asking) for _ in range(3)]
+        wait_for(lambda: live.models.loaded.uses)
+        assert ask(live, "b") == "b"
+        over.set()
+        assert [one.result() for one in busy] == [None] * 3
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_own_requests(capfd):
+    loads = Loads("a", "b")
+    loads.failing.add("b")
+    with Live(loads.of) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="the model b cannot be loaded") as told:
+            client.chat.completions.create(model="b", messages=HI)
+        assert "secret" not in str(told.value) and str(live.models.error).startswith("/secret")
+        assert ask(live, "a") == "a"
+        loads.failing.clear()
+        assert ask(live, "b") == "b"
+    assert loads.order == ["a", "b", "a", "b"]
+
+
+def test_the_first_one_that_cannot_be_loaded_leaves_the_others():
+    loads = Loads("a", "b")
+    loads.failing.add("a")
+    with Live(loads.of) as live:
+        assert ask(live, "b") == "b" and '"ok"' in live.get("/health")
+
+
+def test_what_nobody_uses_is_unloaded():
+    loads = Loads("a", token_seconds=0.02)
+    with Live(loads.of, idle_seconds=0.1) as live:
+        assert ask(live, "any") == "a"
+        wait_for(lambda: statuses(live) == {"a": "unloaded"})
+        assert loads.engines["a"].experts.closed and '"ok"' in live.get("/health")
+        assert ask(live, "any") == "a" and loads.order == ["a", "a"]
+
+
+def test_a_request_that_comes_while_the_model_is_idle_keeps_it():
+    loads = Loads("a", token_seconds=0.1)
+    with Live(loads.of, idle_seconds=0.2) as live:
+        assert ask(live, "any") == ask(live, "any") == "a"  # the second takes longer than the rest of the idle time
+    assert loads.order == ["a"]
+
+
+def test_who_leaves_waits_no_more():
+    loads = Loads("a", "b", token_seconds=0.5)
+    body = b'{"model": "%s", "stream": true, "messages": [{"role": "user", "content": "Hi"}]}'
+    with Live(loads.of, queue=1) as live, send(live, body % b"a") as first:
+        wait_for(lambda: live.worker.state.running)
+        with send(live, body % b"b"):
+            wait_for(lambda: live.models.queue == 1)
+            assert refused(ask, live, "b") == 429
+        wait_for(lambda: live.models.queue == 0)
+        first.close()
+        wait_for(lambda: live.models.loaded.uses == 0)
+    assert loads.order == ["a"]
+
+
+def test_who_waits_for_a_model_hears_of_the_end():
+    loads = Loads("a", "b", token_seconds=0.1)
+    with Live(loads.of) as live, ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(ask, live, "a")]
+        wait_for(lambda: live.worker.state.running)
+        asked.append(clients.submit(ask, live, "b"))
+        wait_for(lambda: live.models.queue == 1)
+        live.listener.stop_soon()
+        assert [refused(one.result) for one in asked] == [503, 503]
+    assert loads.order == ["a"]
+
+
+def test_memory_is_given_back_before_the_next_is_loaded():
+    """As weak references and MLX's own count say, in the moment when the next one is about to be loaded."""
+    held, there, memory = [], [], []
+
+    def load(make):
+        there.append([one() for one in held if one() is not None])
+        memory.append(mx.get_active_memory())
+        engine = make()
+        held[:] = [weakref.ref(one) for one in (engine, engine.model, engine.experts, *engine.model.layers)]
+        return engine
+
+    tiny = tiny_directory("qwen3_moe", template="qwen35_style")
+    loads = {"demo": lambda: load(demo_engine), "tiny": lambda: load(lambda: open_engine(tiny))}
+    with Live(loads) as live:
+        for name in ("demo", "tiny", "demo", "tiny"):
+            body = {"model": name, "messages": HI, "max_tokens": 4}
+            assert live.post("/v1/chat/completions", body)["usage"]["completion_tokens"] > 0
+    assert there == [[], [], [], []] and max(memory) - memory[0] < 100_000
+    wait_for(lambda: all(one() is None for one in held))
+
+
+def test_a_model_that_fails_half_loaded_is_given_back():
+    engines = []
+
+    def half_loaded():
+        engine = demo_engine()
+        engines.append(weakref.ref(engine.model))
+        raise RequestError(f"{engine.path} has no tokenizer")
+
+    with Live({"a": half_loaded, "b": Loads("b").of["b"]}) as live:
+        assert ask(live, "b") == "b" and live.models.error is None and engines[0]() is None
+        assert refused(ask, live, "a") == 500
+        assert len(engines) == 2
+        wait_for(lambda: engines[1]() is None)
+
+
+def test_any_requests_and_departures_leave_the_switch_in_order():
+    rng, loads = random.Random(3), Loads("a", "b", "c", token_seconds=0.001)
+    with Live(loads.of, idle_seconds=0.02) as live, ThreadPoolExecutor(6) as clients:
+
+        def client(name, patience):
+            body = b'{"model": "%s", "stream": true, "messages": [{"role": "user", "content": "Hi"}]}' % name.encode()
+            with send(live, body) as connection:
+                connection.settimeout(patience)
+                received = b""
+                with contextlib.suppress(TimeoutError):
+                    while b"[DONE]" not in received and (piece := connection.recv(4096)):
+                        received += piece
+            assert patience < 1 or f'"content":"{name}"'.encode() in received.replace(b" ", b""), received
+
+        asked = []
+        for _ in range(30):
+            asked.append(clients.submit(client, rng.choice("abc"), rng.choice([0.01, 0.05, 20, 20])))
+            time.sleep(rng.choice([0, 0, 0.03]))
+        for one in asked:
+            one.result()
+        wait_for(lambda: live.models.loaded is None and not live.models.queue)
+        assert live.models.totals.failed == 0

@@ -1,0 +1,378 @@
+"""Requests that share steps of a real model: each is answered as if alone, whoever else comes, leaves or fails."""
+
+import json
+import os
+import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import anthropic
+import httpx2
+import numpy as np
+import openai
+import pytest
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_server import Live, demo_engine, wait_for
+from tiny_models import tiny_directory
+
+from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.server.admission import Admission
+from moeflux_mlx.server.job import Job
+from moeflux_mlx.server.live import Watch
+from moeflux_mlx.server.prepare import Prepared
+from moeflux_mlx.server.request import Failed, Finish, Request, Sampling, Text
+from moeflux_mlx.server.running import Totals
+from moeflux_mlx.server.sessions import Sessions
+from moeflux_mlx.server.worker import Worker
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request and what becomes of it.
+
+    Args:
+        length: of its prompt.
+        limit: of its answer.
+        seed: of its sampler; None takes the likeliest.
+        at: how many events others must have had before it comes.
+        end: "left" or "broken" after so many tokens, or None.
+        client: who asks.
+    """
+
+    length: int
+    limit: int
+    seed: int | None
+    at: int
+    end: tuple[str, int] | None
+    client: str
+
+
+ASKS = st.builds(
+    Ask,
+    st.integers(1, 60),
+    st.integers(1, 8),
+    st.none() | st.integers(0, 3),
+    st.integers(0, 30),
+    st.none() | st.tuples(st.sampled_from(["left", "broken"]), st.integers(0, 6)),
+    st.sampled_from("ab"),
+)
+
+
+class Breaking:
+    """A mask that allows everything, until it fails."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def allowed(self):
+        if self.after == 0:
+            raise OSError("unplugged")
+        self.after -= 1
+        return np.ones(256, bool)
+
+    def redirected(self):
+        return None
+
+    def consume(self, token):
+        pass
+
+
+class Bench:
+    """A worker whose jobs come when others have heard so many events: all of it in the model's thread."""
+
+    def __init__(self, engine):
+        self.engine, begun = engine, threading.Event()
+        self.worker = Worker(
+            lambda: engine,
+            lambda engine: Sessions(engine.session, 3, 1 << 30),
+            lambda engine: Admission(5, 400, lambda tokens: tokens),
+            64,
+            1 / 3,
+            Totals(),
+            Watch(),
+            begun.set,
+            lambda: None,
+        )
+        self.worker.start()
+        assert begun.wait(30) and self.worker.state.ready
+        self.alone = {}
+
+    def run(self, asks):
+        """The events of each, all that came together."""
+        heard, pending, over, count = [[] for _ in asks], list(range(len(asks))), threading.Event(), 0
+        jobs = {}
+
+        def submit_due():
+            while pending and (count >= asks[pending[0]].at or all(self.is_over(heard[i]) for i in jobs)):
+                self.submit(asks[pending[0]], pending.pop(0), hear, jobs)
+
+        def hear(i, event):
+            nonlocal count
+            count += 1
+            heard[i].append(event)
+            end = asks[i].end
+            if end == ("left", sum(isinstance(one, Text) for one in heard[i])):
+                jobs[i].cancel()
+            submit_due()
+            if not pending and all(map(self.is_over, heard)):
+                over.set()
+
+        submit_due()
+        assert over.wait(60), "it hangs"
+        wait_for(lambda: not self.worker.state.running)
+        return heard
+
+    def submit(self, ask, number, hear, jobs):
+        """Its prompt begins as no other does, so that what a session knows is of no use."""
+        tokens = [int(n) for n in np.random.default_rng([ask.length, number]).integers(0, 200, ask.length)]
+        tokens[0] = 201 + number
+        sampling = Sampling(temperature=0.0 if ask.seed is None else 0.9, seed=ask.seed)
+        broken = ask.end[1] if ask.end is not None and ask.end[0] == "broken" else None
+        prepared = Prepared(
+            Request("completions", "tiny", prompt=tokens, sampling=sampling),
+            tokens,
+            max_tokens=ask.limit,
+            mask=None if broken is None else lambda: Breaking(broken),
+        )
+        jobs[number] = Job(prepared, lambda event: hear(number, event), ask.client)
+        self.worker.submit(jobs[number])
+
+    @staticmethod
+    def is_over(events):
+        return bool(events) and isinstance(events[-1], (Finish, Failed))
+
+    def answer_alone(self, ask, number):
+        if (ask, number) not in self.alone:
+            padded = [None] * number + [ask]
+            heard, over, jobs = [], threading.Event(), {}
+
+            def hear(_, event):
+                heard.append(event)
+                if ask.end == ("left", sum(isinstance(one, Text) for one in heard)):
+                    jobs[number].cancel()
+                if self.is_over(heard):
+                    over.set()
+
+            self.submit(padded[number], number, hear, jobs)
+            assert over.wait(60)
+            self.alone[ask, number] = heard
+        return self.alone[ask, number]
+
+
+def told(events):
+    """The text, and how it ended."""
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    last = events[-1]
+    how = (last.reason, last.completion_tokens) if isinstance(last, Finish) else (last.status, last.code)
+    return text, how
+
+
+def check(bench, asks):
+    asks = sorted(asks, key=lambda ask: ask.at)
+    for number, (ask, events) in enumerate(zip(asks, bench.run(asks), strict=True)):
+        text, how = told(events)
+        wanted, wanted_how = told(bench.answer_alone(ask, number))
+        cut = how == (503, "cancelled") or wanted_how == (503, "cancelled")
+        assert (text, how) == (wanted, wanted_how) or (cut and (text.startswith(wanted) or wanted.startswith(text)))
+    worker = bench.worker
+    assert worker.state.running == [] and worker.queue == 0
+    assert not any(kept.busy for kept in worker._sessions._kept)
+    assert all(not pool.is_leased for pool in getattr(bench.engine.experts, "pools", []))
+
+
+BENCHES = {
+    "read": lambda: open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512),
+    "recurrent": lambda: open_engine(tiny_directory("qwen3_5_moe"), prefill_step_size=8),
+}
+
+
+@pytest.fixture(scope="module", params=BENCHES)
+def bench(request):
+    made = Bench(BENCHES[request.param]())
+    yield made
+    assert made.worker.stop(10)
+
+
+@settings(max_examples=examples(6))
+@given(asks=st.lists(ASKS, min_size=2, max_size=7))
+def test_whoever_comes_leaves_or_fails_each_is_answered_as_if_alone(bench, asks):
+    check(bench, asks)
+
+
+def test_all_at_once(bench):
+    check(
+        bench,
+        [Ask(40 + n, 6, n % 3, 0, ("left", 2) if n == 3 else ("broken", 1) if n == 4 else None, "a") for n in range(8)],
+    )
+
+
+def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
+    """And no others of the step. A lone request fails, or does not, where the same one does among others."""
+    directory = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
+    bench = Bench(open_engine(directory, expert_io="pread", expert_cache_bytes=1, span=512))
+    file = directory / "packed_experts" / "layer_01.bin"
+    os.truncate(file, file.stat().st_size * 15 // 16)  # the last of 16 experts
+    bench.engine.experts.invalidate()
+    asks = [Ask(1 + n % 2, 3, n % 3, 0, None, "a") for n in range(8)]
+    check(bench, asks)
+    ends = [told(bench.answer_alone(ask, n)) for n, ask in enumerate(asks)]
+    failed = [text for text, how in ends if how == (500, "server_error")]
+    assert any(failed) and len(failed) < len(ends), "some said a token before they failed, some ended well"
+    assert bench.worker.stop(10)
+
+
+def test_what_each_request_asked_for_is_counted(tmp_path):
+    """Alone and among others the same experts; what several read together is counted once in all."""
+    engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512, prefetch="off")
+    bench, asks = Bench(engine), [Ask(3 + n, 5, None, 0, None, "a") for n in range(4)]
+    layers, stats = len(engine.model.args.moe_layers), engine.experts.stats
+    engine.experts.reset_stats()
+    counts = [events[-1].asked for events in bench.run(asks)]
+    for ask, asked in zip(asks, counts, strict=True):
+        prompt, steps = asked.hits + asked.misses - 4 * 4 * layers, 4  # four tokens after the first, of four experts
+        assert 4 * layers <= prompt <= 4 * layers * ask.length and steps == ask.limit - 1
+    stats = engine.experts.stats
+    assert sum(asked.nbytes for asked in counts) == pytest.approx(stats.bytes_read)
+    assert sum(asked.hits + asked.misses for asked in counts) > stats.hits + stats.misses, "they had experts in common"
+    assert bench.worker.stop(10)
+
+
+def test_an_expert_is_put_down_to_whoever_asked_for_it():
+    """Of experts that a client asks for alone, those that it asked for last among others."""
+    engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512)
+    bench, asks = Bench(engine), [Ask(1, 4, None, 0, None, client) for client in "ab"]
+
+    def last_askers(run):
+        engine.experts.watch(True)
+        run()
+        return engine.experts.last_askers()
+
+    alone = [last_askers(lambda ask=ask, n=n: bench.answer_alone(ask, n)) for n, ask in enumerate(asks)]
+    assert [set(np.unique(numbers)) for numbers in alone] == [{0, 1}, {0, 2}]
+    together = last_askers(lambda: bench.run(asks))
+    for numbers, own in zip(alone, (1, 2), strict=True):
+        assert (together == own).sum() > 0 and not (together == own)[numbers != own].any()
+    assert bench.worker.stop(10)
+
+
+def schema(name):
+    return {
+        "type": "object",
+        "properties": {name: {"type": "boolean"}, "wings": {"enum": [2, 4]}},
+        "required": [name, "wings"],
+        "additionalProperties": False,
+    }
+
+
+def question(n):
+    return [{"role": "user", "content": f"{n} owls and a girl called Mira live at the lake. Tell me of owl {n}."}]
+
+
+def by_chat(chat, claude, n):
+    return chat.chat.completions.create(model="m", messages=question(n), max_tokens=14).choices[0].message.content
+
+
+def by_chat_stream(chat, claude, n):
+    with chat.chat.completions.stream(
+        model="m", messages=question(n), max_tokens=18, temperature=0.8, seed=n
+    ) as stream:
+        for _ in stream:
+            pass
+    return stream.current_completion_snapshot.choices[0].message.content
+
+
+def by_schema(chat, claude, n):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(f"owl{n}")}}
+    said = (
+        chat.chat.completions.create(model="m", messages=question(n), response_format=form).choices[0].message.content
+    )
+    assert set(json.loads(said)) == {f"owl{n}", "wings"}
+    return said
+
+
+def by_messages(chat, claude, n):
+    message = claude.messages.create(model="m", messages=question(n), max_tokens=14, stop_sequences=["owl"])
+    return [block.text for block in message.content], message.stop_reason
+
+
+def by_messages_stream(chat, claude, n):
+    with claude.messages.stream(model="m", messages=question(n), max_tokens=18) as stream:
+        return stream.get_final_text()
+
+
+def by_messages_schema(chat, claude, n):
+    form = {"format": {"type": "json_schema", "schema": schema(f"owl{n}")}}
+    said = claude.messages.create(model="m", messages=question(n), max_tokens=60, output_config=form).content[0].text
+    assert set(json.loads(said)) == {f"owl{n}", "wings"}
+    return said
+
+
+def by_responses(chat, claude, n):
+    return chat.responses.create(model="m", input=question(n)[0]["content"], max_output_tokens=14).output_text
+
+
+def by_completion(chat, claude, n):
+    choice = chat.completions.create(
+        model="m", prompt=f"Owl {n} sat by the lake and", max_tokens=14, logprobs=2
+    ).choices[0]
+    return choice.text, choice.logprobs.token_logprobs
+
+
+WAYS = [
+    by_chat_stream,
+    by_schema,
+    by_messages_stream,
+    by_messages,
+    by_messages_schema,
+    by_responses,
+    by_completion,
+    by_chat,
+]
+
+
+def clients(live):
+    return (
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0),
+        anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0),
+    )
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.full)])
+def test_official_clients_at_once_are_answered_as_one_alone(count):
+    ways = WAYS[:count]
+    with Live(demo_engine, sessions=1, parallel=1) as live:
+        chat, claude = clients(live)
+        with chat, claude:
+            alone = [way(chat, claude, n) for n, way in enumerate(ways)]
+            assert live.models.totals.steps + len(ways) >= live.models.totals.generated_tokens
+    with Live(demo_engine, parallel=8) as live, ThreadPoolExecutor(count) as threads:
+        chat, claude = clients(live)
+        with chat, claude:
+            together = list(threads.map(lambda n: ways[n](chat, claude, n), range(count)))
+            assert live.models.totals.steps < 0.8 * live.models.totals.generated_tokens, "they shared steps"
+    assert together == alone
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_mixed_requests_and_departures_leave_nothing(count):
+    rng = random.Random(5)
+    with Live(demo_engine, parallel=6, sessions=4) as live, ThreadPoolExecutor(12) as threads:
+        chat, claude = clients(live)
+
+        def one(n):
+            way, patience = rng.choice(WAYS), rng.choice([0.02, 0.1, 0.5, 30, 30, 30])
+            try:
+                way(chat.with_options(timeout=patience), claude.with_options(timeout=patience), n % 10)
+            except (openai.APITimeoutError, anthropic.APITimeoutError, httpx2.TimeoutException):
+                assert patience < 30
+
+        with chat, claude:
+            list(threads.map(one, range(count)))
+            wait_for(lambda: not live.worker.state.running and not live.models.queue)
+            wait_for(lambda: live.models.loaded.uses == 0)
+            assert live.models.totals.failed == 0 and not any(kept.busy for kept in live.worker._sessions._kept)
+            assert by_chat(chat, claude, 3)

@@ -1,0 +1,92 @@
+"""Processes on this machine that are ranks of one model, with deadlines and exit codes of their own."""
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import child_environment
+
+from moeflux_mlx.cli.main import main
+
+LIMIT = 90  # seconds
+
+
+def ring(folder, ranks):
+    """A host file of so many ranks, at ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(ranks)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    file = folder / f"hosts-{os.urandom(4).hex()}.json"
+    file.write_text(json.dumps([[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]))
+    for one in sockets:
+        one.close()
+    return file
+
+
+def started(file, rank, *arguments, **more):
+    """One rank, `python *arguments`."""
+    environment = child_environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **(streams | more))
+
+
+def command(*arguments):
+    """Of the package, as `started` takes it; one thread, for ranks share this machine."""
+    code = (
+        "import sys; from moeflux_mlx.ops import native; native.set_threads(1)\n"
+        "from moeflux_mlx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return ("-c", code, *arguments)
+
+
+def ended(processes, inputs=()):
+    """(exit code, stdout, stderr) of each; none outlives the limit."""
+    given = [*inputs, *([""] * (len(processes) - len(inputs)))]
+    results = []
+    try:
+        for process, text in zip(processes, given, strict=True):
+            out, err = process.communicate(text if process.stdin else None, timeout=LIMIT)
+            results.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return results
+
+
+def alone(*arguments, text=""):
+    """(exit code, stdout, stderr) of a command that is no rank, in this process."""
+    streams = given, out, err = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (text.encode(), b"", b"")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        code = main([*map(str, arguments)])
+    given.close()
+    return code, *(stream.seek(0) or stream.read() for stream in (out, err))
+
+
+def together(folder, ranks, *arguments, options=(), text=""):
+    """A command on all ranks at once; `options` are more of each rank."""
+    file = ring(folder, ranks)
+    more = [*options, *([()] * (ranks - len(options)))]
+    return ended([started(file, rank, *command(*arguments, *more[rank])) for rank in range(ranks)], [text])
+
+
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def by_mpi(ranks, *arguments):
+    """`python *arguments` on all ranks of MPI: (the launcher's exit code, all that was printed, all that was said)."""
+    library = Path(MPIRUN).parent.parent / "lib" / "libmpi.so.40"
+    environment = child_environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment |= {"MLX_MPI_LIBNAME": str(library)} if library.exists() else {}
+    launch = [MPIRUN, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1", "-n", str(ranks), sys.executable]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return ended([subprocess.Popen([*launch, *map(str, arguments)], env=environment, **streams)])[0]

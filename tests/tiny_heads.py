@@ -1,0 +1,112 @@
+"""Tiny random checkpoints that have a draft head, and what such a head computes, in numpy.
+
+A head has the tensors of the model's last layer with attention, drawn anew, and four of its own. `drafted` follows
+DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Qwen's head in vLLM (`qwen3_next_mtp.py`), which takes hidden states
+behind the model's last norm.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import goldens
+import numpy as np
+import oracle
+from tiny_models import on_cpu, write_tokenizer
+
+from moeflux_mlx.convert import convert
+
+HEADED = ("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
+LAYERED = ("deepseek_v3", "glm4_moe", "glm5_next")  # whose head is one layer more
+
+
+def head_tensors(family):
+    """{hub name: Tensor}"""
+    c, tensors = goldens.text_config(family), goldens.hub_tensors(family)
+    layer = max(i for i in range(c["num_hidden_layers"]) if _of(family, i) + "self_attn.o_proj.weight" in tensors)
+    start, D = _of(family, layer), c["hidden_size"]
+    norm = "centred_norm" if oracle.norm_offset(c) else "norm"
+    names = _names(family)
+    specs = {
+        names[""] + name.removeprefix(start): (array.shape, _kind(name, norm))
+        for name, (_, array) in tensors.items()
+        if name.startswith(start) and ".hc_" not in name
+    }
+    specs |= {names[own] + "weight": ((D,), norm) for own in ("model.norm.", "enorm.", "hnorm.")}
+    specs[names["fc."] + "weight"] = ((D, 2 * D), "linear")
+    return {name: goldens._draw(f"{family}/{name}", family, *spec) for name, spec in specs.items()}
+
+
+def _of(family, layer):
+    return f"{goldens._root(family)}layers.{layer}."
+
+
+def _names(family):
+    if family not in LAYERED:
+        own = {"model.norm.": "norm.", "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden."}
+        return {"": "mtp.layers.0.", "fc.": "mtp.fc.", **{name: "mtp." + theirs for name, theirs in own.items()}}
+    start = _of(family, goldens.text_config(family)["num_hidden_layers"])
+    own = {"model.norm.": "shared_head.norm.", "enorm.": "enorm.", "hnorm.": "hnorm.", "fc.": "eh_proj."}
+    return {"": start, **{name: start + theirs for name, theirs in own.items()}}
+
+
+def _kind(name, norm):
+    kinds = {"q_a_layernorm.weight": "norm", "norm.weight": norm, "correction_bias": "correction_bias"}
+    kinds |= {".gate.weight": "router", ".bias": "bias"}
+    return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
+
+
+def write_headed(path, family, variant="hub", head=None):
+    """A checkpoint with a draft head, `head` or `head_tensors`."""
+    path = goldens.write_variant(path, family, variant)
+    skipped = goldens.skipped_tensors(family)
+    tensors = {name: one for name, one in goldens.variant_tensors(family, variant).items() if name not in skipped}
+    goldens.write_safetensors(path / "model.safetensors", tensors | (head_tensors(family) if head is None else head))
+    return path
+
+
+@functools.cache
+def _kept():
+    return tempfile.TemporaryDirectory(prefix="moeflux-headed-")
+
+
+@functools.cache
+def headed_directory(family):
+    """A packed model with a draft head and a tokenizer, shared by the tests: do not write into it."""
+    path = Path(_kept().name) / family
+    with on_cpu():
+        convert(write_headed(path.with_suffix(".checkpoint"), family), path)
+    write_tokenizer(path, "qwen3_style")
+    return path
+
+
+def weights(family):
+    """{our name: float64 array} of the head as it is loaded: 8 bits, routed experts 4, and what stays as it is."""
+    names, result = _names(family), {}
+    for name, tensor in head_tensors(family).items():
+        ours = next(own for own, theirs in sorted(names.items(), reverse=True) if name.startswith(theirs))
+        result[ours + name.removeprefix(names[ours])] = _dequantised(family, name, goldens.as_float(tensor))
+    return result
+
+
+def _dequantised(family, name, values):
+    bits = min(goldens.quantised_bits(family, name), 4) and (4 if ".experts." in name else 8)
+    if not bits or values.ndim < 2 or (name.endswith(".gate.weight") and family in LAYERED):
+        return values.astype(np.float64)
+    return oracle.dequantize(*oracle.quantize(values, bits=bits), bits=bits)
+
+
+def drafted(family, embedded, hidden, lm_head):
+    """Logits [T, V] of hidden states [T, D] and the embeddings [T, D] of the tokens after them; and its own states."""
+    c, w = goldens.text_config(family), weights(family)
+    plus, eps = oracle.norm_offset(c), c["rms_norm_eps"]
+    parts = (
+        oracle.rms_norm(embedded, plus + w["enorm.weight"], eps),
+        oracle.rms_norm(hidden, plus + w["hnorm.weight"], eps),
+    )
+    x = np.concatenate(parts, -1) @ w["fc.weight"].T
+    x = x + oracle.mixer(oracle.rms_norm(x, plus + w["input_layernorm.weight"], eps), w, c)
+    y = oracle.rms_norm(x, plus + w["post_attention_layernorm.weight"], eps)
+    x = oracle.feed_forward(x, y, oracle.under(w, "mlp."), c)
+    out = oracle.rms_norm(x, plus + w["model.norm.weight"], eps)
+    return out @ lm_head.T, out

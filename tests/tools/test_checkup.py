@@ -1,0 +1,70 @@
+"""The check of a machine's values: right ones pass, planted faults do not."""
+
+import mlx.core as mx
+import pytest
+
+from metal import msl
+from moeflux_mlx.engine.machine import default_dtype
+from moeflux_mlx.tools import checkup
+
+
+def test_values_are_right_here():
+    checks = checkup.check_operations(default_dtype())
+    assert [check.name for check in checks] == ["product", "experts", "routing"]
+    assert all(check.is_right and check.seconds >= 0 for check in checks), checks
+
+
+def test_nan_is_not_right():
+    assert not checkup.Check("product", float("nan"), 1.0, 0.0).is_right
+
+
+def test_an_expert_in_the_wrong_slot_is_seen(monkeypatch):
+    right = checkup.expert_ffn
+    monkeypatch.setattr(checkup, "expert_ffn", lambda x, slots, *rest: right(x, slots[:, ::-1].copy(), *rest))
+    verdicts = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
+    assert verdicts == {"product": True, "experts": False, "routing": True}
+
+
+def test_a_wrong_order_of_codes_is_seen(monkeypatch):
+    right = checkup.dense
+    monkeypatch.setattr(checkup, "dense", lambda *given: right(*given)[:, ::-1])
+    verdicts = {check.name: check.is_right for check in checkup.check_operations(mx.float32)}
+    assert verdicts == {"product": False, "experts": False, "routing": True}
+
+
+def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
+    right = checkup.route
+    monkeypatch.setattr(checkup, "route", lambda *given: (right(*given)[0], right(*given)[1] * 1.001))
+    assert not checkup.check_operations(mx.float32)[2].is_right
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("given", [384, 1024])
+def test_the_threads_that_metal_gives_are_found(monkeypatch, given):
+    """By MLX's words where it refuses them; and the text computes."""
+    texts = []
+
+    class Kernel(msl.HostKernel):
+        def __init__(self, *, header, **definition):
+            super().__init__(header=header, **definition)
+            self.limit = 1024 if header else given
+
+        def __call__(self, *, threadgroup, **call):
+            if threadgroup[0] > self.limit:
+                words = "Thread group size (1024) is greater than  the maximum allowed threads per threadgroup"
+                raise ValueError(f"{words} ({self.limit}).")
+            texts.append(super().__call__(threadgroup=threadgroup, orders=(0,), **call))
+            return texts[-1]
+
+    with msl.launching(Kernel):
+        assert checkup.thread_limits() == (given, 1024)
+    assert all(mx.isfinite(out).all() for (out,) in texts)
+
+
+def test_a_kernel_that_metal_cannot_build_gets_no_threads(monkeypatch):
+    def refused(**definition):
+        raise RuntimeError("[metal::Device] Unable to load kernel")
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", refused)
+    assert checkup.thread_limits() == (0, 0)

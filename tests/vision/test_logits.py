@@ -1,0 +1,148 @@
+"""Texts with images, against transformers: pixels, every logit, in any cut, from every place that experts are read."""
+
+import itertools
+
+import image_goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from grids import drawn, marks
+from image_models import golden_prompt, image_directory, needs_encoder, quantised_in_place
+from tiny_models import use_plain_operations
+
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.model import images
+from moeflux_mlx.model.span import Span
+from moeflux_mlx.ops import backend
+
+pytestmark = needs_encoder
+TOLERANCE = 5e-4 if backend.has_kernels() else 2e-4
+FAMILIES = image_goldens.FAMILIES
+CUTS = [{}, {"block": 7}, {"span": 9}, {"span": 5, "block": 1}]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Of each family, made when it is asked for."""
+    made = {}
+
+    def model(family):
+        if family not in made:
+            made[family] = load_model(image_directory(family), dtype=mx.float32)
+        return made[family]
+
+    return model
+
+
+def logits_of(model, prompt):
+    """[T, V] of a prompt that goes through the model together."""
+    cache = model.make_cache()
+    span = Span(prompt.tokens[None], 0, 4096, images=prompt.images)
+    model.advance(span, cache)
+    return np.array(backend.leave(model.lm_head(model.model.normed(span.hidden)))[0].astype(mx.float32))
+
+
+def error(model, family, count=2):
+    prompt, wanted = golden_prompt(family, model.vision, count)
+    return np.abs(logits_of(model, prompt) - wanted).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pixels_are_those_of_transformers(models, family):
+    vision, stored = models(family).vision, image_goldens.stored(family)
+    processor = vision.processor
+    mean, deviation = (np.array(values)[:, None, None] for values in (processor.mean, processor.deviation))
+    for number in range(2):
+        image = vision.image(image_goldens.png(family, number))
+        patches = processor.patches(image._levels)
+        levels = (patches if patches.ndim == 4 else patches[:, :, 0]) * deviation + mean
+        np.testing.assert_array_equal(np.rint(levels * 255), stored[f"pixels{number}"])
+        _, down, across = stored[f"grid{number}"]
+        assert image.length * 4 == down * across and image.grid in (None, (down // 2, across // 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [pytest.param(1, marks=marks(False)), 2])
+def test_logits_match_hugging_face(models, family, count):
+    assert error(models(family), family, count) < TOLERANCE
+
+
+@pytest.mark.parametrize("family, cut, computing", drawn(FAMILIES, CUTS, ["native", "plain operations"]))
+def test_any_cut_gives_them_and_text_goes_on(monkeypatch, models, family, cut, computing):
+    """The last of them, and those of the tokens behind the last image, which come one by one."""
+    if computing == "plain operations":
+        use_plain_operations(monkeypatch)
+    model = models(family)
+    prompt, wanted = golden_prompt(family, model.vision, 2)
+    behind, cache = len(prompt) - 3, model.make_cache()
+    last = Prefill(model, cache, prompt.tokens[:behind], images=prompt.images, **cut).run()
+    outputs = [last, *(model(prompt.tokens[i : i + 1][None], cache)[:, -1] for i in range(behind, len(prompt)))]
+    got = np.array(mx.concatenate(outputs).astype(mx.float32))
+    np.testing.assert_allclose(got, wanted[behind - 1 :], atol=TOLERANCE)
+
+
+WHERE = [("qwen3_5_moe", "pread"), ("glm4v_moe", "resident"), ("kimi_k25", "in place")]
+
+
+@pytest.mark.parametrize(
+    "family, expert_io",
+    [
+        pytest.param(family, where, marks=marks((family, where) in WHERE))
+        for family, where in itertools.product(FAMILIES, ["pread", "resident", "in place"])
+    ],
+)
+def test_wherever_experts_are(models, family, expert_io):
+    path = image_directory(family)
+    if expert_io == "in place":
+        model = load_model(quantised_in_place(family), dtype=mx.float32)
+    else:
+        model = load_model(path, dtype=mx.float32, expert_io=expert_io)
+    prompt, _ = golden_prompt(family, models(family).vision, 2)
+    assert np.array_equal(logits_of(model, prompt), logits_of(models(family), prompt))
+
+
+# ---- mistakes, each of which must exceed the tolerance
+
+
+def deaf(*names):
+    def forget(monkeypatch):
+        for name in names:
+            monkeypatch.setattr(images.Images, name, FORGOTTEN[name])
+
+    return forget
+
+
+FORGOTTEN = {
+    "positions": lambda self, start, end: None,
+    "shifts": lambda self, start, end: [],
+    "deepened": lambda self, hidden, start, layer: hidden,
+    "embedded": lambda self, hidden, start: hidden,
+}
+BY_AXES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+MISTAKES = [*((family, "positions") for family in BY_AXES), ("kimi_k25", "embedded"), ("qwen3_vl_moe", "deepened")]
+
+
+@pytest.mark.parametrize("family, name", MISTAKES)
+def test_what_is_left_out_shows(monkeypatch, models, family, name):
+    deaf(name)(monkeypatch)
+    assert error(models(family), family) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", BY_AXES)
+def test_positions_behind_an_image_that_are_places_show(monkeypatch, models, family):
+    monkeypatch.setattr(images.Images, "shifts", FORGOTTEN["shifts"])
+    model = models(family)
+    prompt, wanted = golden_prompt(family, model.vision, 1)
+    cache, behind = model.make_cache(), len(prompt) - 2
+    Prefill(model, cache, prompt.tokens[:behind], images=prompt.images).run()
+    got = np.array(model(prompt.tokens[behind : behind + 1][None], cache)[0, -1].astype(mx.float32))
+    assert np.abs(got - wanted[behind]).max() > 10 * TOLERANCE
+
+
+def test_axes_in_another_order_show(models):
+    model = load_model(image_directory("qwen3_vl_moe"), dtype=mx.float32)
+    for layer in model.layers:
+        rope = layer.self_attn.rope
+        rope.axes = tuple(2 - axis for axis in rope.axes)
+    assert error(model, "qwen3_vl_moe") > 10 * TOLERANCE
