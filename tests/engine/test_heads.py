@@ -13,7 +13,7 @@ import oracle
 import pytest
 import tiny_heads
 from grids import drawn, marks
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from test_decode import copied
 from test_drafts import PROMPT, SOURCES, Told, choice, said_by, same, state, turns
@@ -168,12 +168,12 @@ def head_of(family):
 # ---- what it knows of a text ----
 
 
-def shown(model, text):
-    """A head that has been shown all of a text but its last token."""
+def shown(model, text, start=0):
+    """A head that has been shown a text from a position on, but for its last token."""
     drafts = HeadDrafts(model)
     hidden = np.array(model.hidden(mx.array([text])))
     drafts.begin(text[:-1])
-    drafts._show(hidden[:, :-1], 0)
+    drafts._show(hidden[:, start:-1], start)
     drafts.add(text[-1])
     return drafts
 
@@ -185,13 +185,15 @@ def rows_of(drafts, count):
 
 def check_rows(session, model, apart):
     """The head's rows are those that it would have if it saw the text anew. `apart`: where the text went another way:
-    such a row has the token that was there."""
+    such a row has the token that was there, and a cache that did not go back so far begins there."""
     drafts = session.drafts
     drafts.propose(1)
-    fresh = shown(model, drafts._tokens)
+    start = drafts._start
+    assert start == 0 or (start - 1 in apart and not drafts.cache.is_trimmable())
+    fresh = shown(model, drafts._tokens, start)
     fresh.propose(1)
-    assert drafts._start == 0 and drafts._rows == fresh._rows == len(drafts._tokens) - 1
-    kept = [row for row in range(drafts._rows) if row not in apart]
+    assert drafts._rows == fresh._rows == len(drafts._tokens) - 1 - start
+    kept = [row for row in range(drafts._rows) if start + row not in apart]
     for own, wanted in zip(rows_of(drafts, drafts._rows), rows_of(fresh, drafts._rows), strict=True):
         assert np.abs(own[..., kept, :] - wanted[..., kept, :]).max(initial=0) < 2e-3
 
@@ -247,6 +249,9 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
         right=st.lists(st.booleans(), min_size=1, max_size=5),
         most=st.integers(1, 4),
     )
+    @example(
+        turns=[(8, 4, 6, [0, 46, 4, 44]), (20, 17, 4, [7, 22, 52])], seed=95, right=[False], most=1
+    )  # back to a block's middle
     @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
     def texts(turns, seed, right, most):
         check_texts(model, plain, family, turns, seed, right, most)
