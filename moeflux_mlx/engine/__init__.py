@@ -1,1 +1,1 @@
-"""Puts a model together from its parts, and runs it: memory, loading, sessions, generation."""
+"""Assembles a model from its parts and runs it: memory plans, loading, sessions, generation."""

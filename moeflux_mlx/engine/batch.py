@@ -1,4 +1,4 @@
-"""Several decodings that share one step of the model; each chooses what it would choose alone."""
+"""Advances several decodings with one step of the model; each chooses the token that it would choose alone."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,26 +11,26 @@ from ..model.step import MAX_ROWS
 from ..ops.limits import within_limits
 from .decoding import Decoding
 
-Outcome = tuple[int, mx.array] | Exception  # a token and its logprobs [vocab_size], or why there is none
+Outcome = tuple[int, mx.array] | Exception  # a token and its logprobs [vocab_size], or the error
 Made = TypeVar("Made")
 
 
 def advance_together(decodings: Sequence[Decoding]) -> list[Outcome]:
-    """The next token of each decoding with its logprobs [vocab_size] float32, or the error that ends this decoding.
+    """Returns each decoding's next token with its logprobs [vocab_size] float32, or the error that ends it.
 
-    The decodings that share a step may change from call to call; this changes no bit. If the GPU can go on without the
-    host, and no processor needs to see a token first, the next step of all begins before these tokens have arrived; a
-    decoding that is closed then takes its row of that step back.
+    The decodings that share a step may change from call to call without changing a bit of any result. If the GPU can
+    continue without the host, and no logits processor needs the tokens first, the next step begins before these tokens
+    have arrived; closing a decoding then takes back its row of that step.
 
-    If a step fails because experts cannot be read or a row is refused, each row is computed by itself, so that only
-    those decodings fail whose rows need these experts.
+    If a step fails because experts cannot be read or a row is refused, each row is computed by itself, so only the
+    decodings whose rows are affected fail.
 
     Args:
-        decodings: of one model, at most `MAX_ROWS`, each with a cache of its own; none of them is done.
+        decodings: at most `MAX_ROWS`, all of one model, each with its own cache and none of them done.
 
     Raises:
-        RequestError: they cannot share a step; nothing has changed.
-        DeviceError: memory or the GPU's time is at an end. Like an interrupt, this ends all the decodings.
+        RequestError: the decodings cannot share a step; nothing has changed.
+        DeviceError: memory is exhausted or the GPU timed out. Like an interrupt, this ends all decodings.
     """
     _check(decodings)
     if len(decodings) == 1:
@@ -60,7 +60,7 @@ def _check(decodings: Sequence[Decoding]) -> None:
 
 
 def _share_step(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:
-    """Lets each choose a token after its row; the errors of those that have none."""
+    """Computes one row per decoding and chooses the tokens; returns the errors of the decodings that failed."""
     if not decodings:
         return {}
     try:
@@ -73,17 +73,17 @@ def _share_step(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:
 
 
 def _run_ahead(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:
-    """Begins the step after the tokens that were handed out; the errors of those that cannot choose from it."""
+    """Begins the step after the tokens just handed out; returns the errors of the decodings that failed."""
     try:
         step = decodings[0].model.step([one.rows for one in decodings])
     except (ExpertIOError, RequestError):
-        return {}  # said when these rows are needed
+        return {}  # the error is raised again when these rows are needed
     taken = [attempt(partial(one.take_row, step, i, ahead=True)) for i, one in enumerate(decodings)]
     return {one: error for one, error in zip(decodings, taken, strict=True) if error is not None}
 
 
 def attempt(act: Callable[[], Made]) -> Made | Exception:
-    """What `act` returns, or its error. Raises DeviceError: it concerns everything that is being computed."""
+    """Returns the result of `act`, or its error. A DeviceError is raised, because it affects all decodings."""
     try:
         with within_limits():
             return act()

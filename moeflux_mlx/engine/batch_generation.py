@@ -1,4 +1,6 @@
-"""Generates many texts at once, with mlx-lm's interface: each has the bits that it has alone, and may join or leave."""
+"""Generates many texts at once, with mlx-lm's interface. Texts may join and leave, and each has the bits that it has
+alone.
+"""
 
 import time
 from collections import deque
@@ -21,15 +23,12 @@ from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 from .sampling import LogitsProcessor, Sampler
 
-SEQUENCES = 8  # that decode together, unless somebody asks for another number
+SEQUENCES = 8  # texts that decode together by default
 
 
 @dataclass
 class BatchStats:
-    """What a generator has done: tokens, and seconds in which it was asked to compute.
-
-    `peak_memory` is in GB (1e9 bytes) of MLX's allocations.
-    """
+    """Counts of tokens and seconds of computation. `peak_memory` is that of MLX's allocations, in GB (1e9 bytes)."""
 
     prompt_tokens: int = 0
     prompt_time: float = 0.0
@@ -52,12 +51,12 @@ class BatchToken:
 
     Args:
         uid: the text's number.
-        token: the id; None where `error` took its place.
+        token: the id; None if there is an `error` instead.
         logprobs: [vocab_size] float32.
-        finish_reason: "stop", "length" or "error" where the text has ended.
-        prompt_cache: with the last token, the text's cache: it has absorbed all tokens but the last.
-        all_tokens: with the last token, all that were generated.
-        error: what ended this text alone.
+        finish_reason: "stop", "length" or "error" if the text has ended, else None.
+        prompt_cache: with the last token, the text's cache, which has absorbed all tokens but the last.
+        all_tokens: with the last token, all generated tokens.
+        error: the error that ended this text; the others continue.
     """
 
     uid: int
@@ -71,7 +70,7 @@ class BatchToken:
 
 @dataclass
 class BatchResponse:
-    """What `batch_generate` gives, each list in the order of the prompts; None where it was not asked for."""
+    """The result of `batch_generate`: lists in the order of the prompts, or None for what was not requested."""
 
     texts: list[str]
     stats: BatchStats
@@ -82,7 +81,7 @@ class BatchResponse:
 
 @dataclass
 class _Text:
-    """One that waits, or decodes."""
+    """A text that waits or decodes."""
 
     uid: int
     prompt: Prompt
@@ -93,21 +92,20 @@ class _Text:
 
 
 class BatchGenerator:
-    """Texts that decode together; others wait until there is room, and each of them can be taken out at any time.
+    """Decodes several texts together; others wait until there is room. A text can be removed at any time.
 
-    A prompt is computed by itself, between two steps of those that decode; it shares no span with another's. What a
-    text says does not depend on the others, provided that its sampler and processors are its own.
+    A prompt is computed by itself, between two steps of the decoding texts, and shares no span with another prompt. A
+    text does not depend on the others, provided that it has its own sampler and processors.
 
     Args:
         model: computes them.
-        max_tokens: of a text, unless `insert` says otherwise; -1: there is no limit.
-        stop_tokens: sequences of tokens, after any of which a text ends.
-        sampler, logits_processors: of texts for which `insert` gives none, as in `generate_step`.
-        completion_batch_size: texts that decode together, at most `MAX_ROWS`.
+        max_tokens: default limit per text; -1 means no limit.
+        stop_tokens: sequences of tokens; a text ends after any of them.
+        sampler, logits_processors: defaults for texts that `insert` gives none, as in `generate_step`.
+        completion_batch_size: number of texts that decode together, at most `MAX_ROWS`.
         prefill_step_size, span: as in `generate_step`.
 
-    Attributes:
-        stats: what has been done so far.
+
 
     Raises:
         RequestError: a number is out of range.
@@ -145,14 +143,14 @@ class BatchGenerator:
         samplers: Sequence[Sampler | None] | None = None,
         logits_processors: Sequence[Sequence[LogitsProcessor]] | None = None,
     ) -> list[int]:
-        """Lets texts wait for room; their numbers. Each argument has an entry for each prompt.
+        """Queues texts and returns their numbers. Each argument has an entry for each prompt.
 
         Args:
             prompts: token ids.
             caches: what has gone before each prompt; they stay as they are.
 
         Raises:
-            RequestError: as `generate_step`, or lists of different lengths; no text was taken.
+            RequestError: as `generate_step`, or lists of different lengths; no text is queued.
         """
         count = len(prompts)
         columns: list[Sequence[Any]] = [
@@ -174,7 +172,7 @@ class BatchGenerator:
         return _Text(self._count + i, checked_prompt(prompt, self.model), self._own(cache), options)
 
     def _own(self, cache: list[Cache] | None) -> list[Cache]:
-        """A cache that nobody else writes to, in the state of `cache`."""
+        """A copy of `cache` that nobody else writes to."""
         made = self.model.make_cache()
         if cache is not None:
             self.model.check_cache(cache)
@@ -183,12 +181,11 @@ class BatchGenerator:
         return made
 
     def next(self) -> list[BatchToken]:
-        """A token of each text that decodes, after the prompt of one that waits for room that there is.
-
-        An empty list says that nothing is left to do.
+        """Returns the next token of each decoding text. First computes one waiting prompt, if there is room. An empty
+        list means that nothing is left to do.
 
         Raises:
-            DeviceError: memory or the GPU's time is at an end. Like an interrupt, this ends all texts that decode.
+            DeviceError: memory is exhausted or the GPU timed out. Like an interrupt, this ends all decoding texts.
         """
         failed = self._admit() if self._waiting and len(self._running) < self.size else []
         running, self._running = self._running, []
@@ -199,12 +196,14 @@ class BatchGenerator:
         return failed + told
 
     def __iter__(self) -> Iterator[list[BatchToken]]:
-        """What `next` gives, until nothing is left to do; texts may be inserted and removed meanwhile."""
+        """Yields the results of `next` until nothing is left to do; texts may be inserted and removed meanwhile."""
         while self._waiting or self._running:
             yield self.next()
 
     def remove(self, uids: Iterable[int]) -> dict[int, list[Cache]]:
-        """Takes texts out; the caches of those that have begun, which have absorbed all tokens but the last."""
+        """Removes texts and returns the caches of those that have begun; the caches have absorbed all tokens but the
+        last.
+        """
         gone = set(uids)
         self._waiting = deque(text for text in self._waiting if text.uid not in gone)
         removed = [text for text in self._running if text.uid in gone]
@@ -214,11 +213,11 @@ class BatchGenerator:
         return {text.uid: text.cache for text in removed}
 
     def close(self) -> None:
-        """Takes all texts out."""
+        """Removes all texts."""
         self.remove([text.uid for text in [*self._waiting, *self._running]])
 
     def _admit(self) -> list[BatchToken]:
-        """Computes the prompt of the text that waits longest; its error, if it has one."""
+        """Computes the prompt of the text that has waited longest; returns its error, if there is one."""
         text = self._waiting.popleft()
         images = text.prompt.images.after(text.cache)
         prefill = Prefill(self.model, text.cache, text.prompt.tokens, images=images, **self._cut)
@@ -277,20 +276,20 @@ def batch_generate(
     return_logprobs: bool = False,
     **kwargs: Any,
 ) -> BatchResponse:
-    """Texts that follow several prompts, computed together; each is what `generate` gives for its prompt alone.
+    """Continues several prompts together. Each result equals that of `generate` for the prompt alone.
 
     Args:
         prompts: token ids of each.
-        prompt_caches: what has gone before each prompt; they stay as they are.
+        prompt_caches: the state before each prompt; they are not changed.
         max_tokens: of each text, or of all.
-        verbose: prints how many texts are done, and the rates.
+        verbose: whether to print the number of finished texts and the rates.
         return_prompt_caches: whether the response has the caches afterwards.
-        return_token_ids: whether it has the tokens, without the one that ended a text.
-        return_logprobs: whether it has the log-probability of each of these tokens.
+        return_token_ids: whether the response has the tokens, without the one that ended the text.
+        return_logprobs: whether the response has the log-probability of each of these tokens.
         kwargs: as `BatchGenerator`; `samplers` and `logits_processors` with an entry for each prompt, as its `insert`.
 
     Raises:
-        RequestError: as `BatchGenerator`. And the first error that ends a text.
+        RequestError: as `BatchGenerator`. The first error that ends a text is raised too.
     """
     each = {name: kwargs.pop(name) for name in ("samplers", "logits_processors") if name in kwargs}
     generator = BatchGenerator(model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **kwargs)

@@ -1,4 +1,4 @@
-"""How much memory the pool of experts may have from call to call."""
+"""Sets the size of the pool of experts for each call of the model."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from .pressure import PoolLimit
 
 
 class Breath:
-    """How much memory the pool of experts may have: what nobody else in this process needs.
+    """Computes the bytes that the pool of experts may take: what nothing else in this process needs.
 
     Args:
         args, layout, plan: of the model.
-        limit: what the machine leaves to the pool.
+        limit: how much memory the machine leaves to the pool.
     """
 
     def __init__(self, args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, limit: PoolLimit):
@@ -29,7 +29,8 @@ class Breath:
         self._needs: dict[int, int] = {}
 
     def __call__(self, tokens: int, held: int) -> int:
-        """Bytes of the pool during a call of so many tokens; `held` of MLX's arrays are the pool's own.
+        """Bytes of the pool during a call of `tokens` tokens; `held` is how many bytes of MLX's arrays belong to the
+        pool.
 
         Raises:
             DeviceError: the machine has too little memory for the call, even with the smallest pool.
@@ -46,7 +47,7 @@ class Breath:
         return max(min(left, self.plan.most), self._least)
 
     def _check(self, tokens: int, need: int) -> None:
-        """Says so where the system would end the process."""
+        """Refuses the call if the system would end the process for its memory."""
         if need > self.limit.room:
             raise DeviceError(
                 f"{tokens} tokens need {in_gb(need)} for computing and the smallest pool of experts, and the memory "
@@ -55,7 +56,7 @@ class Breath:
             )
 
     def _need(self, tokens: int) -> int:
-        """Temporaries, and what the caches grow by."""
+        """Bytes of temporaries and of the caches' growth."""
         demand, sizes = self.plan.demand, PromptSizes(tokens, min(self.plan.sizes.block, tokens))
         if tokens <= MAX_TOKENS:  # no image is encoded
             demand = replace(demand, encoding=0)

@@ -34,12 +34,12 @@ from .needs import (
 
 EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}
 DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
-SPANS = tuple(512 << i for i in range(6, -1, -1))  # the sizes that a span comes in, 32768 to 512
+SPANS = tuple(512 << i for i in range(6, -1, -1))  # possible span lengths, 32768 to 512
 LEAST_BLOCK = 64
-# A span that is longer than this, or whose memory the pool cannot have back afterwards, takes one part in so many of
-# what the pool could have.
+# If a span is longer than this, or if the pool cannot get its memory back afterwards, it takes at most this fraction of
+# the pool's bytes.
 EASY_SPAN, PROMPT_SHARE = 8192, 4
-# Layers whose mapped files one command buffer refers to, at most; Metal wires them together. MLX commits after 50
+# The most layers whose mapped files one command buffer refers to; Metal wires them together. MLX commits after 50
 # operations, and a layer takes more than five.
 LAYERS_AT_ONCE = 10
 
@@ -48,10 +48,10 @@ LAYERS_AT_ONCE = 10
 class MemoryPlan:
     """Bytes of everything that is in memory while a model runs, how prompts are cut, and how experts are read.
 
-    `context` is what was asked for, or `longest`, or less where there is no room. `runtime` is what the process takes
-    without any of the others. `pool` is what the experts have while
-    a prompt fills the whole context, `most` what they may have while nothing else needs it; both are 0 when all experts
-    are in memory, mapped or read once. `reason` says what forbids that.
+    `context` is the requested one or the default, or less if there is no room. `runtime` is the memory of the process
+    itself. `pool` is the size of the pool of experts while a prompt fills the whole context, `most` its size while
+    nothing else needs the memory; both are 0 if all experts are in memory, mapped or read once. `reason` says why they
+    cannot be.
     """
 
     mode: IoMode
@@ -72,24 +72,24 @@ class MemoryPlan:
 
     @property
     def fixed(self) -> int:
-        """All but the experts."""
+        """Bytes of everything but the experts."""
         return self.demand.resident + self.state + self.activations + self.runtime
 
     @property
     def decision(self) -> str:
-        """One line on how experts are read, and why."""
+        """One line that says how experts are read, and why."""
         return describe(self.mode, self.experts, self.figures, self.demand.forced, self.reason, self.demand.in_place)
 
     @property
     def shortened(self) -> str:
-        """What to say of a context that had to be less than the default; empty if nothing."""
+        """A message if the context had to be shorter than the default, else an empty string."""
         if self.demand.context is not None or self.context == self.longest:
             return ""
         return f"note: memory is planned for a context of {self.context} tokens, not {self.longest}: there is no more"
 
     @property
     def prompts(self) -> str:
-        """One line on how prompts are cut, and what a pass over the experts takes from the disk."""
+        """One line that says how prompts are cut, and how many bytes a span reads at most."""
         return (
             f"prompts: spans of up to {self.sizes.span} tokens, in blocks of {self.sizes.block}; "
             f"a span reads each expert that it uses once, {in_gb(self.experts)} at most"
@@ -97,24 +97,26 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """What this process is expected to hold at its peak, in bytes; mapped files not counted."""
+        """Expected peak memory of this process in bytes, without mapped files."""
         return max(self.fixed + self.pool, self.demand.resident + self.runtime + self.most) + self.copied
 
     @property
     def copied(self) -> int:
-        """Bytes of experts that are all in memory of this process's own."""
+        """Bytes of experts if all of them are copied into this process's memory, else 0."""
         mapped = self.mode is IoMode.MMAP and self.figures.copies
         return self.experts if mapped or self.mode is IoMode.RESIDENT else 0
 
     @property
     def stays(self) -> bool:
-        """Whether experts stay in memory once they have been read."""
+        """Whether experts stay in memory once read."""
         mapped = self.mode is IoMode.MMAP and self.fixed + self.experts <= self.figures.memory
         return mapped or self.mode is IoMode.RESIDENT
 
     @property
     def wired(self) -> int | None:
-        """Bytes that Metal may keep wired: all that runs on the GPU, within what it recommends; None elsewhere."""
+        """Bytes that Metal may keep wired: everything that runs on the GPU, up to its recommended limit; None on other
+        devices.
+        """
         if self.figures.working_set is None:
             return None
         experts = self.pool if self.mode is IoMode.PREAD else self.experts
@@ -122,13 +124,13 @@ class MemoryPlan:
 
 
 def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> MemoryPlan:
-    """Divides memory among what a model needs.
+    """Divides the memory among the parts of a running model.
 
-    What nobody has asked for gives way, in this order: the span, the block, the context.
+    If it does not fit, the sizes that the user did not set are reduced in this order: the span, the block, the context.
 
     Raises:
-        RequestError: it does not fit, or a value is impossible; the message has the figures and the
-            nearest that fits.
+        RequestError: the model does not fit, or a value is impossible; the message has the figures and the nearest
+            settings that fit.
     """
     context, sizes = _cut_to_fit(args, layout, figures, demand)
     state = state_bytes(args, context, demand.itemsize)
@@ -155,10 +157,10 @@ def plan_memory(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
 def longest_context(
     args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, share: float, least: int = 0
 ) -> int:
-    """The longest context beside which the pool of experts keeps `share` of what it has beside the default context.
+    """The longest context with which the pool of experts keeps `share` of its size at the default context.
 
-    Experts that would be mapped stay so. It is the model's limit, or that halved a few times, and `least` where that is
-    more, whatever experts lose by it.
+    The candidates are the model's limit and its halves; the I/O mode must stay the same. The result is at least
+    `least`, even if the pool then gets smaller.
 
     Raises:
         RequestError: not even the default fits.
@@ -178,7 +180,7 @@ def longest_context(
 
 
 def _mode(layout: ExpertLayout, figures: Figures, demand: Demand, reason: str) -> IoMode:
-    """The one asked for, or the best that `reason` does not forbid."""
+    """The requested mode, or the fastest that `reason` allows."""
     mode = IoMode.PREAD if reason else IoMode.RESIDENT if demand.in_place else IoMode.MMAP
     if demand.forced:
         mode = select_io_mode(layout.total_bytes, figures.memory, demand.expert_io)
@@ -192,10 +194,10 @@ def _mode(layout: ExpertLayout, figures: Figures, demand: Demand, reason: str) -
 
 
 def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand) -> tuple[int, PromptSizes]:
-    """The context, and how prompts are cut.
+    """Chooses the context and how prompts are cut.
 
-    Neither the mode nor the size of the pool that is asked for has a say, because the sizes show in the bits; only
-    where such a pool finds no room beside them, they give way.
+    The sizes affect the bits, so they do not depend on the requested mode or pool size. Only if a requested pool does
+    not fit beside them are they reduced.
     """
     least = least_pool(args, layout)
     wanted = max(demand.expert_cache_bytes or 0, least)
@@ -213,9 +215,8 @@ def _cut_to_fit(args: ModelArgs, layout: ExpertLayout, figures: Figures, demand:
 def _largest(
     args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, pool: int
 ) -> tuple[int, PromptSizes]:
-    """The largest context and sizes that memory allows beside a pool of so many bytes, else the smallest.
-
-    Cuts that leave room for all experts come before larger ones that do not.
+    """The largest context and sizes that fit in memory beside a pool of `pool` bytes, else the smallest ones. Sizes
+    that leave room for all experts are preferred to larger ones that do not.
     """
     longest = longest_block(args, figures, demand)
     for context in contexts(args, demand):
@@ -235,13 +236,13 @@ def _largest(
 
 
 def _reads(layout: ExpertLayout, figures: Figures, demand: Demand, fixed: int) -> str:
-    """Why experts cannot all be in memory beside so many bytes; empty if they can."""
+    """Why the experts cannot all be in memory beside `fixed` bytes; empty if they can."""
     headroom = headroom_bytes(figures.memory)
     return reason_to_read(layout.total_bytes, layout.largest_layer, fixed, figures, headroom, demand.in_place)
 
 
 def contexts(args: ModelArgs, demand: Demand) -> list[int]:
-    """The one asked for, or the default and its halves."""
+    """The requested context, or the default one and its halves."""
     if demand.context is not None:
         return [demand.context]
     longest = default_context(args)
@@ -249,13 +250,17 @@ def contexts(args: ModelArgs, demand: Demand) -> list[int]:
 
 
 def longest_block(args: ModelArgs, figures: Figures, demand: Demand) -> int:
-    """The block that is asked for, or the usual one; less where a Mac's GPU would hold the screen up with it."""
+    """The requested block size, or the default; on a Mac it is smaller if the default would block the screen for too
+    long.
+    """
     asked = BLOCK if demand.prefill_step_size is None else demand.prefill_step_size
     return asked if figures.operations is None else block_size(args, asked, figures.operations)
 
 
 def cuts(context: int, demand: Demand, longest: int) -> Iterator[PromptSizes]:
-    """The ways to cut prompts, largest first, with what is asked for, in blocks of at most `longest` tokens."""
+    """The possible ways to cut prompts, largest first, within the requested sizes and blocks of at most `longest`
+    tokens.
+    """
     spans: Sequence[int] = [span for span in SPANS if span < 2 * context] or SPANS[-1:]
     if demand.span is not None:
         spans = [demand.span]
@@ -269,8 +274,8 @@ def cuts(context: int, demand: Demand, longest: int) -> Iterator[PromptSizes]:
 
 
 def _pool_bytes(args: ModelArgs, layout: ExpertLayout, spare: int, demand: Demand) -> int:
-    """Whole slots: what is asked for, or all that is to spare, or as much of it as is worth it; never more than all
-    experts take.
+    """Bytes of the pool, in whole slots: the requested size, or all spare memory up to the best measured size; never
+    more than all experts.
     """
     wanted = demand.expert_cache_bytes
     nbytes = max(spare, 0) if wanted is None else max(wanted, least_pool(args, layout))
@@ -289,7 +294,7 @@ def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode
 
 
 def default_context(args: ModelArgs) -> int:
-    """Positions that are planned for unless somebody asks."""
+    """The planned number of positions if the user gives none."""
     return min(DEFAULT_CONTEXT, args.max_position_embeddings)
 
 
@@ -303,9 +308,8 @@ def _refusal(
     state: int,
     fixed: int,
 ) -> str:
-    """Why it does not fit, and the nearest that does: a smaller pool, a shorter context, more memory.
-
-    `state` bytes for a context of `context` were planned, `fixed` for all but the experts.
+    """The message that says why the model does not fit and what would: a smaller pool, a shorter context, more memory.
+    `state` is the bytes of caches for `context` positions, `fixed` the bytes of everything but the experts.
     """
     least, kept = _least(args, layout, figures, mode), figures.memory - room(figures)
     why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
@@ -326,7 +330,7 @@ def _refusal(
     need = (fixed + pool) / (1 - HEADROOM_SHARE)
     if need > SMALL_MACHINE:
         need = max(need, fixed + pool + LEAST_HEADROOM)
-    if figures.usable_working_set is not None:  # its share of memory is much the same on other Macs
+    if figures.usable_working_set is not None:  # other Macs allow a similar share of their memory
         need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
     text += f"; {in_gb(need)} of memory would do"
     streams = mode is not IoMode.PREAD and spare >= least_pool(args, layout)
@@ -336,7 +340,7 @@ def _refusal(
 def _longest_context(
     args: ModelArgs, layout: ExpertLayout, figures: Figures, demand: Demand, asked: int, pool: int
 ) -> int:
-    """Below `asked`, in whole steps of the caches; 0 if not even one fits."""
+    """The longest context below `asked`, in whole steps of the caches; 0 if not even one step fits."""
     left = room(figures) - demand.resident - runtime_bytes(layout, demand) - pool
 
     longest = longest_block(args, figures, demand)

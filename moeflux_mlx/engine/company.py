@@ -1,4 +1,4 @@
-"""What an engine needs from the other processes that run one model with it; nothing here knows the transport."""
+"""Interfaces of the other processes that run the same model with this one. Nothing here knows the transport."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,30 +20,30 @@ from .weights import Weights
 
 
 class Agreed(Protocol):
-    """What the processes have in common before they load a model, and what this one plans."""
+    """What the processes agreed on before loading a model, and the memory plan of this one."""
 
     @property
     def plan(self) -> MemoryPlan: ...
 
     @property
     def tiles(self) -> Tiles:
-        """How the kernels of all cut their matrices."""
+        """The tiles that the kernels of all processes use."""
         ...
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RoutedExpertsCall:
-        """Who computes routed experts, in place of `RoutedExperts`."""
+        """The object that computes routed experts in place of `RoutedExperts`."""
         ...
 
     def loading(self, nbytes: int) -> AbstractContextManager[None]:
-        """Loads a model of so many bytes inside, and then waits for the others."""
+        """A context manager in which a model of `nbytes` is loaded; at its end it waits for the other processes."""
         ...
 
 
 class Company(Protocol):
-    """The processes, this one among them."""
+    """All processes that run the model, including this one."""
 
     def io_mode(self, asked: str, weights: Weights) -> str:
-        """How one of several reads experts, where `asked` was asked for."""
+        """The I/O mode of this process if the user asked for `asked`."""
         ...
 
     def meet(
@@ -56,13 +56,13 @@ class Company(Protocol):
         plan: Callable[[ExpertLayout, Demand], MemoryPlan],
         tiles: Tiles,
     ) -> Agreed:
-        """Plans memory for this process's experts, and compares what must be alike."""
+        """Plans memory for this process's experts and checks that all processes agree."""
         ...
 
 
 class Leading(Protocol):
-    """Whoever has the others take every step of this process's sessions."""
+    """The leading process, which makes the others repeat every step of its sessions."""
 
     def session(self, model: Model, tokenizer: TokenizerWrapper, **options: Any) -> Session:
-        """A new text; `options` as for `Session`."""
+        """Starts a new text; `options` as for `Session`."""
         ...

@@ -1,4 +1,4 @@
-"""A logits processor that leaves only the tokens which a mask allows."""
+"""A logits processor that allows only the tokens of a mask."""
 
 from collections.abc import Sequence, Set
 from typing import Protocol
@@ -13,22 +13,23 @@ class TokenMask(Protocol):
     """Says which tokens may come next."""
 
     def allowed(self) -> np.ndarray:
-        """bool [V], or narrower than the logits, which then may not have the tokens beyond."""
+        """Allowed tokens as bool [V]. If the mask is narrower than the logits, the tokens beyond it are not allowed."""
 
     def redirected(self) -> tuple[Set[int], int] | None:
-        """Tokens that are not allowed, and the one that is as likely in their place; None for none."""
+        """Forbidden tokens and the token that replaces them; None if there are none."""
 
     def consume(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Appends `token` to the text."""
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may come in a row, as far as that can be told without taking them."""
+        """How many of these tokens the mask allows in a row, as far as it can tell without consuming them."""
 
 
 class Constraint:
-    """For one generation: what `mask` does not allow becomes -inf, and may raise what is there in its place.
+    """A logits processor for one generation: sets the logits of tokens that `mask` forbids to -inf. A token that
+    replaces forbidden ones gets the largest of their logits and its own.
 
-    The tokens that the first call gets are the prompt; of those that follow, the mask is told each once.
+    The tokens of the first call are the prompt; the mask consumes each later token once.
     """
 
     def __init__(self, mask: TokenMask):

@@ -47,8 +47,8 @@ class Conversation:
     def ask(self, text: str, images: Sequence[bytes] = (), **generation: Any) -> Pieces:
         """Yields the answer in pieces (text, whether it is reasoning) to a text, with image files before it.
 
-        What was answered is part of the conversation also when the iterator is closed or fails; a message
-        without any answer is taken back.
+        If the iterator is closed or fails, the part that was answered stays in the conversation; a message without any
+        answer is removed.
         """
         files = [base64.b64encode(image).decode() for image in images]
         self.turns.append({"role": "user", "content": text, **({"images": files} if files else {})})
@@ -59,7 +59,7 @@ class Conversation:
             self._keep(said[False], said[True])
 
     def _answer(self, said: dict[bool, str], generation: dict[str, Any]) -> Pieces:
-        """The pieces of the answer to `messages`, which are added to `said` too."""
+        """Yields the pieces of the answer to `messages` and appends them to `said`."""
         rendered = self.rendering.text(self.messages)
         prompt = self._with_images(self._encode(rendered))
         self._check_room(prompt)
@@ -73,7 +73,7 @@ class Conversation:
             for response in responses:
                 events = reader.feed(response.text) + (reader.finish() if response.finish_reason else [])
                 for event in events:
-                    assert isinstance(event, (Reasoning, Text))  # calls are only read of declared tools
+                    assert isinstance(event, (Reasoning, Text))  # without declared tools, no calls are parsed
                     is_thinking = isinstance(event, Reasoning)
                     said[is_thinking] += event.text
                     yield event.text, is_thinking
@@ -88,17 +88,17 @@ class Conversation:
         self.turns.append(message)
 
     def save(self, path: Path, fingerprint: Fingerprint) -> None:
-        """Raises PromptCacheError: among others, `path` is something else's file. SnapshotError."""
+        """Raises PromptCacheError if, for example, `path` is another program's file, and SnapshotError."""
         if path.exists():
             read_prompt_header(path)
         if self.turns:
-            # A recurrent state of more than the next prompt begins with would be of no use to it.
+            # A recurrent state that covers more than the common prefix with the next prompt would be useless.
             known = self.rendering.after_answer(self.messages, collapsed(self.session.tokens, self._token))
             self.session.rewind(places_of(self.session.tokens)[known])
         self.session.save(path, fingerprint, {"system": self.system, "turns": self.turns})
 
     def load(self, path: Path, fingerprint: Fingerprint) -> None:
-        """Raises PromptCacheError: the file is damaged, foreign, or holds no conversation."""
+        """Raises PromptCacheError: the file is damaged, belongs to another model, or holds no conversation."""
         extra = read_prompt_header(path).extra
         system, turns = extra.get("system"), extra.get("turns")
         if not isinstance(system, str | None) or not isinstance(turns, list) or not _are_messages(turns):
@@ -107,12 +107,12 @@ class Conversation:
         self.system, self.turns = system, turns
 
     def _encode(self, rendered: str) -> list[int]:
-        """Tokens of a rendered conversation: those that the session knows, as far as they spell its beginning."""
+        """Tokens of a rendered conversation; its beginning keeps the session's tokens as far as their text agrees."""
         return Spelling(self.tokenizer, collapsed(self.session.tokens, self._token)).encode(rendered)
 
     @property
     def _token(self) -> int:
-        """That stands for an image; 0 where none is read, so that a text has none."""
+        """The image token; 0 if the model reads no images."""
         vision = self.session.model.vision
         return max(vision.token, 0) if vision is not None else 0
 
@@ -121,7 +121,7 @@ class Conversation:
         return prompt_with_images(tokens, files, self.session.model) if files else tokens
 
     def _check_room(self, prompt: Sequence[int]) -> None:
-        """Raises RequestError: the model takes no token after `prompt`."""
+        """Raises RequestError: there is no room for a token after `prompt`."""
         limit = self.session.model.args.max_position_embeddings
         if len(prompt) < limit:
             return
@@ -135,13 +135,13 @@ class Conversation:
 
 
 def _for_template(turn: Message) -> Message:
-    """A turn with places for its images."""
+    """A message with one placeholder per image."""
     rest = {key: value for key, value in turn.items() if key != "images"}
     return {**rest, "content": with_places(turn["content"], len(turn["images"]))} if "images" in turn else rest
 
 
 def _are_messages(turns: list[Any]) -> bool:
-    """Whether all are dicts of strings with at least role and content, and of images in base64 perhaps."""
+    """Whether all are dicts of strings with at least "role" and "content", and optionally images in base64."""
     dicts = [turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= set(turn)]
     values = [value for turn in dicts for key, value in turn.items() if key != "images"]
     files = [turn.get("images", []) for turn in dicts]

@@ -1,8 +1,8 @@
-"""The tokens of one answer, chosen one after the other. A decoding knows only the model's steps and its own cache.
+"""Chooses the tokens of one answer, one after the other. A decoding knows only the model's steps and its own cache.
 
 A step may check drafts: it computes the last known token and the proposed next tokens as rows of one sequence, each
-with the bits that it has alone. While the sampler's choice equals the draft, the next row's logits are already there.
-Rows after the first different token are taken back.
+with the bits that it has alone. As long as the sampler chooses the drafts, the next row's logits are already computed.
+The rows after the first token that differs from its draft are taken back.
 """
 
 import time
@@ -23,25 +23,25 @@ from .constrained import Constraint
 from .drafts import Drafts, Lookup
 from .sampling import LogitsProcessor, Sampler, make_sampler
 
-Chosen = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], and whether these are NaN [1]
+Chosen = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], whether they are NaN [1]
 
 
 class _OwnStep:
     """This text's rows of a step, and how far they have been followed.
 
     Args:
-        step: its first token and then `drafts`.
-        drafts: its tokens after the first.
-        ahead: whether its first token was not known yet.
+        step: the step; its tokens are the last one chosen and then `drafts`.
+        drafts: the proposed tokens.
+        ahead: whether the step began before the host knew its first token.
         sequence: the text's place in the step; every other text has one row.
-        experts: the source of experts, where what was read for drafts alone is to be replaced first.
+        experts: the source of experts, which should first evict what was read only for rejected drafts.
 
     Attributes:
         logits: [1 + drafts, vocab_size].
-        hidden: what a draft head takes of these rows, [1, 1 + drafts, hidden_size]; None: the model has none.
+        hidden: input for a draft head, [1, 1 + drafts, hidden_size]; None if the model has no head.
         asked: the experts that these rows asked for.
-        followed: rows whose next tokens have been said.
-        seconds: that went by in it so far.
+        followed: number of rows whose next token has been handed out.
+        seconds: time spent on this step so far.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class _OwnStep:
 
     @property
     def rows_left(self) -> int:
-        """Rows whose next tokens may still be asked for."""
+        """Number of rows whose next token has not been handed out."""
         return 1 + len(self._drafts) - self.followed
 
     @property
@@ -73,7 +73,9 @@ class _OwnStep:
         return self.hidden[:, self.followed : self.followed + 1]
 
     def follow(self, token: int) -> bool:
-        """`token` comes after the next row; whether it was drafted. If it was not, the rows after it are taken back."""
+        """Takes `token` as the token after the next row, and returns whether it was the draft. If not, the rows after
+        it are taken back.
+        """
         self.followed += 1
         if not self.rows_left:
             return False
@@ -83,37 +85,37 @@ class _OwnStep:
         return was_drafted
 
     def take_back(self) -> None:
-        """Takes the caches back to the rows that were followed."""
+        """Rewinds the caches to the rows that were followed."""
         if self.rows_left:
-            del self._drafts[max(self.followed - 1, 0) :]  # first: who is interrupted does not try again
+            del self._drafts[max(self.followed - 1, 0) :]  # first, so that an interrupt rewinds only once
             self._step.rewind(self._sequence, self.followed)
             if self._experts is not None:
                 self._experts.take_back(self.followed)
 
 
 class Decoding:
-    """The tokens that follow a prompt.
+    """Chooses the tokens that follow a prompt.
 
-    `advance` is `take` of the logits of `rows`, `hand_out`, and a wait for the token that was chosen. Where the GPU can
-    go on without the host, it is given the next token's work before this token is waited for. Where the model drafts, a
-    step that `advance` makes may check what comes next; one that `advance_together` (`engine.batch`) makes of rows of
-    several decodings does not.
+    `advance` calls `take` with the logits of `rows`, then `hand_out`, and waits for the chosen token. If the GPU can
+    continue without the host, it gets the next token's work before this wait. If the model has drafts, a step made by
+    `advance` may check some; a step that `advance_together` (`engine.batch`) makes for several decodings does not.
 
     Args:
         model: computes the logits.
-        cache: has absorbed the prompt, and absorbs each token once the next one is wanted, or earlier as a draft.
-        prompt: [N] uint32, what the processors look at before the tokens that are chosen.
+        cache: has absorbed the prompt; it absorbs each token when the next one is wanted, or earlier as a draft.
+        prompt: [N] uint32, the tokens that the processors see before the chosen ones.
         logits: [1, vocab_size] after the prompt.
-        max_tokens: how many are wanted, so that none is computed ahead that is not; -1: no limit is known.
+        max_tokens: the limit, so that no token beyond it is computed ahead; -1 if it is not known.
         sampler: logprobs [1, V] -> token [1]; None takes the most likely.
         logits_processors: (tokens so far, logits [1, V]) -> logits.
-        draft_limit: gives the position that no draft is absorbed behind, besides the model's own limit.
-        drafts: proposes for this text, and knows the prompt; None: what the model's `drafting` can do without.
+        draft_limit: returns a position beyond which no draft is absorbed, besides the model's own limit.
+        drafts: proposes tokens for this text and knows the prompt; None means lookup in the text if the model's
+            `drafting` is "lookup", else no drafts.
 
     Attributes:
-        count: tokens that have been chosen.
-        from_draft: whether the last of them had been drafted.
-        asked: the experts that its rows asked for, where that is counted.
+        count: number of tokens handed out.
+        from_draft: whether the last of them was a draft.
+        asked: the experts that its rows requested, if they are counted.
     """
 
     def __init__(
@@ -132,12 +134,12 @@ class Decoding:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
         self.sampler, self.processors = sampler or make_sampler(), logits_processors
         self.count, self.from_draft, self.asked = 0, False, Asked()
-        self._seen = mx.array([], mx.uint32)  # what the processors look at; kept only when there are any
-        self._last = prompt  # what they have not seen
+        self._seen = mx.array([], mx.uint32)  # what the processors have seen; kept only if there are any
+        self._last = prompt  # tokens that they have not seen yet
         self._logits: mx.array | None = logits
-        self._next: Chosen | None = None  # need not be known here yet
-        self._step: _OwnStep | None = None  # the last one that this made
-        self._followed: _OwnStep | None = None  # which the token that was handed out comes after
+        self._next: Chosen | None = None  # the host may not know it yet
+        self._step: _OwnStep | None = None  # the last step of this decoding
+        self._followed: _OwnStep | None = None  # the step whose row the handed-out token follows
         self._runs_ahead = model.decode_step is not None and not logits_processors
         self._drafting = drafts
         if drafts is None and model.drafting.kind == "lookup":
@@ -146,21 +148,21 @@ class Decoding:
 
     @property
     def is_done(self) -> bool:
-        """Whether as many tokens have been chosen as are wanted."""
+        """Whether `max_tokens` tokens have been chosen."""
         return self.count == self.max_tokens
 
     @property
     def is_settled(self) -> bool:
-        """Whether the caches hold nothing that may be taken back: no draft that has not been followed."""
+        """Whether the caches hold no draft that may still be taken back."""
         return self._step is None or self._step.rows_left < 2
 
     @property
     def rows(self) -> SequenceRows:
-        """The row of a step whose logits come next: the last token, which need not be known here yet."""
+        """The row whose logits are needed next: the last token, which the host may not know yet."""
         return SequenceRows(self.cache, self._last)
 
     def take(self, logits: mx.array) -> None:
-        """Begins to choose the next token: `logits` [1, vocab_size] are those after `rows`."""
+        """Begins to choose the next token from `logits` [1, vocab_size], those after `rows`."""
         logits = logits.astype(mx.float32)
         if self.processors:
             self._seen = mx.concatenate([self._seen, self._last])
@@ -173,7 +175,7 @@ class Decoding:
         mx.async_eval(self._next)
 
     def advance(self) -> tuple[int, mx.array]:
-        """The next token, and its logprobs [vocab_size] float32.
+        """Returns the next token and its logprobs [vocab_size] float32.
 
         Raises:
             ModelFileError: the logits are NaN, which damaged weights cause.
@@ -196,24 +198,28 @@ class Decoding:
         return token, logprobs
 
     def take_row(self, step: Step, sequence: int, ahead: bool = False) -> None:
-        """`take` of the row that `step` has computed of `rows`. `ahead`: it need not be known here yet."""
+        """Calls `take` with the logits that `step` has computed for `rows`. `ahead`: the host may not know the row's
+        token yet.
+        """
         self._step = _OwnStep(step, [], ahead, sequence)
         self.asked += self._step.asked
         self.take(self._step.next_logits)
 
     def take_own_row(self) -> None:
-        """`take_row` of a step that has no other rows."""
+        """Makes a step of this row alone and calls `take_row`."""
         self.take_row(self.model.step([self.rows]), 0)
 
     @property
     def needs_row(self) -> bool:
-        """Whether the next token needs the logits of `rows`: none was chosen ahead, no row is there, and it is not the
-        first."""
+        """Whether the next token needs the logits of `rows`: no token was chosen ahead, no computed row is left, and it
+        is not the first token.
+        """
         return self._next is None and self._logits is None and (self._step is None or not self._step.rows_left)
 
     def hand_out(self) -> Chosen:
-        """The next token, which need not be known here yet; it counts from now on. Not to be called while a row is
-        needed."""
+        """Hands out the next token, which the host may not know yet, and counts it. Must not be called while a row is
+        needed.
+        """
         if self._next is None:
             self.take(cast(_OwnStep, self._step).next_logits if self._logits is None else self._logits)
         chosen = cast(Chosen, self._next)
@@ -221,12 +227,13 @@ class Decoding:
         self._next = self._logits = None
         self.count += 1
         if self.count == 1 or self.count % KVCache.step == 0:
-            mx.clear_cache()  # a prompt's temporaries, or caches that have grown: they fit no later request
+            mx.clear_cache()  # buffers of a prompt's temporaries or of outgrown caches, which no later request fits
         return chosen
 
     def known(self, chosen: Chosen) -> tuple[int, mx.array]:
-        """Waits for the token that was handed out last; the token and its logprobs. Raises ModelFileError: they are
-        NaN."""
+        """Waits for the token that was handed out last and returns it with its logprobs. Raises ModelFileError if they
+        are NaN.
+        """
         token, logprobs, is_broken = chosen
         mx.eval(chosen)
         if is_broken.item():
@@ -238,14 +245,13 @@ class Decoding:
         return said, logprobs
 
     def close(self) -> None:
-        """Takes the caches back to what they hold without drafts and work that was begun ahead: all tokens but the
-        last."""
+        """Takes back drafts and work that was begun ahead, so that the caches hold all tokens but the last."""
         if self._step is not None:
             self._step.take_back()
         self._next = self._step = self._followed = None
 
     def _begin_step(self, drafts: list[int], ahead: bool = False) -> None:
-        """Computes the last token, which need not be known here yet, and `drafts` after it."""
+        """Computes the last token, which the host may not know yet, and `drafts` after it."""
         tokens = [cast(int, self._last.item()), *drafts] if drafts else self._last
         made = self.model.step([SequenceRows(self.cache, tokens)])
         self._step = _OwnStep(made, drafts, ahead, experts=self.model.experts)
@@ -253,12 +259,12 @@ class Decoding:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether the token that was handed out can be absorbed before it is known here."""
+        """Whether the handed-out token can be absorbed before the host knows it."""
         step = self._followed
         if not self._runs_ahead or self.is_done or (step is not None and step.rows_left > 1):
             return False
         if step is not None and not step.ahead and self.cache[0].offset >= self._draft_limit():
-            return False  # the state that this step has come to is wanted
+            return False  # the state after this step must be kept
         return not (self._drafting and self._room(self.model.drafting.depth) and self._drafting.may_propose())
 
     def _room(self, count: int) -> int:
@@ -270,7 +276,7 @@ class Decoding:
         return max(min(count, room), 0)
 
     def _drafts(self, count: int) -> list[int]:
-        """At most so many tokens that may follow those that are known."""
+        """At most `count` proposals for the tokens that follow the known ones."""
         room = self._room(count)
         if self._drafting is None or not room:
             return []

@@ -13,23 +13,23 @@ from ..vision.vision import NoVision, VisionFiles
 
 @dataclass(frozen=True)
 class Demand:
-    """What a user asks for: everything that decides how much memory is needed.
+    """A user's settings and what else determines how much memory a model needs.
 
     Args:
-        resident: bytes of all weights that are not routed experts, as they are kept in memory, of a draft head, and of
-            the newest rows of tables of n-grams.
+        resident: bytes in memory of all weights that are not routed experts, a draft head, and the newest rows of
+            tables of n-grams.
         context: positions that the caches hold at most; None: 8192, or less if there is no room.
         itemsize: bytes of one activation or cache entry.
         span: prompt tokens that go through the model together; None: as many as there is room for.
-        prefill_step_size: of a span, tokens that a mixer handles at once, at most; None: as many as there is room for.
-        native: the CPU's native kernels compute, which read packed records where they are and keep no scores.
-        expert_io: forces a mode; None or "auto" decides.
+        prefill_step_size: the most tokens of a span that a mixer handles at once; None: as many as there is room for.
+        native: whether the CPU's native kernels compute; they read packed records in place and keep no scores.
+        expert_io: forces a mode; None or "auto" lets the plan decide.
         expert_cache_bytes: forces the pool's size.
-        best_pool: the size from which on a larger pool is no faster, where that was measured.
-        drafts: rows that a step may have to take back, besides its first.
-        head: of `resident`, what a draft head takes, with its experts.
-        encoding: bytes that encoding an image takes at once, before the model computes.
-        in_place: experts lie in pieces in a checkpoint, or in several directories, so that files cannot be mapped.
+        best_pool: the measured size above which a larger pool is no faster; None if it was not measured.
+        drafts: number of rows after the first that a step may take back.
+        head: the part of `resident` that a draft head and its experts take.
+        encoding: temporary bytes of encoding an image, before the model computes.
+        in_place: whether experts are pieces of a checkpoint or in several directories, so that files cannot be mapped.
     """
 
     resident: int
@@ -47,7 +47,7 @@ class Demand:
     encoding: int = 0
 
     def with_vision(self, vision: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> "Demand":
-        """What is needed together with an image encoder in `dtype`, for images of at most so many rows."""
+        """The demand including an image encoder in `dtype`, for images of at most `rows` rows."""
         if isinstance(vision, NoVision):
             return self
         resident = self.resident + vision.nbytes(dtype)
@@ -70,11 +70,11 @@ def demand_of(
     expert_cache_bytes: int | None = None,
     in_place: bool = False,
 ) -> Demand:
-    """What running a model with activations in `dtype` needs; None means what the plan finds best. `resident`: bytes of
-    its resident tensors.
+    """The demand of running a model with activations in `dtype`; None lets the plan choose a value. `resident`: bytes
+    of its resident tensors.
 
     Raises:
-        RequestError: a number of tokens or bytes is none, or the context is longer than the model's.
+        RequestError: a number of tokens or bytes is not a positive integer, or the context is longer than the model's.
     """
     asked = {"context": context, "span": span, "prefill_step_size": prefill_step_size}
     for name, value in (*asked.items(), ("expert_cache_bytes", expert_cache_bytes)):

@@ -1,34 +1,34 @@
-"""Proposes tokens for a text, of which a step checks several. Nothing here computes or chooses a token."""
+"""Proposes next tokens for a text, so that one step can check several. Nothing here computes or chooses a token."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-SHORTEST, LONGEST = 2, 32  # tokens of the end of a text that are looked for: one alone says too little
+SHORTEST, LONGEST = 2, 32  # how many last tokens of a text are searched for; a single one predicts too little
 
 
 class Drafts(Protocol):
     """Proposes tokens for one text."""
 
     def add(self, token: int, hidden: Any = None) -> None:
-        """The text goes on with `token`; `hidden` [1, 1, hidden_size]: what a head takes of the position before it."""
+        """Appends `token` to the text. `hidden` [1, 1, hidden_size] is a head's input from the position before it."""
         ...
 
     def propose(self, count: int) -> list[int]:
-        """At most so many tokens that may come next."""
+        """Proposes at most `count` next tokens."""
         ...
 
     def may_propose(self) -> bool:
-        """Whether there is one, as far as can be said before the next token is known."""
+        """Whether there may be a proposal, as far as this is known before the next token."""
         ...
 
 
 class Lookup:
-    """Proposes what followed when a text's longest repeated end occurred before; the newest of several places.
+    """Proposes the tokens that followed the newest earlier occurrence of the text's longest repeated ending.
 
     Args:
-        text: ids so far.
+        text: token ids so far.
     """
 
     def __init__(self, text: Sequence[int] | np.ndarray):
@@ -36,18 +36,20 @@ class Lookup:
         self._count = len(self._ids)
 
     def add(self, token: int, hidden: Any = None) -> None:
-        """The text goes on with `token`."""
+        """Appends `token` to the text."""
         if self._count == len(self._ids):
             self._ids = np.resize(self._ids, max(2 * self._count, 1024))
         self._ids[self._count] = token
         self._count += 1
 
     def may_propose(self) -> bool:
-        """Whether the text's end occurred before."""
+        """Whether the text's ending occurred before."""
         return bool(self.propose(1))
 
     def propose(self, count: int) -> list[int]:
-        """`count` tokens, or none: nothing of the text's end occurred before. What is beyond the end repeats it."""
+        """Returns `count` tokens, or none if the text's ending did not occur before. A proposal that reaches the end of
+        the text repeats.
+        """
         ids = self._ids[: self._count]
         ends = np.flatnonzero(ids[:-1] == ids[-1]) if count > 0 else np.empty(0, int)
         length = int(len(ends) > 0)

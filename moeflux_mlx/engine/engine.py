@@ -1,4 +1,4 @@
-"""Loads a model with everything that belongs to it: `Engine`, and the public `load` and `load_model`."""
+"""Loads a model with everything that it needs: `Engine`, and the public `load` and `load_model`."""
 
 import functools
 import inspect
@@ -64,12 +64,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded model, the source of its experts, the plan of its memory, its tokenizer, and where it came from.
+    """A loaded model with the source of its experts, its memory plan, its tokenizer and its directory.
 
-    `drafts` says in a line where drafts come from, unless they are off. With `lead`, other processes take every step of
-    its sessions.
-
-    Nothing of it changes after loading.
+    `drafts` says in one line where drafts come from, unless they are off. With `lead`, other processes repeat every
+    step of its sessions. An engine does not change after loading.
     """
 
     weights: Weights
@@ -86,7 +84,7 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> TokenizerWrapper:
-        """Read when it is first asked for.
+        """The tokenizer, read at its first use.
 
         Raises:
             TokenizerError: the tokenizer files cannot be used.
@@ -95,16 +93,18 @@ class Engine:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What saved states of this model depend on.
+        """The fingerprint that saved states of this model must match.
 
         Raises:
-            ModelFileError: a file cannot be read any more.
+            ModelFileError: a file can no longer be read.
         """
         plain = self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
         return plain.keeping(self.model.args.kv_bits)
 
     def session(self, **options: Any) -> Session:
-        """A new text; `options` as for `Session`. States kept on its way take a quarter of what the plan left alone."""
+        """Starts a new text; `options` as for `Session`. By default, its kept states take at most a quarter of the
+        headroom of the plan.
+        """
         settings = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
         if self.lead is not None:
             return self.lead.session(self.model, self.tokenizer, **settings)
@@ -188,7 +188,7 @@ def open_engine(
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
-    """The engine with what its model reads images with; one whose encoder cannot be used is closed."""
+    """The engine with its image encoder. If the encoder cannot be used, the engine is closed."""
     try:
         engine.model.vision = files if isinstance(files, NoVision) else files.load(dtype, rows)
     except BaseException:
@@ -206,7 +206,7 @@ def _loaded(
     computing: Computing,
     progress: Progress | None,
 ) -> Engine:
-    """The model as planned; `computing` makes of its source who computes routed experts."""
+    """Loads the model as planned; `computing` makes the object that computes routed experts from their source."""
     args, plan = drafts.args, drafts.plan
     with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles):
         experts = open_experts(weights.experts, args, plan, progress)
@@ -223,7 +223,7 @@ def _loaded(
 
 
 def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> Tables | None:
-    """What reads the rows of n-grams, until `experts` close."""
+    """The reader of n-gram rows, which is closed together with `experts`."""
     readers = open_readers(weights.tables)
     for reader in readers.values():
         experts.at_close(reader.close)
@@ -233,12 +233,12 @@ def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> 
 def open_experts(
     files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: Progress | None = None
 ) -> ExpertLoader:
-    """The source that `plan` asks for. On Metal its share of wired memory is asked for first: adopted memory counts."""
+    """Opens the source that `plan` requires. On Metal the wired limit is raised first: adopted memory counts."""
     release = _wire(plan)
     try:
         experts: ExpertLoader
         if plan.mode is IoMode.MMAP:
-            assert isinstance(files, PackedExperts)  # others were refused
+            assert isinstance(files, PackedExperts)  # other tables were refused
             experts = MappedExperts(files, plan.decision)
         elif plan.mode is IoMode.RESIDENT:
             whole = files.check_scales if isinstance(files, InPlaceExperts) else None
@@ -260,20 +260,20 @@ def open_experts(
         release()
         raise
     forgotten = weakref.finalize(experts, release)
-    forgotten.atexit = False  # MLX goes first
+    forgotten.atexit = False  # MLX's arrays are freed first
     experts.at_close(forgotten)
     return experts
 
 
 def _wire(plan: MemoryPlan) -> Callable[[], None]:
-    """Gives the model its share of what MLX keeps wired; what is returned takes it back."""
+    """Raises MLX's wired limit for the model; the returned function lowers it again."""
     if plan.wired is None or plan.figures.working_set is None:
         return lambda: None
     return wire(plan.wired, plan.figures.working_set)
 
 
 def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]], Callable[P, R]]":
-    """Gives a function of an engine the parameters of `make`, which are so written once."""
+    """Decorates a function of an engine with the parameters of `make`, so that they are written only once."""
 
     def decorate(use: Callable[[Engine], R]) -> Callable[P, R]:
         @functools.wraps(use)
@@ -290,65 +290,65 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
 
 @_opened_like(open_engine)
 def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
-    """Loads a model and its tokenizer; it prints nothing.
+    """Loads a model and its tokenizer. Prints nothing.
 
-    A model may be used by several threads, each with caches of its own. If its experts are mapped, calls run side
-    by side; if they are read into a pool, calls take turns (a span of a prompt is one call), and once a second
-    thread has called, what a call returns is evaluated before the next one begins. A cache can go on in another
-    thread once its arrays are evaluated: `mx.eval([layer.state for layer in cache])`. On a GPU that holds every
-    expert each thread compiles its own step, so a thread that stays is better than one for each request. A process
-    that is forked afterwards cannot use the model, nor load another; start processes with multiprocessing's
-    "spawn".
+    Several threads may use a model, each with its own caches. If its experts are mapped, calls run in parallel. If they
+    are read into a pool, calls take turns (a span of a prompt is one call); once a second thread has called, the result
+    of each call is evaluated before the next one begins. A cache can continue in another thread after its arrays have
+    been evaluated: `mx.eval([layer.state for layer in cache])`. On a GPU that holds every expert each thread compiles
+    its own step, so use one long-lived thread instead of one per request. A process that is forked after loading can
+    neither use the model nor load another; start processes with multiprocessing's "spawn".
 
     Args:
         path_or_hf_repo: a directory made by `convert`, or a checkpoint that MLX quantised; a Hugging Face repo id
             that holds a packed model; or None for the demo model that ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
-        cpu_activations: bits to which the CPU's products with quantised weights round activations, in each group of
-            weights: 8, 16, 24 (as exact as float32), or "auto": 24 where `dtype` is given, else 8. Where MLX
-            computes it has no effect.
-        kv_bits: in how many bits caches keep keys and values: 8 (rounded once, in groups of 64 along the head, and
-            about half as large), 16 (as they are, in `dtype`), or "auto": 8 in families in which a token adds 128 KiB
-            or more, unless `dtype` is float32. Latents and recurrent states are kept as they are.
-        expert_io: "mmap", "pread" (read as they are wanted), "resident" (read once, all of them), or "auto": what the
-            environment variable MOEFLUX_EXPERT_IO says, else what fits. A checkpoint cannot be mapped.
-        expert_cache_bytes: memory for streamed experts in pread mode; None takes what is left of RAM,
-            or less where `moeflux tune` found that less is as fast.
-        memory_bytes: that all of the process may take: weights, caches, experts and Python; None: what the machine has,
-            less some for others. Files that are mapped count only for the choice to map them.
-        prefetch: "auto" (read ahead what the next layer's router is predicted to choose), "previous" (what the layer
-            used for the previous token) or "off"; only when reading (pread), and never a different result.
-        context: positions for which memory is planned; None means 8192, or the model's own limit if less, or what
-            there is room for. Longer texts work as long as there is memory.
-        span: prompt tokens that go through the model together, so that each expert is read once for all of them; None
-            means as many as there is room for, in steps from 512 to 32768.
-        prefill_step_size: of a span, the tokens that attention or a recurrent mixer handles at once, at most; None
-            means 4096, or what there is room for; on a Mac it is less where the GPU would take too long. It does not
-            bound a span.
+        cpu_activations: number of bits to which the CPU's products with quantised weights round activations, per group
+            of weights: 8, 16, 24 (as exact as float32), or "auto": 24 if `dtype` is given, else 8. It has no effect
+            where MLX computes.
+        kv_bits: number of bits in which caches keep keys and values: 8 (rounded once, in groups of 64 along the head,
+            and about half as large), 16 (unchanged, in `dtype`), or "auto": 8 in families in which a token adds 128 KiB
+            or more, unless `dtype` is float32. Latents and recurrent states are kept unchanged.
+        expert_io: "mmap", "pread" (read on demand), "resident" (all read once, at loading), or "auto": the environment
+            variable MOEFLUX_EXPERT_IO, else what fits. A checkpoint cannot be mapped.
+        expert_cache_bytes: memory for streamed experts in pread mode; None takes the RAM that is left, or less if
+            `moeflux tune` found that less is as fast.
+        memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
+            a reserve for other programs. Mapped files count only in the decision whether to map.
+        prefetch: "auto" (read ahead the predicted choice of the next layer's router), "previous" (read ahead what the
+            layer used for the previous token) or "off". It matters only with pread and never changes a result.
+        context: positions for which memory is planned; None means 8192, or less if the model's limit or the memory is
+            smaller. Longer texts work as long as there is memory.
+        span: number of prompt tokens that go through the model together, so that each expert is read once for all of
+            them; None means as many as there is room for, from 512 to 32768.
+        prefill_step_size: the most tokens of a span that attention or a recurrent mixer handles at once; None means
+            4096, or what there is room for, and on a Mac less if the GPU would take too long. It does not limit the
+            span.
         revision: of the Hugging Face repo.
-        shards_in: directories, on other drives perhaps, in which safetensors files of a checkpoint lie that are not in
-            its own; drives are read together.
-        tiles: how a GPU's kernels cut their matrices: "code" (as they are in the code), a file that `moeflux tune`
-            wrote, or "auto": what the environment variable MOEFLUX_TILES says, else what `moeflux tune` found on this
-            GPU. Other tiles may change the last bits of a result.
-        pool_share: without `context`, memory is planned for the longest one that leaves the pool of experts this share
-            of what it would have otherwise.
-        least_context: that context is at least this long, even if experts get less memory.
+        shards_in: further directories, perhaps on other drives, with safetensors files of a checkpoint. Drives are read
+            in parallel.
+        tiles: how a GPU's kernels cut their matrices: "code" (the built-in tiles), a file that `moeflux tune` wrote, or
+            "auto": the environment variable MOEFLUX_TILES, else what `moeflux tune` found on this GPU. Other tiles may
+            change the last bits of a result.
+        pool_share: if `context` is None, memory is planned for the longest context that leaves the pool of experts this
+            share of its size at the default context.
+        least_context: a lower bound for that context, even if experts then get less memory.
         progress: called with the bytes read so far and in all, while resident experts are read.
-        draft: where drafts come from, tokens that a step checks with the one before them: "off", "lookup" (what
-            followed where the end of the text occurred before), "head" (the model's own draft head), a directory that
-            holds one for it, or "auto": its head, if the pool of experts keeps nine tenths of its bytes, else
-            "lookup". They change when a token comes, never which. They are off on several ranks.
-        vision: whether an image encoder is loaded, if the checkpoint has one and the extra `vision` is installed.
-        image_tokens: of an image, at most: larger ones are made smaller. What encoding such an image takes is planned.
-        ranks: this process is one of several, which all load the model and then make the same calls.
+        draft: the source of drafts, which are proposed tokens that a step checks: "off", "lookup" (what followed an
+            earlier occurrence of the text's ending), "head" (the model's own draft head), a directory that holds a head
+            for it, or "auto": its head if the pool of experts keeps nine tenths of its bytes, else "lookup". Drafts
+            change the speed, never the tokens. They are off on several ranks.
+        vision: whether to load an image encoder if the checkpoint has one and the extra `vision` is installed.
+        image_tokens: the most tokens of an image; larger images are made smaller. The memory plan includes the encoding
+            of such an image.
+        ranks: this process's place among several that all load the model and then make the same calls.
 
     Raises:
         ModelFileError: a file is missing or wrong. ConfigError: a value is not implemented.
         NotPackedError: a checkpoint that needs converting; the message holds the command.
-        TokenizerError: the tokenizer files cannot be used. RequestError: it does not fit in memory, or there is no such
-            file of tiles.
-        ExpertIOError: this process was forked from one that had loaded a model. DeviceError: memory is at an end.
+        TokenizerError: the tokenizer files cannot be used. RequestError: the model does not fit in memory, or the file
+            of tiles does not exist.
+        ExpertIOError: this process was forked from one that had loaded a model. DeviceError: memory is exhausted.
     """
     return engine.model, engine.tokenizer
 

@@ -36,14 +36,14 @@ def select_io_mode(total_expert_bytes: int, physical_ram_bytes: int, override: s
 def reason_to_read(
     total: int, layer_bytes: int, fixed: int, figures: Figures, headroom: int = 0, in_place: bool = False
 ) -> str:
-    """Why experts cannot all be in memory, mapped or read once, with the figure that decides; empty if they can.
+    """Why the experts cannot all be in memory (mapped or read once), with the deciding figure; empty if they can.
 
     Args:
         total: bytes of all expert files.
         layer_bytes: of one of them.
         fixed: of everything else that is in memory.
-        headroom: to be left alone where mapping copies, or nothing is mapped.
-        in_place: the files are a checkpoint's, which are not mapped but read once.
+        headroom: bytes to keep free if mapping copies or nothing is mapped.
+        in_place: whether the files are a checkpoint's, which are read once instead of mapped.
     """
     if not in_place and select_io_mode(total, figures.memory) is IoMode.PREAD:
         return f"experts exceed three quarters of {figures.name}"
@@ -64,7 +64,7 @@ def reason_to_read(
 
 
 def describe(mode: IoMode, total: int, figures: Figures, forced: bool, reason: str, in_place: bool = False) -> str:
-    """One line with the figures behind the decision, and the one that decided if it is another."""
+    """One line with the figures behind the decision, and the reason if it is another one."""
     why = "forced" if forced else "auto"
     text = (
         f"expert I/O: {mode.value} ({why}): experts {in_gb(total)}{' in place' if in_place else ''}, "

@@ -26,12 +26,11 @@ from .sampling import LogitsProcessor, Sampler
 class GenerationResponse:
     """One step of `stream_generate`.
 
-    `text` is what this step adds; `logprobs` [vocab_size]; `from_draft`: the token had been proposed, and checked in
-    a step with one before it (`draft` of `load`); rates in tokens per second; `peak_memory` in
-    GB (1e9 bytes) of MLX's allocations. The last response has `finish_reason` "stop" or "length".
-    The figures of expert I/O are those of the tokens after the first: the share of experts that were in
-    memory, bytes read for a token, GB/s while the drive was reading, seconds that computing waited; all 0
-    when experts are mapped.
+    `text` is the text that this step adds; `logprobs` is [vocab_size]; `from_draft` says whether the token was an
+    accepted draft (`draft` of `load`); rates are in tokens per second; `peak_memory` is that of MLX's allocations, in
+    GB (1e9 bytes). The last response has `finish_reason` "stop" or "length". The figures of expert I/O cover the tokens
+    after the first: the share of requested experts that were in memory, bytes read per token, GB/s while the drive was
+    reading, and seconds that the computation waited. All are 0 if experts are mapped.
     """
 
     text: str
@@ -79,19 +78,19 @@ def generate_step(
         prompt: token ids.
         sampler: logprobs [1, V] -> token [1]; None takes the most likely.
         logits_processors: (tokens so far, logits [1, V]) -> logits.
-        prompt_cache: continues after what it has seen, and is updated.
-        prefill_step_size: prompt tokens that attention or a recurrent mixer handles at once, at most; None, or more
-            than was planned for the model, means what was planned. It does not bound how many go through the experts
-            together: `span` does.
-        span: prompt tokens that go through the model together, at most, so that each expert is read once for all of
-            them; None, or more than was planned for the model, means what was planned.
-        prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), ascending; both are
-            equal once, at the end. It is for display only, and may raise to stop.
+        prompt_cache: the state to continue from; it is updated.
+        prefill_step_size: the most prompt tokens that attention or a recurrent mixer handles at once; None, or more
+            than planned for the model, means the planned size. The number of tokens that go through the experts
+            together is set by `span`.
+        span: the most prompt tokens that go through the model together, so that each expert is read once for all of
+            them; None, or more than planned for the model, means the planned size.
+        prompt_progress_callback: called with (work done in tokens, number of tokens), ascending; the two are equal only
+            at the end. It is for display, and may raise an exception to stop.
 
     Raises:
         RequestError: an empty prompt, a token count out of range, or caches that are not this model's.
         ModelFileError: the logits are NaN, which damaged weights cause.
-        DeviceError: memory or the GPU's time is at an end; the cache may hold anything.
+        DeviceError: memory is exhausted or the GPU timed out; the state of the cache is then undefined.
     """
     steps = _decoded(
         prompt,
@@ -120,7 +119,7 @@ def _decoded(
     prompt_progress_callback: Progress | None = None,
     **choice: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
-    """`generate_step`, and whether each token had been drafted."""
+    """As `generate_step`, but also yields whether each token was a draft."""
     prompt = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
     if prompt_cache is not None:
@@ -129,7 +128,7 @@ def _decoded(
     report = prompt_progress_callback or (lambda done, total: None)
     tokens, images = prompt.tokens, prompt.images.after(cache)
     drafts = head_drafts(model)
-    if drafts is not None:  # what the cache has absorbed is not known here
+    if drafts is not None:  # the number of tokens that the cache has absorbed is not known here
         drafts.begin([0] * cache[0].offset + cast(list[int], tokens.tolist()))
     prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size, drafts=drafts, images=images)
     try:
@@ -157,15 +156,15 @@ def stream_generate(
     """Generates text piece by piece until an end-of-text token or `max_tokens`.
 
     Args:
-        prompt: text (encoded as it is, with the tokenizer's special tokens unless it begins with them)
+        prompt: text (encoded without a template; the tokenizer's special tokens are added unless it begins with them)
             or token ids.
-        image: one image or a list of them, each a path, a `data:` URL, bytes or a picture of Pillow's; they stand
-            where a chat template has written the image's token, one after another.
+        image: one image or a list of them, each a path, a `data:` URL, bytes or a picture of Pillow's; in order, they
+            replace the image tokens that a chat template has written.
         kwargs: as `generate_step`.
 
     Raises:
-        RequestError, ModelFileError: as `generate_step`. RequestError: an image cannot be read, or there are more or
-            fewer than the prompt has places for.
+        RequestError, ModelFileError: as `generate_step`. RequestError: an image cannot be read, or the number of images
+            differs from the number of places in the prompt.
     """
     if isinstance(prompt, str):
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
@@ -183,16 +182,16 @@ def stream_generate(
 
 
 class Responder:
-    """Makes the response of each token of an answer: what it adds to the text, why it is the last, and the rates.
+    """Makes the response of each token of an answer: the text that it adds, the finish reason, and the rates.
 
     Args:
-        model: its experts are read meanwhile.
-        tokenizer: spells the tokens, and knows which end a text.
-        prompt_tokens: of the whole prompt.
-        max_tokens: after which an answer ends; -1: there is no limit.
+        model: the source of the expert I/O figures.
+        tokenizer: decodes the tokens and knows which ones end a text.
+        prompt_tokens: number of tokens of the whole prompt.
+        max_tokens: limit of the answer; -1 means no limit.
 
     Attributes:
-        computed: tokens of the prompt that are not known already, for the prompt's rate.
+        computed: number of prompt tokens that had to be computed, for the prompt's rate.
     """
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int):
@@ -203,11 +202,11 @@ class Responder:
 
     @property
     def first_token_seconds(self) -> float:
-        """From when this was made to the first token."""
+        """Seconds from construction to the first token."""
         return self._clock.first - self._clock.start
 
     def response(self, token: int, logprobs: mx.array, from_draft: bool) -> GenerationResponse:
-        """The response of the token that has just been chosen."""
+        """Makes the response of the token that has just been chosen."""
         n = self._clock.tick()
         finish_reason = "length" if n == self.max_tokens else None
         if token in self.tokenizer.eos_token_ids:
@@ -238,7 +237,7 @@ def generate(
     verbose: bool = False,
     **kwargs: Any,
 ) -> str:
-    """The whole text of `stream_generate`; `verbose` also prints it as it comes, and the rates."""
+    """Returns the whole text of `stream_generate`; `verbose` also prints the text as it is generated, and the rates."""
     text = ""
     with closing(stream_generate(model, tokenizer, prompt, **kwargs)) as responses:
         for response in responses:
@@ -252,26 +251,26 @@ def generate(
 
 
 def within_limit(args: ModelArgs, prompt_tokens: int, max_tokens: int) -> int:
-    """`max_tokens`, or what the model takes after the prompt if that is less; at least 1."""
+    """`max_tokens`, or the room that the model has after the prompt if that is less; at least 1."""
     room = max(args.max_position_embeddings - prompt_tokens, 1)
     return room if max_tokens == -1 else min(max_tokens, room)
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Raises RequestError: it is neither a positive integer nor -1."""
+    """Raises RequestError: `max_tokens` is neither a positive integer nor -1."""
     if not isinstance(max_tokens, (int, np.integer)) or max_tokens == 0 or max_tokens < -1:
         raise RequestError(f"max_tokens is {max_tokens!r}; it must be a positive integer, or -1 for no limit")
 
 
 class _Clock:
-    """When tokens came: the prompt's time ends with the first of them."""
+    """Times of tokens: the prompt's time ends with the first one."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.start = self.first = self.last = time.perf_counter()
 
     def tick(self) -> int:
-        """A token has come; how many there are."""
+        """Counts a token and returns the count."""
         self.tokens += 1
         self.last = time.perf_counter()
         if self.tokens == 1:
@@ -280,7 +279,7 @@ class _Clock:
 
     @property
     def rate(self) -> float:
-        """Tokens a second after the first."""
+        """Tokens per second after the first token."""
         return (self.tokens - 1) / (self.last - self.first) if self.tokens > 1 else 0.0
 
 
@@ -292,7 +291,7 @@ class _ExpertMeter:
         self.before: LoaderStats | None = None
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """Call after each token; `tokens` is how many there have been."""
+        """To be called after each token; `tokens` is their count so far."""
         if self.experts is None or self.before is None:
             self.before = None if self.experts is None else replace(self.experts.stats)
             return {}

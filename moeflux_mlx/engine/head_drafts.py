@@ -1,8 +1,8 @@
 """The state of a draft head for one text: its cache, and the hidden states that the head has not processed yet.
 
-Row p of the cache is computed from the hidden state of position p and the token after it. Rows are computed when
-somebody wants drafts, or many at once, so an unused head costs almost nothing. If the head was not shown a part of the
-text, this part stays missing: the rows begin anew after it, and fewer drafts are accepted.
+Row p of the cache is computed from the hidden state of position p and the token after it. Rows are computed when drafts
+are requested, or many at once, so an unused head costs almost nothing. If the head has not seen a part of the text, its
+rows start anew after that part, and fewer drafts are accepted.
 """
 
 from collections.abc import Sequence
@@ -22,35 +22,35 @@ MOST_WAITING = 256  # rows that are not absorbed yet
 
 
 def head_drafts(model: Model) -> "HeadDrafts | None":
-    """For a new text; None: the model has no draft head, or does not draft."""
+    """The state for a new text; None if the model has no draft head or drafts are off."""
     return HeadDrafts(model) if model.head is not None and model.drafting.kind == "head" else None
 
 
 class HeadDrafts:
     """Args:
-        model: that has a head.
+        model: a model with a draft head.
 
     Attributes:
-        cache: of the head's layer.
+        cache: the cache of the head's layer.
     """
 
     def __init__(self, model: Model):
         self._model, self._head = model, cast(DraftHead, model.head)
         self.cache: Cache = self._head.make_cache()
-        self._tokens: list[int] = []  # the text as far as it is known
-        self._start = self._rows = 0  # the position of the first row; rows of hidden states that the model has computed
-        self._waiting: list[Any] = []  # hidden states of the positions after these, [1, 1, hidden_size] or more
-        self._shown = 0  # positions of the text up to the last whose hidden state is known
-        self._out: Any = None  # what came of the last row
-        self._next_out: Any = None  # what came of the last token that was drafted but one
-        self._drafted: list[mx.array] = []  # tokens [1, 1]; all but the last have rows of their own behind the others
+        self._tokens: list[int] = []  # the known tokens of the text
+        self._start = self._rows = 0  # position of the first row; number of rows made from the model's hidden states
+        self._waiting: list[Any] = []  # hidden states of the next positions, each [1, n, hidden_size]
+        self._shown = 0  # number of positions up to the last one whose hidden state is known
+        self._out: Any = None  # the head's output for the last row
+        self._next_out: Any = None  # the head's output for the last drafted token but one
+        self._drafted: list[mx.array] = []  # drafted tokens [1, 1]; all but the last have a row at the end of the cache
 
     @property
     def nbytes(self) -> int:
         return self.cache.nbytes + sum(part.nbytes for part in self._waiting)
 
     def copy(self) -> "HeadDrafts":
-        """Another that knows the same text."""
+        """A copy with the same text."""
         other = HeadDrafts(self._model)
         other.cache, other._tokens = self.cache.copy(), list(self._tokens)
         other._start, other._rows, other._shown = self._start, self._rows, self._shown
@@ -58,7 +58,9 @@ class HeadDrafts:
         return other
 
     def saved(self, length: int) -> bytes:
-        """What it knows of the first `length` tokens, for `restore`; nothing where their beginning is not known."""
+        """The cache of the first `length` tokens as bytes, for `restore`; empty if the rows do not begin at the first
+        token.
+        """
         self._absorb()
         cache, rows = self.cache.copy(), min(self._rows, length)
         if self._start or not rows or not cache.reaches(rows):
@@ -67,8 +69,9 @@ class HeadDrafts:
         return head_rows(cache)
 
     def restore(self, data: bytes, text: Sequence[int]) -> None:
-        """The text is this one from now on, and begins as that of which `saved` gave `data`; nothing is known of it
-        where that is nothing, or another head's."""
+        """Sets the text, whose beginning is the one that `saved` made `data` from. If `data` is empty or belongs to
+        another head, no rows are restored.
+        """
         self._restart(0)
         if load_head_rows(self.cache, data, self._model.activation_dtype):
             self._rows = self._shown = self.cache.offset
@@ -76,22 +79,22 @@ class HeadDrafts:
         self._tokens = list(text)
 
     def begin(self, text: Sequence[int]) -> None:
-        """The text is this one from now on; what it shares with the last one is known."""
+        """Sets the text; the rows of the prefix that it shares with the previous text are kept."""
         waiting = sum(part.shape[1] for part in self._waiting)
-        if self.cache.offset < self._rows or self._shown != self._start + self._rows + waiting:  # it was interrupted
+        if self.cache.offset < self._rows or self._shown != self._start + self._rows + waiting:
             self._restart(0)
         self._cut(shared_length(self._tokens, text))
         self._tokens = list(text)
 
     def absorb_span(self, span: Span) -> None:
-        """The model has taken a span of the text through all its layers."""
+        """Takes the hidden states of a span that has passed all layers of the model."""
         for start in range(0, span.length, span.block):
             end = min(start + span.block, span.length)
             self._show(self._model.draft_states(span, start, end), span.start + start)
             self._absorb()
 
     def add(self, token: int, hidden: Any = None) -> None:
-        """The text goes on with `token`; `hidden` as in `Drafts`, None where it has been shown."""
+        """Appends `token` to the text; `hidden` as in `Drafts`, None if the head has it already."""
         self._tokens.append(token)
         self._drafted = []
         if hidden is not None:
@@ -100,11 +103,13 @@ class HeadDrafts:
             self._absorb()
 
     def may_propose(self) -> bool:
-        """Whether the last position has been shown."""
+        """Whether the hidden state of the last position is known."""
         return self._shown == len(self._tokens) - 1
 
     def propose(self, count: int) -> list[int]:
-        """At most `count` tokens, the most likely one each time; none where the last position has not been shown."""
+        """Proposes at most `count` tokens, each the most likely one; none if the last position's hidden state is not
+        known.
+        """
         if count < 1 or not self.may_propose():
             return []
         self._absorb(draft=True)
@@ -122,7 +127,7 @@ class HeadDrafts:
         return [cast(int, token.item()) for token in self._drafted[:count]]
 
     def _show(self, hidden: Any, position: int) -> None:
-        """Hidden states [1, n, hidden_size] of positions from this one on."""
+        """Takes hidden states [1, n, hidden_size] of the positions from `position` on."""
         if position < self._shown:
             self._cut(position)
         if position != self._shown:
@@ -131,7 +136,7 @@ class HeadDrafts:
         self._shown += hidden.shape[1]
 
     def _absorb(self, draft: bool = False) -> None:
-        """Makes rows of all hidden states that wait and whose next tokens are known; and a draft, if it is wanted."""
+        """Makes the rows of all waiting hidden states whose next tokens are known, and a draft if `draft` is set."""
         first = self._start + self._rows
         count = min(self._shown, len(self._tokens) - 1) - first
         if count < 1:
@@ -139,16 +144,16 @@ class HeadDrafts:
         waiting, rest = _divided(self._waiting, count)
         self.cache.go_back(self._rows, None)
         self._drafted = []
-        last = self._model.args.vocab_size - 1  # an image's rows have keys in place of tokens
+        last = self._model.args.vocab_size - 1  # an image's rows have keys instead of tokens
         tokens = [min(token, last) for token in self._tokens[first + 1 : first + 1 + count]]
         self._out, drafted = self._head.absorb(waiting, tokens, self.cache, draft)
-        self._rows, self._waiting = self._rows + count, [leave(part) * 1 for part in rest]  # not all of a block is held
+        self._rows, self._waiting = self._rows + count, [leave(part) * 1 for part in rest]  # copied, to free the block
         self._drafted = [] if drafted is None else [drafted]
         if isinstance(self._out, mx.array):
             mx.async_eval(self._out, *(array for array in self.cache.state[:-1] if array is not None))
 
     def _cut(self, length: int) -> None:
-        """Forgets what comes after the first `length` tokens; and those too, if the cache does not go back so far."""
+        """Forgets everything after the first `length` tokens, and those too if the cache cannot go back that far."""
         rows = min(max(length - self._start, 0), self._rows)
         if not self.cache.reaches(rows):
             self._restart(max(length, self._start))
@@ -161,7 +166,7 @@ class HeadDrafts:
             self.cache.go_back(rows, None)
 
     def _restart(self, position: int) -> None:
-        """Nothing is known of the text before this position."""
+        """Forgets all rows; the next ones begin at `position`."""
         self.cache, self._waiting, self._drafted, self._out = self._head.make_cache(), [], [], None
         self._start = self._shown = position
         self._rows = 0
@@ -169,7 +174,7 @@ class HeadDrafts:
 
 
 def _divided(parts: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """The first `count` rows of parts [1, n, hidden_size], and the others."""
+    """Splits parts [1, n, hidden_size] into the first `count` rows and the rest."""
     first, rest = list[Any](), list[Any]()
     for part in parts:
         here = min(count, part.shape[1])

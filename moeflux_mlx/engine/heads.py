@@ -1,4 +1,4 @@
-"""Chooses the source of a model's drafts, by the option, the files and the memory."""
+"""Chooses the source of a model's drafts from the option, the files and the memory plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,22 +27,22 @@ from .demand import Demand
 from .machine import in_gb
 from .weights import Weights
 
-DRAFTS = ("auto", "off", "lookup", "head")  # where drafts of tokens come from; or a directory that has a head
-LEAST_SHARE = 0.9  # of the bytes that a pool has without drafts, which "auto" leaves it
+DRAFTS = ("auto", "off", "lookup", "head")  # sources of drafts; a directory with a head is allowed too
+LEAST_SHARE = 0.9  # share of the pool's bytes without drafts that "auto" leaves to the pool
 
 Planned = Callable[[ModelArgs, Demand], MemoryPlan]
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What was chosen.
+    """The chosen source of drafts.
 
     Args:
-        args: of the model, with the layer of its draft head if it gets one.
-        plan: of its memory.
+        args: the model's, with the layer of its draft head if it has one.
+        plan: the model's memory plan.
         kind: as for `Drafting`.
-        head: the draft head; None: it gets none.
-        reason: one line on what was chosen, and why; empty where nothing else was asked for.
+        head: the draft head or None.
+        reason: one line that says what was chosen and why; empty if drafts were switched off by the option.
     """
 
     args: ModelArgs
@@ -53,28 +53,28 @@ class Drafts:
 
     @property
     def drafting(self) -> Drafting:
-        """For the model."""
+        """The `Drafting` for the model."""
         return Drafting(self.kind)
 
 
 def choose_drafts(
     draft: str | Path, weights: Weights | None, args: ModelArgs, demand: Demand, dtype: mx.Dtype, planned: Planned
 ) -> Drafts:
-    """What a model drafts with.
+    """Chooses where a model's drafts come from.
 
-    "auto" is its head, if the plan keeps mode, sizes and nine tenths of the pool beside it, else what is looked up,
-    if the plan allows that, else nothing.
+    "auto" is the model's head if the plan with it keeps mode, sizes and nine tenths of the pool. Otherwise it is
+    "lookup" if the plan allows that, else "off".
 
     Args:
         draft: one of `DRAFTS`, or a directory.
-        weights: where a head may be; None: nowhere.
-        args, demand: of the model without drafts.
+        weights: the files in which to look for a head, or None.
+        args, demand: those of the model without drafts.
         dtype: of activations.
-        planned: plans memory.
+        planned: the function that plans memory.
 
     Raises:
-        RequestError: `draft` is none of these. ModelFileError: there is no head, or it cannot be used. What `planned`
-            raises.
+        RequestError: `draft` is none of these. ModelFileError: there is no head, or it cannot be used. Errors of
+            `planned`.
     """
     is_folder = str(draft) not in DRAFTS
     if is_folder and not user_path(draft).is_dir():
@@ -125,13 +125,13 @@ def _automatic(
 
 
 def _keeps(plan: MemoryPlan, plain: MemoryPlan) -> bool:
-    """Whether a plan with drafts leaves a model as it is without."""
+    """Whether a plan with drafts keeps mode, sizes, context and enough of the pool."""
     alike = (plan.mode, plan.sizes, plan.context) == (plain.mode, plain.sizes, plain.context)
     return alike and plan.pool >= LEAST_SHARE * plain.pool
 
 
 def _head(weights: Weights | None, args: ModelArgs, folder: Path | None) -> HeadWeights | None:
-    """The head in `folder`, or where the model is."""
+    """The head in `folder`, or in the model's own files."""
     if weights is None:
         return None
     tensors, config = _beside(weights) if folder is None else _in_folder(folder)
@@ -157,7 +157,7 @@ def load_head(head: HeadWeights, model: Model, dtype: mx.Dtype) -> None:
     """Reads a head and attaches it to its model.
 
     Raises:
-        ModelFileError: a file cannot be read, or a value is not finite. ExpertIOError: Metal does not take the memory.
+        ModelFileError: a file cannot be read, or a value is not finite. ExpertIOError: Metal refuses the memory.
     """
     source = HeldExperts(head.experts.layout, {0: head.records()})
     try:

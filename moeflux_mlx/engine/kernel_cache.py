@@ -1,6 +1,6 @@
-"""A model's CUDA kernels: they are compiled together while its weights are read, and kept for the next start.
+"""Compiles a model's CUDA kernels together while its weights are read, and keeps them for the next start.
 
-Metal's own service keeps compiled kernels, and the CPU's are compiled at installation: both need nothing here.
+Metal keeps compiled kernels by itself, and the CPU's are compiled at installation.
 """
 
 import os
@@ -18,16 +18,15 @@ from .launches import launches_of
 from .random_weights import Shapes
 from .tiles import kept_files, mlx_version
 
-VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it once, before it compiles or loads its first kernel
-NVRTC = "libnvrtc.so.13"  # of the CUDA that MLX's build uses
-SEQUENCES = (2, 4, 6, 8)  # of the rows of a step: every other number runs the same texts
+VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable once, before its first kernel
+NVRTC = "libnvrtc.so.13"  # major version of the CUDA that MLX's build uses
+SEQUENCES = (2, 4, 6, 8)  # row counts of a step; all other counts run the same kernels
 
 
 @contextmanager
 def compiling(shapes: Shapes, tiles: Tiles) -> Iterator[None]:
-    """Compiles in other threads, while the inside runs, the kernels that no earlier start has compiled.
-
-    Where that cannot be, MLX compiles each at its first use.
+    """A context manager that compiles, in other threads, the kernels that no earlier start has compiled. If that is
+    impossible, MLX compiles each kernel at its first use.
     """
     compiler = compiler_here() if backend.name() == "cuda" else None
     folder = None if compiler is None else folder_of(compiler)
@@ -43,7 +42,7 @@ def compiling(shapes: Shapes, tiles: Tiles) -> Iterator[None]:
 
 
 def programs_of(shapes: Shapes, tiles: Tiles) -> list[Program]:
-    """Those that the model's parts run for one token, a few of one sequence or of several, and many."""
+    """The kernels that the model's parts run for one token, for a few of one or several sequences, and for many."""
     with closing(launches_of(shapes, "cuda", tiles, SEQUENCES)) as steps:
         return list({program.text: program for step in steps for program in step.programs}.values())
 
@@ -65,8 +64,9 @@ def compiler_here() -> Compiler | None:
 
 
 def folder_of(compiler: Compiler) -> Path | None:
-    """The directory in which MLX looks: the one that the user names, or our own, which MLX is told of; None if it
-    cannot be made."""
+    """The directory in which MLX looks for kernels: the user's, or our own, which is then set for MLX; None if it
+    cannot be created.
+    """
     name = f"mlx-{mlx_version()}-{compiler.architecture}-nvrtc-{compiler.version}"
     folder = Path(os.environ.get(VARIABLE) or kept_files() / "kernels" / name)
     try:

@@ -1,4 +1,4 @@
-"""The number of bits in which a model's caches keep keys and values, and the bytes that this takes."""
+"""The number of bits in which a model's caches keep keys and values, and the bytes that they take."""
 
 from collections.abc import Iterator
 
@@ -13,18 +13,18 @@ from .machine import in_gb
 from .needs import state_bytes
 
 KV_BITS = ("auto", "8", "16")
-# Bytes of keys and values in 16 bits that a token adds, from which on 8 bits are the default: 64,000 tokens then take
-# 8 GB. Families with full attention in most of 46 layers or more are beyond it.
+# If a token adds at least this many bytes of keys and values in 16 bits, 8 bits are the default: 64,000 tokens would
+# take 8 GB. This concerns families with full attention in most of 46 or more layers.
 LARGE_TOKEN = 128 << 10
-LONG = 1 << 20  # positions, longer than any window
+LONG = 1 << 20  # number of positions, longer than any window
 
 
 def keeping(args: ModelArgs, asked: int | str, dtype: mx.Dtype | None) -> ModelArgs:
-    """The model with keys and values kept as asked for.
+    """The model's arguments with the chosen number of bits for keys and values.
 
     Args:
         asked: 8, 16 (as they are, in the dtype of activations) or "auto", as a number or in digits.
-        dtype: that was asked for; None: none was.
+        dtype: the dtype that the user gave, or None.
 
     Raises:
         RequestError: `asked` is none of them, or 8 where no layer keeps keys and values.
@@ -53,7 +53,9 @@ def token_bytes(args: ModelArgs) -> int:
 
 
 def state_lines(args: ModelArgs, context: int, itemsize: int) -> Iterator[str]:
-    """What the state of one text takes with keys and values in 8 bits and as they are; nothing where there are none."""
+    """Lines that say how much one text's state takes with keys and values in 8 bits and unchanged; none if there are no
+    keys and values.
+    """
     if not args.rounds_keys:
         return
     small, large = (in_gb(state_bytes(args.with_kv_bits(bits), context, itemsize), 3) for bits in (BITS, None))

@@ -1,4 +1,4 @@
-"""Lists the kernels that each kind of layer runs at the shapes of one model, and why others do not run.
+"""Lists the kernels that each kind of layer of a model runs, and why other kernels do not run.
 
 One mixer, feed-forward part and head of each kind is made with zeros and called with a few tokens, while stand-ins
 receive the launches. Nothing is computed, so the backend may be one that this machine lacks. This module knows no
@@ -46,20 +46,20 @@ TITLES: dict[type, str] = {
     Delta: "delta rule",
 }
 TOKENS = (1, 4, 512)  # one, a few, and many
-Run = Callable[[Any, Any], object]  # takes activations, and what makes caches of a kind of mixer
+Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a part of a model runs for so many tokens.
+    """What a part of a model runs for a number of tokens.
 
     Args:
         part: its name.
-        layers: those that have it, in the same stored forms; none for lm_head.
-        tokens: at once.
-        runs: kernels and native forms, with how often each is called; all else is MLX's own operations.
-        refused: an operation that no kernel computes, or for which another native form is there, and why.
-        programs: what CUDA's compiler is given for them.
+        layers: the layers that have this part in the same stored forms; none for lm_head.
+        tokens: number of tokens at once.
+        runs: kernels and native forms, with the number of calls of each; everything else is MLX's own operations.
+        refused: operations for which a kernel or native form exists but does not run, with the reason.
+        programs: the input of CUDA's compiler for them.
     """
 
     part: str
@@ -73,9 +73,8 @@ class Step:
 def launches_of(
     shapes: Shapes, target: str, tiles: Tiles = CODE, sequences: Sequence[int] = ()
 ) -> Generator[Step, None, None]:
-    """What each kind of mixer and feed-forward part, and lm_head, run on the backend `target` with these tiles.
-
-    `sequences`: also for a token of each of so many sequences.
+    """Lists what each kind of mixer and feed-forward part, and lm_head, run on the backend `target` with these tiles.
+    `sequences`: numbers of sequences for which a step with one token of each is listed too.
     """
     cases = [(tokens, make_cache) for tokens in TOKENS] + [(count, partial(_caches, count)) for count in sequences]
     with standing_in(backend=target):
@@ -89,9 +88,8 @@ def launches_of(
 
 
 class Noted(Tiles):
-    """The same choice as `tiles`; notes what is launched or called while it listens, and each reason of a chooser.
-
-    `missing`: why native forms do not run where there are no kernels.
+    """Makes the same choices as `tiles`, and records launches, calls and the choosers' reasons while it listens.
+    `missing`: the reason why native forms do not run on a backend without kernels.
     """
 
     def __init__(self, tiles: Tiles, missing: Reason) -> None:
@@ -101,11 +99,11 @@ class Noted(Tiles):
         self.runs, self.refused = Counter[str](), dict[str, Reason]()
 
     def listening(self) -> ExitStack:
-        """Inside, kernels and native forms compute nothing."""
+        """A context manager in which kernels and native forms compute nothing."""
         stack = ExitStack()
         stack.enter_context(using(self))
         stack.enter_context(standing_in(build=self._kernel, extension=Extension(self.runs)))
-        stack.enter_context(np.errstate(all="ignore"))  # what is not computed is any number
+        stack.enter_context(np.errstate(all="ignore"))  # the values are arbitrary, because nothing is computed
         return stack
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
@@ -115,7 +113,9 @@ class Noted(Tiles):
         return made
 
     def asked_for(self) -> Counter[str]:
-        """What runs: a router's choice that the experts' kernel makes once more is never evaluated."""
+        """What runs. A router's choice that the experts' kernel repeats is not counted, because it is never
+        evaluated.
+        """
         if any(name.startswith("expert_choice") for name in self.runs):
             return Counter({name: count for name, count in self.runs.items() if not name.startswith("topk")})
         return self.runs
@@ -136,7 +136,7 @@ class Noted(Tiles):
 
 
 class Extension:
-    """Stands in for the native kernels: counts calls by name, and leaves their outputs as they are."""
+    """Stands in for the native kernels: counts calls by name and does not touch their outputs."""
 
     def __init__(self, runs: Counter[str]):
         self._runs = runs
@@ -146,9 +146,8 @@ class Extension:
 
 
 class SomeExperts:
-    """Routed experts for one layer, as many as a token uses; all of them are, by every token.
-
-    `is_resident`: a kernel chooses them, as where every expert lies on a GPU.
+    """Routed experts of one layer, as many as a token uses, so that every token uses all of them. `is_resident`: a
+    kernel chooses them, as if every expert were on a GPU.
     """
 
     def __init__(self, record: Record, experts: int, top_k: int, is_resident: bool):
@@ -215,12 +214,14 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
 
 
 def _caches(count: int, mixer: Any) -> RowCaches:
-    """Of so many sequences, with a row of each."""
+    """The caches of several sequences with one row each."""
     return RowCaches([make_cache(mixer) for _ in range(count)], lambda row: None)
 
 
 def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: Any, caches: Any) -> Any:
-    """A mixer on x [B, L, D]; between several streams it takes the rows of a step one by one, and adds none itself."""
+    """Calls a mixer on x [B, L, D]. With several streams it takes the rows of a step one by one and adds no
+    residual.
+    """
     made = caches(mixer)
     if args.connections is None:
         return module(x, norm, made)
@@ -230,7 +231,7 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
 
 
 def _between(shapes: Shapes, rule: Connections) -> Run:
-    """What stands between the streams and a part of a layer, all of a kind."""
+    """The computations between the streams and the parts of a layer, by kind."""
     args = shapes.args
     made = connection(rule, args.hidden_size, args.rms_norm_eps)
     _fill(made, "model.layers.0.attn_hc.", shapes)
@@ -244,7 +245,7 @@ def _between(shapes: Shapes, rule: Connections) -> Run:
 
 
 def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
-    """What n-grams add to the streams, of rows that are zeros."""
+    """Adds n-grams to the streams, with rows of zeros."""
     args = shapes.args
     made, streams = NGramLayer(part, args.hidden_size, args.rms_norm_eps, layer), part.channels // args.hidden_size
     _fill(made, f"model.layers.{layer}.ple.", shapes)
@@ -252,7 +253,7 @@ def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
 
 
 def _forward(module: Any, part: Any, norm: RMSNorm | None, x: Any, _: Any) -> Any:
-    """A feed-forward part on x [B, L, D], of tokens 0 where experts stand in a table."""
+    """Calls a feed-forward part on x [B, L, D]; if a table chooses the experts, all tokens are 0."""
     if isinstance(part, Dense) or part.router.table is None:
         return module.forward(x, norm)
     return module.forward(
@@ -261,7 +262,9 @@ def _forward(module: Any, part: Any, norm: RMSNorm | None, x: Any, _: Any) -> An
 
 
 def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str, SomeExperts | None]]:
-    """What computes the routed experts of a feed-forward part, by name: on a GPU it depends on where they are."""
+    """The ways of computing a feed-forward part's routed experts, by name; on a GPU they depend on where the experts
+    are.
+    """
     if isinstance(part, Dense) or record is None:
         yield "dense MLP", None
     elif backend.has_kernels():
@@ -273,13 +276,13 @@ def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str
 
 
 def _kinds(parts: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
-    """Each kind, and the layers that have it."""
+    """Each kind with the layers that have it."""
     for kind in dict.fromkeys(parts):
         yield kind, [i for i, part in enumerate(parts) if part == kind]
 
 
 def _forms(shapes: Shapes, layer: int, is_mlp: bool) -> frozenset[tuple[str, Quant | None]]:
-    """How the matrices of a layer's feed-forward part, or of its mixer, are stored."""
+    """The stored forms of the matrices of a layer's feed-forward part or mixer."""
     start = f"model.layers.{layer}."
     below = ((path.removeprefix(start), quant) for path, quant in shapes.quants.items() if path.startswith(start))
     return frozenset((path, quant) for path, quant in below if path.startswith("mlp.") == is_mlp)

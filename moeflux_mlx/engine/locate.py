@@ -35,14 +35,14 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None, sha
             raise unfinished_error(path)
         if (path / "config.json").exists() and runs_in_place(path, shards_in):
             return path
-        for folder in (path, path / "mlx"):  # the second is moeflux's
+        for folder in (path, path / "mlx"):  # the second name is moeflux's
             if (folder / "config.json").exists():
                 raise _not_a_model(path, folder)
     return path
 
 
 def _not_a_model(path: Path, folder: Path) -> MoefluxError:
-    """For a directory that has a config.json, in `folder`, and cannot be run."""
+    """The error for a directory that has a config.json but cannot be run."""
     if has_weights(path):
         return not_packed_error(str(path), folder)
     return ModelFileError(f"{path} has a config.json and no weights (*.safetensors); download the rest of it")

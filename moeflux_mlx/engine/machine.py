@@ -1,6 +1,5 @@
-"""What this machine allows: memory, or less where a control group limits it (Linux), and a GPU's limits.
-
-It reads the system's figures and does not know their use.
+"""The limits of this machine: its memory, or that of a control group (Linux), and the GPU's. It reads the system's
+figures and does not know how they are used.
 """
 
 import contextlib
@@ -15,32 +14,30 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..ops import backend, gpu_time, native
 
-WORKING_SET_SHARE = 0.9  # of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
+WORKING_SET_SHARE = 0.9  # share of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # of activations
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 GROUP_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # files of a group, versions 2 and 1
-# Address space of the threads that begin with a model, MLX's and the readers': a stack of 8 MiB and an arena of 64 MiB
-# each. 965 MB on two cores, where experts are read; with less MLX hangs, or the process ends without a word.
+# Address space of the threads that start with a model, MLX's and the readers': each has a stack of 8 MiB and an arena
+# of 64 MiB. 965 MB on two cores if experts are read; with less, MLX hangs or the process ends silently.
 THREADS_BYTES = 1 << 30
-AUTO_BITS = (
-    8  # of activations on the CPU: costs less than a tenth of the KL that 4-bit weights do (docs/performance.md)
-)
+AUTO_BITS = 8  # bits of activations on the CPU: adds less than a tenth of the KL of 4-bit weights (docs/performance.md)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the machine allows, in bytes; None where there is no such limit.
+    """The machine's limits in bytes; None means that there is no such limit.
 
     Args:
-        memory: that experts must share: RAM, or the GPU's where it has its own.
+        memory: the memory that holds experts and everything else: RAM, or the GPU's own.
         working_set: Metal's max_recommended_working_set_size.
         buffer: Metal's max_buffer_length.
-        name: of `memory`, for messages.
-        copies: mapping a file takes of `memory` (an NVIDIA GPU, address space); elsewhere the page cache holds it.
-        others: bytes of MLX's arrays that are not part of `memory`: what was in use when it was measured.
-        operations: floating-point operations that one command buffer may hold (Metal).
-        limit: that the user sets for all of the process; the headroom is not taken from it.
+        name: the name of `memory`, for messages.
+        copies: whether a mapped file takes `memory` (an NVIDIA GPU, address space) instead of page cache.
+        others: bytes of MLX's arrays that were in use when `memory` was measured, and are not part of it.
+        operations: the most floating-point operations of one command buffer (Metal).
+        limit: the user's limit for the whole process; no headroom is subtracted from it.
     """
 
     memory: int
@@ -54,25 +51,25 @@ class Figures:
 
     @property
     def breathes(self) -> bool:
-        """Whether a pool of experts can grow and shrink: memory that Metal has adopted cannot."""
+        """Whether a pool of experts can grow and shrink; memory adopted by Metal cannot."""
         return self.working_set is None
 
     @property
     def usable_working_set(self) -> int | None:
-        """What weights, experts and temporaries may take of Metal's working set."""
+        """Bytes of Metal's working set that weights, experts and temporaries may take."""
         return None if self.working_set is None else int(self.working_set * WORKING_SET_SHARE)
 
 
 def in_gb(nbytes: float, digits: int = 2) -> str:
-    """For a message."""
+    """The text of a number of bytes for a message."""
     return f"{nbytes / 1e9:.{digits}f} GB"
 
 
 def machine_figures(limit: int | None = None) -> Figures:
-    """Of the default device: RAM and, for Metal, its limits; on an NVIDIA GPU its own free memory.
+    """The figures of the default device: RAM and Metal's limits, or the free memory of an NVIDIA GPU.
 
     Args:
-        limit: bytes that the process may take, where the user says so (on an NVIDIA GPU: of its memory).
+        limit: the user's limit of the process in bytes (on an NVIDIA GPU: of the GPU's memory).
     """
     return replace(_device_figures(), limit=limit)
 
@@ -94,10 +91,10 @@ def default_dtype() -> mx.Dtype:
 
 
 def checked_dtype(asked: object) -> mx.Dtype:
-    """The dtype of activations: the one asked for, or the default where that is None.
+    """The dtype of activations: the requested one, or the default if that is None.
 
     Raises:
-        RequestError: it is not one in which activations can be.
+        RequestError: it is not a dtype for activations.
     """
     if asked is None:
         return default_dtype()
@@ -107,14 +104,14 @@ def checked_dtype(asked: object) -> mx.Dtype:
 
 
 def activation_bits(asked: int | str, dtype: mx.Dtype | None) -> int:
-    """To how many bits the native products round activations: as asked for, or what `auto` means.
+    """The number of bits to which the native products round activations.
 
     Args:
         asked: "auto", or 8, 16 or 24 as a number or in digits.
-        dtype: that was asked for; None: none was.
+        dtype: the dtype that the user gave, or None.
 
     Raises:
-        RequestError: `asked` is none of them, or rounds what was asked for in float32.
+        RequestError: `asked` is none of them, or would round although the user gave float32.
     """
     known = {"auto": AUTO_BITS if dtype is None else native.EXACT, **{str(bits): bits for bits in native.ACTIVATIONS}}
     bits = known.get(str(asked))
@@ -136,7 +133,9 @@ def usable_ram_bytes() -> int:
 
 
 def limited_address_space() -> list[Figures]:
-    """What `ulimit -v` leaves for a model, mapped files included; empty where there is no such limit (Linux)."""
+    """The bytes that `ulimit -v` leaves for a model, mapped files included; an empty list if there is no such limit
+    (Linux).
+    """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY or sys.platform != "linux":
         return []
@@ -175,7 +174,7 @@ def _upwards(root: Path, path: str) -> list[Path]:
 
 
 def limit_of(folder: Path) -> int | None:
-    """Bytes that a memory group may take; None: there is no such group, or no limit ("max")."""
+    """Bytes that a memory group may take; None if the group does not exist or has no limit ("max")."""
     limits = []
     for name in GROUP_LIMITS:
         with contextlib.suppress(OSError):
@@ -184,7 +183,7 @@ def limit_of(folder: Path) -> int | None:
 
 
 def used_memory() -> int:
-    """Bytes that this process holds; where the system does not say, those of MLX's arrays."""
+    """Bytes that this process holds, or if the system does not say, those of MLX's arrays."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""How many bytes each part of a running model takes, and how many there are: arithmetic on a configuration.
+"""Calculates the bytes that each part of a running model takes, and the bytes available, from a configuration.
 
 It opens no file, allocates nothing, and decides nothing.
 """
@@ -18,20 +18,20 @@ from ..state.layer_cache import FLOAT_BYTES
 from .demand import Demand
 from .machine import Figures
 
-HEADROOM_SHARE = 0.15  # of memory, for the system, other programs and the page cache
+HEADROOM_SHARE = 0.15  # share of memory kept free for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
-SMALL_MACHINE = 4 << 30  # up to here the share alone counts
+SMALL_MACHINE = 4 << 30  # up to this size only the share counts
 PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = KVCache.step  # positions by which caches grow
-BLOCK = 4096  # tokens that a mixer handles at once, at most, unless somebody asks for more
+BLOCK = 4096  # the most tokens that a mixer handles at once by default
 SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
-INDEX_BYTES = 4  # of a position that an indexer chose
-NUMBER_BYTES = 16  # of a row of a table: its number, and where it is among those that are read
-ROUTING_BYTES = 40  # of one row: its expert, weight, places, and what sorting needs
+INDEX_BYTES = 4  # per position that an indexer chose
+NUMBER_BYTES = 16  # per row of a table: its number, and its place among the rows that are read
+ROUTING_BYTES = 40  # per row: its expert, weight, places, and temporaries of sorting
 
 
 def least_slots(args: ModelArgs) -> int:
-    """Experts that one request may ask for: all that `LEASED_TOKENS` tokens can use."""
+    """The most experts of one request: all that `LEASED_TOKENS` tokens can use."""
     return min(args.num_experts, LEASED_TOKENS * args.num_experts_per_tok)
 
 
@@ -41,7 +41,9 @@ def least_pool(args: ModelArgs, layout: ExpertLayout) -> int:
 
 
 def room(figures: Figures) -> int:
-    """Bytes that this process may take: what the headroom leaves, no more than a Mac's GPU may use or the user says."""
+    """Bytes that this process may take: the memory without the headroom, a Mac's GPU limit or the user's, whichever is
+    least.
+    """
     limits = [figures.memory - headroom_bytes(figures.memory), figures.usable_working_set, figures.limit]
     return min(limit for limit in limits if limit is not None)
 
@@ -52,28 +54,28 @@ def headroom_bytes(memory: int) -> int:
 
 
 def runtime_bytes(layout: ExpertLayout, demand: Demand) -> int:
-    """Of the process itself, and of what reads experts that lie in pieces."""
+    """Bytes of the process itself, and of the buffers for reading experts in pieces."""
     return PROCESS_BYTES + (in_pieces_bytes(layout) if demand.in_place else 0)
 
 
 def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
-    """Caches of one sequence with `context` positions, in whole steps in which they grow; a draft head's too."""
+    """Bytes of one sequence's caches with `context` positions, in whole growth steps, including a draft head's."""
     kinds = [*args.mixer_counts.items(), *([(args.draft_head.mixer, 1)] if args.draft_head else [])]
     return sum(count * make_cache(mixer).bytes_for(context, itemsize) for mixer, count in kinds)
 
 
 def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, context: int, sizes: PromptSizes) -> int:
-    """The largest set of temporaries that a span needs, or an image that is encoded before it.
+    """Bytes of the largest set of temporaries that a span needs, or the image that is encoded before it.
 
-    That is the span's hidden states before and after a layer's mixer, of all streams, normed, and the shared expert's
-    output, the states that it began with, or that the rows of a step with drafts began with, for the way back, the
-    positions that an indexer chose and the rows of n-grams; with them either one block in a mixer, a cache that is
-    copied as it grows, and what is read of a quantised one, or all experts' outputs and the waves under way.
+    The span always needs its hidden states before and after a layer's mixer, in all streams, and normed; the shared
+    expert's output; the states to rewind to; the positions that an indexer chose; and the rows of n-grams. In addition
+    it needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a quantised one, or
+    all experts' outputs and the waves in flight.
     """
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
     count = args.connections.streams if args.connections else 1
-    zeros = any(layer.residual.output_norms for layer in args.layers)  # to which experts add what is then normed
+    zeros = any(layer.residual.output_norms for layer in args.layers)  # to which experts add before a norm
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     streams += span * (max(map(_chosen_bytes, args.mixer_counts)) + sum(map(_row_bytes, args.ngrams.values())))
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
@@ -84,32 +86,32 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
 
 
 def _chosen_bytes(mixer: Mixer) -> int:
-    """Of a token's chosen positions, which later layers reuse."""
+    """Bytes of a token's chosen positions, which later layers reuse."""
     indexer = mixer.indexer if isinstance(mixer, Latent) else None
     return INDEX_BYTES * indexer.top if indexer else 0
 
 
 def _row_bytes(ngrams: NGrams) -> int:
-    """Of a token's rows of a table, and of their numbers."""
+    """Bytes of a token's rows of n-grams, and of their numbers."""
     return 2 * ngrams.embedded + NUMBER_BYTES * len(ngrams.sizes)
 
 
 def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> int:
-    """Of the layer that needs most: its mixer, or the MLP that every token goes through."""
+    """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
         scores = 0 if demand.native else SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
         return mixer.temporaries(tokens, context) + scores
 
     mlp = 3 * tokens * max(layer.feed_forward.row_width for layer in args.layers)
-    blocks = 1 if demand.native else 2  # a GPU has been given the next one before this one is done
+    blocks = 1 if demand.native else 2  # a GPU gets the next block before this one is done
     return blocks * (
         demand.itemsize * max(mlp, *map(values, args.mixer_counts)) + FLOAT_BYTES * tokens * args.hidden_size
     )
 
 
 def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens: int) -> int:
-    """Routing, the outputs of all experts, and the waves that are under way."""
+    """Bytes of the routing, the outputs of all experts, and the waves in flight."""
     D, inner, K = args.hidden_size, args.moe_intermediate_size, args.num_experts_per_tok
     rows = tokens * K
     routing = rows * ROUTING_BYTES + 4 * min(tokens, BLOCK) * args.num_experts

@@ -1,4 +1,4 @@
-"""How many sequences a plan has room for at a time, and how many bytes their caches may have together."""
+"""How many sequences a plan has room for at once, and how many bytes their caches may take together."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from ..spec import ModelArgs
 from .budget import DEFAULT_CONTEXT, MemoryPlan
 from .needs import least_pool, room, state_bytes
 
-MOST_STREAMED = 8  # sequences while experts are read: the more there are, the fewer experts they have in common
-POOL_SHARE = 4  # one part in so many of the pool gives way to the caches of several sequences
+MOST_STREAMED = 8  # sequences while experts are read; more sequences share fewer experts
+POOL_SHARE = 4  # this fraction of the pool may be used for the caches of several sequences
 
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The memory for caches of all sequences that are computed at a time.
+    """The memory for the caches of all sequences that are computed at once.
 
     Args:
         args, plan: of the model.
-        nbytes: that caches may have together, at least those of one sequence that fills the planned context.
+        nbytes: bytes for all caches together, at least those of one sequence that fills the planned context.
     """
 
     args: ModelArgs
@@ -27,20 +27,21 @@ class CacheRoom:
     nbytes: int
 
     def needs(self, tokens: int) -> int:
-        """Bytes of a sequence of so many tokens, at most the planned context."""
+        """Bytes of the caches of a sequence of `tokens` tokens, limited to the planned context."""
         return state_bytes(self.args, min(tokens, self.plan.context), self.plan.demand.itemsize)
 
     @property
     def sequences(self) -> int:
-        """How many of the usual length there is room for, at least one."""
+        """How many sequences of the default context fit, at least one."""
         most = MOST_STREAMED if self.plan.mode is IoMode.PREAD else MAX_ROWS
         return max(min(self.nbytes // self.needs(DEFAULT_CONTEXT), most), 1)
 
 
 def cache_room(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan) -> CacheRoom:
-    """What `plan` leaves to caches: the planned context's, and what nobody else has, or a part of a pool that breathes.
+    """The memory that `plan` leaves to caches: that of the planned context, plus unused memory or a part of a pool that
+    can shrink.
 
-    A pool that breathes makes room by itself: it has what the caches leave.
+    A pool that can shrink makes room by itself.
     """
     if plan.mode is IoMode.PREAD:
         spare = plan.pool // POOL_SHARE if plan.figures.breathes else 0

@@ -17,18 +17,18 @@ from .machine import physical_ram_bytes
 from .tiles import default_file
 
 VERSION = 1
-SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # of the largest pool, that are measured
+SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # shares of the largest pool that are measured
 WORTH = 0.03  # a larger pool is better if it is faster by more than this
 
 
 def pool_file() -> Path:
-    """Beside the tiles, in the user's directory for caches."""
+    """The file, next to that of the tiles in the user's cache directory."""
     return default_file().with_name("pools.json")
 
 
 def best_pool(model: Path, experts: int) -> int | None:
-    """Bytes of the pool that was fastest for the model in that directory, with `experts` bytes of experts; None: it was
-    not measured, or on another machine, or the file is damaged.
+    """Bytes of the fastest pool for the model in `directory`, with `experts` bytes of experts; None if it was not
+    measured on this machine or the file is damaged.
     """
     key = _key(model, experts)
     entry = next((one for one in read_pools(pool_file()) if one.items() >= key.items()), {})
@@ -37,7 +37,7 @@ def best_pool(model: Path, experts: int) -> int | None:
 
 
 def keep_pool(model: Path, experts: int, pool: int) -> None:
-    """Notes the size that was fastest. The file appears whole or not at all."""
+    """Stores the fastest size. The file is replaced atomically."""
     file = pool_file()
     rows = [one for one in read_pools(file) if one.get("model") != str(model.resolve())]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _key(model: Path, experts: int) -> dict[str, Any]:
 
 
 def read_pools(file: Path) -> list[Mapping[str, Any]]:
-    """The entries; none where the file is missing or not one that this version wrote."""
+    """The entries; none if the file is missing or of another version."""
     try:
         held = read_json(file) if file.exists() else {}
     except ModelFileError:
@@ -72,5 +72,5 @@ def best_of(speeds: Mapping[int, float]) -> int:
 
 
 def sizes_to_try(most: int, least: int) -> Sequence[int]:
-    """Bytes of pools, largest first, between the smallest that works and the largest that there is room for."""
+    """Bytes of the pools to measure, largest first, between the smallest that works and the largest that fits."""
     return sorted({max(int(most * share), least) for share in SHARES}, reverse=True)

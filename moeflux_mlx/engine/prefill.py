@@ -1,6 +1,6 @@
-"""Takes a prompt into a model's caches, span by span, keeps states on the way, and can stop in the middle of a span.
+"""Computes a prompt span by span, keeps states at chosen positions, and can stop in the middle of a span.
 
-It knows tokens and caches. The session decides where a prompt comes from and which states are kept.
+It knows only tokens and caches. The session decides what is reused and which states are kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,30 +21,30 @@ Progress = Callable[[int, int], Any]
 
 
 def span_lengths(tokens: int, span: int) -> list[int]:
-    """The spans of a prompt of so many tokens: as few as possible, none longer than `span`, of about equal length."""
+    """The lengths of a prompt's spans: as few as possible, at most `span` each, and about equal."""
     count = -(-tokens // span)
     return [tokens // count + (i < tokens % count) for i in range(count)]
 
 
 class Prefill:
-    """A prompt on its way into a model's caches.
+    """Brings a prompt into a model's caches.
 
     Args:
         model: computes it.
-        cache: absorbs it, after what it has absorbed already.
+        cache: absorbs the prompt after its current contents.
         tokens: [N] uint32 of the prompt, at least one.
-        span: tokens that go through the model together, at most; None, or more than was planned for the model, means
-            what was planned.
-        block: tokens of a span that a mixer handles at once, at most; in the same way.
-        keep: numbers of tokens after which states that cannot be cut are kept.
-        half: a span that an earlier call left half done; the prompt begins with it.
-        drafts: of a draft head, which is shown each span.
-        images: of the text, at places as the caches count them.
+        span: the most tokens that go through the model together; None, or more than planned for the model, means the
+            planned number.
+        block: the most tokens of a span that a mixer handles at once; None as for `span`.
+        keep: numbers of tokens after which the states of layers that cannot be cut are kept.
+        half: a half-done span of an earlier call; the prompt begins with it.
+        drafts: the state of a draft head, which gets the hidden states of each span.
+        images: the text's images, placed by position in the caches.
 
     Attributes:
         done: tokens that every cache has absorbed.
-        kept: for each of `keep` up to there, the states of the layers that cannot be cut.
-        half: the span that is half done, if the work was stopped.
+        kept: for each position of `keep` that was reached, the states of the layers that cannot be cut.
+        half: the half-done span, if the work was stopped.
 
     Raises:
         RequestError: a size is not positive.
@@ -76,11 +76,12 @@ class Prefill:
 
     @within_limits()
     def run(self, progress: Progress = lambda done, total: None) -> mx.array:
-        """Computes the rest of the prompt; the logits [1, vocab_size] after its last token.
+        """Computes the rest of the prompt and returns the logits [1, vocab_size] after its last token.
 
         Args:
-            progress: called with (tokens' worth of work that is done, tokens in all), ascending, always less than all.
-                What it raises stops the work within a block of a mixer or a wave of experts; `run` can be called again.
+            progress: called with (work done in tokens, number of tokens), ascending, the first always less. An
+                exception from it stops the work within a block of a mixer or a wave of experts; `run` can be called
+                again.
 
         Raises:
             ExpertIOError, DeviceError: as calling the model does.
@@ -90,7 +91,7 @@ class Prefill:
             layer.expect(len(self.tokens) - self.done)
         for i, length in enumerate(self._lengths()):
             if i:
-                mx.clear_cache()  # of the last span's temporaries: this one's have other sizes
+                mx.clear_cache()  # the last span's temporaries have other sizes
             self._pass(self.half or self._span(length), progress)
         assert self._logits is not None  # a prompt has a token
         for _, image in self.images.placed:

@@ -17,20 +17,20 @@ from typing import NamedTuple, Protocol
 from .machine import Figures, limit_of, memory_groups, physical_ram_bytes, used_memory
 from .needs import headroom_bytes
 
-EVERY = 0.125  # seconds between two looks at the sources
+EVERY = 0.125  # seconds between two checks of the sources
 PATIENCE = 3.0  # seconds without pressure before the pool grows
-STEPS = 8  # in which it grows to its full size, one with each look
-WINDOW = 1.0  # seconds in which stalls are counted, and in which a cut may show before the next one
+STEPS = 8  # steps in which it grows to its full size, one per check
+WINDOW = 1.0  # seconds over which stalls are counted, and between two cuts
 STALLED = 0.1  # share of a window in which some process waited for memory: more is pressure
-CUT, DEEP_CUT = 8, 2  # one part in so many of the pool is given back: at a first warning, and at a last one
-MOST_FALL = 4  # one part in so many of what a limit leaves is expected to go before the next look, at most
-COMPRESSED_SHARE = 0.01  # of memory, by which macOS's compressor grows in a window: more is pressure
+CUT, DEEP_CUT = 8, 2  # fractions of the pool that are given back at a first warning and at a critical one
+MOST_FALL = 4  # at most this fraction of what a limit leaves is expected to go before the next check
+COMPRESSED_SHARE = 0.01  # growth of macOS's compressor per window, as a share of memory: more is pressure
 
 
 class Spare(NamedTuple):
-    """Bytes that may be taken; less than none are to be given back.
+    """Bytes that may be taken; a negative number of bytes must be given back.
 
-    `hard`: bytes that can be taken before the system ends the process, infinite where it does not say.
+    `hard`: bytes that can be taken before the system ends the process, or infinity if unknown.
     """
 
     nbytes: float = math.inf
@@ -39,7 +39,7 @@ class Spare(NamedTuple):
 
 class Source(Protocol):
     def spare(self, pool: int) -> Spare:
-        """What the machine has to spare while the pool takes `pool` bytes; infinite where the source knows nothing."""
+        """Bytes that the machine can spare while the pool takes `pool` bytes; infinity if the source does not know."""
 
 
 class Group:
@@ -48,7 +48,7 @@ class Group:
     Half of the headroom that a plan leaves is kept free. Pages of files do not count as used: the kernel drops them.
 
     Args:
-        folder: of the group; files that are missing say nothing.
+        folder: the group's directory; missing files are ignored.
     """
 
     def __init__(self, folder: Path):
@@ -74,8 +74,8 @@ class Stalls:
 
     Args:
         file: /proc/pressure/memory, or memory.pressure of a control group of version 2.
-        meminfo: /proc/meminfo, for the whole machine's stalls: they say nothing while it has memory, because a group at
-            a limit of its own causes them too.
+        meminfo: /proc/meminfo, for the stalls of the whole machine. They are ignored while memory is free, because a
+            group that is at its own limit causes them too.
     """
 
     def __init__(self, file: Path, meminfo: Path | None = None, clock: Callable[[], float] = time.monotonic):
@@ -91,7 +91,7 @@ class Stalls:
         return Spare(-pool // CUT) if stalled > STALLED and self._is_short() else Spare()
 
     def _total(self) -> int:
-        """Microseconds since the system began; 0 where it does not count them."""
+        """Microseconds of stalls since the system started; 0 if the system does not count them."""
         words = _read(self._file).partition("\n")[0].split()  # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
         return int(words[-1].removeprefix("total=")) if words[:1] == ["some"] else 0
 
@@ -107,7 +107,7 @@ class MacOS:
     ends programs when the compressor has no room left, however little of Metal's memory they use.
 
     Args:
-        level, compressed: ask the system; compressed bytes.
+        level, compressed: functions that return the pressure level and the compressor's bytes.
         memory: bytes of the machine.
     """
 
@@ -133,7 +133,7 @@ class MacOS:
 
 
 class Process:
-    """What the user lets this process have (`--memory-gb`)."""
+    """The user's limit for this process (`--memory-gb`)."""
 
     def __init__(self, limit: int, used: Callable[[], int] = used_memory):
         self._limit, self._used = limit, used
@@ -143,19 +143,19 @@ class Process:
 
 
 class PoolLimit:
-    """How large the pool may be beside all else that the machine runs; any thread may ask, at any time.
+    """Computes how large the pool may be beside everything else on the machine. Any thread may call it at any time.
 
-    It shrinks at once, and leaves what the call that has begun may yet take, and as much as the limit of a control
-    group has fallen by since the last look: it may fall as much again while a layer is computed. It grows again by
-    steps, after some seconds without pressure.
+    The pool shrinks at once. It leaves room for what the current call may still take, and for the amount by which a
+    control group's limit has fallen since the last check, because it may fall as much again while a layer is computed.
+    The pool grows again in steps, after some seconds without pressure.
 
     Args:
-        sources: that are asked; the one with least to spare decides.
-        most: bytes of the pool that is wanted.
-        used: gives the bytes that this process holds.
+        sources: the one with the least to spare decides.
+        most: bytes of the pool if there is no pressure.
+        used: returns the bytes that this process holds.
 
     Attributes:
-        room: bytes that pool and computation together could have at the last look before the system ends the process.
+        room: bytes that pool and computation together could take at the last check before the system ends the process.
     """
 
     def __init__(
@@ -168,17 +168,17 @@ class PoolLimit:
         self._sources, self._most, self._clock, self._used = sources, most, clock, used
         self._limit, self._now, self.room = float(most), float(most), math.inf
         self._looked = self._pressed = -math.inf
-        self._left = math.inf  # bytes that the system's limit left to the pool at the last look
-        self._pool = self._need = self._others = 0  # bytes: of the pool, of a call, and of the rest before the call
+        self._left = math.inf  # bytes that the system's limit left to the pool at the last check
+        self._pool = self._need = self._others = 0  # bytes of the pool, of the call, and of the rest before the call
 
     def begin(self, need: int) -> None:
-        """A call begins that takes up to `need` bytes: the pool leaves as much, until the next call begins."""
+        """Begins a call that takes up to `need` bytes; the pool leaves room for them until the next call begins."""
         if need > self._need:
             self._looked = -math.inf
         self._need, self._others, self._left = need, self._used() - self._pool, math.inf
 
     def __call__(self, pool: int) -> int:
-        """Bytes that the pool, which takes `pool` bytes, may have."""
+        """Bytes that the pool may take; it now takes `pool` bytes."""
         self._pool, now = pool, self._clock()
         if now - self._looked >= EVERY:
             self._look(now)
@@ -193,7 +193,7 @@ class PoolLimit:
         step = self._most / STEPS if now - self._pressed >= PATIENCE else 0
         self._limit = max(min(self._limit + step, self._pool + spare, self._most), 0)
         self.room = self._pool + min((one.hard for one in spares), default=math.inf)
-        left = self.room + taken  # the limit but for what others take
+        left = self.room + taken  # the limit minus what others take
         falls = min(max(self._left - left, 0), max(left, 0) / MOST_FALL) if math.isfinite(self._left) else 0
         self._left = left
         self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0) - falls), 0)
@@ -201,7 +201,7 @@ class PoolLimit:
 
 
 def sources(figures: Figures) -> list[Source]:
-    """All that this machine has; none on an NVIDIA GPU."""
+    """All sources of this machine; none on an NVIDIA GPU."""
     given: list[Source] = [] if figures.limit is None else [Process(figures.limit)]
     if figures.name == "free GPU memory":
         return []
@@ -226,7 +226,7 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def _pressure_level() -> int:
-    """sysctl kern.memorystatus_vm_pressure_level; 1 where the system refuses."""
+    """sysctl kern.memorystatus_vm_pressure_level; 1 if the system refuses."""
     level, size = ctypes.c_int(1), ctypes.c_size_t(4)
     sysctl = ctypes.CDLL(None).sysctlbyname
     sysctl(b"kern.memorystatus_vm_pressure_level", ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
@@ -251,7 +251,7 @@ HOST_VM_INFO64 = 4  # of <mach/host_info.h>
 
 
 def _compressed_bytes() -> int:
-    """Memory that macOS's compressor takes: `host_statistics64`; 0 where the system refuses."""
+    """Memory that macOS's compressor takes: from `host_statistics64`; 0 if the system refuses."""
     library, statistics = ctypes.CDLL(None), VMStatistics()
     count = ctypes.c_uint32(ctypes.sizeof(statistics) // 4)
     library.host_statistics64(library.mach_host_self(), HOST_VM_INFO64, ctypes.byref(statistics), ctypes.byref(count))

@@ -1,4 +1,4 @@
-"""A prompt: the ids by which texts are compared, the ids that the model gets, and its images."""
+"""A prompt: the ids for comparing texts, the ids that the model gets, and the images."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from ..model.images import NO_IMAGES, Image, Images
 from ..model.tokens import token_ids
 from ..vision.vision import EncodedImage
 
-FIRST_KEY = 1 << 31  # beyond any vocabulary
+FIRST_KEY = 1 << 31  # larger than any token id
 
 
 class Prompt(list[int]):
-    """A list of token ids in which each row of an image has a key instead, by which texts are compared.
+    """A list of token ids for comparing texts, in which each row of an image has a key instead of an id.
 
-    The keys of an image follow from its digest, so another image has others.
+    The keys are derived from the image's digest, so different images have different keys.
 
     Args:
-        tokens: [N] uint32, an image's token in place of each of its rows.
-        images: at places of the prompt.
+        tokens: [N] uint32, with the image token for each row of an image.
+        images: the images with their places in the prompt.
     """
 
     def __init__(self, tokens: mx.array, images: Images = NO_IMAGES):
@@ -35,10 +35,10 @@ class Prompt(list[int]):
 
 
 def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Model) -> Prompt:
-    """The prompt in which images, or one, take the places of the model's token for them, one after another.
+    """Makes a prompt in which the images (one or a list) replace the model's image tokens, in order.
 
     Raises:
-        RequestError: the model reads none, one cannot be read, or there are more images than places, or fewer.
+        RequestError: the model reads no images, one cannot be read, or their number differs from the number of places.
     """
     if model.vision is None:
         raise RequestError(f"this {model.model_type} model was loaded without what reads images; use load()")
@@ -48,10 +48,10 @@ def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Mod
 
 
 def with_images(tokens: Sequence[int], images: Sequence[Image], token: int) -> Prompt:
-    """The prompt in which the images take the places of `token`, one after another.
+    """Makes a prompt in which the images replace each `token`, in order.
 
     Raises:
-        RequestError: there are more images than places, or fewer.
+        RequestError: the number of images differs from the number of places.
     """
     places = [i for i, one in enumerate(tokens) if one == token]
     if len(places) != len(images):
@@ -68,9 +68,9 @@ def with_images(tokens: Sequence[int], images: Sequence[Image], token: int) -> P
 
 
 def places_of(text: Sequence[int]) -> list[int]:
-    """Where each token of a text lies, with one place for each image, and at last the length of the text.
+    """The place of each token, with one place per image, followed by the length of the text.
 
-    Between two images there must be a token, as every chat template has it.
+    Two images must be separated by a token, as they are in every chat template.
     """
     begins = (i for i, one in enumerate(text) if one < FIRST_KEY or not i or text[i - 1] < FIRST_KEY)
     return [*begins, len(text)]
@@ -82,10 +82,10 @@ def collapsed(text: Sequence[int], token: int) -> list[int]:
 
 
 def checked_prompt(prompt: Sequence[int] | np.ndarray | mx.array, model: Model) -> Prompt:
-    """Token ids as a prompt; one that is a prompt already, itself.
+    """Checks token ids and returns them as a `Prompt`; a `Prompt` is returned unchanged.
 
     Raises:
-        RequestError: there are none, they are no integers, or one is outside the vocabulary. ExpertIOError: this
+        RequestError: the list is empty, or an id is not an integer or outside the vocabulary. ExpertIOError: this
             process was forked after `model` was loaded.
     """
     model.check_process()  # in a forked child a GPU's arrays cannot even be made

@@ -1,4 +1,4 @@
-"""Weights of random values, in the stored forms of a model of which only the shapes are known."""
+"""Makes random weights in the stored forms of a model whose shapes alone are known."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is known of a model without its weights.
+    """The shapes of a model without its weights.
 
     Args:
-        args: its sizes.
-        layout: of its experts.
+        args: the model's sizes.
+        layout: the layout of its experts.
         quants: how each matrix is stored, by module path; None, or no entry: as floats.
-        dtype: that it computes in.
+        dtype: the dtype of its activations.
     """
 
     args: ModelArgs
@@ -38,16 +38,15 @@ class Shapes:
 
     @classmethod
     def of(cls, args: ModelArgs, layout: ExpertLayout, tensors: Iterable[str], dtype: mx.Dtype) -> "Shapes":
-        """Those of a model whose resident tensors have these names."""
+        """The shapes of a model whose resident tensors have these names."""
         stated = args.quantization or Quantization()
         stored = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
         return cls(args, layout, {path: stated.of(path) for path in stored}, dtype)
 
 
 def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:
-    """Gives every parameter of `module`, which the model has at `path`, random values of a trained model's size.
-
-    `fill`: gives matrices other values, of a form and a dtype.
+    """Gives every parameter of `module`, at `path` in the model, random values of the size found in trained models.
+    `fill`: makes the values of matrices instead, from a form and a dtype.
     """
     matrices = {name: part for name, part in module.named_modules() if isinstance(part, Weight)}
     for name, matrix in matrices.items():
@@ -97,7 +96,7 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
 
 
 def _random_words(shape: Sequence[int]) -> mx.array:
-    """uint32 of any value: `mx.random.randint` is exact up to 16 bits."""
+    """Random uint32 values, in two halves: `mx.random.randint` is exact up to 16 bits."""
     halves = mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), dtype=mx.uint16)
     return halves.view(mx.uint32)
 

@@ -48,8 +48,8 @@ class Remote:
     """A repository that holds a model.
 
     Attributes:
-        missing: bytes that are still to be downloaded.
-        total: bytes of all files that belong to it.
+        missing: bytes still to be downloaded.
+        total: bytes of all files of the model.
     """
 
     repository: Repository
@@ -62,7 +62,8 @@ class Remote:
         """Reads the list of files, and config.json.
 
         Raises:
-            NotPackedError: it has to be converted. ModelFileError: there is none, or it cannot be reached.
+            NotPackedError: the model has to be converted. ModelFileError: there is no such repository, or it cannot be
+                reached.
         """
         repository = Repository.look_up(name, revision)
         wanted = PACKED
@@ -75,10 +76,10 @@ class Remote:
         return cls(repository, tuple(wanted), repository.missing(wanted), total)
 
     def figures(self) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
-        """What a plan of memory asks for: the model, its records, and the shapes of its resident tensors (lazy zeros).
+        """The figures for a memory plan: the model, its records, and its resident tensors as lazy zeros.
 
         Raises:
-            ConfigError, ModelFileError: it is not a model that runs.
+            ConfigError, ModelFileError: the model cannot be run.
         """
         small = self.repository.snapshot(SMALL)
         args, layout_file = ModelArgs.from_file(small), small / FOLDER / LAYOUT
@@ -110,17 +111,17 @@ class Remote:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is a checkpoint, whose experts lie in pieces."""
+        """Whether the repository is a checkpoint, whose experts are in pieces."""
         return f"{FOLDER}/{LAYOUT}" not in self.repository.files
 
     @property
     def free(self) -> int:
-        """Bytes of the disk that the Hub's cache is on."""
+        """Free bytes on the disk of the Hub's cache."""
         return shutil.disk_usage(existing_parent(cache_folder())).free
 
     @classmethod
     def look_up_or_cached(cls, name: str, revision: str | None = None) -> "Remote | Path":
-        """As `look_up`; where no Hub answers, the folder of a model that the Hub's cache holds."""
+        """As `look_up`; if the Hub cannot be reached, the directory of the model in the Hub's cache."""
         try:
             return cls.look_up(name, revision)
         except NotPackedError:
@@ -133,14 +134,14 @@ class Remote:
 
     @property
     def disk(self) -> str:
-        """A line for people on what it takes of the disk."""
+        """A line that says how much disk space the model takes."""
         return (
             f"{self.repository.name}: {self.total / 1e9:.3f} GB, of which {self.missing / 1e9:.3f} GB are to be "
             f"downloaded to {cache_folder()}, where {self.free / 1e9:.1f} GB are free"
         )
 
     def check_space(self) -> None:
-        """Raises ModelFileError: the disk has no room for what is missing."""
+        """Raises ModelFileError: the disk has no room for the missing files."""
         if self.missing > self.free:
             raise ModelFileError(
                 f"{self.repository.name} needs {self.missing} more bytes ({self.missing / 1e9:.1f} GB) in "
@@ -149,7 +150,7 @@ class Remote:
             )
 
     def download(self, shown: bool = False) -> Path:
-        """Brings what is missing into the Hub's cache, with bars if `shown`; the folder of it all.
+        """Downloads the missing files into the Hub's cache, with progress bars if `shown`; returns their directory.
 
         Raises:
             ModelFileError: the disk has no room, or the Hub cannot be reached.
@@ -159,12 +160,12 @@ class Remote:
 
 
 def is_remote(model: str | Path | None) -> bool:
-    """Whether a model is to be had from the Hub: a repository's name, and nothing of that name here."""
+    """Whether a model is on the Hub: it has a repository's name, and there is no local file of that name."""
     return isinstance(model, str) and looks_like_repo(model) and not user_path(model).exists()
 
 
 def fetch(name: str, revision: str | None = None) -> Path:
-    """The local directory of a repository's model, downloaded without a word.
+    """The local directory of a repository's model, which is downloaded without messages.
 
     Raises:
         NotPackedError, ModelFileError: as `Remote.look_up` and `Remote.download`.
@@ -174,7 +175,7 @@ def fetch(name: str, revision: str | None = None) -> Path:
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether a packed model lies there, or a whole checkpoint that runs as it lies."""
+    """Whether the directory holds a packed model, or a complete checkpoint that can be used in place."""
     try:
         return (folder / FOLDER / LAYOUT).exists() or runs_in_place(folder)
     except MoefluxError:

@@ -1,4 +1,4 @@
-"""The state of a session: a model's caches, the tokens that they have absorbed, and every way back.
+"""The state of a session: a model's caches, the tokens that they have absorbed, and the states to rewind to.
 
 `sync` continues from the longest prefix of a new prompt that is in memory or in a prompt store, and computes only the
 rest; `step` absorbs further tokens; `rewind` goes back.
@@ -25,7 +25,7 @@ from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 
 CHECKPOINT_BYTES = 1 << 30
-CHECKPOINT_EVERY = 1024  # tokens between kept states, besides those at the ends of prompts
+CHECKPOINT_EVERY = 1024  # tokens between kept states, in addition to those at the ends of prompts
 
 
 class Stopped(Exception):
@@ -34,8 +34,9 @@ class Stopped(Exception):
 
 @dataclass
 class Reuse:
-    """Where the tokens of the last prompt came from; `out_of_reach` of the computed ones begin a saved prompt whose
-    state is that of a longer text and cannot be cut."""
+    """Where the tokens of the last prompt came from; `out_of_reach` counts computed tokens that also begin a saved
+    prompt, whose state belongs to a longer text and cannot be cut.
+    """
 
     prompt: int = 0
     memory: int = 0
@@ -49,7 +50,7 @@ class Reuse:
 
 @dataclass
 class Half:
-    """A span that was left between two layers, and the tokens of it."""
+    """A span that was left between two layers, and its tokens."""
 
     span: Span
     tokens: list[int]
@@ -59,17 +60,17 @@ class RunningText:
     """A text in progress.
 
     Args:
-        store: looked at before computing a prompt, and given its state afterwards.
+        store: searched before a prompt is computed; gets the state afterwards.
         checkpoint_bytes: limit of the states kept in memory (recurrent models only).
         checkpoint_every: tokens between kept states.
-        prefill_step_size: tokens of a prompt that a mixer handles at once, at most; None means what was planned.
-        span: tokens of a prompt that go through the model together, at most; None means what was planned.
+        prefill_step_size: the most tokens of a prompt that a mixer handles at once; None means the planned number.
+        span: the most tokens of a prompt that go through the model together; None means the planned number.
 
     Attributes:
-        tokens: what the caches have absorbed, an image's keys for its rows.
+        tokens: the tokens that the caches have absorbed, with an image's keys for its rows.
         reuse: where the tokens of the last prompt came from.
-        drafts: what a draft head knows of the text; None: there is none.
-        save_error: why the store did not take the last prompt, if it did not.
+        drafts: the state of the draft head for this text, or None.
+        save_error: the error of saving the last prompt in the store, or None.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class RunningText:
         self.tokens: list[int] = []
         self.reuse = Reuse()
         self.save_error: PromptCacheError | SnapshotError | None = None
-        self._to_store: list[tuple[int, dict[int, Arrays]]] = []  # lengths, and what cannot be cut to them later
+        self._to_store: list[tuple[int, dict[int, Arrays]]] = []  # lengths, and states that cannot be cut
         self._half: Half | None = None
-        self._step: Step | None = None  # the last one, until the text does something else
-        self._answering = False  # whether tokens go through the model one by one
+        self._step: Step | None = None  # the last step, until the next operation
+        self._answering = False  # whether an answer is being decoded
 
     def sync(
         self,
@@ -103,16 +104,16 @@ class RunningText:
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], Any] | None = None,
     ) -> mx.array:
-        """Brings the caches to `prompt`; the logits [1, vocab_size] after its last token.
+        """Brings the caches to `prompt` and returns the logits [1, vocab_size] after its last token.
 
-        An exception leaves a text that can go on. After `Stopped` a prompt that begins with the same tokens goes on in
-        the middle of the span where it stopped; DeviceError leaves no token.
+        After an exception the text can still be used. After `Stopped`, a prompt that begins with the same tokens
+        continues in the middle of the span where it stopped; after a DeviceError the text is empty.
 
         Args:
-            boundaries: lengths of the prompt's prefixes that later prompts are likely to share; a state is
-                kept at each and given to the store. Without any, that of all tokens but the last is.
-            prompt_progress_callback: called with (tokens' worth of work that is done, tokens in all), what is known
-                already counted, and the second always more; may raise `Stopped`.
+            boundaries: lengths of the prompt's prefixes that later prompts are likely to share; the state at each is
+                kept and given to the store. If there are none, the state of all tokens but the last is kept.
+            prompt_progress_callback: called with (work done in tokens, number of tokens), reused tokens included; the
+                first is always less. It may raise `Stopped`.
 
         Raises:
             RequestError: an empty prompt, or a token outside the vocabulary.
@@ -129,15 +130,15 @@ class RunningText:
             self._save_states(prompt)
 
     def _recover(self, error: BaseException) -> None:
-        """Makes a session that can go on of what `error` has left."""
+        """Makes the session usable again after `error`."""
         self._agree_again(keep_half=isinstance(error, Stopped))
         if isinstance(error, DeviceError):
-            self._go_back(0)  # arrays may be marked as computed that the GPU never wrote
+            self._go_back(0)  # MLX may regard arrays as computed that the GPU never wrote
 
     def _agree_again(self, keep_half: bool) -> None:
-        """After an exception: caches and tokens become those of one text.
+        """After an exception, makes caches and tokens consistent again.
 
-        In an answer some layers may have seen a token that others have not; a prompt leaves whole spans behind, and one
+        An interrupted answer may leave layers that differ by a token; an interrupted prompt leaves whole spans and one
         that is half done.
         """
         if not keep_half:
@@ -147,12 +148,13 @@ class RunningText:
             self._go_back(len(self.tokens))
 
     def step(self, tokens: Sequence[int]) -> mx.array:
-        """Absorbs the next tokens, at most `model.step.MAX_OF_SEQUENCE`; the logits [n, vocab_size] after each.
+        """Absorbs the next tokens, at most `model.step.MAX_OF_SEQUENCE`, and returns the logits [n, vocab_size] after
+        each.
 
-        Until the session does something else, `rewind` leads back to each of them exactly.
+        Until the next operation, `rewind` can return to each of them exactly.
 
         Raises:
-            RequestError, ExpertIOError, DeviceError: as `Model.step`; what they leave behind, as `sync`.
+            RequestError, ExpertIOError, DeviceError: as `Model.step`; the state after an error is as for `sync`.
         """
         self._drop_half()
         self._answering, self._step = False, None
@@ -167,7 +169,7 @@ class RunningText:
         return step.logits
 
     def rewind(self, length: int) -> int:
-        """Goes back to the first `length` tokens, or the nearest state before; returns the length reached."""
+        """Rewinds to the first `length` tokens, or to the nearest state before; returns the length reached."""
         self._drop_half()
         if length >= len(self.tokens):
             return len(self.tokens)
@@ -179,24 +181,24 @@ class RunningText:
         return length
 
     def keep(self) -> None:
-        """Keeps the state as it is now, so that another text can part from this one here."""
+        """Keeps the current state, so that another text can branch off here."""
         self.points.keep(len(self.tokens))
 
     def _go_back(self, length: int) -> int:
         self._step = None
-        del self.tokens[self.points.nearest(length) :]  # first: who is interrupted goes as far back the next time
+        del self.tokens[self.points.nearest(length) :]  # first, so that an interrupted rewind is repeated in full
         return self.points.rewind(length)
 
     @property
     def nbytes(self) -> int:
-        """Of the caches, the states kept on the way, those of the last step, a span that is half done, and drafts."""
+        """Bytes of the caches, the kept states, those of the last step, a half-done span, and a draft head's state."""
         half = self._half.span.nbytes if self._half is not None else 0
         step = self._step.nbytes if self._step is not None else 0
         drafts = self.drafts.nbytes if self.drafts is not None else 0
         return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + step + half + drafts
 
     def known(self, prompt: Sequence[int]) -> int:
-        """How many tokens of `prompt` would not be computed, a half-done span counted by its layers."""
+        """How many tokens of `prompt` are already computed; a half-done span counts in proportion to its layers."""
         half = self._half
         if half is not None and list(prompt[: len(self.tokens) + half.span.length]) == self.tokens + half.tokens:
             return len(self.tokens) + half.span.length * half.span.layer // len(self.cache)
@@ -204,9 +206,9 @@ class RunningText:
         return shared if shared == len(self.tokens) else self.points.nearest(shared)
 
     def _sync(self, prompt: Prompt, boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
-        """`sync`; whatever is raised leaves caches that may be apart."""
+        """As `sync`, but after an exception the layers' caches may differ in length."""
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
-        if self.points.can_trim:  # the last state holds all the others
+        if self.points.can_trim:  # the other states can be cut from the last one
             ends = ends[-1:]
         self.save_error, self._to_store = None, []
         prefill = self._prefill(prompt, ends)
@@ -217,12 +219,12 @@ class RunningText:
             self._absorbed(prompt, prefill, ends)
 
     def _prefill(self, prompt: Prompt, ends: list[int]) -> Prefill:
-        """Brings the caches to what is known of `prompt`, and tells how the rest goes in."""
+        """Brings the caches to the known prefix of `prompt` and returns the `Prefill` of the rest."""
         self._answering, self._step = False, None
         half = self._taken_up(prompt, ends)
         if half is None:
             self._drop_half()
-            if any(layer.offset != len(self.tokens) for layer in self.cache):  # going back was interrupted
+            if any(layer.offset != len(self.tokens) for layer in self.cache):  # an earlier rewind was interrupted
                 self._go_back(len(self.tokens))
             self._reuse(prompt)
         else:
@@ -245,7 +247,7 @@ class RunningText:
         )
 
     def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
-        """The span that is half done, if `prompt` begins with it and it keeps the states that are wanted at `ends`."""
+        """The half-done span, if `prompt` begins with it and it keeps the states that `ends` require; else None."""
         if self._half is None:
             return None
         start, known = len(self.tokens), self.tokens + self._half.tokens
@@ -254,7 +256,7 @@ class RunningText:
         return span if prompt[: len(known)] == known and wanted <= set(span.keep) else None
 
     def _worth_keeping(self, end: int, ends: list[int]) -> list[int]:
-        """Where states are kept while a prompt is absorbed up to `end`: at `ends` first."""
+        """The positions at which states are kept while a prompt is absorbed up to `end`; those of `ends` come first."""
         start = len(self.tokens)
         keep = self.points.choose(start, end, ends, self.checkpoint_every, self._state_bytes())
         if self.store is not None and not self.points.can_trim:
@@ -262,7 +264,7 @@ class RunningText:
         return keep
 
     def _state_bytes(self) -> int:
-        """Of the layers that cannot be cut."""
+        """Bytes of one state of the layers that cannot be cut."""
         return untrimmable_bytes(self.model.args.mixer_counts, self.model.activation_dtype.size)
 
     def _drop_half(self) -> None:
@@ -277,7 +279,7 @@ class RunningText:
         known = shared if shared == len(before) else self.points.nearest(shared)
         restored = saved = 0
         if self.store is not None:
-            self.tokens = []  # should what follows be interrupted, the caches may hold anything
+            self.tokens = []  # if restoring is interrupted, the caches' contents are undefined
             try:
                 restored, saved, behind = restore_prefix(self.model, self.cache, prompt, self.store, known)
             except PromptCacheError:
@@ -296,7 +298,7 @@ class RunningText:
         self.reuse = Reuse(len(prompt), 0 if restored else known, restored, max(saved - max(restored, known), 0))
 
     def _absorbed(self, prompt: list[int], prefill: Prefill, ends: list[int]) -> None:
-        """Takes note of what `prefill` has done of `prompt`."""
+        """Records which part of `prompt` `prefill` has computed."""
         start = len(self.tokens)
         self.tokens = prompt[: start + prefill.done]
         half, self._half = prefill.half, None
@@ -314,31 +316,35 @@ class RunningText:
             self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
 
     def _append(self, token: int, keep: bool) -> None:
-        """The caches have absorbed a token of an answer; `keep`: and nothing that may be taken back."""
+        """Records that the caches have absorbed a token of an answer. `keep`: they hold no draft, so the state may be
+        kept.
+        """
         self.tokens.append(token)
         if keep:
             self._keep_if_due()
 
     def _keep_if_due(self) -> None:
-        reached = self.cache[0].offset  # one token further where the next one is computed ahead
+        reached = self.cache[0].offset  # includes a token that is computed ahead
         if reached >= self._due:
             self.points.keep(reached)
 
     @property
     def _due(self) -> int:
-        """The position from which on a state is kept."""
+        """The position from which the next state is kept."""
         return max(self.points.positions, default=0) + self.checkpoint_every
 
     def _draft_limit(self) -> int:
-        """No draft is absorbed behind this position, so that states are kept where they are without drafts."""
+        """The position beyond which no draft is absorbed, so that states are kept at the same positions as without
+        drafts.
+        """
         return sys.maxsize if self.points.can_trim or self._due < self.cache[0].offset else self._due
 
     def _save_states(self, prompt: list[int]) -> None:
-        """Gives the store what was kept for it. An answer is worth more than its cache: errors are noted."""
+        """Gives the kept states to the store. An error is noted instead of raised, because the answer matters more."""
         for end, states in self._to_store:
             caches = [_cut(layer, end, states.get(i)) for i, layer in enumerate(self.cache)]
             if any(layer.offset != end for layer in caches):
-                continue  # a failure went back further, or the state was not kept
+                continue  # an error rewound further, or the state was not kept
             try:
                 assert self.store is not None
                 behind = self.drafts.saved(end) if self.drafts is not None else b""
@@ -349,7 +355,7 @@ class RunningText:
 
 
 def _cut(layer: Cache, length: int, kept: Arrays | None) -> Cache:
-    """The cache as it was at `length`: `kept`, or the same arrays as far as they had been filled."""
+    """A copy of the cache as it was at `length`: from `kept`, or by cutting."""
     cut = layer.copy()
     if kept is not None or (layer.is_trimmable() and layer.offset > length):
         cut.go_back(length, kept)

@@ -42,11 +42,11 @@ def make_sampler(
         top_p: in [0, 1]. Keep the most likely tokens whose probabilities first add up to `top_p`; tokens as
             likely as the last one kept stay too. 0 and 1 switch it off.
         min_p: in [0, 1]. Keep tokens at least `min_p` times as likely as the most likely one. 0 is off.
-        top_k: keep exactly this many most likely tokens; which of several equal ones at the edge stay is not
-            specified. 0, or anything from the vocabulary size up, is off.
-        min_tokens_to_keep: at least 1. This many most likely tokens are safe from min-p.
-        key: a key from `mx.random.key(seed)`. The sampler then draws from its own sequence, whatever else
-            uses random numbers. None draws from MLX's global state, which `mx.random.seed(seed)` sets.
+        top_k: keep exactly this many most likely tokens; which of several equally likely tokens at the limit stay is
+            not specified. 0, or the vocabulary size and above, is off.
+        min_tokens_to_keep: at least 1. min-p keeps at least this many of the most likely tokens.
+        key: a key from `mx.random.key(seed)`. The sampler then draws from its own sequence, independent of other uses
+            of random numbers. None draws from MLX's global state, which `mx.random.seed(seed)` sets.
 
     Returns:
         f(logprobs [B, V], any float dtype) -> tokens [B], uint32.
@@ -95,10 +95,9 @@ def make_logits_processors(
         repetition_penalty: logits of recent tokens are divided by it where positive and multiplied where
             negative (CTRL, arXiv:1909.05858, section 4.1). None or 0 is off.
         repetition_context_size: how many of the last tokens count as recent, at least 1.
-        presence_penalty: what is taken from the logit of each token that is among the recent ones; negative values
-            give. None or 0 is off.
+        presence_penalty: subtracted from the logit of each recent token; negative values add. None or 0 is off.
         presence_context_size: as above.
-        frequency_penalty: what is taken from a token's logit for each time that it is among the recent ones.
+        frequency_penalty: subtracted from a token's logit once for each of its occurrences among the recent tokens.
         frequency_context_size: as above.
 
     Returns:
@@ -147,7 +146,7 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     probs = mx.exp(ascending)
     likelier = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
     total = likelier[..., :1] + probs[..., :1]
-    # A token goes when the tokens likelier than it already hold the mass asked for; the likeliest stays also where
+    # A token is dropped when the likelier tokens already hold the requested mass; the likeliest token stays even if
     # that mass is too small for a float32.
     dropped = mx.sum(likelier[..., :-1] >= top_p * total, axis=-1, keepdims=True)
     least = mx.take_along_axis(ascending, dropped, axis=-1)
@@ -182,7 +181,7 @@ def _logit_bias(bias: Mapping[int, float]) -> LogitsProcessor:
     ids, values = mx.array(list(bias)), mx.array(list(bias.values()), dtype=mx.float32)
 
     def add_bias(_tokens: mx.array, logits: mx.array) -> mx.array:
-        # MLX does not check indices, so an id past the end would write elsewhere.
+        # MLX does not check indices, so a larger id would write to other memory.
         if largest >= logits.shape[-1]:
             raise RequestError(f"logit_bias names token {largest}; the largest is {logits.shape[-1] - 1}")
         return logits.astype(mx.float32).at[..., ids].add(values)
@@ -209,7 +208,7 @@ def _repetition_penalty(penalty: float, context_size: int) -> LogitsProcessor:
 
 
 def _subtracting(name: str, penalty: float, context_size: int, counts: bool) -> LogitsProcessor:
-    """Takes `penalty` from recent tokens, once, or if it `counts`, as often as they came."""
+    """Subtracts `penalty` from the logits of recent tokens, once, or if `counts` is set, once per occurrence."""
     if not (_is_number(penalty) and math.isfinite(penalty)):
         raise RequestError(f"{name}_penalty is {penalty!r}; it must be a finite number")
     _check_int(f"{name}_context_size", context_size, 1)

@@ -1,8 +1,7 @@
 """A session: one running text that answers prompts, one token at a time.
 
-`respond` answers a prompt; `answer` returns an answer that the caller advances, for several answers in turn.
-`RunningText` holds what is known of earlier prompts and the way back. Text, messages and templates belong to the
-caller.
+`respond` answers a prompt. `answer` returns an answer that the caller advances, so that several answers can take turns.
+`RunningText` keeps the states of earlier prompts. Text, messages and templates are the caller's concern.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +31,9 @@ class Session(RunningText):
         options: as `RunningText`.
 
     Attributes:
-        first_token_seconds: from the first call to the first token of the last answer.
-        prompt_bytes: of experts that were read for the last prompt.
-        last: the newest response, None until a prompt has had one.
+        first_token_seconds: seconds from the first call to the first token of the last answer.
+        prompt_bytes: bytes of experts that were read for the last prompt.
+        last: the newest response; None before the first one.
     """
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper, **options: Any):
@@ -53,11 +52,12 @@ class Session(RunningText):
         max_tokens: int = 256,
         **choice: Any,
     ) -> "Answer":
-        """The answer to `prompt`, token ids of the whole text so far; nothing is computed yet.
+        """Makes an answer to `prompt`, the token ids of the whole text so far; nothing is computed yet.
 
         Args:
-            boundaries, prompt_progress_callback: as `sync`; the callback also hears of the end, with two equal numbers.
-            max_tokens: after which it ends; -1: the model's end of text alone ends it.
+            boundaries, prompt_progress_callback: as `sync`; the callback is also called at the end, with two equal
+                numbers.
+            max_tokens: limit of the answer; -1: only an end-of-text token ends it.
             choice: `sampler` and `logits_processors`, as `generate_step`.
 
         Raises:
@@ -68,12 +68,12 @@ class Session(RunningText):
         return Answer(self, prompt, boundaries, prompt_progress_callback, max_tokens, choice)
 
     def respond(self, prompt: Sequence[int], **options: Any) -> Responses:
-        """Yields the responses of an answer, made of `options` as by `answer`.
+        """Yields the responses of an answer; `options` as for `answer`.
 
-        Closing the iterator and any exception leave a session that can go on, as `Answer` says.
+        After the iterator is closed or an exception is raised, the session can continue, as `Answer` says.
 
         Raises:
-            RequestError: as `answer`. And what `Answer.advance` raises.
+            RequestError: as `answer`. Errors of `Answer.advance`.
         """
         with closing(self.answer(prompt, **options)) as answer:
             while True:
@@ -83,9 +83,9 @@ class Session(RunningText):
                     return
 
     def fork(self, length: int) -> "Session":
-        """Another session that knows the first `length` tokens, or those before the last state kept up to there.
+        """Returns another session with the first `length` tokens, or with those up to the last kept state before that.
 
-        This one stays as it is; arrays are shared until one of the two writes to them.
+        This session does not change; arrays are shared until one of the two writes to them.
         """
         whole = self._half is None and length >= len(self.tokens)
         reached = len(self.tokens) if whole else self.points.nearest(min(length, len(self.tokens)))
@@ -118,7 +118,7 @@ class Session(RunningText):
         save_prompt(path, self.model, self.cache, self.tokens, fingerprint, extra, behind)
 
     def load(self, path: Path, fingerprint: Fingerprint) -> PromptHeader:
-        """Becomes the session that `save` wrote; after an error it is as it was. Raises PromptCacheError."""
+        """Restores what `save` wrote; after an error the session is unchanged. Raises PromptCacheError."""
         self._drop_half()
         header = load_prompt(path, self.model, self.cache, fingerprint)
         self.points.drop_after(0)
@@ -130,12 +130,12 @@ class Session(RunningText):
 
 
 class Answer:
-    """An answer under way, made by `Session.answer`; the session is to do nothing else until it is closed.
+    """An answer in progress, made by `Session.answer`; the session must not be used otherwise until it is closed.
 
     Attributes:
-        session: absorbs the prompt and then each token, once the next one has been computed.
+        session: absorbs the prompt, and each token when the next one has been computed.
         shares_steps: whether `advance_answers` may advance it together with others.
-        asked: the experts that its tokens asked for, where that is counted; not those of the prompt.
+        asked: the experts that its tokens requested, without the prompt's, if they are counted.
     """
 
     shares_steps = True
@@ -156,11 +156,11 @@ class Answer:
         self._decoding: Decoding | None = None
 
     def advance(self) -> GenerationResponse:
-        """The response of the next token; the first call computes the prompt. Not to be called after the last one.
+        """Returns the response of the next token; the first call computes the prompt. Must not be called after the last
+        token.
 
-        After `Stopped`, raised while the prompt was computed, it can be called again: it goes on in the middle of the
-        span where it stopped. Any other exception ends the answer. The session can go on after all of them; DeviceError
-        leaves it no token.
+        If the prompt was left with `Stopped`, it can be called again and continues in the middle of the span. Any other
+        exception ends the answer. The session remains usable; after a DeviceError its text is empty.
 
         Raises:
             RequestError, PromptCacheError, ExpertIOError, DeviceError: as `RunningText.sync`.
@@ -174,11 +174,13 @@ class Answer:
 
     @property
     def decoding(self) -> Decoding | None:
-        """Chooses its tokens, once the prompt is computed and until the answer ends."""
+        """The decoding that chooses the tokens; None before the prompt is computed and after the answer has ended."""
         return self._decoding
 
     def take(self, outcome: Outcome) -> GenerationResponse:
-        """The response of what `decoding` has chosen in a step of several; an error ends the answer and is raised."""
+        """Returns the response of the token that `decoding` chose in a shared step; an error ends the answer and is
+        raised.
+        """
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -188,7 +190,7 @@ class Answer:
             raise
 
     def close(self) -> None:
-        """Ends it: the session holds the prompt and what was said, but for the last token."""
+        """Ends the answer: the session then holds the prompt and all tokens but the last."""
         self._end(None)
 
     def _first(self) -> GenerationResponse:
@@ -224,7 +226,7 @@ class Answer:
         assert self._decoding is not None
         self.session.last = response = self._responder.response(token, logprobs, self._decoding.from_draft)
         if response.finish_reason:
-            self._decoding.close()  # the caches then hold what has been reported
+            self._decoding.close()  # so that the caches hold what has been reported
         return response
 
     def _end(self, error: BaseException | None) -> None:
@@ -232,7 +234,7 @@ class Answer:
         try:
             if decoding is not None:
                 decoding.close()
-            session.points.drop_after(len(session.tokens))  # the one that was kept last may be a token further
+            session.points.drop_after(len(session.tokens))  # the last kept state may be one token further
         finally:
             if error is not None:
                 session._recover(error)
@@ -244,15 +246,16 @@ class Answer:
 
 
 def advance_answers(answers: Sequence[Answer]) -> list[GenerationResponse | Exception]:
-    """The next response of each answer, or the error that has ended this answer alone; one step of the model for all.
+    """Advances each answer by one step of the model for all; returns each next response, or the error that ended the
+    answer.
 
     Answers of several ranks are advanced one after the other.
 
     Args:
-        answers: of sessions of one model, at most `model.step.MAX_ROWS`, each with a first token and without its last.
+        answers: at most `model.step.MAX_ROWS`, of sessions of one model; each has its first token and has not ended.
 
     Raises:
-        RequestError, DeviceError: as `advance_together`. Like an interrupt, this ends all the answers.
+        RequestError, DeviceError: as `advance_together`. Like an interrupt, they end all answers.
     """
     sharing = {answer: answer.decoding for answer in answers if answer.shares_steps and answer.decoding is not None}
     try:

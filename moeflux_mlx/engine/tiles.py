@@ -32,7 +32,7 @@ NAMES = {field.name for field in fields(Tile)}
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found on one GPU: with which MLX and which kernels, and the tiles by spot."""
+    """The tiles found on one GPU, by spot, with the versions of MLX and of the kernels."""
 
     gpu: str
     mlx: str
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def is_stale(self) -> bool:
-        """Whether MLX or the kernels are others now."""
+        """Whether MLX or the kernels have changed since."""
         return (self.mlx, self.kernels) != (mlx_version(), kernels_digest())
 
 
@@ -50,13 +50,13 @@ def default_file() -> Path:
 
 
 def kept_files() -> Path:
-    """The folder of what is kept for later starts, in the user's directory for caches."""
+    """The directory of files kept for later starts, in the user's cache directory."""
     fallback = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     return user_path(os.environ.get("XDG_CACHE_HOME") or fallback) / "moeflux"
 
 
 def gpu_name() -> str:
-    """The GPU that computes here."""
+    """The name of this machine's GPU."""
     return str(mx.device_info()["device_name"])
 
 
@@ -66,7 +66,7 @@ def mlx_version() -> str:
 
 @cache
 def kernels_digest() -> str:
-    """Of the text of all kernels and of the tiles that the code has for them."""
+    """The digest of the source of all kernels and of their built-in tiles."""
     digest = hashlib.sha256(repr((TILES, TUNED)).encode())
     for file in sorted(file for file in directory("metal").iterdir() if file.suffix in (".metal", ".h")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -77,8 +77,8 @@ def choose(option: str | Path) -> Tiles:
     """The tiles that `option` stands for.
 
     Args:
-        option: "auto": what the environment variable MOEFLUX_TILES says, else what was found on this GPU, if anything;
-            "code": the code's; or a file that `moeflux tune` wrote.
+        option: "auto": the environment variable MOEFLUX_TILES, else the tiles found on this GPU, else the built-in
+            ones; "code": the built-in ones; or a file that `moeflux tune` wrote.
 
     Raises:
         RequestError: there is no such file.
@@ -95,7 +95,7 @@ def choose(option: str | Path) -> Tiles:
 
 
 def _usable(file: Path) -> Tiles:
-    """Those of this GPU, with a warning where there is something that cannot be used."""
+    """The entries of this GPU; warns about entries that cannot be used."""
     try:
         entry = next((one for one in read_entries(file) if one.gpu == gpu_name()), None)
     except ModelFileError as error:
@@ -114,7 +114,7 @@ def read_entries(file: Path) -> list[Entry]:
     """Everything in a file of tiles.
 
     Raises:
-        ModelFileError: it cannot be read, or is no such file.
+        ModelFileError: the file cannot be read, or is not a file of tiles.
     """
     held = read_json(file)
     rows = held.get("found")
@@ -137,7 +137,7 @@ def parse_tiles(tiles: Any) -> dict[str, Tile]:
     """Tiles by spot, of parsed JSON.
 
     Raises:
-        ValueError, TypeError, AttributeError: they are none that a kernel can have.
+        ValueError, TypeError, AttributeError: no kernel can have these tiles.
     """
     parsed = {spot: Tile(**values) for spot, values in tiles.items()}
     for spot, tile in parsed.items():
@@ -147,14 +147,14 @@ def parse_tiles(tiles: Any) -> dict[str, Tile]:
 
 
 def tiles_json(tiles: Mapping[str, Tile]) -> dict[str, dict[str, int]]:
-    """What `parse_tiles` reads."""
+    """The JSON that `parse_tiles` reads."""
     return {spot: asdict(tile) for spot, tile in sorted(tiles.items())}
 
 
 def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
-    """Writes what was found on this GPU: `tiles` for those of `spots` that have others than the code's.
+    """Writes the tiles found on this GPU: `tiles` for those of `spots` whose tiles differ from the built-in ones.
 
-    What the file has for other spots and other GPUs stays, if it can be used. The file appears whole or not at all.
+    Usable entries for other spots and GPUs stay in the file. The file is replaced atomically.
     """
     try:
         before = read_entries(file) if file.exists() else []

@@ -32,8 +32,8 @@ class Weights:
     Attributes:
         shapes: the resident tensors, for callers that need only shapes and dtypes; they are lazy.
         checkpoint: None for a packed model.
-        tables: where the rows of n-grams lie, by layer.
-        shards_in: other directories of its safetensors files.
+        tables: the places of the rows of n-grams, by layer.
+        shards_in: other directories with its safetensors files.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def in_place(self) -> bool:
-        """Whether experts lie in pieces, so that their files cannot be mapped."""
+        """Whether experts are in pieces, so that their files cannot be mapped."""
         return self.checkpoint is not None
 
     @property
@@ -55,20 +55,20 @@ class Weights:
         return isinstance(self.experts, PackedExperts)
 
     def vision(self, wanted: bool = True) -> VisionFiles | NoVision:
-        """The image encoder, or why there is none; `wanted`: whether anybody asks for it.
+        """The image encoder, or the reason why there is none. `wanted`: whether the caller wants one.
 
         Raises:
-            ConfigError, ModelFileError: what there is cannot be used.
+            ConfigError, ModelFileError: the encoder cannot be used.
         """
         return open_vision(self.path, self.args, self.shards_in, wanted)
 
     @property
     def convert_command(self) -> str:
-        """What makes a packed model of the checkpoint."""
+        """The command that makes a packed model from the checkpoint."""
         return packing_command(self.path)
 
     def read(self) -> dict[str, mx.array]:
-        """The resident tensors, the caller's to empty.
+        """Reads the resident tensors; the caller may empty the dict.
 
         Raises:
             ModelFileError: a file cannot be read.
@@ -76,7 +76,7 @@ class Weights:
         return read_resident(self.path) if self.checkpoint is None else self.checkpoint.read()
 
     def check_mode(self, expert_io: str) -> None:
-        """Raises RequestError: experts cannot be had in this way."""
+        """Raises RequestError if the experts cannot be used in this mode."""
         if isinstance(self.experts, StripedExperts) and expert_io == "mmap":
             raise RequestError(
                 f"expert_io mmap needs each layer in one file, and the experts of {self.path} lie in several "
@@ -90,17 +90,20 @@ class Weights:
 
     @property
     def holds_a_share(self) -> bool:
-        """Whether only some of the experts are there."""
+        """Whether the directory holds only some of the experts."""
         return isinstance(self.experts, PackedExperts) and self.experts.share is not None
 
     def check_held(self, wanted: RankShare | None) -> None:
-        """Raises ModelFileError: the directory does not hold the experts of `wanted`, or of a process that is alone."""
+        """Raises ModelFileError: the directory lacks experts of the rank `wanted`, or, if there are no ranks, any
+        experts.
+        """
         if isinstance(self.experts, PackedExperts) and self.experts.share is not None:
             layout = self.experts.layout
             self.experts.share.check(wanted, layout.moe_layers, layout.num_experts, self.path)
 
     def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
-        """What saved states of the model depend on: the same for a checkpoint and what is converted from it.
+        """The fingerprint that saved states of the model must match; a checkpoint and its packed copy have the same
+        one.
 
         Args:
             dtype, bits: as for `fingerprint_of`.
@@ -118,7 +121,7 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
         shards_in: other directories in which a checkpoint's safetensors files may lie.
 
     Raises:
-    ConfigError, ModelFileError: a file is missing or wrong, or holds what is not implemented.
+    ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
     """
     if _is_packed(path):
         args = ModelArgs.from_file(path)
@@ -134,9 +137,9 @@ def model_fingerprint(
     """The fingerprint of a model directory.
 
     Args:
-        dtype: that caches hold, `model.activation_dtype`.
-        cpu_activations: bits to which products round activations, `model.cpu_activations`.
-        kv_bits: that caches keep of keys and values, `model.args.kv_bits`.
+        dtype: dtype of the caches, `model.activation_dtype`.
+        cpu_activations: number of bits to which products round activations, `model.cpu_activations`.
+        kv_bits: number of bits in which caches keep keys and values, `model.args.kv_bits`.
 
     Raises:
         ModelFileError: a file cannot be read. ConfigError: config.json is not usable.
@@ -151,7 +154,7 @@ def model_fingerprint(
 
 
 def _packed_fingerprint(path: Path, args: ModelArgs, experts: ExpertFiles, dtype: mx.Dtype, bits: int) -> Fingerprint:
-    """The same wherever a packed model's records lie."""
+    """The fingerprint of a packed model; it does not depend on where the records are."""
     layers = None
     if isinstance(experts, StripedExperts):
         names = {experts.layout.file_name(layer): layer for layer in experts.layout.moe_layers}

@@ -1,19 +1,16 @@
-"""MLX's limit of wired memory (Metal), which is one for the process, shared by the models in it.
-
-It knows numbers of bytes only.
-"""
+"""MLX's limit of wired memory (Metal), which all models of the process share. It knows only numbers of bytes."""
 
 import threading
 from collections.abc import Callable
 
 import mlx.core as mx
 
-_lock = threading.RLock()  # a garbage collection in here may release another model's share
+_lock = threading.RLock()  # a garbage collection inside may release another model's share
 _shares: dict[object, int] = {}
 
 
 def wire(nbytes: int, at_most: int) -> Callable[[], None]:
-    """Raises the limit by `nbytes`, to `at_most` in all; calling what is returned takes the share back, once."""
+    """Raises the limit by `nbytes`, up to `at_most` in total; the returned function takes the share back, once."""
     share = object()
 
     def release() -> None:
@@ -33,6 +30,6 @@ def wire(nbytes: int, at_most: int) -> Callable[[], None]:
 
 def _set(at_most: int) -> None:
     total = None
-    while total != sum(_shares.values()):  # until no share was released meanwhile
+    while total != sum(_shares.values()):  # repeat until no share was released meanwhile
         total = sum(_shares.values())
         mx.set_wired_limit(min(total, at_most))
