@@ -1,8 +1,8 @@
 """Several reads at once, with Linux's asynchronous direct I/O in native code.
 
-When a call returns, no read is under way; a read that fails or falls short is reported and moves nothing. If the
-extension is not built, or the system does not support such reads, there is no queue, and the caller reads in another
-way. A queue serves one thread.
+When a call returns, no read is in progress. A read that fails or is short is reported, and its bytes are not moved. If
+the extension is not built, or the system does not support such reads, there is no queue, and the caller uses another
+way of reading. A queue serves one thread.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ..formats.pieces import FilePiece, Run
 
-RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # what the native code takes for each
+RUN_NUMBERS, PIECE_NUMBERS = 6, 3  # the native code's fields of each
 
 
 def _load() -> ModuleType | None:
@@ -32,7 +32,7 @@ def available() -> bool:
 
 
 class Queue:
-    """Raises OSError: the system has no asynchronous reads, or no more of them. Only where they are `available`."""
+    """A queue of reads. Only to be made if `available()`. Raises OSError: the system refuses another queue."""
 
     def __init__(self) -> None:
         assert extension is not None
@@ -41,22 +41,22 @@ class Queue:
     def read(
         self, files: "array[int]", numbers: bytes, target: memoryview, scratch: memoryview
     ) -> tuple[int, list[int]]:
-        """Brings the pieces of some runs to their places in `target`.
+        """Reads the pieces of some runs into their places in `target`.
 
         Args:
             files: the descriptors that `numbers` point to.
             numbers: the runs, as `encode` writes them.
-            scratch: holds the window of each run that is not aligned; how many are under way together is its size.
+            scratch: memory for the windows of unaligned runs; its size limits how many are read together.
 
         Returns:
-            The bytes that came for runs whose pieces are in place, and the indices of the others.
+            The bytes read for runs whose pieces are in place, and the indices of the failed runs.
         """
         nbytes, others = self._native.read(self._queue, files, target, scratch, numbers)
         return nbytes, others
 
 
 def encode(runs: Sequence[Run], files: Mapping[Path, int]) -> bytes:
-    """`runs` as the native code takes them, with the number of each file: small enough to be kept for every expert."""
+    """Encodes `runs` for the native code, with file numbers; small enough to be kept for every expert."""
     numbers: list[int] = []
     for run in runs:
         first, last = run.window

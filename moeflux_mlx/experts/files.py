@@ -22,26 +22,26 @@ from ..formats.record import BLOCK_BYTES
 from . import batch
 from .memory import private_pages
 
-F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python names only the first, and only there
+F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python defines only the first, and only on macOS
 IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
-HUGE_BYTES = 2 << 20  # only memory of a multiple of it begins where a large page does (results.tsv, "in place")
-# Of each thread's scratch memory: room for a run and the rest of the blocks at its ends, or for a gap.
+HUGE_BYTES = 2 << 20  # memory begins at a large page only if its size is a multiple of this (results.tsv, "in place")
+# Bytes of each thread's scratch memory: room for a run with the rest of its first and last block, or for a gap.
 SCRATCH_BYTES = -(-(RUN_BYTES + 2 * BLOCK_BYTES) // HUGE_BYTES) * HUGE_BYTES
-QUEUED_BYTES = 1 << 20  # of a run where a thread has several under way, so that scratch memory holds three
+QUEUED_BYTES = 1 << 20  # bytes of a run if a thread reads several at once, so that scratch memory holds three
 assert GAP_BYTES <= SCRATCH_BYTES
 
 Preadv = Callable[[int, list[memoryview], int], int]
-DriveOf = Callable[[Path, os.stat_result], Hashable]  # what is the same for files of one drive
-ReadShare = bytes | Sequence[Run]  # some of a record's runs: those that are read at once as `batch.encode` writes them
+DriveOf = Callable[[Path, os.stat_result], Hashable]  # equal for files of one drive
+ReadShare = bytes | Sequence[Run]  # some of a record's runs; runs that are read at once are encoded by `batch.encode`
 
 
 def device_of(path: Path, stat: os.stat_result) -> Hashable:
-    """The device of the file system that holds the file, as its drive."""
+    """The device number of the file's file system, which identifies its drive."""
     return stat.st_dev
 
 
 class _Opened(NamedTuple):
-    """Descriptors, also in the order of the files' numbers, and whether they read past the page cache."""
+    """Open descriptors, by file and by file number, and whether they bypass the page cache."""
 
     files: dict[Path, int]
     descriptors: "array[int]"
@@ -51,10 +51,10 @@ class _Opened(NamedTuple):
 class OpenFiles:
     """Args:
         sizes: bytes of each file.
-        direct: bypass the page cache (O_DIRECT, F_NOCACHE), which is right when the caller keeps a cache
-            of its own. Refused by some file systems; then `direct` becomes False and `note` says why.
-        preadv: the system call, replaceable in tests: then all reads are made by it.
-        drive_of: tells drives apart, replaceable in tests.
+        direct: bypass the page cache (O_DIRECT, F_NOCACHE), because the caller keeps its own cache. If a file system
+            refuses this, `direct` becomes False and `note` says why.
+        preadv: the system call. If a test replaces it, it makes all reads.
+        drive_of: returns a file's drive; replaceable in tests.
 
     Raises:
         ExpertIOError: a file cannot be opened, or has another length.
@@ -88,7 +88,7 @@ class OpenFiles:
         self.drives = max(len(numbers), 1)
 
     def drive(self, path: Path) -> int:
-        """The number of the drive that holds the file, from 0 on, of `drives`."""
+        """The number of the drive that holds the file: 0 to `drives` - 1."""
         return self._drive_numbers[path]
 
     @property
@@ -98,12 +98,12 @@ class OpenFiles:
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether `read_all` can have several reads under way at a time."""
+        """Whether `read_all` can make several reads at once."""
         return self._may_batch and self.direct
 
     @property
     def run_bytes(self) -> int:
-        """The most, and a block, that a run should have."""
+        """The largest size of a run, and the size of a block."""
         return QUEUED_BYTES if self.reads_at_once else RUN_BYTES
 
     def close(self) -> None:
@@ -116,12 +116,12 @@ class OpenFiles:
         return min(last, self._sizes[run.path]) - first
 
     def share(self, runs: Sequence[Run]) -> ReadShare:
-        """`runs` in the form in which `read_all` reads them best."""
+        """Converts `runs` to the form that `read_all` reads fastest."""
         is_simple = len(runs) == 1 and runs[0].is_aligned
         return batch.encode(runs, self._numbers) if self.reads_at_once and not is_simple else runs
 
     def read_all(self, share: ReadShare, target: memoryview) -> int:
-        """As `read`, for several runs, at once where that is possible. What fails then is read again with care."""
+        """As `read`, for several runs, at once if possible. Runs that fail are read again one by one."""
         if not isinstance(share, bytes):
             return sum([self.read(run, target) for run in share])
         queue = self._queue() if self.reads_at_once else None
@@ -134,15 +134,15 @@ class OpenFiles:
         return came
 
     def read(self, run: Run, target: memoryview) -> int:
-        """Brings the pieces of `run` to their places in `target`; returns the bytes that the drive delivered.
+        """Reads the pieces of `run` into their places in `target`; returns the bytes that the drive delivered.
 
         Args:
-            target: writable bytes, which begin at the border of a block.
+            target: writable bytes, aligned to a block.
 
         Raises:
-            ExpertIOError: the file ends early or was replaced. OSError: the system says no.
+            ExpertIOError: the file ends early or was replaced. OSError: the system refuses the read.
         """
-        files, _, direct = self._opened  # another thread may open them anew in the meantime
+        files, _, direct = self._opened  # another thread may reopen the files in the meantime
         if not (direct and IN_BLOCKS):
             return self._fill(files[run.path], self._places(run, target), run.start, run.stop - run.start, step=1)
         try:
@@ -154,7 +154,7 @@ class OpenFiles:
             return self.read(run, target)
 
     def _read_direct(self, file: int, run: Run, target: memoryview) -> int:
-        """Whole blocks: to their place if they may lie there, else to scratch memory, and from there to the place."""
+        """Reads whole blocks, directly into place if the alignment allows it, else through scratch memory."""
         first, last = run.window
         if run.is_aligned:
             place = run.pieces[0].place
@@ -163,13 +163,13 @@ class OpenFiles:
         scratch = self._scratch()
         got = self._fill(file, [scratch[: last - first]], first, run.stop - first, step=BLOCK_BYTES)
         source, goal = np.frombuffer(scratch, np.uint8), np.frombuffer(target, np.uint8)
-        for piece in run.pieces:  # numpy lets other threads run while it copies
+        for piece in run.pieces:  # numpy releases the GIL while it copies
             start = piece.offset - first
             goal[piece.place : piece.place + piece.length] = source[start : start + piece.length]
         return got
 
     def _places(self, run: Run, target: memoryview) -> list[memoryview]:
-        """Where the bytes of `run` go, one after the other; those of gaps to scratch memory."""
+        """The destinations of the bytes of `run`, in order; gaps go to scratch memory."""
         places = []
         for gap, piece in run.with_gaps():
             places += [self._scratch()[:gap]] if gap else []
@@ -177,14 +177,14 @@ class OpenFiles:
         return places
 
     def _scratch(self) -> memoryview:
-        """Memory of this thread's own, at the border of a page."""
+        """This thread's scratch memory, aligned to a page."""
         scratch: memoryview | None = getattr(self._memory, "scratch", None)
         if scratch is None:
             scratch = self._memory.scratch = memoryview(private_pages(SCRATCH_BYTES))
         return scratch
 
     def _queue(self) -> batch.Queue | None:
-        """This thread's own; None where the system refuses."""
+        """This thread's queue; None if the system refuses one."""
         if not hasattr(self._memory, "queue"):
             self._memory.queue = None
             with contextlib.suppress(OSError):
@@ -193,9 +193,9 @@ class OpenFiles:
         return queue
 
     def _fill(self, file: int, places: list[memoryview], start: int, needed: int, step: int) -> int:
-        """Reads at least `needed` bytes from `start` on into `places`; returns all that came.
+        """Reads at least `needed` bytes from `start` on into `places`; returns the number of bytes read.
 
-        A short read goes on at the last multiple of `step`, which is what direct I/O accepts.
+        A short read continues at the last multiple of `step`, as direct I/O requires.
         """
         done = came = 0
         while done < needed:
@@ -227,7 +227,7 @@ class OpenFiles:
         return _Opened(files, array("i", files.values()), direct)
 
     def _check(self, path: Path, stat: os.stat_result) -> None:
-        """The file has its length, and is the one that was opened first: old and new bytes never mix."""
+        """Checks that the file has its length and is still the one that was opened first."""
         wanted, self._drives[path] = self._sizes[path], self._drive_of(path, stat)
         if stat.st_size != wanted:
             raise ExpertIOError(f"{path} has {stat.st_size} bytes; the layout needs {wanted}")
@@ -236,7 +236,7 @@ class OpenFiles:
             raise ExpertIOError(f"{path} was replaced while open; load the model again")
 
     def _give_up_direct(self, error: OSError) -> None:
-        """Opens the files again, through the page cache. Others may still read the old descriptors."""
+        """Reopens the files with the page cache. Other threads may still read from the old descriptors."""
         with self._opening:
             if self.direct:
                 self._opened = self._open_buffered(error)
@@ -247,7 +247,7 @@ class OpenFiles:
 
 
 def _rest(places: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of `places` behind the first `done` bytes."""
+    """The part of `places` after the first `done` bytes."""
     left = []
     for place in places:
         if done < len(place):

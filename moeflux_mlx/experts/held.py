@@ -12,8 +12,8 @@ from .whole import WholeExperts
 
 class HeldExperts(WholeExperts):
     """Args:
-    layout: of the records.
-    records: of each layer, [experts, words] uint32.
+    layout: the layout of the records.
+    records: the records of each layer, [experts, words] uint32.
     """
 
     mode = IoMode.RESIDENT

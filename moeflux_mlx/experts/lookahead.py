@@ -1,8 +1,8 @@
-"""Reads records before they are requested: predicts the next experts, and learns where and when prediction pays.
+"""Reads records before they are requested: predicts the next experts, and learns when prediction is worthwhile.
 
 There are two predictors: the experts that the layer used for the previous token, and the next layer's router applied to
 this layer's hidden state. Published recall on real models is 25-43 % for the first and 53-89 % for the second
-(flash-moe, moeflux, slotstream, WASTE, BigMoeOnEdge), so the second is the default. A guess changes when bytes are
+(flash-moe, moeflux, slotstream, WASTE, BigMoeOnEdge), so the second is the default. A prediction changes when bytes are
 read, never which bytes are used. This module knows ids, not bytes.
 """
 
@@ -16,31 +16,31 @@ from ..ops.tiles import MAX_TOKENS
 from .routing import Routing
 from .source import ExpertLoader, Owned, all_of
 
-WARMUP = 8  # judged guesses before a layer may be switched off: about one token's
-LEAST_USEFUL = 0.5  # share of guessed reads that must be used: a wasted read delays a needed one by as much
+WARMUP = 8  # guesses to judge before a layer may be switched off: about those of one token
+LEAST_USEFUL = 0.5  # least share of guessed reads that must be used; a wasted read delays a needed one by its own time
 MEMORY = 0.95  # weight of the past in the running share
-RETRY = 512  # guesses that a layer sits out before it is tried again
-TURN = 4  # tokens in a row with, then without reading ahead while a trial lasts
+RETRY = 512  # guesses that a switched-off layer skips before it is tried again
+TURN = 4  # tokens in a row with, then without reading ahead during a trial
 TURNS = 6
-VERDICT = 384  # tokens that a verdict holds: a trial costs at most half of its tokens' loss
+VERDICT = 384  # tokens for which a verdict holds; during a trial at most half of the tokens are slower
 
 
 @dataclass
 class LayerGuesses:
-    """How well guessing works for one layer: `useful` is a running share of prefetched experts used."""
+    """How well guessing works for one layer: `useful` is the running share of prefetched experts that were used."""
 
     previous: np.ndarray | None = None
-    useful: float = 0.7  # what real models give, so that a layer where guesses fail is soon below LEAST_USEFUL
+    useful: float = 0.7  # typical of real models, so that a layer where guesses fail soon drops below LEAST_USEFUL
     judged: int = 0
     skipped: int = 0
 
 
 @dataclass
 class Predictor:
-    """Per-layer predictions and their record.
+    """Predictions per layer, and how often they were right.
 
     Args:
-        confidence: a predicted expert must have this share of the weight of the token's first one.
+        confidence: a predicted expert needs at least this share of the weight of the token's heaviest expert.
     """
 
     confidence: float = 0.3
@@ -50,23 +50,24 @@ class Predictor:
         return self.layers.setdefault(layer, LayerGuesses())
 
     def observe(self, layer: int, ids: np.ndarray) -> None:
-        """The experts [T, K] that `layer` really used."""
+        """Records the experts [T, K] that `layer` used."""
         self.record(layer).previous = np.unique(ids)
 
     def previous(self, layer: int) -> list[int]:
-        """Experts of the previous token; none at first."""
+        """The experts of the previous token; none at first."""
         previous = self.record(layer).previous
         return [] if previous is None else previous.tolist()
 
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
-        """Of predicted experts [T, K] and their weights, those near enough to the heaviest of a row, each once; first
-        those that are nearest."""
+        """The predicted experts [T, K] whose weight is close enough to the heaviest of their row, each once, the
+        closest first.
+        """
         shares = weights / weights.max(axis=1, keepdims=True)
         by_share = sorted(zip(shares.ravel().tolist(), ids.ravel().tolist(), strict=True), key=lambda one: -one[0])
         return list(dict.fromkeys(expert for share, expert in by_share if share >= self.confidence))
 
     def pays(self, layer: int) -> bool:
-        """Whether to guess for this layer; a layer that was switched off is tried again after a while."""
+        """Whether to guess for this layer. A layer that was switched off is tried again later."""
         record = self.record(layer)
         if record.judged < WARMUP or record.useful >= LEAST_USEFUL:
             return True
@@ -87,20 +88,19 @@ class Predictor:
 
 
 class Trial:
-    """Whether reading ahead makes tokens faster on this machine, drive and text: tried, not predicted.
+    """Measures whether reading ahead makes tokens faster on this machine, drive and text.
 
-    A busy drive or processor makes even good guesses a loss. Turns of a few tokens with and without reading
-    ahead alternate; the smaller median time wins and stays until the next trial. Without a clear winner
-    nothing is read ahead.
+    A busy drive or processor makes even good guesses a loss. A trial alternates turns of a few tokens with and without
+    reading ahead. The smaller median time wins and holds until the next trial; in a tie nothing is read ahead.
     """
 
     def __init__(self) -> None:
         self.ahead = True
         self._times: dict[bool, list[float]] = {True: [], False: []}
-        self._left = 0  # tokens for which the verdict still holds
+        self._left = 0  # remaining tokens for which the verdict holds
 
     def token(self, seconds: float) -> None:
-        """One more token took so long."""
+        """Records the time of one more token."""
         if self._left:
             self._left -= 1
             return
@@ -115,13 +115,13 @@ class Trial:
 
 
 class Lookahead:
-    """The policy of one model: what to read ahead when a layer has asked for its experts, and what to give up.
+    """The policy of one model: what to read ahead when a layer has requested its experts, and what to evict first.
 
     Args:
         source: serves the experts.
-        prefetch: "lookahead" reads ahead what the next layer's router is predicted to choose, "previous" what the next
-            layer used for the previous token, "off" nothing.
-        owned: which experts the source serves.
+        prefetch: "lookahead" reads ahead the predicted choice of the next layer's router, "previous" the experts that
+            the next layer used for the previous token, "off" nothing.
+        owned: selects the experts that the source serves.
     """
 
     def __init__(self, source: ExpertLoader, prefetch: str, owned: Owned = all_of):
@@ -132,13 +132,13 @@ class Lookahead:
         self._ahead: dict[int, list[int]] = {}  # experts read ahead for a layer, to be judged when it runs
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
-        """Whether predicting the experts of `layer` would be of use now."""
+        """Whether a prediction of the experts of `layer` would be used now."""
         if self.prefetch != "lookahead" or tokens > MAX_TOKENS or self.source.holds(layer):
             return False
         return self.trial.ahead and self.predictor.pays(layer)
 
     def requested(self, routing: Routing, ids: np.ndarray) -> None:
-        """A layer has asked for its experts `ids` [T, K]: now for the next one's."""
+        """To be called when a layer has requested its experts `ids` [T, K]; reads ahead for the next layer."""
         guess = routing.guess
         if self.source.reads_ahead:
             self._judge(routing.layer, np.array(list(dict.fromkeys(ids.T.ravel().tolist()))))
@@ -149,11 +149,11 @@ class Lookahead:
             self._read_previous(routing.layer, ids)
 
     def _judge(self, layer: int, ids: np.ndarray) -> None:
-        """Learns from what was read ahead for `layer`, and makes room where it is not worth keeping.
+        """Learns from the records read ahead for `layer`, and demotes those not worth keeping.
 
-        `ids`: what the rows of a step use, each expert once, every row's first choices first. In a pool smaller than
-        what a step uses each layer keeps its share only: least-recently-used order alone would evict every record just
-        before its layer comes round again.
+        `ids`: the experts that the rows of a step use, each once, first choices first. If the pool is smaller than the
+        experts of a step, each layer keeps only its share: with least-recently-used order alone every record would
+        be evicted just before its layer runs again.
         """
         self._time_token(layer)
         ahead = self._ahead.pop(layer, [])
@@ -165,14 +165,14 @@ class Lookahead:
             self.source.give_way(layer, ids[share:].tolist())
 
     def _time_token(self, layer: int) -> None:
-        """Tells the trial how long a token took from its first layer's request to its last layer's."""
+        """Gives the trial the time of a token from its first layer's request to its last layer's."""
         if layer == self.layout.moe_layers[0]:
             self._started = time.perf_counter()
         elif layer == self.layout.moe_layers[-1] and self.prefetch != "off":
             self.trial.token(time.perf_counter() - self._started)
 
     def _read_previous(self, layer: int, ids: np.ndarray) -> None:
-        """Reads ahead what the next layer used for the previous token."""
+        """Reads ahead the experts that the next layer used for the previous token."""
         self.predictor.observe(layer, ids)
         following = self.layout.next_moe_layer(layer)
         if following is not None and self.trial.ahead and self.predictor.pays(following):

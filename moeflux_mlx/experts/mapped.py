@@ -18,13 +18,13 @@ from .memory import adopt, on_device
 from .source import IoMode, Lease
 from .whole import WholeExperts
 
-CHECK_EVERY = 0.1  # seconds between looks at the files that a GPU has adopted: a look costs as much as 60 launches
+CHECK_EVERY = 0.1  # seconds between checks of files that a GPU has adopted; a check takes as long as 60 launches
 
 
 class MappedExperts(WholeExperts):
     """Args:
         packed: the opened files.
-        decision: why they are mapped.
+        decision: one line that says why they are mapped.
 
     Raises:
         ExpertIOError: a file cannot be opened or mapped.
@@ -35,7 +35,7 @@ class MappedExperts(WholeExperts):
     def __init__(self, packed: PackedExperts, decision: str = ""):
         super().__init__(packed.layout, decision)
         self._files: dict[int, mmap.mmap] = {}
-        self.checked_at = 0.0  # when the files were last found as long as they were
+        self.checked_at = 0.0  # time of the last check of the files' lengths
         for layer, path in packed.paths.items():
             self.layers[layer], mapped = map_file(path, self.layout.num_experts, self.layout.layer_bytes(layer))
             if mapped is not None:
@@ -48,7 +48,9 @@ class MappedExperts(WholeExperts):
             yield shared
 
     def _check_files(self) -> None:
-        """Where layers are asked for one by one, each is looked at then; a GPU's compiled step asks for none."""
+        """Checks all files at intervals, because a GPU's compiled step requests no layer. Where layers are requested
+        one by one, each is checked at its request.
+        """
         now = time.monotonic()
         if self._files and now - self.checked_at > CHECK_EVERY and self.is_resident:
             self.checked_at = now
@@ -56,8 +58,8 @@ class MappedExperts(WholeExperts):
                 self._check_length(layer)
 
     def _check_length(self, layer: int) -> None:
-        """Memory behind the end of a mapped file cannot be read: the process would be killed."""
-        file = self._files.get(layer)  # another thread may have closed them
+        """Raises an error if the file has become shorter: reading past its end would kill the process."""
+        file = self._files.get(layer)  # another thread may have closed the files
         if file is not None and file.size() < self.layout.layer_bytes(layer):
             raise ExpertIOError(
                 f"the file of layer {layer} has {file.size()} of {self.layout.layer_bytes(layer)} bytes: "
@@ -79,7 +81,7 @@ class MappedExperts(WholeExperts):
 
 
 def map_file(path: Path, experts: int, size: int) -> tuple[np.ndarray | mx.array, mmap.mmap | None]:
-    """The file as [experts, words], and the mapping behind it, if it is not a copy."""
+    """Returns the file as [experts, words], and its mapping unless it is a copy."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size != size:

@@ -1,4 +1,4 @@
-"""Memory that expert records are read into and that a device takes: private pages, adopted or copied."""
+"""Memory for expert records: private pages that a device adopts or copies."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ExpertIOError
 
-GIVES_BACK = sys.platform == "linux"  # elsewhere MADV_DONTNEED is a hint, and pages stay
+GIVES_BACK = sys.platform == "linux"  # on other systems MADV_DONTNEED is a hint, and pages stay
 PREFERRED_LOCATION, ACCESSED_BY, HOST = 3, 5, -1  # CU_MEM_ADVISE_SET_..., CU_DEVICE_CPU of <cuda.h>
 
 
@@ -21,10 +21,10 @@ def page_aligned(rows: int, words: int) -> np.ndarray:
 
 
 def private_pages(size: int) -> mmap.mmap:
-    """Zeroed memory, which takes none of the machine's until it is touched.
+    """Zeroed memory that takes no physical pages until it is touched.
 
-    A forked child does not get it: its copies could otherwise receive what the parent's reads deliver.
-    Large pages make direct I/O cheaper, where the system has them.
+    A forked child does not inherit it, because the parent's reads could otherwise write to the child's copies. Uses
+    large pages, where available, because they make direct I/O cheaper.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -35,14 +35,14 @@ def private_pages(size: int) -> mmap.mmap:
 
 
 def give_back(pages: mmap.mmap, start: int, stop: int) -> None:
-    """The system gets the whole pages in bytes [start, stop) back; they read as zeros afterwards."""
+    """Returns the whole pages in bytes [start, stop) to the system; they read as zeros afterwards."""
     start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > start:
         pages.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def adopt(rows: np.ndarray, what: str) -> mx.array:
-    """The same memory as an MLX array; raises ExpertIOError where Metal refuses it."""
+    """The same memory as an MLX array; raises ExpertIOError if Metal refuses it."""
     try:
         return mx.from_dlpack(rows, copy=False)
     except (ValueError, RuntimeError) as error:
@@ -53,35 +53,32 @@ def adopt(rows: np.ndarray, what: str) -> mx.array:
 
 
 def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
-    """The same zeroed memory [rows, words] uint32 for the host, which direct I/O can fill, and for CUDA.
+    """Zeroed memory [rows, words] uint32 that direct I/O can fill and CUDA can read: the host's array and MLX's.
 
-    MLX turns an array that Python looks into into managed memory. Told to stay with the host and to be mapped
-    for the GPU, its pages do not wander between the two at every use: on an H200 a record of 7 MB takes 0.2 ms
-    to its own array instead of 4.4.
+    MLX moves an array to managed memory when Python reads it. With advice to stay on the host and to be mapped for the
+        GPU, its pages do not migrate at every use: on an H200 copying a record of 7 MB takes 0.2 ms instead of 4.4.
     """
     array = mx.zeros((rows, words), mx.uint32)
     mx.eval(array)
     view = np.frombuffer(memoryview(cast(Any, array)), np.uint32).reshape(rows, words)
-    with contextlib.suppress(OSError, AttributeError):  # without this it is as right, and slower
+    with contextlib.suppress(OSError, AttributeError):  # without this advice it works too, but slower
         advise = ctypes.CDLL("libcuda.so.1").cuMemAdvise
         for advice, device in ((PREFERRED_LOCATION, HOST), (ACCESSED_BY, 0)):
             advise(ctypes.c_uint64(view.ctypes.data), ctypes.c_size_t(view.nbytes), advice, ctypes.c_int(device))
-    view[:] = 0  # the pages come to the host
+    view[:] = 0  # moves the pages to the host
     return view, array
 
 
 def on_device(rows: np.ndarray) -> mx.array:
-    """A copy in memory of the default device.
-
-    An array made from numpy lies in managed memory on CUDA, which would migrate page by page at its first
-    use; the result of an operation lies in device memory.
+    """A copy in the default device's memory. On CUDA an array made from numpy is in managed memory, which would migrate
+    page by page at its first use; the result of an operation is in device memory.
     """
     host = mx.array(rows)
     copy = as_result(host)
-    mx.eval(copy)  # while `host` is referred to, so that its memory is not reused for the result
+    mx.eval(copy)  # while `host` is still referenced, so that its memory is not reused for the result
     return copy
 
 
 def as_result(array: mx.array) -> mx.array:
-    """The same uint32 values as the result of an operation, which lies in device memory."""
+    """The same uint32 values as the result of an operation, and so in device memory."""
     return mx.bitwise_or(array, mx.array(0, mx.uint32))

@@ -1,18 +1,18 @@
-"""Memory for the records of experts: which record is in which slot, who still reads it, and which is evicted next.
+"""The memory for expert records: which record is in which slot, who still reads it, and which one is evicted next.
 
-The CPU and Metal read a slot's memory in place; Metal adopts it once. On CUDA every record is copied to an array of its
-own in device memory, because updating one array to which others refer would copy all of it; the host's memory is only
-for staging. The pool knows neither files nor threads, only reads.
+The CPU and Metal read a slot's memory in place; Metal adopts the memory once. On CUDA each record is copied to its own
+array in device memory, because updating a part of a shared array would copy all of it; the host's memory is only for
+staging. The pool knows neither files nor threads, only reads.
 
-A pool can be resized while the model runs. On Linux's CPUs its rows are address space for the largest size. The system
-takes back a large page only as a whole, so the remaining records are moved together into the first rows (results.tsv,
-"pool resize"). Memory that Metal has adopted goes back only as a whole, as does all memory on a system that keeps the
-pages of a mapping. There, while nobody reads its records, a pool gets new memory of the wanted size and its records are
-read again. MLX frees the buffer of the old memory with the last array that refers to it; this has not run on an Apple
-GPU.
+A pool can be resized while the model runs. With CPUs on Linux its rows are address space for the largest size. The
+system takes back only whole large pages, so the remaining records are moved together into the first rows (results.tsv,
+"pool resize"). Memory that Metal has adopted, and memory on systems that keep the pages of a mapping, can be returned
+only as a whole. There a pool gets new memory of the wanted size while nobody reads its records, and the records are
+read again. MLX frees the old buffer with the last array that refers to it; this has not run on an Apple GPU.
 
-A caller may be interrupted between any two bytecodes. The table of records says who owns a row and which reads are
-under way, and each change of it is one operation. The other attributes are for speed; `reconcile` rebuilds them.
+A caller may be interrupted between any two bytecodes. The table of records is authoritative: it says who owns a row and
+which reads are in progress, and each change to it is one operation. The other attributes are for speed; `reconcile`
+rebuilds them from the table.
 """
 
 import math
@@ -36,10 +36,9 @@ NOWHERE = -1
 
 @dataclass(eq=False)
 class Slot:
-    """One record in memory or on its way by `read`: in row `row` of the memory, or copied to `device`.
-
-    The row is the record's own until the copy has been computed, and is then NOWHERE. `guard` must be evaluated before
-    the memory is used again.
+    """A record in memory, or being read by `read`: in row `row` of the memory, or copied to `device`. The record owns
+    its row until the copy has been computed; then `row` is NOWHERE. `guard` must be evaluated before the memory is used
+    again.
     """
 
     row: int
@@ -50,13 +49,13 @@ class Slot:
 
 
 def whole_pages(rows: int, nbytes: int) -> int:
-    """As many rows of `nbytes`, or a few more, as fill whole pages."""
+    """`count` rows of `nbytes`, or a few more, so that they fill whole pages."""
     step = STRIDE_ALIGNMENT // math.gcd(nbytes, STRIDE_ALIGNMENT)
     return rounded(rows, step)
 
 
 def can_breathe(copied: bool) -> bool:
-    """Whether a pool keeps its records when it is resized here: memory that Metal has adopted is replaced."""
+    """Whether a pool on this device keeps its records when it is resized; memory adopted by Metal is replaced."""
     return backend.name() != "metal" and (copied or GIVES_BACK)
 
 
@@ -64,17 +63,17 @@ class SlotPool:
     """At most `slots` records of one size in least-recently-used order.
 
     Args:
-        nbytes: of memory, for a record.
-        slots: records that are kept, until `resize`.
-        staging: None keeps records where they were read to. A number copies each into an array of its own
-            as it arrives, and that many records may be on their way at once.
-        most: what `resize` may grow to; as many as `slots` if the pool does not breathe.
+        nbytes: bytes of memory for a record.
+        slots: number of records to keep, until `resize`.
+        staging: None keeps records where they were read to. With a number, each record is copied to its own array on
+            arrival, and this many records may be read at once.
+        most: the most slots that `resize` may set; equal to `slots` if the pool does not breathe.
 
     Attributes:
-        breathes: whether records stay when the pool is resized, so that it can follow what a prompt leaves.
-        rows: the memory, a record in each.
-        free_rows: of them, those that nobody owns.
-        adopted: the memory as an array of Metal's.
+        breathes: whether records stay when the pool is resized, so that its size can follow the free memory.
+        rows: the memory, one record per row.
+        free_rows: the rows that no record owns.
+        adopted: the memory as an MLX array on Metal.
     """
 
     def __init__(self, nbytes: int, slots: int, staging: int | None = None, most: int | None = None):
@@ -84,7 +83,7 @@ class SlotPool:
         self.slots = slots
         self.most = slots if most is None or not self.breathes else most
         self._pages: mmap.mmap | None = None
-        self.copying: list[Slot] = []  # whose rows the device may still read
+        self.copying: list[Slot] = []  # slots whose rows the device may still read
         self._staging: mx.array | None = None
         self.adopted: mx.array | None = None
         self.rows: np.ndarray
@@ -100,8 +99,8 @@ class SlotPool:
         self.intended: set[Key] = set()  # records that are wanted soon
 
     def _take_memory(self, count: int) -> None:
-        """New memory for `count` records in place of what there was, in one step."""
-        rows = whole_pages(count, self.nbytes) if backend.name() == "metal" else count  # it adopts whole pages only
+        """Replaces the memory by new memory for `count` records, in one step."""
+        rows = whole_pages(count, self.nbytes) if backend.name() == "metal" else count  # Metal adopts only whole pages
         pages = private_pages(rows * self.nbytes)
         memory = np.frombuffer(pages, np.uint32).reshape(rows, -1)
         adopted = adopt(memory, "the expert pool") if backend.name() == "metal" else None
@@ -131,14 +130,14 @@ class SlotPool:
         return slot
 
     def put(self, key: Key, slot: Slot) -> None:
-        """Files a claimed slot, its read prepared: should nobody come to submit that, `reconcile` finds the slot."""
+        """Enters a claimed slot whose read is prepared. If the read is never submitted, `reconcile` finds the slot."""
         self._used[key] = slot
         self._arriving.add(key)
 
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the least recently used one that is not pinned.
 
-        One that is intended or still arriving only if there is no other, and not for a guess.
+        A record that is intended or still arriving is chosen only if there is no other, and never for a guess.
         """
         row_wanted, last = self.copied and not self.free_rows, None
         for key, slot in self._used.items():
@@ -160,9 +159,9 @@ class SlotPool:
         return memoryview(self.rows[slot.row]).cast("B")
 
     def arrived(self, key: Key) -> None:
-        """The record's bytes are there."""
+        """Marks the record as complete."""
         slot = self._used[key]
-        if self.copied and slot.device is None:  # first: should there be no memory for it, the record has not arrived
+        if self.copied and slot.device is None:  # first, because without memory for the copy the record has not arrived
             slot.device = self._copy(slot.row)
             self.copying.append(slot)
         slot.read = None
@@ -176,7 +175,7 @@ class SlotPool:
             heappush(self.free_rows, row)
 
     def _copy(self, row: int) -> mx.array:
-        """[words] in device memory, soon."""
+        """An array [words] in device memory; the copy is being computed."""
         if self._staging is None:
             return on_device(self.rows[row])
         copy = as_result(self._staging[row : row + 1]).reshape(-1)
@@ -188,28 +187,28 @@ class SlotPool:
         slots = [self._used[key] for key in keys]
         if self.copied:
             copies = tuple(slot.device for slot in slots if slot.device is not None)
-            assert len(copies) == len(keys)  # they were waited for
+            assert len(copies) == len(keys)  # the caller has waited for them
             return copies, np.arange(len(keys), dtype=np.int32)
         blob = self.rows if self.adopted is None else self.adopted
         return blob, np.array([slot.row for slot in slots], np.int32)
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
-        """Holds on to these records until `unpin` gets the same list; `find`s them."""
-        if keys:  # else nobody would tell this pool
+        """Keeps these records until `unpin` is called with the same list; returns their slots."""
+        if keys:  # `unpin` is called only for pools with keys
             self._leased[id(keys)] = keys
         return [self.find(key) for key in keys]
 
     def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:
-        """Nothing, if these keys do not hold anything any more."""
+        """Ends `pin`; does nothing if these keys no longer hold anything."""
         if guard is not None and id(keys) in self._leased:
             for slot in filter(None, map(self._used.get, keys)):
                 self._guard(slot, guard)
-        self._leased.pop(id(keys), None)  # last, and one step: who is interrupted before holds on
+        self._leased.pop(id(keys), None)  # last, in one step: if interrupted before, the records stay pinned
 
     @staticmethod
     def _guard(slot: Slot, guard: mx.array) -> None:
         if slot.guard is not None and slot.guard is not guard:
-            mx.eval(slot.guard)  # usually long done; if another computation reads it too, both must end
+            mx.eval(slot.guard)  # usually done long ago; if another computation reads the record too, both must end
         slot.guard = guard
 
     @property
@@ -224,29 +223,29 @@ class SlotPool:
         return len(set().union(*list(self._leased.values())).difference(keys))
 
     def demote(self, key: Key) -> None:
-        """The record becomes the first to give way."""
+        """Makes the record the first to be evicted."""
         if key in self._used:
             self._used.move_to_end(key, last=False)
 
     def drop(self, key: Key) -> None:
-        """Forgets a record that nobody reads and whose read is over."""
+        """Removes a record that nobody reads and whose read has ended."""
         slot = self._used[key]
         if slot.guard is not None:
             mx.eval(slot.guard)
         if slot.device is not None and slot.row != NOWHERE:
-            self.finish_copies()  # they hold on to the record
+            self.finish_copies()  # they keep the record's array
         del self._used[key]
         self._arriving.discard(key)
         if slot.row != NOWHERE:
             heappush(self.free_rows, slot.row)
-            if slot.row >= self.slots and not self.copied:  # it could not be moved when the pool shrank
+            if slot.row >= self.slots and not self.copied:  # the row could not be moved when the pool shrank
                 self._give_back(slot.row, slot.row + 1)
 
     def reconcile(self, abandoned: Sequence[mx.array] = ()) -> None:
-        """After a call that was interrupted anywhere: nothing is leased, and all else agrees with the records again.
+        """After an interrupted call: releases everything, and rebuilds the other attributes from the table of records.
 
         Args:
-            abandoned: guards that nobody will evaluate.
+            abandoned: guards that will never be evaluated.
         """
         self._leased.clear()
         self.intended = set()
@@ -264,19 +263,18 @@ class SlotPool:
         self.free_rows = [row for row in range(len(self.rows)) if row not in taken]  # ascending: a heap
 
     def resize(self, slots: int, evict: Callable[[Key], object]) -> int:
-        """Keeps at most `slots` records from now on, and no memory for more; returns how many it came to.
+        """Keeps at most `slots` records and their memory from now on; returns the resulting number of slots.
 
-        That is more only where more records are pinned, and as many as before where memory that a device has adopted
-        is pinned.
+        The result is larger if more records are pinned. It is unchanged if records in adopted memory are pinned.
 
         Args:
-            evict: drops a record, its read being cancelled or over.
+            evict: removes a record after its read is cancelled or over.
         """
         assert 0 < slots <= self.most
         if not self.breathes:
             return self._replace(slots, evict)
         if len(self._used) > slots:
-            self.finish_copies()  # else `victim` would look for one that leaves its staging row
+            self.finish_copies()  # otherwise `victim` would look for a record that frees a staging row
         while len(self._used) > slots and (key := self.victim(for_guess=False)) is not None:
             evict(key)
         reached = max(slots, len(self._used))
@@ -286,7 +284,9 @@ class SlotPool:
         return reached
 
     def _replace(self, slots: int, evict: Callable[[Key], object]) -> int:
-        """Other memory for `slots` records; none stays. Nothing, while somebody reads a record."""
+        """Replaces the memory by that of `slots` records and drops all records. Does nothing while somebody reads a
+        record.
+        """
         if slots != self.slots and not self._leased:
             for key in self.records():
                 evict(key)
@@ -296,7 +296,8 @@ class SlotPool:
         return self.slots
 
     def _compact(self, slots: int) -> None:
-        """Moves what lies behind the first `slots` rows into them, and gives back the memory of all that are free.
+        """Moves records from behind the first `slots` rows into free rows among these, and returns the memory of all
+        free rows.
 
         A record that is pinned or arriving stays where it is.
         """
@@ -304,12 +305,12 @@ class SlotPool:
         for key, slot in self._used.items():
             if slot.row >= slots and slot.read is None and not self.pinned(key):
                 self._move(slot)
-        self.free_rows.sort()  # it is still a heap
+        self.free_rows.sort()  # it remains a heap
         for first, stop in _runs(self.free_rows):
             self._give_back(first, stop)
 
     def _move(self, slot: Slot) -> None:
-        """To the first free row."""
+        """Moves a record to the first free row."""
         if slot.guard is not None:
             mx.eval(slot.guard)
         old, new = slot.row, self.free_rows[0]
@@ -324,7 +325,9 @@ class SlotPool:
             give_back(self._pages, first * stride, stop * stride)
 
     def in_turn(self, keys: list[Key]) -> Iterable[Key]:
-        """In the order in which to wait; records that are copied, as they arrive: copies hide behind reads."""
+        """The slots in the order in which to wait for them. Records that are copied come as they arrive, so that copies
+        overlap with reads.
+        """
         if not self.copied:
             return keys
         reads = {slot.read: key for key in keys if (slot := self.get(key)) and slot.read}
@@ -335,12 +338,12 @@ class SlotPool:
         return list(self._used)
 
     def in_flight(self) -> list[Key]:
-        """Blocks whose read is under way, or over without `arrived` having been told."""
+        """Records whose read is in progress, or has ended without a call of `arrived`."""
         return list(self._arriving)
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours among ascending `rows`: the first of each run, and the one behind its last."""
+    """Runs of consecutive numbers in ascending `rows`: the first of each run, and its end (exclusive)."""
     cuts = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
     for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
         if stop > start:

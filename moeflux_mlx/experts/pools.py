@@ -1,6 +1,5 @@
-"""The pools of one model: which memory serves which layer, and how bytes are divided among them.
-
-It knows sizes and layers, but not how records are read.
+"""The pools of one model: which pool serves which layer, and how bytes are divided among the pools. It does not know
+how records are read.
 """
 
 from collections.abc import Sequence
@@ -13,19 +12,19 @@ from ..ops import backend
 from .pool import SlotPool, can_breathe
 from .shares import SizeClass, divide, size_classes
 
-WORTH_GROWING = 16  # the pool grows by at least this part of itself, so that it is not resized for each token
-WORTH_REPLACING = 8  # a pool that loses its records when it is resized shrinks by at least this part of itself
+WORTH_GROWING = 16  # the pool grows by at least this fraction, so that it is not resized for each token
+WORTH_REPLACING = 8  # a pool that loses its records when resized shrinks by at least this fraction
 
 
 class Pools(list[SlotPool]):
-    """For each class of sizes one pool, or as many as keep each within `buffer_bytes`; none once they are cleared.
+    """One pool per size class, or several if one would exceed `buffer_bytes`; none after they are cleared.
 
     Args:
-        layout: of the experts.
-        sizes: bytes of all pools, at the start and at most.
-        least: records that one request may ask for; no pool is smaller.
-        buffer_bytes: of the largest array the device takes; None: there is no limit.
-        copied: whether records are copied into device memory; None: on CUDA.
+        layout: the layout of the experts.
+        sizes: bytes of all pools together, initially and at most.
+        least: the most records of one request; no pool is smaller.
+        buffer_bytes: bytes of the largest array that the device allows; None: no limit.
+        copied: whether records are copied into device memory; None: only on CUDA.
 
     Attributes:
         of: the pool of each layer.
@@ -43,7 +42,7 @@ class Pools(list[SlotPool]):
             for group in np.array_split(np.array(one.layers), len(part))
         ]
         self.of = {layer: pool for pool, group in zip(self, self._groups, strict=True) for layer in group}
-        self._divided: tuple[int, list[int]] = (-1, [])  # what `shares` was asked for last, and its answer
+        self._divided: tuple[int, list[int]] = (-1, [])  # the last argument of `shares`, and its result
         self._records = {layer: len(group) * layout.num_experts for group in self._groups for layer in group}
 
     @property
@@ -52,22 +51,22 @@ class Pools(list[SlotPool]):
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return sum(pool.slots * pool.nbytes for pool in self)
 
     @property
     def copied_bytes(self) -> int:
-        """Of records that are MLX's arrays."""
+        """Bytes of records that are MLX arrays."""
         return sum(len(pool) * pool.nbytes for pool in self if pool.copied)
 
     @property
     def held_bytes(self) -> int:
-        """Of the records that are in memory or on their way."""
+        """Bytes of the records that are in memory or being read."""
         return sum(len(pool) * pool.nbytes for pool in self)
 
     def shares(self, nbytes: int) -> list[int]:
-        """Slots of each pool; those of one class have the same."""
-        if self._divided[0] == nbytes:  # it is asked at every request of experts
+        """Slots of each pool if all pools together have `nbytes`; pools of one class get equal numbers."""
+        if self._divided[0] == nbytes:  # called at every request of experts
             return self._divided[1]
         shares: list[int] = []
         for part, slots in zip(self._parts, divide(self._classes, nbytes, self._least), strict=True):
@@ -76,7 +75,7 @@ class Pools(list[SlotPool]):
         return shares
 
     def is_due(self, nbytes: int, may_grow: bool = True) -> bool:
-        """Whether pools that may have so many bytes are to be resized."""
+        """Whether the pools should be resized if they may have `nbytes`."""
         return any(
             _is_due(pool, share) and (may_grow or share < pool.slots)
             for pool, share in zip(self, self.shares(nbytes), strict=True)
@@ -86,11 +85,11 @@ class Pools(list[SlotPool]):
         return [key for pool in self for key in pool.in_flight()]
 
     def holds(self, layer: int) -> bool:
-        """Whether every expert of the layer's pool is in memory or on its way."""
+        """Whether every expert of the layer's pool is in memory or being read."""
         return len(self.of[layer]) == self._records[layer]
 
     def slots_per_layer(self, spare: int) -> int:
-        """Of the pool that has least for each of its layers, less `spare` slots."""
+        """Slots per layer, without `spare` slots, in the pool that has the fewest per layer."""
         return min((max(pool.slots - spare, 0) // len(self._groups[i]) for i, pool in enumerate(self)), default=0)
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
@@ -108,7 +107,7 @@ class Pools(list[SlotPool]):
 
 
 def _is_due(pool: SlotPool, share: int) -> bool:
-    """Whether a pool that may have `share` slots is to be resized."""
+    """Whether a pool should be resized if it may have `share` slots."""
     grown = share - pool.slots
     if not pool.breathes:
         return -grown * WORTH_REPLACING >= pool.slots or grown > 0 and share == pool.most

@@ -1,11 +1,11 @@
 """Reads expert records from files into the caller's memory, on a few threads, past the page cache if asked.
 
-Each drive has its own threads and queue, so a slow drive does not delay the others. In a queue, reads that somebody
+Each drive has its own threads and queue, so a slow drive does not delay the others. In a queue, reads that a caller
 waits for overtake speculative ones. If a record is stored in several places, several threads read it. This module knows
 files and pieces; the pool decides which records to keep.
 
-A caller that requests a read may be interrupted between any two bytecodes, so it takes no lock that a reading thread
-needs. Callers and threads share only deques, dicts and queues, and each call of these is one operation.
+A caller that requests a read may be interrupted between any two bytecodes, so it must not take a lock that a reading
+thread needs. Callers and threads share only deques, dicts and queues, and each call of these is one operation.
 """
 
 import errno
@@ -23,22 +23,22 @@ from ..process import check_process
 from .files import SCRATCH_BYTES, DriveOf, OpenFiles, Preadv, ReadShare, device_of
 from .source import CLOSED
 
-SHARE_BYTES = 256 << 10  # a thread is woken for as much; smaller reads go one after the other (results.tsv, "in place")
-BATCH_BYTES = 2 << 20  # the same where a thread has its reads under way together; its scratch memory holds more
-READS_BYTES = 5 << 8  # of what is kept of one expert in pieces: 0.8 to 1.1 KB where they are nine
-LOST = errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE  # what a system says of a drive that is gone
+SHARE_BYTES = 256 << 10  # worth waking a thread for; smaller reads share a thread (results.tsv, "in place")
+BATCH_BYTES = 2 << 20  # the same if a thread makes its reads at once; its scratch memory holds more
+READS_BYTES = 5 << 8  # bytes kept for one expert in pieces: 0.8 to 1.1 KB if there are nine
+LOST = errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE  # the system's errors for a drive that is gone
 Check = Callable[[int, int, memoryview], None]
-Shares = Mapping[int, Sequence[ReadShare]]  # by the number of their drive
+Shares = Mapping[int, Sequence[ReadShare]]  # by drive number
 DEFAULT_WORKERS = (
-    8  # reads at once of a drive: from eight on, records of megabytes reach the ceiling of every drive seen
+    8  # reads at once per drive: from eight on, records of megabytes reach the limit of every drive measured
 )
 
 
 class Read:
-    """A record on its way into `target`.
+    """The read of a record into `target`.
 
     Attributes:
-        is_queued: whether threads will read it; an interrupt may come before its submission is complete.
+        is_queued: whether threads will read it; False if an interrupt came before its submission was complete.
     """
 
     def __init__(self, layer: int, expert: int, target: memoryview, shares: Shares):
@@ -46,14 +46,14 @@ class Read:
         self.is_queued = False
         self._error: ExpertIOError | None = None
         self._shares = {drive: deque(some) for drive, some in shares.items()}  # not begun
-        self._left, self._got = sum(map(len, shares.values())), 0  # shares that are not over; bytes that have come
-        self._fate: dict[str, bool] = {}  # "begun": whether a thread came first, or `cancel`
+        self._left, self._got = sum(map(len, shares.values())), 0  # shares that have not ended; bytes read
+        self._fate: dict[str, bool] = {}  # "begun": decides whether a thread or `cancel` came first
         self._over = False
-        self._waiters: list[SimpleQueue[Read]] = []  # those who wait
+        self._waiters: list[SimpleQueue[Read]] = []  # the waiting threads
 
     @property
     def waiting(self) -> dict[int, int]:
-        """Shares of each drive that no thread has begun."""
+        """The shares of each drive that no thread has begun."""
         return {drive: len(shares) for drive, shares in self._shares.items()}
 
     @property
@@ -66,18 +66,18 @@ class Read:
 
     @property
     def error(self) -> ExpertIOError | None:
-        """What went wrong."""
+        """The error of the read, or None."""
         return ExpertIOError(CLOSED) if self.is_cancelled else self._error
 
     def cancel(self) -> bool:
-        """Whether it will never be begun."""
+        """Cancels the read unless it has begun; returns whether it is cancelled."""
         if self._fate.setdefault("begun", False):
             return False
         self.settle()
         return True
 
     def take(self, drive: int) -> ReadShare | None:
-        """A share for the thread that calls, of its drive; None: it is cancelled, or others have them all."""
+        """A share of the drive for the calling thread; None if the read is cancelled or no share is left."""
         if not self._fate.setdefault("begun", True):
             return None
         try:
@@ -86,7 +86,7 @@ class Read:
             return None
 
     def count_off(self, outcome: int | ExpertIOError) -> bool:
-        """A share is over; tells whether it was the last."""
+        """Counts a finished share; returns whether it was the last."""
         if isinstance(outcome, ExpertIOError):
             self._error = outcome
         else:
@@ -95,19 +95,19 @@ class Read:
         return self._left == 0
 
     def settle(self, error: ExpertIOError | None = None) -> None:
-        """Ends the read and wakes all waiting threads; `error` is the reason if it failed."""
+        """Ends the read and wakes all waiting threads; `error` says why it failed, if it did."""
         self._error, self._over = error or self._error, True
         for queue in self._waiters:
             queue.put(self)
 
     def notify(self, queue: "SimpleQueue[Read]") -> None:
-        """`queue` gets this read once it is over, perhaps twice."""
+        """Puts this read on `queue` once it has ended; it may appear twice."""
         self._waiters.append(queue)
         if self.is_over:
             queue.put(self)
 
     def wait(self) -> ExpertIOError | None:
-        """What went wrong, once it is over."""
+        """Waits for the end of the read and returns its error or None."""
         if not self.is_over:
             queue: SimpleQueue[Read] = SimpleQueue()
             self.notify(queue)
@@ -115,7 +115,7 @@ class Read:
         return self.error
 
     def result(self) -> int:
-        """Bytes read, once it is over. Raises ExpertIOError."""
+        """Waits for the end of the read and returns the bytes read. Raises ExpertIOError."""
         error = self.wait()
         if error is not None:
             raise error
@@ -123,7 +123,7 @@ class Read:
 
 
 def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
-    """The same, each once it is over."""
+    """Yields the reads as they end."""
     queue: SimpleQueue[Read] = SimpleQueue()
     left = set(reads)
     for read in left:
@@ -136,10 +136,10 @@ def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
 
 
 class DriveQueue:
-    """Reads that wait for a drive: those that are wanted now before speculative ones, each once for each share.
+    """The reads that wait for a drive, each once per share: requested reads before speculative ones.
 
     Attributes:
-        wake: each item wakes a thread, which looks until nothing is queued.
+        wake: each item wakes a thread, which works until nothing is queued.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class DriveQueue:
             self.wake.put(None)
 
     def promote(self, read: Read, count: int) -> None:
-        self._queue[False].extend([read] * count)  # who comes to its old place finds nothing to take
+        self._queue[False].extend([read] * count)  # the entry at its old place then has nothing left to take
 
     def next(self) -> Read | None:
         for queue in self._queue:
@@ -167,13 +167,13 @@ class ExpertReader:
     """Worker threads over the open files of one model.
 
     Args:
-        files: where its experts lie.
+        files: the files of its experts.
         direct: bypass the page cache, as for `OpenFiles`.
-        workers: threads of each drive.
+        workers: number of threads per drive.
         preadv: the system call, replaceable in tests.
-        check: looks at each record (layer, expert, its memory) when it has come for the first time; a ModelFileError
-            of its ends the read.
-        drive_of: tells drives apart, as for `OpenFiles`.
+        check: called with each record (layer, expert, its memory) when it has been read for the first time; a
+            ModelFileError from it ends the read.
+        drive_of: returns a file's drive, as for `OpenFiles`.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -196,8 +196,8 @@ class ExpertReader:
         self._drives = [DriveQueue() for _ in range(self._files.drives)]
         self._closed = False
         self._process = os.getpid()
-        self._lock = threading.Lock()  # of the threads among themselves
-        self._busy = 0, 0.0, 0.0  # shares under way, seconds until there last were none, since when there are some
+        self._lock = threading.Lock()  # used only among the reading threads
+        self._busy = 0, 0.0, 0.0  # shares in progress, total busy seconds, start of the current busy period
         self._threads = [
             threading.Thread(target=self._work, args=(drive,), name=f"expert-reader-{drive}-{i}", daemon=True)
             for drive in range(self.drives)
@@ -213,12 +213,12 @@ class ExpertReader:
 
     @property
     def drives(self) -> int:
-        """How many hold files."""
+        """The number of drives."""
         return len(self._drives)
 
     @property
     def note(self) -> str:
-        """That direct I/O was refused, if it was."""
+        """A note if direct I/O was refused, else an empty string."""
         return self._files.note
 
     @property
@@ -230,15 +230,15 @@ class ExpertReader:
 
     @property
     def busy_seconds(self) -> float:
-        """Time during which at least one read was under way."""
+        """Seconds during which at least one read was in progress."""
         active, seconds, since = self._busy
         return seconds + (time.perf_counter() - since if active else 0.0)
 
     def prepare(self, layer: int, expert: int, target: memoryview) -> Read:
-        """A read of one record, for `submit`.
+        """Makes a read of one record, for `submit`.
 
         Args:
-            target: writable bytes, as many as are held of a record, page-aligned when `direct`.
+            target: writable bytes of a record's size, page-aligned if `direct`.
 
         Raises:
             ExpertIOError: the reader is closed, or this is a forked child, which has no threads.
@@ -248,11 +248,11 @@ class ExpertReader:
         return Read(layer, expert, target, self._shares(layer, expert, len(target)))
 
     def submit(self, read: Read, speculative: bool = False) -> Read:
-        """Queues what `prepare` gave. Raises ExpertIOError: the reader is closed."""
+        """Queues a read made by `prepare`. Raises ExpertIOError: the reader is closed."""
         for drive, count in read.waiting.items():
             self._drives[drive].put(read, count, speculative)
         read.is_queued = True
-        if self._closed:  # perhaps since the threads looked last
+        if self._closed:  # the reader may have been closed after the threads last looked
             read.cancel()
             self._check_open()
         return read
@@ -262,7 +262,7 @@ class ExpertReader:
             raise ExpertIOError(CLOSED)
 
     def _shares(self, layer: int, expert: int, room: int) -> Shares:
-        """What each of some threads reads of the record; kept where it took longer to make than to find again."""
+        """Divides a record among threads; the result is kept if computing it takes longer than looking it up."""
         shares = self._in_pieces.get((layer, expert))
         if shares is None:
             worth = BATCH_BYTES if self._files.reads_at_once else SHARE_BYTES
@@ -281,22 +281,22 @@ class ExpertReader:
         return shares
 
     def promote(self, read: Read) -> None:
-        """A queued speculative read, or what is left of it, joins those that somebody waits for."""
+        """Moves a queued speculative read, or its remaining shares, to the reads that a caller waits for."""
         for drive, count in read.waiting.items():
             self._drives[drive].promote(read, count)
 
     def close(self) -> None:
-        """Cancels what is queued, waits for what is running, closes the files. More than once does no harm."""
+        """Cancels queued reads, waits for running ones, and closes the files. May be called more than once."""
         if os.getpid() != self._process:
             return
         self._closed = True
         for queue in self._drives:
             queue.wake.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # the garbage collector may call from anywhere
+            if thread is not threading.current_thread():  # the garbage collector may call this from anywhere
                 thread.join()
         for queue in self._drives:
-            while (read := queue.next()) is not None:  # submitted meanwhile
+            while (read := queue.next()) is not None:  # reads submitted in the meantime
                 read.cancel()
         self._files.close()
 
@@ -306,10 +306,10 @@ class ExpertReader:
             queue.wake.get()
             while (read := queue.next()) is not None:
                 self._serve(read, drive)
-        queue.wake.put(None)  # the others are to see it too
+        queue.wake.put(None)  # for the other threads
 
     def _serve(self, read: Read, drive: int) -> None:
-        """Reads one share of the drive, if there is one left; once the reader is closed, none is begun."""
+        """Reads one share of the drive, if one is left and the reader is open."""
         if self._closed:
             read.cancel()
         share = read.take(drive)
@@ -325,7 +325,7 @@ class ExpertReader:
             read.settle(self._complaint(read))
 
     def _complaint(self, read: Read) -> ExpertIOError | None:
-        """Of `check` about a whole record that it has not seen."""
+        """The error that `check` raises for a complete record that it has not seen before, or None."""
         key = read.layer, read.expert
         if self._check is None or read.error is not None or key in self._checked:
             return None
@@ -337,7 +337,7 @@ class ExpertReader:
         return None
 
     def _count(self, change: int) -> None:
-        """A share has begun, or is over."""
+        """Counts shares that begin and end."""
         active, seconds, since = self._busy
         now = time.perf_counter()
         if not active:
@@ -347,7 +347,7 @@ class ExpertReader:
         self._busy = active + change, seconds, since
 
     def _attempt(self, read: Read, share: ReadShare) -> int | ExpertIOError:
-        """Bytes read, or the error: every error must reach the waiting threads."""
+        """Returns the bytes read or the error; every error must reach the waiting threads."""
         try:
             return self._files.read_all(share, read.target)
         except Exception as error:
@@ -359,12 +359,14 @@ class ExpertReader:
 
 
 def in_pieces_bytes(layout: ExpertLayout) -> int:
-    """Memory that reading experts in pieces takes beside the experts' own: scratch memory, and where pieces lie."""
+    """Bytes that reading experts in pieces takes besides the experts: scratch memory, and the places of the pieces."""
     return DEFAULT_WORKERS * SCRATCH_BYTES + layout.num_experts * len(layout.moe_layers) * READS_BYTES
 
 
 def shares_of(runs: Sequence[Run], worth: int) -> list[list[Run]]:
-    """The runs in groups of about `worth` bytes, which are worth a thread: large ones alone, the others together."""
+    """Groups the runs into shares of about `worth` bytes, which are worth a thread: large runs alone, small ones
+    together.
+    """
     shares: list[list[Run]] = []
     held = worth
     for run in runs:

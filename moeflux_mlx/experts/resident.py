@@ -1,4 +1,4 @@
-"""Experts that are all read once, into their own memory; nothing is ever evicted.
+"""Experts that are all read once, at loading, and stay in memory.
 
 This source is for files that cannot be mapped, because experts are stored in pieces, and for callers that want the
 files closed.
@@ -25,9 +25,9 @@ from .reader import DEFAULT_WORKERS, shares_of
 from .source import IoMode
 from .whole import WholeExperts
 
-PORTION_BYTES = 32 << 20  # of a layer: planned, cleared, read and looked at together, the next ones meanwhile
-TOUCHED_BYTES = 16 << 20  # of fresh memory, at a time
-BATCH_BYTES = 4 << 20  # for a thread that has several reads under way
+PORTION_BYTES = 32 << 20  # bytes of a portion of a layer; while one portion is read, the next ones are prepared
+TOUCHED_BYTES = 16 << 20  # bytes of fresh memory that a thread clears at a time
+BATCH_BYTES = 4 << 20  # bytes for a thread that makes several reads at once
 
 Progress = Callable[[int, int], object]
 Check = Callable[[int, int, np.ndarray], None]
@@ -49,7 +49,7 @@ class Portion(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the layer ends with it."""
+        """Whether this is the layer's last portion."""
         return self.stop == len(self.rows)
 
 
@@ -58,14 +58,14 @@ Portions = Generator[Portion, None, None]
 
 class ResidentExperts(WholeExperts):
     """Args:
-        files: where the experts lie; they are closed once all is read.
-        decision: why all are kept.
-        check: looks at records (layer, first expert, [experts, words]) once they are read.
-        progress: called with the bytes read so far, and in all.
+        files: the files of the experts; they are closed when everything has been read.
+        decision: one line that says why all experts are kept in memory.
+        check: called with records (layer, first expert, [experts, words]) after they have been read.
+        progress: called with the bytes read so far and the total.
         direct, preadv: as for `OpenFiles`.
 
     Raises:
-        ExpertIOError: a file cannot be read, or memory is not taken by Metal. What `check` raises.
+        ExpertIOError: a file cannot be read, or Metal refuses the memory. Errors of `check`.
     """
 
     mode = IoMode.RESIDENT
@@ -95,14 +95,14 @@ class ResidentExperts(WholeExperts):
 
 
 def kept(rows: np.ndarray) -> np.ndarray | mx.array:
-    """As kernels read it: the memory itself, or a copy on a device with memory of its own."""
+    """The layer as kernels read it: the memory itself, or a copy on a device with its own memory."""
     if not backend.has_kernels():
         return rows
     return adopt(rows, "a layer of experts") if backend.name() == "metal" else on_device(rows)
 
 
 def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Portions:
-    """All layers by portions, filled; what follows, as much as a layer, is being read meanwhile."""
+    """Yields all layers in filled portions; up to a layer of the following ones is being read meanwhile."""
     done, total = 0, sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
     pool, is_over = ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader"), False
 
@@ -120,12 +120,12 @@ def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Portions
         is_over = True
     finally:
         portions.close()
-        # A thread that ends gives its queue back, which takes the system 30 ms: waited for only if it may still read.
+        # A thread that ends releases its queue, which takes 30 ms; wait for it only if it may still read.
         pool.shutdown(wait=not is_over, cancel_futures=True)
 
 
 def begun_ahead(every: Iterable[T], count: int) -> Iterator[T]:
-    """The same; each is given once `count` after it have begun."""
+    """Yields the same items, but each one only after the `count` items behind it have begun."""
     begun: deque[T] = deque()
     for item in every:
         begun.append(item)
@@ -136,7 +136,7 @@ def begun_ahead(every: Iterable[T], count: int) -> Iterator[T]:
 
 
 def _came(read: "Future[int]", layer: int) -> int:
-    """Bytes that a finished read brought."""
+    """The bytes of a finished read."""
     try:
         return read.result()
     except OSError as error:
@@ -144,13 +144,13 @@ def _came(read: "Future[int]", layer: int) -> int:
 
 
 def _portions_of_a_layer(files: ExpertFiles) -> int:
-    """As many for each layer."""
+    """The number of portions, the same for each layer."""
     largest = max(record.stride for record in files.layout.records.values())
     return -(-files.layout.num_experts // max(PORTION_BYTES // largest, 1))
 
 
 def _portions(files: ExpertFiles) -> Portions:
-    """In memory that has been cleared; where it is copied to a device, in two layers' memory by turns."""
+    """Yields portions in cleared memory; if they are copied to a device, two layers' memory is used in turns."""
     layout, number = files.layout, _portions_of_a_layer(files)
     words = [layout.records[layer].stride // 4 for layer in layout.moe_layers]
     cuts = [i * layout.num_experts // number for i in range(number + 1)]
@@ -166,10 +166,11 @@ def _portions(files: ExpertFiles) -> Portions:
 
 
 def touched(every: Iterable[Portion]) -> Portions:
-    """Memory that the system has given and cleared, by several threads; the next while this one is taken.
+    """Yields memory whose pages several threads have touched, so that the system has cleared them; the next piece is
+    prepared meanwhile.
 
-    The threads that read would have it cleared as they go, but where two of them come to one large page at once both
-    clear one (results.tsv, "load"). The first is left to them: nothing could be read meanwhile.
+    Reading threads would touch the pages as they go, but when two of them reach the same large page at once, both clear
+    one (results.tsv, "load"). The first piece is left to them, because nothing could be read meanwhile.
     """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, DEFAULT_WORKERS), "expert-memory") as pool:
 
@@ -185,7 +186,7 @@ def touched(every: Iterable[Portion]) -> Portions:
 
 
 def _shares(files: ExpertFiles, opened: OpenFiles, portion: Portion) -> list[ReadShare]:
-    """The reads of a portion in the order of its files, for one thread each."""
+    """The reads of a portion in file order, divided among threads."""
     stride, experts = portion.rows.strides[0], range(portion.first, portion.stop)
     pieces = [piece.moved(expert * stride) for expert in experts for piece in files.pieces(portion.layer, expert)]
     runs = runs_of(pieces, portion.stop * stride, opened.run_bytes)

@@ -45,7 +45,7 @@ class RoutedExperts:
         self.source = source
         self.lookahead = Lookahead(source, prefetch)
         self._compiles = backend.has_kernels()  # single tokens
-        self._compiled: dict[tuple[int, int], Any] = {}  # by thread, as in `DecodeStep`, and layer
+        self._compiled: dict[tuple[int, int], Any] = {}  # by thread (as in `DecodeStep`) and layer
         source.at_close(self._compiled.clear)
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
@@ -87,7 +87,7 @@ class RoutedExperts:
     def _awaited(
         self, lease: Lease, weights: mx.array, x: mx.array, residual: mx.array, shared: mx.array | Shared | None
     ) -> mx.array:
-        """All experts once they are in memory; the records are held until the result is computed."""
+        """Computes all experts once they are in memory; the records are held until the result is computed."""
         lease.wait()
         records, rows = lease.records()
         records, slots = handed_over(records, rows)
@@ -102,10 +102,10 @@ class RoutedExperts:
         return out
 
     def _compiled_ffn(self, layer: int, record: Record, shared: Shared | None) -> Callable[..., mx.array]:
-        """`expert_ffn` for one token, whose arrays are inputs and the weights of `shared` constants."""
+        """Compiles `expert_ffn` for one token, with its arrays as inputs and the weights of `shared` as constants."""
         place = threading.get_ident(), layer
         if place not in self._compiled:
-            own = shared and replace(shared, gates=None)  # else this token's would be held
+            own = shared and replace(shared, gates=None)  # otherwise this token's arrays would be kept
 
             def run(
                 memory: Any, x: mx.array, slots: mx.array, weights: mx.array, residual: mx.array, *gates: mx.array
@@ -118,7 +118,7 @@ class RoutedExperts:
 
 
 def _on_host(routing: Routing) -> Routing:
-    """With ids and guess as numpy's arrays, for which a GPU is waited for once."""
+    """The routing with ids and guess as numpy arrays; a GPU is waited for once."""
     guess = routing.guess
     if routing.host_copy:
         mx.eval(routing.host_copy, guess and guess.host_copy)
@@ -133,7 +133,7 @@ def _on_host(routing: Routing) -> Routing:
 def _overlapped(
     lease: Lease, weights: np.ndarray, x: np.ndarray, residual: np.ndarray, shared: np.ndarray | Shared | None
 ) -> np.ndarray:
-    """The shared expert, and gate and up of those in memory, run while the others are read."""
+    """Computes the shared expert, and gate and up of the records in memory, while the other records are read."""
     rows = shared.rows(x) if isinstance(shared, Shared) else shared
     records, slots = lease.records()
     ready = lease.ready
@@ -149,8 +149,9 @@ def _overlapped(
 
 
 def _of_pairs(x: np.ndarray, slots: np.ndarray, records: Records, chosen: np.ndarray) -> np.ndarray:
-    """`expert_gate_up` of the chosen pairs of a token and a slot, bool [T, K] -> [pairs, I]; of several tokens by the
-    native form, which takes any number of rows alone."""
+    """`expert_gate_up` of the selected pairs of a token and a slot, bool [T, K] -> [pairs, I]. For several tokens it
+    uses the native form, which takes any number of rows.
+    """
     if len(x) == 1:
         return np.asarray(expert_gate_up(x, np.ascontiguousarray(slots[:, chosen[0]]), records))[0]
     tokens, _ = np.nonzero(chosen)

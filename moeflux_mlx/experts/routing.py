@@ -13,21 +13,20 @@ from ..ops.route import Choice
 from ..ops.tiles import LEASED_TOKENS
 from .source import ExpertLoader
 
-Report = Callable[[float], Any]  # gets the share of the work that is done; an exception from it stops the work
+Report = Callable[[float], Any]  # called with the share of the work done; an exception from it stops the work
 
 
 def ignore_report(share: float) -> None:
-    """A `Report` to nobody."""
+    """A `Report` that does nothing."""
 
 
 @dataclass
 class Routing:
-    """Which experts each token of one layer uses, ids [T, K], and weights [T, K] float32.
+    """The experts that each token uses in one layer: ids [T, K] and weights [T, K] float32.
 
     `guess` is the same for the next layer with experts, predicted from this layer's hidden state; it is computed only
-    when asked for, and may be wrong. `choice`: what ids and weights come of, for who can choose as he computes.
-    `host_copy`: the choice once more, as `ops.route.read_host_copy` reads it; nothing where the host reads ids and
-    weights as soon.
+    if requested, and may be wrong. `choice`: the input of the choice, for kernels that make it themselves. `host_copy`:
+    a copy of the choice for `ops.route.read_host_copy`; empty if the host can read ids and weights just as soon.
     """
 
     layer: int
@@ -38,16 +37,16 @@ class Routing:
     host_copy: Sequence[mx.array] = ()
 
     def part(self, rows: slice) -> "Routing":
-        """Of some of the tokens, without `guess`, `choice` and `host_copy`."""
+        """The routing of some of the tokens, without `guess`, `choice` and `host_copy`."""
         return Routing(self.layer, self.ids[rows], self.weights[rows])
 
 
 class RoutedExpertsCall(Protocol):
-    """An implementation knows where expert weights are; the model does not."""
+    """Computes routed experts. An implementation knows where expert weights are; the model does not."""
 
     @property
     def source(self) -> ExpertLoader:
-        """Where they are: for turns, and for who asks the model."""
+        """The source of the experts, for turns and statistics."""
         ...
 
     def __call__(
@@ -55,23 +54,25 @@ class RoutedExpertsCall(Protocol):
     ) -> Array:
         """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape.
 
-        `shared` is the shared expert's output, or of up to `MAX_TOKENS` tokens that expert itself.
+        `shared` is the shared expert's output, or for up to `MAX_TOKENS` tokens the shared expert itself.
         """
         ...
 
     def expect(self, layer: int, tokens: int) -> None:
-        """So many tokens are about to reach the experts of `layer`, in a moment."""
+        """Announces that `tokens` tokens are about to reach the experts of `layer`."""
         ...
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
-        """Whether predicting the experts of `layer` would be of use now."""
+        """Whether a prediction of the experts of `layer` would be used now."""
         ...
 
 
 def in_parts(
     experts: RoutedExpertsCall, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None
 ) -> Array:
-    """`experts` of parts of a step's rows, about equal and none above `LEASED_TOKENS`, joined."""
+    """Calls `experts` with parts of a step's rows, about equal and at most `LEASED_TOKENS` each, and joins the
+    results.
+    """
     parts, rest = -(-len(x) // LEASED_TOKENS), residual.reshape(len(x), -1)
     ends, made = [len(x) * part // parts for part in range(parts + 1)], []
     for rows in map(slice, ends, ends[1:]):

@@ -13,9 +13,9 @@ from ..formats.record import ExpertLayout
 @dataclass(frozen=True)
 class SizeClass:
     """Args:
-    nbytes: of memory, for one record.
-    layers: whose records have that size.
-    records: how many those are.
+    nbytes: bytes of memory for one record.
+    layers: the layers whose records have that size.
+    records: the number of these records.
     """
 
     nbytes: int
@@ -24,7 +24,7 @@ class SizeClass:
 
 
 def size_classes(layout: ExpertLayout) -> tuple[SizeClass, ...]:
-    """The layout's classes, in the order of their first layers."""
+    """The size classes of the layout, in the order of their first layers."""
     layers: dict[int, list[int]] = {}
     for layer, record in layout.records.items():
         layers.setdefault(record.held_bytes, []).append(layer)
@@ -32,7 +32,7 @@ def size_classes(layout: ExpertLayout) -> tuple[SizeClass, ...]:
 
 
 def divide(classes: Sequence[SizeClass], nbytes: int, least: int) -> list[int]:
-    """Records of each class that `nbytes` hold, `least` of each even where they do not."""
+    """The number of records of each class that fit in `nbytes`, but at least `least` of each."""
     slots = [min(least, one.records) for one in classes]
     shared = dict(enumerate(classes))
     while shared:
@@ -49,11 +49,11 @@ def divide(classes: Sequence[SizeClass], nbytes: int, least: int) -> list[int]:
 
 
 def taken(layout: ExpertLayout, nbytes: int, least: int) -> int:
-    """Bytes of whole records that a pool of `nbytes` comes to."""
+    """Bytes of the whole records in a pool of `nbytes`."""
     classes = size_classes(layout)
     return sum(slots * one.nbytes for slots, one in zip(divide(classes, nbytes, least), classes, strict=True))
 
 
 def slots_within(layout: ExpertLayout, nbytes: int, least: int) -> int:
-    """Records of all classes together that a pool of `nbytes` holds."""
+    """The number of records of all classes in a pool of `nbytes`."""
     return sum(divide(size_classes(layout), nbytes, least))

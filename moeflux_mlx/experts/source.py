@@ -24,22 +24,23 @@ from ..formats.record import ExpertLayout, Key
 from ..ops.experts import Records
 from ..process import check_process
 
-Owned = Callable[[int, Sequence[int]], list[int]]  # (layer, experts) -> those of them that are served here
+Owned = Callable[[int, Sequence[int]], list[int]]  # (layer, experts) -> the experts among them that are served here
 CLOSED = "the expert loader is closed; load the model again"
 
 
 def all_of(layer: int, ids: Sequence[int]) -> list[int]:
-    """An `Owned` of a process that serves every expert."""
+    """The `Owned` of a process that serves every expert."""
     return list(ids)
 
 
 class TooManyExpertsError(ValueError):
-    """One request asks for more different experts than it may have at a time; nothing is held for it."""
+    """One request asks for more different experts than may be leased at once; nothing is held for it."""
 
 
 class IoMode(str, Enum):
-    """`MMAP`: the system pages experts in. `PREAD`: we read them into memory that we own, as they are wanted.
-    `RESIDENT`: all of them, once."""
+    """`MMAP`: the system pages experts in. `PREAD`: experts are read into our own memory on demand. `RESIDENT`: all
+    experts are read once.
+    """
 
     MMAP = "mmap"
     PREAD = "pread"
@@ -50,10 +51,10 @@ class IoMode(str, Enum):
 class LoaderStats:
     """Counts since the last `reset_stats`, in experts, bytes and seconds.
 
-    A hit was in the pool when asked for; `prefetch_hits` are those that a prefetch brought. `late` are
-    misses that a prefetch had already begun to read. `wasted` were read ahead and dropped unused.
-    `given_back` is what the pool shrank by because the machine was short of memory.
-    `wait_seconds` is what the computation waited for reads, `busy_seconds` how long the drive was reading.
+    A hit was in the pool when it was requested; `prefetch_hits` are hits that a prefetch had read. `late` are misses
+    that a prefetch had already begun to read. `wasted` were read ahead and evicted unused. `given_back` is the number
+    of bytes by which the pool shrank because the machine was short of memory. `wait_seconds` is how long the
+    computation waited for reads, `busy_seconds` how long the drive was reading.
     """
 
     hits: int = 0
@@ -74,20 +75,20 @@ class LoaderStats:
 
     @property
     def gb_per_second(self) -> float:
-        """While the drive was reading, in units of 1e9 bytes."""
+        """Rate while the drive was reading, in units of 1e9 bytes per second."""
         return self.bytes_read / self.busy_seconds / 1e9 if self.busy_seconds else 0.0
 
     def since(self, earlier: "LoaderStats") -> "LoaderStats":
-        """What was counted after `earlier`, a copy of these counts."""
+        """The counts since `earlier`, an older copy of these counts."""
         before = asdict(earlier)
         return LoaderStats(**{name: value - before[name] for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Experts that were asked for: how many were in memory, how many were not, and the bytes that were read for them.
+    """Counts of requested experts: how many were in memory, how many were not, and the bytes read for them.
 
-    What several rows ask for is read once; each has an equal part of its bytes.
+    A record that several rows request is read once; its bytes are divided equally among the rows.
     """
 
     hits: int = 0
@@ -99,12 +100,12 @@ class Asked:
 
 
 class Lease:
-    """The right to read the records of experts that were asked for together.
+    """The right to read the records of experts that were requested together.
 
     Attributes:
         keys: layer and id of each different expert.
-        inverse: for each id that was asked for its place among the keys, int32 in the ids' shape.
-        ready: whether each was in memory when it was asked for, bool in the ids' shape.
+        inverse: for each requested id its place among the keys, int32 in the ids' shape.
+        ready: whether each was in memory when it was requested, bool in the ids' shape.
 
     The records stay where they are until `release`, or the end of a `with` block.
     """
@@ -120,8 +121,8 @@ class Lease:
         """Blocks until every record is in memory.
 
         Raises:
-            ExpertIOError: a read failed, or the loader is closed; no failed record is kept, the others are.
-                The lease is released.
+            ExpertIOError: a read failed, or the loader is closed. Failed records are dropped, the others kept, and the
+                lease is released.
         """
         try:
             failures = self._source.finish(self.keys)
@@ -130,21 +131,21 @@ class Lease:
             raise
         if failures:
             self.release()
-            raise failures.pop()  # a name for it here would keep this frame, and all above it, alive
+            raise failures.pop()  # a name for it would keep this frame and all its callers' alive
 
     def records(self) -> tuple[Records, np.ndarray]:
-        """The records' memory, and the row of each id that was asked for, int32 in the ids' shape.
+        """The records' memory, and the row of each requested id, int32 in the ids' shape.
 
-        Rows whose read has not finished hold anything; on CUDA call `wait` first.
+        Rows whose read has not finished have undefined contents; on CUDA call `wait` first.
         """
         records, rows = self._source.locate(self.keys)
         return records, rows[self.inverse]
 
     def release(self, out: mx.array | np.ndarray | None = None) -> None:
-        """Lets the records be overwritten once `out`, the output of all that reads them, is evaluated.
+        """Allows the records to be overwritten once `out`, the output of everything that reads them, is evaluated.
 
-        None, or a numpy array, means that the reading is over. `out` is kept while the records are: give a small one.
-        Only the first time counts.
+        None, or a numpy array, means that nothing reads them any more. `out` is kept as long as the records, so it
+        should be small. Only the first call counts.
         """
         self._source.unpin(self.keys, out if isinstance(out, mx.array) else None)
 
@@ -158,22 +159,22 @@ class Lease:
         self.release()
 
 
-ON_DISK, IN_MEMORY, ARRIVING, HIT, MISSED = range(5)  # what `ExpertLoader.picture` says of an expert
+ON_DISK, IN_MEMORY, ARRIVING, HIT, MISSED = range(5)  # the values of `ExpertLoader.expert_states`
 
 
 class ExpertLoader(ABC):
-    """Serves the experts of every layer of one model that has any.
+    """Serves the experts of all layers of one model.
 
     Attributes:
-        mode: how files are read.
-        layout: the geometry of the files.
-        decision: one line that says why this mode.
-        note: what the user should know once; empty if nothing.
-        slots: records that the pool holds; 0 when every expert is in memory.
-        pool_bytes: memory of as many records.
+        mode: the I/O mode.
+        layout: the layout of the files.
+        decision: one line that says why this mode was chosen.
+        note: a message for the user, shown once; empty if there is none.
+        slots: number of records that fit in the pool; 0 if every expert is in memory.
+        pool_bytes: bytes of that many records.
         reads_ahead: whether `hint` does anything.
-        counts_rows: whether `asked_by_row` is wanted.
-        asking: numbers from 1 to 255 of those for whom the rows of a call are computed, in order, or of the only one.
+        counts_rows: whether to count for `asked_by_row`.
+        asking: numbers from 1 to 255 of the texts whose rows are computed, in order, or of the only text.
     """
 
     mode: IoMode
@@ -191,16 +192,16 @@ class ExpertLoader(ABC):
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._forgetting: list[Callable[[], object]] = []
-        self._asked: dict[Key, int] = {}  # since the last `expert_states`, if anybody looks
-        self._askers: dict[Key, int] = {}  # who asked last
+        self._asked: dict[Key, int] = {}  # since the last `expert_states`, if somebody watches
+        self._askers: dict[Key, int] = {}  # the last asker of each expert
         self._is_watched = False
 
     def watch(self, wanted: bool) -> None:
-        """From now on `expert_states` and `last_askers` say what was asked for and by whom, or do not."""
+        """Switches on or off that `expert_states` and `last_askers` record what is requested and for whom."""
         self._is_watched, self._asked, self._askers = wanted, {}, {}
 
     def expert_states(self) -> np.ndarray:
-        """uint8 [layers that have experts, experts]: ON_DISK, IN_MEMORY, ARRIVING, or if it was asked for since the
+        """uint8 [layers that have experts, experts]: ON_DISK, IN_MEMORY, ARRIVING, or, if it was requested since the
         last call and somebody watches, HIT or MISSED. Called by the thread that runs the model.
         """
         states = self._by_place([*self._places(), *self._asked.items()])
@@ -208,8 +209,8 @@ class ExpertLoader(ABC):
         return states
 
     def last_askers(self) -> np.ndarray:
-        """uint8 [layers that have experts, experts]: which of `asking` asked for an expert last while somebody watched;
-        0: nobody. Called by the thread that runs the model.
+        """uint8 [layers that have experts, experts]: which of `asking` requested an expert last while somebody watched;
+        0: none. Called by the thread that runs the model.
         """
         return self._by_place(self._askers.items())
 
@@ -222,7 +223,7 @@ class ExpertLoader(ABC):
         return filled
 
     def _places(self) -> list[tuple[Key, int]]:
-        """What is not on the disk alone: mapped experts are in the system's memory, as far as it has any."""
+        """The state of each expert that is not only on disk; mapped experts count as in memory."""
         every = range(self.layout.num_experts)
         return [((layer, expert), IN_MEMORY) for layer in self.layout.moe_layers for expert in every]
 
@@ -252,9 +253,9 @@ class ExpertLoader(ABC):
 
     @abstractmethod
     def turn(self, tokens: int) -> contextlib.AbstractContextManager[bool]:
-        """Held by one thread for one call of the model with so many tokens; tells whether its results must be
-        evaluated before it ends. A call may be interrupted between any two bytecodes, and the next turn begins
-        by putting in order what it left; its leases are void.
+        """Held by one thread for one call of the model with `tokens` tokens; yields whether the results must be
+        evaluated before it ends. A call may be interrupted between any two bytecodes, and the next turn first repairs
+        the state that it left; its leases are void.
 
         Raises:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
@@ -263,51 +264,53 @@ class ExpertLoader(ABC):
 
     @abstractmethod
     def request(self, layer: int, ids: np.ndarray) -> Lease:
-        """Asks for the records of `ids` (any shape, repeats allowed); the missing ones begin to be read.
+        """Requests the records of `ids` (any shape, repeats allowed) and begins to read the missing ones.
 
         Raises:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
                 file has been cut short.
-            TooManyExpertsError: more different experts than the pool has slots that no other lease holds, or than are
-                planned to be stacked where records are copied; `least_slots` are always served.
+            TooManyExpertsError: more different experts than the pool has slots without a lease, or, if records are
+                copied, than the plan allows to be stacked. `least_slots` are always served.
         """
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
-        """Begins to read records that may be wanted next, in this order; returns those that begin to be read now."""
+        """Begins to read records that may be requested next, in this order; returns those whose read is queued now."""
         return []
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
-        """These records, and no others, are wanted soon: what of them is in memory is the last to be replaced."""
+        """Names the records that will be needed soon, in place of earlier ones; they are the last to be evicted."""
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
-        """These records are the first to be replaced."""
+        """Makes these records the first to be evicted."""
 
     def take_back(self, rows: int) -> None:  # noqa: B027
-        """Only the first `rows` rows of the last call count: what was read for the others alone is the first to be
-        replaced."""
+        """Keeps only the first `rows` rows of the last call: records read only for the others are the first to be
+        evicted.
+        """
 
     def asked_by_row(self) -> list[Asked]:
-        """What each row of the last step asked for, if anybody wants to know; nothing where none is ever read."""
+        """The requests of each row of the last step, if `counts_rows`; empty if experts are never read."""
         return []
 
     def relieve(self) -> None:  # noqa: B027
-        """Gives back what the machine is short of, between two parts of a call's work; what is leased stays."""
+        """Returns memory that the machine is short of, between two parts of a call's work; leased records stay."""
 
     def holds(self, layer: int) -> bool:
-        """Whether every expert of `layer` is in memory or on its way, so that nothing need be predicted."""
+        """Whether every expert of `layer` is in memory or being read, so that no prediction is needed."""
         return True
 
     def interlude(self) -> contextlib.AbstractContextManager[None]:
-        """Within a call that leases nothing at this moment, as between two waves: other calls may take turns meanwhile,
-        in this thread, which nobody interrupts. Nothing is read ahead for them, and no memory moves."""
+        """A context manager within a call that holds no lease at the moment, for example between two waves: inside,
+        this thread may make other calls. Nothing is read ahead for them, and no memory moves.
+        """
         return contextlib.nullcontext()
 
     def slots_of(self, layer: int) -> int:
-        """Slots of the memory that serves `layer`, and others; 0 when every expert is in memory."""
+        """Slots of the pool that serves `layer`; 0 if every expert is in memory."""
         return 0
 
     def slots_per_layer(self, spare: int = 0) -> int:
-        """An equal share of the pool less `spare` slots; 0 when every expert is in memory."""
+        """A layer's equal share of the pool without `spare` slots; 0 if every expert is in memory."""
         return 0
 
     def whole(self, layer: int) -> Records | None:
@@ -315,8 +318,8 @@ class ExpertLoader(ABC):
         return None
 
     def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
-        """All records of the layer, for the native kernels to index by `ids` without a lease, which takes as long as
-        a small product; None: `request` them.
+        """All records of the layer, for native kernels that index by `ids` without a lease (a lease takes as long as a
+        small product); None if they must be requested.
 
         Raises:
             ExpertIOError: as `request`.
@@ -329,14 +332,14 @@ class ExpertLoader(ABC):
         return all(self.whole(layer) is not None for layer in self.layout.moe_layers)
 
     def wait_for(self, layer: int) -> None:  # noqa: B027
-        """Blocks until no read of `layer` is under way. Failed guesses are forgotten."""
+        """Blocks until no read of `layer` is in progress. Failed guesses are dropped."""
 
     def drain(self) -> None:  # noqa: B027
-        """Blocks until no read is under way. Failed guesses are forgotten."""
+        """Blocks until no read is in progress. Failed guesses are dropped."""
 
     @property
     def in_flight(self) -> list[Key]:
-        """Records whose read is under way."""
+        """Records whose read is in progress."""
         return []
 
     def invalidate(self) -> None:  # noqa: B027
@@ -351,14 +354,12 @@ class ExpertLoader(ABC):
         check_process(self._process)
 
     def at_close(self, forget: Callable[[], object]) -> None:
-        """`close` calls `forget`: for objects that keep something of the loader's."""
+        """Registers `forget`, which `close` calls, for objects that keep data of the loader."""
         self._forgetting.append(forget)
 
     def close(self) -> None:
-        """Stops the threads, closes the files, gives memory back; what is asked for later raises ExpertIOError.
-
-        More than once does no harm, and completes what was interrupted. Waits for a call that another thread has under
-        way, if experts are streamed.
+        """Stops the threads, closes the files and frees the memory; later requests raise ExpertIOError. May be called
+        again, which completes an interrupted call. If experts are streamed, it waits for a call of another thread.
         """
         with self._lock:
             self._let_go()
@@ -369,21 +370,21 @@ class ExpertLoader(ABC):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """What `close` gives back."""
+        """Frees what `close` must free."""
 
     def _check_open(self) -> None:
         if self._closed:
             raise ExpertIOError(CLOSED)
 
-    # What a lease calls.
+    # The methods that a lease calls.
 
     @abstractmethod
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
-        """Waits for the records; returns what went wrong, one error at most."""
+        """Waits for the records; returns an error or None."""
 
     @abstractmethod
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
-        """The memory that holds the records, of one layer, and the row of each, int32."""
+        """The memory that holds the records of one layer, and the row of each, int32."""
 
     @abstractmethod
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
@@ -393,7 +394,7 @@ class ExpertLoader(ABC):
 def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:
     """The different experts among `ids`, in their order, and each id's place among them, int32.
 
-    So a token's experts, which differ, are in places 0, 1, ..., whichever they are.
+    The experts of a single token all differ, so their places are 0, 1, ...
     """
     flat = ids.reshape(-1).tolist()
     place = {expert: i for i, expert in enumerate(dict.fromkeys(flat))}

@@ -39,24 +39,25 @@ from .source import (
 )
 
 DEFAULT_CACHE_BYTES = 2 << 30
-WATCH_SECONDS = 0.5  # between two looks while nothing is computed
+WATCH_SECONDS = 0.5  # seconds between two checks while nothing is computed
 
 
 class StreamedExperts(ExpertLoader):
     """Args:
-        packed: the opened files, of whichever kind.
-        decision: why they are read.
-        cache_bytes: size of the pool, at the start if it breathes.
-        most_bytes: what it may grow to; None is `cache_bytes`. Where the pool does not breathe, this says nothing.
-        allowance: gives the bytes that the pool may have during a call of so many tokens, while so many bytes of
-            MLX's arrays are the pool's own. It is asked at every call, so it should take no more than microseconds.
-        limit: gives the bytes that the machine leaves to the pool, whose records take so many bytes. It is asked at
-            every call and every request, and by a thread of its own while nothing is computed.
-        least_slots: records that one request may ask for in any case; the pool is never smaller.
-        buffer_bytes: of the largest array the device takes (Metal); a larger pool becomes several, each for
-            some of the layers. Layers whose records have other sizes have a pool of their own in any case.
-        workers: reading threads.
-        check: looks at each record when it has come for the first time, as for `ExpertReader`.
+        packed: the opened files.
+        decision: one line that says why experts are read.
+        cache_bytes: size of the pool; its initial size if it breathes.
+        most_bytes: its largest size; None is `cache_bytes`. Ignored if the pool does not breathe.
+        allowance: called with the number of tokens of a call and the bytes of MLX arrays that belong to the pool;
+            returns the bytes that the pool may have during the call. It is called for every call of the model, so it
+            must take only microseconds.
+        limit: called with the bytes of the pool's records; returns the bytes that the machine leaves to the pool. It is
+            called at every call and every request, and by a separate thread while nothing is computed.
+        least_slots: number of records that a request may always ask for; the pool is never smaller.
+        buffer_bytes: bytes of the largest array that the device allows (Metal); a larger pool is split into several,
+            each for some of the layers. Layers with records of another size always have their own pool.
+        workers: number of reading threads.
+        check: called with each record when it has been read for the first time, as for `ExpertReader`.
         copied: whether records are copied into device memory as they arrive; by default on CUDA.
         reader: replaces the default reader (direct I/O), in tests.
 
@@ -86,12 +87,12 @@ class StreamedExperts(ExpertLoader):
         super().__init__(packed.layout, decision)
         self._busy_before = 0.0
         self._callers: set[int] = set()  # the first two threads that have had a turn
-        self._guards: list[mx.array] = []  # given out in this turn
+        self._guards: list[mx.array] = []  # leases of this turn
         self._guards_of = 0  # the thread whose turn it is
-        self._is_sound = True  # no call is under way, and none has been interrupted
+        self._is_sound = True  # no call is in progress, and none has been interrupted
         self._in_turn = self._in_interlude = False
-        self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # in this turn: ids, and what was there
-        self._ahead: list[Key] = []  # guesses that are being read, or wait for it
+        self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # this turn's ids, and which were in memory
+        self._ahead: list[Key] = []  # guesses that are being read or queued
         self.reader = reader or ExpertReader(packed, workers=workers, check=check)
         self._blocks = self.reader.record_bytes / max(record.size for record in self.layout.records.values())
         weakref.finalize(self, self.reader.close)
@@ -114,7 +115,7 @@ class StreamedExperts(ExpertLoader):
 
     @property
     def note(self) -> str:  # type: ignore[override]
-        """That direct I/O was refused, if it was."""
+        """A note if direct I/O was refused, else an empty string."""
         return self.reader.note
 
     @property
@@ -130,8 +131,9 @@ class StreamedExperts(ExpertLoader):
         return self.pools.nbytes
 
     def resize(self, nbytes: int) -> int:
-        """Gives the pool so many bytes: whole records, at least as many as a request may ask for, at most what the
-        pool was made for; returns the slots that it came to, more if more are leased. Least recently used records go.
+        """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most the
+        pool's largest size; returns the resulting slots, which are more if more are leased. Evicts least recently used
+        records.
         """
         with self._alone():
             self._check_open()
@@ -145,7 +147,7 @@ class StreamedExperts(ExpertLoader):
         )
 
     def _breathe(self, tokens: int) -> None:
-        """Memory that is wanted elsewhere is given at once; a little more of it is not worth the work."""
+        """Follows the allowed size: shrinks at once, but does not grow for a small gain."""
         with self._alone():
             self.relieve(may_grow=self._allowance is None)
         if self._allowance is None:
@@ -157,7 +159,7 @@ class StreamedExperts(ExpertLoader):
             self.resize(nbytes)
 
     def relieve(self, may_grow: bool = False) -> None:
-        """Gives back what the machine is short of, in the middle of a call or between two; what is leased stays."""
+        """Returns memory that the machine is short of, during a call or between two; leased records stay."""
         if self._limit is None:
             return
         nbytes, before = self._limit(self.pools.held_bytes), self.pools.nbytes
@@ -167,7 +169,7 @@ class StreamedExperts(ExpertLoader):
             self._stats.given_back += max(before - self.pools.nbytes, 0)
 
     def relieve_between_calls(self) -> None:
-        """`relieve`, unless a call is under way, which does it itself, or was interrupted."""
+        """Calls `relieve`, unless a call is in progress, which does it itself, or was interrupted."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._is_sound and not self._closed:
@@ -186,7 +188,7 @@ class StreamedExperts(ExpertLoader):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One thread at a time, and what an interrupted call has left is put in order first."""
+        """Admits one thread at a time; first repairs the state that an interrupted call has left."""
         with self._lock:
             if not self._is_sound:
                 self._reconcile()
@@ -195,19 +197,21 @@ class StreamedExperts(ExpertLoader):
             self._is_sound = True
 
     def _reconcile(self) -> None:
-        """After a call that was interrupted: its leases are void, and nothing that nobody will read is waited for."""
+        """Repairs the state after an interrupted call: its leases are void, and lazy results that nobody will read are
+        not waited for.
+        """
         is_own = self._guards_of == threading.get_ident()
         for pool in self.pools:
             pool.reconcile([] if is_own else self._guards)
-        if not is_own:  # who made lazy arrays can evaluate them, at the end of this turn
+        if not is_own:  # the thread that made lazy arrays can evaluate them, at the end of this turn
             self._guards = []
         self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
-        """A lazy array can be evaluated only by the thread that made it, and what a call leaves lazy reads memory that
-        the next call may use again. So once several threads have called, nothing is left lazy; what a single thread
-        leaves is at least under way.
+        """A lazy array can be evaluated only by the thread that made it, and lazy results of a call read memory that
+        the next call may reuse. So once several threads have called, all results are evaluated; those of a single
+        thread are at least started.
         """
         self.check_process()
         self._check_open()
@@ -247,7 +251,7 @@ class StreamedExperts(ExpertLoader):
         keys, inverse = asked_for(layer, ids)
         ready = [True] * len(keys)
         lease = Lease(self, keys, inverse, ready)
-        if not any(pool.is_leased for pool in self.pools):  # with another lease, the least is not enough for this one
+        if not any(pool.is_leased for pool in self.pools):  # the smallest pool holds only one lease
             self.relieve()
         self._collect()
         try:
@@ -261,7 +265,7 @@ class StreamedExperts(ExpertLoader):
         return lease
 
     def _note_rows(self, layer: int, ids: np.ndarray, ready: np.ndarray) -> None:
-        """Behind those of an earlier part of the step."""
+        """Appends to the rows of an earlier part of the step."""
         earlier = self._asked_by_row.get(layer)
         if earlier is not None:
             ids, ready = (np.concatenate(both) for both in zip(earlier, (ids, ready), strict=True))
@@ -274,7 +278,7 @@ class StreamedExperts(ExpertLoader):
         ids, ready = (np.stack(one) for one in zip(*arrays, strict=True))  # [layers, R, K]
         keys = ids + self.layout.num_experts * np.arange(len(layers))[:, None, None]
         sizes = np.array([self.layout.records[layer].size for layer in layers], float)
-        sizes *= self._blocks  # as much more as whole blocks take
+        sizes *= self._blocks  # scaled up to whole blocks
         missed, (layer, row, _) = keys[~ready], np.nonzero(~ready)
         nbytes = np.bincount(row, sizes[layer] / np.bincount(missed)[missed], ids.shape[1])
         hits, misses = ready.sum((0, 2)).tolist(), (~ready).sum((0, 2)).tolist()
@@ -288,8 +292,8 @@ class StreamedExperts(ExpertLoader):
     def hint(self, keys: Sequence[Key]) -> list[Key]:
         """Begins to read records that may be wanted next, in this order; returns those that begin to be read now.
 
-        What an earlier hint queued, nobody has begun to read and this one does not name is dropped first. Only what
-        nobody holds and what this call does not ask for is evicted for a guess.
+        First drops queued reads of an earlier hint that this one does not name. For a guess, only records are evicted
+        that are not leased and that this call does not request.
         """
         if self._closed or self._in_interlude:
             return []
@@ -299,7 +303,7 @@ class StreamedExperts(ExpertLoader):
         missing = [key for key in keys if self.pools.of[key[0]].find(key) is None]
         for key in missing:
             pool = self.pools.of[key[0]]
-            if key in pool:  # asked for twice
+            if key in pool:  # requested twice
                 continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:
@@ -314,9 +318,9 @@ class StreamedExperts(ExpertLoader):
         self.pools.intend(layer, ids)
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:
-        """These records are the first to be replaced.
+        """Makes these records the first to be evicted.
 
-        A pass over all layers that is larger than the pool would otherwise leave nothing for the next one.
+        Otherwise a pass over all layers that is larger than the pool would leave nothing for the next pass.
         """
         self.pools.give_way(layer, ids)
 
@@ -375,11 +379,11 @@ class StreamedExperts(ExpertLoader):
         return Records(memory, self.layout.records[layer], lasting=self.pools.of[layer].copied), rows
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        if not self.pools or not keys:  # closed, or a rank that owns none of what was asked for
+        if not self.pools or not keys:  # closed, or a rank that owns none of the requested experts
             return
         if out is not None:
             self._guards.append(out)
-        self.pools.of[keys[0][0]].unpin(keys, out)  # a lease is of one layer
+        self.pools.of[keys[0][0]].unpin(keys, out)  # a lease has one layer
 
     def _let_go(self) -> None:
         with self._alone():
@@ -390,7 +394,7 @@ class StreamedExperts(ExpertLoader):
             self.pools.clear()
 
     def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:
-        """Pins the records of `keys` and submits the missing reads; tells which are in memory."""
+        """Pins the records of `keys` and submits the missing reads; returns which are in memory."""
         held = pool.pinned_besides(keys)
         slots = pool.pin(keys)
         most = min(pool.slots - held, self._least) if pool.copied else pool.slots - held
@@ -409,11 +413,11 @@ class StreamedExperts(ExpertLoader):
         for key in missing:
             self._stats.misses += 1
             slot = self._claim(pool)
-            assert slot is not None  # as it is no guess
+            assert slot is not None  # because it is no longer a guess
             self._submit(pool, key, slot, speculative=False)
 
     def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
-        """A slot whose memory nobody reads; evicts records if need be. None: not for a guess."""
+        """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
         while (slot := pool.take()) is None:
             key = pool.victim(for_guess)
             if key is not None:
@@ -425,12 +429,12 @@ class StreamedExperts(ExpertLoader):
         return slot
 
     def _wait_for_staging(self, pool: SlotPool) -> None:
-        """Waits until a record leaves its staging row: all of them are taken by records that are asked for.
+        """Waits until a staging row is free, when requested records use all of them.
 
         Raises the error of the reads if all failed; the callers that requested them get it too.
         """
         reads = {read: key for key in pool.in_flight() if (read := pool[key].read)}
-        assert reads  # else there would have been a slot, or a victim
+        assert reads  # otherwise there would have been a slot or a victim
         errors = []
         for read in as_they_end(reads):
             if read.error is None:
@@ -444,7 +448,7 @@ class StreamedExperts(ExpertLoader):
         if slot.read is not None and slot.read.cancel():
             self._stats.prefetched -= slot.speculative
         elif self._arrived(pool, key) is not None:
-            return  # the read failed, and the record with it
+            return  # the read failed and the record is gone
         else:
             self._stats.wasted += slot.speculative
         pool.drop(key)
@@ -452,7 +456,7 @@ class StreamedExperts(ExpertLoader):
     def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
         slot.speculative = speculative
         slot.read = self.reader.prepare(*key, pool.memory(slot))
-        pool.put(key, slot)  # first: a read that is under way has an owner
+        pool.put(key, slot)  # first: a read in progress has an owner
         self.reader.submit(slot.read, speculative)
 
     def _count(self, slot: Slot) -> None:
@@ -466,9 +470,9 @@ class StreamedExperts(ExpertLoader):
         slot.speculative = False
 
     def _collect(self) -> None:
-        """Takes in what has arrived, so that it counts as present and may be evicted.
+        """Marks records that have arrived as present, so that they may be evicted.
 
-        A failure that a lease will ask about stays until then.
+        A failed read stays until the lease that waits for it has seen its error.
         """
         for pool in self.pools:
             for key in pool.in_flight():
@@ -477,7 +481,7 @@ class StreamedExperts(ExpertLoader):
                     self._arrived(pool, key)
 
     def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
-        """Waits for one record; a failed one is dropped and its error returned."""
+        """Waits for one record; drops a failed one and returns its error."""
         slot = pool.get(key)
         if slot is None or slot.read is None:
             return None
@@ -491,13 +495,13 @@ class StreamedExperts(ExpertLoader):
         return None
 
     def _drop_queued(self, wanted: set[Key]) -> None:
-        """Forgets the guesses that are not `wanted` and that nobody has begun to read."""
+        """Drops queued guesses that are not `wanted` and that no thread has begun to read."""
         left = []
         for key in self._ahead:
             pool = self.pools.of[key[0]]
             slot = pool.get(key)
             if slot is None or not slot.speculative or slot.read is None:
-                continue  # used, read or gone
+                continue  # already used, read or evicted
             if key in wanted or not slot.read.cancel():
                 left.append(key)
             else:
@@ -516,7 +520,7 @@ class StreamedExperts(ExpertLoader):
 
 
 def _watch(loader: "weakref.ref[StreamedExperts]") -> None:
-    """A thread that gives memory back while nothing is computed, until the loader is closed or forgotten."""
+    """A thread that returns memory while nothing is computed, until the loader is closed or collected."""
     while (experts := loader()) is not None and not experts.is_closed:
         experts.relieve_between_calls()
         del experts

@@ -1,7 +1,7 @@
 """Reads rows of n-gram tables from files, a few bytes each, on its own threads, and keeps the newest rows in memory.
 
-Reads are buffered by the system and ask for no more than a row: a table is far larger than memory, and a hash chooses
-its rows, so neighbouring rows are of no use.
+Reads go through the page cache, one row each: a table is far larger than memory, and a hash chooses its rows, so
+neighbouring rows are useless.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from ..formats.tables import RowForm, TableFiles
 from ..ops.forms import DTYPES, unpacked_float32
 from .source import CLOSED
 
-KEPT_BYTES = 16 << 20  # of rows, for each table
+KEPT_BYTES = 16 << 20  # bytes of rows kept for each table
 THREADS = 16  # reads at once: a token's rows
-ROWS_EACH = 64  # that a thread reads one after the other, of a prompt's
-FEW = 1024  # rows at once, more of which are a prompt's and are not kept
+ROWS_EACH = 64  # rows of a prompt that a thread reads in sequence
+FEW = 1024  # requests of more rows belong to a prompt, and their rows are not kept
 
 
 class TableReader:
     """The rows of one table.
 
     Args:
-        files: where they lie.
-        kept_bytes: of rows that are kept, the least recently used of which go first.
+        files: the files that hold the rows.
+        kept_bytes: bytes of rows to keep in memory; the least recently used rows are dropped first.
 
     Attributes:
-        rows_read, bytes_read: from files so far.
+        rows_read, bytes_read: what has been read from files so far.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -55,7 +55,7 @@ class TableReader:
         self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(THREADS, "table rows")
 
     def close(self) -> None:
-        """Waits for what is being read."""
+        """Waits for the reads in progress and closes the files."""
         threads, self._threads = getattr(self, "_threads", None), None
         if threads is not None:
             threads.shutdown(cancel_futures=True)
@@ -63,7 +63,7 @@ class TableReader:
             os.close(self._descriptors.popitem()[1])
 
     def begin(self, numbers: np.ndarray) -> "PendingRows":
-        """Begins to read the rows int64 [B, L, heads], each once, in the order in which they lie.
+        """Begins to read the rows int64 [B, L, heads], each once, in file order.
 
         Raises:
             ExpertIOError: the model is closed.
@@ -83,7 +83,7 @@ class TableReader:
         return PendingRows(self, rows, target, reads, missing, places.reshape(numbers.shape))
 
     def _filled(self, rows: np.ndarray, target: np.ndarray) -> Sequence[int]:
-        """Copies the rows that are kept; places of the others."""
+        """Copies the rows that are in memory; returns the places of the others."""
         if len(rows) > FEW:
             return range(len(rows))
         missing = []
@@ -98,7 +98,7 @@ class TableReader:
         return missing
 
     def keep(self, rows: np.ndarray, target: np.ndarray, places: Sequence[int]) -> None:
-        """Keeps some rows that have come."""
+        """Keeps some of the rows that have been read."""
         with self._lock:
             for place in places:
                 self._kept[int(rows[place])] = target[place].tobytes()
@@ -106,7 +106,7 @@ class TableReader:
                 self._kept.popitem(last=False)
 
     def _read(self, rows: np.ndarray, target: np.ndarray, places: Sequence[int]) -> None:
-        """What a thread does. Raises ExpertIOError."""
+        """The work of one thread. Raises ExpertIOError."""
         for place in places:
             at = 0
             for path, offset, nbytes in self.files.places(int(rows[place])):
@@ -142,7 +142,7 @@ class PendingRows:
         return self._target.nbytes + self._places.nbytes
 
     def take(self, start: int, end: int) -> mx.array:
-        """[B, end - start, heads * width] of these tokens.
+        """The rows of tokens [start, end) as [B, end - start, heads * width].
 
         Raises:
             ExpertIOError: a row cannot be read.
@@ -172,7 +172,7 @@ def unpacked_rows(rows: np.ndarray, form: RowForm) -> mx.array:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor for single rows: nothing is read beside what is asked for."""
+    """Opens a file for reads of single rows, without read-ahead."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with contextlib.suppress(OSError):
         if hasattr(os, "posix_fadvise"):
@@ -181,7 +181,7 @@ def _opened(path: Path) -> int:
 
 
 def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, TableReader]:
-    """By layer. Raises ExpertIOError: a file cannot be opened."""
+    """The readers by layer. Raises ExpertIOError: a file cannot be opened."""
     readers: dict[int, TableReader] = {}
     try:
         for layer, files in tables.items():

@@ -18,10 +18,10 @@ from ..ops.tiles import LEASED_TOKENS
 from .routing import Report, Routing
 from .source import ExpertLoader, Owned, all_of
 
-WAVE_BYTES = 128 << 20  # of records that are multiplied together, at most
-NEARLY_ALL = 0.9  # share of a layer's experts in use from which the next layer's are read unseen, in file order
-AHEAD = 4  # one part in so many of the pool is for reading ahead; the rest keeps what decoding needs
-UNDER_WAY = 2  # waves that a GPU has been given at a time
+WAVE_BYTES = 128 << 20  # the most bytes of records that are multiplied together
+NEARLY_ALL = 0.9  # share of a layer's experts in use; from it on the next layer's are read before its router chooses
+AHEAD = 4  # this fraction of the pool is for reading ahead; the rest keeps records for decoding
+UNDER_WAY = 2  # waves that a GPU is given at a time
 
 
 def in_waves(
@@ -33,13 +33,13 @@ def in_waves(
     reads_ahead: bool,
     report: Report,
 ) -> Array:
-    """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]; each expert is asked for once.
+    """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]; each expert is requested once.
 
-    Afterwards the experts with the most tokens are still in the pool, as many as are this layer's share.
+    Afterwards the experts with the most tokens are still in the pool, up to this layer's share.
 
     Args:
         reads_ahead: whether the next layer's experts may be read before its router has run.
-        report: told the share that is done, after each wave.
+        report: called after each wave with the share that is done.
     """
     ids = np.array(routing.ids)
     rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)
@@ -58,14 +58,14 @@ def multiplied(
     owned: Owned = all_of,
     every: np.ndarray | None = None,
 ) -> GroupedRows:
-    """What the experts make of the rows of x that go to them, as `in_waves` has it.
+    """The outputs of the experts for the rows of x, as `in_waves` needs them.
 
     Args:
-        ids: [T, K], the experts of each token of x; with `tokens` [P, 1] those of row `tokens[p]` of x.
-        top_k: experts of a token, by which waves are cut.
-        owned: which experts the source serves.
-        every: the experts [T, K] of all processes, of which `ids` are this one's: waves and products are cut as one
-            process would cut them.
+        ids: [T, K], the experts of each token of x; with `tokens` [P, 1], `ids[p]` belongs to row `tokens[p]` of x.
+        top_k: number of experts per token, which determines the waves.
+        owned: selects the experts that the source serves.
+        every: the experts [T, K] of all processes; `ids` are those of this one. Waves and products are cut as in a
+            single process.
     """
     counts = np.bincount(ids.reshape(-1), minlength=source.layout.num_experts)
     total = counts if every is None else np.bincount(every.reshape(-1), minlength=len(counts))
@@ -92,7 +92,7 @@ def multiplied(
 def waves_of(counts: np.ndarray, size: int) -> list[np.ndarray]:
     """The experts in use, `size` at a time, those with the fewest rows first; `counts` [E] says how many each has.
 
-    Those that have about as many are multiplied together, and the last ones stay in memory.
+    Experts with similar row counts are multiplied together, and the last ones stay in memory.
     """
     order = np.argsort(counts, kind="stable")
     used = order[np.searchsorted(counts[order], 1) :]
@@ -100,18 +100,18 @@ def waves_of(counts: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def wave_size(layout: ExpertLayout, top_k: int) -> int:
-    """Experts of a wave: it finds room in the smallest pool."""
+    """Number of experts in a wave, which fits in the smallest pool."""
     return layout.experts_within(WAVE_BYTES, at_most=LEASED_TOKENS * top_k)
 
 
 def expect(source: ExpertLoader, layer: int, tokens: int, owned: Owned = all_of) -> None:
-    """Begins to read `layer` in file order, if `tokens` are so many that they will use nearly all of it."""
+    """Begins to read `layer` in file order if `tokens` tokens will use nearly all of its experts."""
     if tokens >= source.layout.num_experts:
         source.hint(_whole(source.layout, layer, owned)[: source.slots_of(layer) // AHEAD])
 
 
 def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> Any:
-    """Multiplies one wave, while what comes next is read; what is returned is computed once the wave is."""
+    """Multiplies one wave while the next records are read; the returned array is computed when the wave is."""
     records = source.whole(layer)
     if records is not None:
         return rows.multiply(index, wave, records)
@@ -126,7 +126,7 @@ def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, 
 
 
 class _Path:
-    """The way through a layer's experts and on to the next layer's: what to read meanwhile, what need not stay."""
+    """What to read ahead and what to evict on the way through a layer's waves and on to the next layer."""
 
     def __init__(
         self,
@@ -151,13 +151,15 @@ class _Path:
             self._keys += _whole(source.layout, following, owned)
 
     def leave_before(self, index: int) -> None:
-        """The records of the wave before `index` may be replaced, but for those that decoding is likely to want."""
+        """Makes the records of the wave before `index` the first to be evicted, except those that decoding will
+        probably use.
+        """
         if index:
             before = self.waves[index - 1].tolist()
             self.source.give_way(self.layer, [expert for expert in before if expert not in self._kept])
 
     def read_on(self, index: int) -> None:
-        """Wave `index` has been asked for: now for what comes after it."""
+        """Reads ahead what comes after wave `index`, which has been requested."""
         end = self._ends[index]
         self.source.hint(self._keys[end : end + self._room])
 
@@ -167,6 +169,6 @@ def _whole(layout: ExpertLayout, layer: int, owned: Owned) -> list[Key]:
 
 
 def _room_ahead(source: ExpertLoader, layer: int, size: int) -> int:
-    """Records that may be read ahead while a wave of `size` is in use."""
+    """Number of records that may be read ahead while a wave of `size` experts is in use."""
     slots = source.slots_of(layer)
     return max(min(max(size, slots // AHEAD), slots - size), 0)

@@ -1,6 +1,5 @@
-"""Experts of which every layer is one array while the model is loaded: a request reads nothing.
-
-Subclasses provide the arrays.
+"""Experts whose layers are each one array while the model is loaded, so that a request reads nothing. Subclasses
+provide the arrays.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from .source import CLOSED, ExpertLoader, Key, Lease, asked_for
 
 
 class WholeExperts(ExpertLoader):
-    """Layers [experts, words], in an array of MLX's where a GPU computes; a subclass fills `layers`."""
+    """Layers [experts, words], as MLX arrays if a GPU computes. A subclass fills `layers`."""
 
     def __init__(self, layout: ExpertLayout, decision: str):
         super().__init__(layout, decision)
@@ -56,13 +55,13 @@ class WholeExperts(ExpertLoader):
         self._check_open()
         layer = keys[0][0]
         blob = self.layers.get(layer)
-        if blob is None:  # closed this moment, by another thread
+        if blob is None:  # another thread has just closed it
             raise ExpertIOError(CLOSED)
         records = Records(blob, self.layout.records[layer], lasting=isinstance(blob, mx.array))
         return records, np.array([expert for _, expert in keys], np.int32)
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:
-        """Nothing of it is ever overwritten."""
+        """Does nothing, because no record is ever overwritten."""
 
     def _let_go(self) -> None:
         self.layers = {}

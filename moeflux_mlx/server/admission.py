@@ -1,6 +1,6 @@
 """Chooses the waiting request that begins next: clients take turns, and the caches must fit in memory.
 
-It neither computes nor waits. Requests of one client begin in the order in which they came.
+It neither computes nor waits. Requests of one client begin in order of arrival.
 """
 
 from collections import Counter
@@ -10,15 +10,15 @@ from functools import lru_cache
 from .job import Job
 from .running import Running
 
-AHEAD = 1024  # tokens of an answer that memory is set aside for at a time
-LENGTHS = 64  # whose bytes are remembered: those who wait are asked about at every step
+AHEAD = 1024  # memory is reserved for this many tokens of an answer at a time
+LENGTHS = 64  # sizes to cache: waiting requests are checked at every step
 
 
 class Admission:
     """Args:
-    parallel: requests that may run at a time.
-    nbytes: what their caches may have together.
-    needs: the bytes of a sequence of so many tokens.
+    parallel: the most requests that run at once.
+    nbytes: bytes that their caches may take together.
+    needs: returns the bytes of a sequence of a number of tokens.
     """
 
     def __init__(self, parallel: int, nbytes: int, needs: Callable[[int], int]):
@@ -26,9 +26,8 @@ class Admission:
         self.needs = lru_cache(LENGTHS)(needs)
 
     def choose(self, waiting: Sequence[Job], running: Sequence[Running]) -> Job | None:
-        """The one that begins next, if any may: of the client of whom the fewest run, the one that came first.
-
-        If there is no room for that one, nobody passes it by.
+        """The request that begins next, or None: the oldest one of the client with the fewest running requests. If
+        there is no room for it, no other request overtakes it.
         """
         if len(running) >= self.parallel or not waiting:
             return None
@@ -37,12 +36,13 @@ class Admission:
         return job if self._fits(job, running) else None
 
     def begin(self, one: Running) -> None:
-        """Sets memory aside for the prompt and the beginning of the answer."""
+        """Reserves memory for the prompt and the beginning of the answer."""
         one.set_aside = self._first_length(one.job)
 
     def may_step(self, answering: Sequence[Running], running: Sequence[Running]) -> list[Running]:
-        """Those whose next token has room. An answer that outgrows what was set aside gets more, or waits until others
-        have ended; the first of them never waits."""
+        """The requests whose next token has room. An answer that outgrows its reserved memory gets more, or waits until
+        others have ended; the first of them never waits.
+        """
         return [
             one for i, one in enumerate(answering) if one.length < one.set_aside or self._grows(one, running, i == 0)
         ]

@@ -1,4 +1,4 @@
-"""From the model's pieces of text to the events of an answer: reasoning, text, calls, log-probabilities, the end."""
+"""Turns the model's pieces of text into the events of an answer: reasoning, text, calls, log-probabilities, the end."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,21 +14,21 @@ from ..text.tokenizer import TokenizerWrapper
 from .prepare import Prepared
 from .request import Finish, Logprobs, ServerEvent, TokenLogprob
 
-LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
+LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 @dataclass
 class Answering:
-    """One answer while it is made.
+    """One answer in progress.
 
     Args:
-        prepared: what is answered.
+        prepared: the request to answer.
         tokenizer: spells tokens for log-probabilities.
 
     Attributes:
-        done: nothing more is wanted.
-        is_calling: a call is being written.
-        raw: all that was written.
+        done: whether the answer has ended.
+        is_calling: whether a call is being written.
+        raw: everything that the model wrote.
     """
 
     prepared: Prepared
@@ -57,7 +57,7 @@ class Answering:
             )
 
     def begin(self) -> list[ServerEvent]:
-        """What the prompt has opened for the model to go on with."""
+        """The events of what the prompt has already opened, such as reasoning."""
         return self._passed(self._read(self.prepared.opening)) if self.prepared.opening else []
 
     def take(self, response: GenerationResponse) -> list[ServerEvent]:
@@ -75,7 +75,7 @@ class Answering:
         return self._reader.feed(text)
 
     def rest(self, last: GenerationResponse | None) -> list[ServerEvent]:
-        """What was held back, once no token is to come."""
+        """The events of text that was held back, after the last token."""
         cut = last is not None and last.finish_reason == "length"
         events = self._passed(self._reader.finish(cut)) if self._reader and self._stop.found is None else []
         return [*events, *self._text(self._stop.finish())]
@@ -83,7 +83,7 @@ class Answering:
     def finish(
         self, last: GenerationResponse | None, cached: int, seconds: tuple[float, float], asked: Asked
     ) -> Finish:
-        """The last event; `seconds` of prompt and answer, and the experts that both `asked` for."""
+        """The last event, with the `seconds` of prompt and answer and the experts that both requested (`asked`)."""
         return Finish(
             reason=self._reason(last),
             prompt_tokens=len(self.prepared.tokens),

@@ -1,7 +1,7 @@
-"""The routes: what comes in is read and made ready, what goes out is written in the words of its API.
+"""The routes: they read and prepare requests, and write replies in the form of each API.
 
-The event loop never computes: reading, rendering and tokenising happen in threads of their own, the model in the
-worker's. What cannot be served is refused before the headers of an answer are sent.
+The event loop never computes: reading, rendering and tokenising run in separate threads, the model in the worker's. A
+request that cannot be served is refused before the headers of an answer are sent.
 """
 
 import asyncio
@@ -42,28 +42,29 @@ from .wire.responses_items import StoredResponses
 
 
 class Wire(Protocol):
-    """An API: how its bodies are read and its answers written. A module of `wire`, or an object that remembers."""
+    """An API: how its bodies are read and its answers written. It is a module of `wire`, or an object if the API needs
+    state.
+    """
 
     def read(self, body: dict[str, Any], *, keep_agent_headers: bool = False) -> Request: ...
     def stream(self, request: Request, ids: Ids) -> Reply: ...
     def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> dict[str, Any]: ...
 
 
-# By which agents name a conversation where their API has no field for it.
+# Headers in which agents name a conversation if their API has no field for it.
 SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
 T = TypeVar("T")
-LARGE_BODY = 4 << 20  # bytes; such bodies are read one after the other, because JSON grows when it is read
+LARGE_BODY = 4 << 20  # bytes; larger bodies are parsed one after the other, because parsed JSON needs more memory
 
 
 @dataclass
 class Served:
-    """What the routes work with.
+    """The objects that the routes use.
 
     Args:
-        models: loads and runs them.
-        keep_agent_headers: leave what agents put into prompts as it is.
+        models: loads and runs the models.
+        keep_agent_headers: whether to keep lines that agents put into system prompts.
         keepalive: seconds.
-        log: takes a line for each request; None: nobody reads it.
     """
 
     models: ModelSwitch
@@ -74,20 +75,20 @@ class Served:
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
     _counter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "count"))
-    _counting: int = 0  # bytes of the bodies that are counted, or wait for it
+    _counting: int = 0  # bytes of the bodies whose tokens are counted or that wait for it
 
     async def read(self, http: HttpRequest, make: Callable[[bytes], T]) -> T:
-        """What `make` makes of the body, in a thread of its own."""
+        """Calls `make` with the body in a separate thread."""
         data = await http.body()
         async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
             return await asyncio.to_thread(make, data)
 
     @contextlib.asynccontextmanager
     async def model(self, http: HttpRequest, name: str) -> AsyncIterator[Loaded]:
-        """The model of that name, once it is loaded, and kept so meanwhile.
+        """A context manager with the model of that name, which it loads and keeps loaded.
 
         Raises:
-            BadRequestError: it cannot be had.
+            BadRequestError: the model cannot be loaded.
             ClientDisconnect: the client has gone.
         """
         taking = asyncio.ensure_future(self.models.take(name))
@@ -107,10 +108,10 @@ class Served:
             self.models.give_back(loaded)
 
     async def count(self, http: HttpRequest, make: Callable[[Preparer, dict[str, Any]], T]) -> T:
-        """What `make` makes of the body's JSON, in the one thread that only counts: no answer waits for it.
+        """Calls `make` with the body's JSON in the one thread that only counts tokens, so that no answer waits for it.
 
         Raises:
-            BadRequestError: the bodies that wait for that thread hold too much.
+            BadRequestError: the bodies that wait for that thread are too large together.
         """
         data = await http.body()
         if self._counting + len(data) > MAX_BODY:
@@ -309,7 +310,7 @@ async def _live(served: Served, http: HttpRequest) -> Response:
 
 
 def _picture(switch: ModelSwitch, watch: Watch) -> dict[str, Any] | None:
-    """What a page shows now, if there is anything."""
+    """The latest picture for the page, if there is one."""
     if switch.loaded is None:
         return {"loading": switch.loading.name if switch.loading else None, "queue": switch.queue}
     return watch.latest and {**watch.latest, "model": switch.loaded.choice.name}
@@ -331,13 +332,13 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _body_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, BodyError)
-    # What is left of the body is not read, so the connection cannot be used again.
+    # The rest of the body is not read, so the connection cannot be reused.
     headers = {**error_headers(error.status), "Connection": "close"}
     return JSONResponse(error_body(request.url.path, error.status, None, str(error)), error.status, headers)
 
 
 async def _left(*_: Any) -> Response:
-    """What stands in the metrics for a client that has gone; nobody reads it."""
+    """The reply that the metrics count for a disconnected client; nobody reads it."""
     return Response(status_code=LEFT)
 
 

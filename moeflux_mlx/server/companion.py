@@ -1,4 +1,4 @@
-"""A server that runs for one program: it ends with the program, and the program with it."""
+"""A server that runs for one program; when one of the two ends, the other ends too."""
 
 import asyncio
 import signal
@@ -12,16 +12,16 @@ from socket import socket
 from ..errors import RequestError
 from .listen import Listener
 
-END_SECONDS = 5.0  # that a program has to end after it was told to
+END_SECONDS = 5.0  # seconds that a program has to end after the signal
 
-# The words and the environment that start a program, for a folder that holds its configuration.
+# Returns the command line and environment that start a program, given a folder for its configuration.
 Command = Callable[[Path], tuple[Sequence[str], Mapping[str, str]]]
 
 
 class Companion(Listener):
     """Serves until its program ends or a signal comes.
 
-    An interrupt from the keyboard reaches both; while the program runs it is the program's own.
+    An interrupt from the keyboard reaches both; while the program runs, only the program handles it.
     """
 
     program: subprocess.Popen[bytes] | None = None
@@ -70,7 +70,7 @@ class Companion(Listener):
 
     @property
     def exit_code(self) -> int:
-        """The program's: of one that a signal ended 128 and its number, as shells report it."""
+        """The program's exit code; if a signal ended it, 128 plus the signal's number, as in shells."""
         if self._thread is None:
             return super().exit_code
         return self._code if self._code >= 0 else 128 - self._code

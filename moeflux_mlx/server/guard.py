@@ -1,8 +1,8 @@
-"""Who may ask, from where, with what: everything that is decided before a request is looked into.
+"""Checks requests before they are read: address, origin, key and size of the body.
 
-Pure ASGI, so that the application hears of clients that leave. A page of another site cannot get at the server: its
-requests carry its Origin or say that they come from there, or, after its name was bound to this machine's address, have
-its Host.
+It is pure ASGI, so that the application learns when a client disconnects. A page of another site cannot use the server:
+its requests have its Origin or a Sec-Fetch-Site header, or, if its name was bound to this machine's address (DNS
+rebinding), its Host.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from .errors import error_reply
 
 MAX_BODY = 64 << 20
 MAX_BODIES = 256 << 20
-BODY_SECONDS = 60.0  # in which a body must have come
-OPEN_PATHS = ("/", "/health")  # without a key: what tells nothing
+BODY_SECONDS = 60.0  # seconds in which a body must arrive
+OPEN_PATHS = ("/", "/health")  # allowed without a key, because they reveal nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
-OWN_SITES = ("none", "same-origin")  # what browsers say of a request that no other site's page has made
-# A Host header: an IPv6 address in brackets or a name, and a port. Nothing else of a URL stands in it.
+OWN_SITES = ("none", "same-origin")  # values that browsers send if no other site's page made the request
+# A Host header: an IPv6 address in brackets or a name, and a port; no other parts of a URL.
 HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[0-9a-z._-]+))(:[0-9]*)?")
 BUSY = "the requests under way hold as much as may be held; try again later"
 
@@ -39,9 +39,9 @@ class BodyError(Exception):
 @dataclass(frozen=True)
 class Rules:
     """Args:
-    hosts: names besides addresses and localhost under which the server may be asked for.
-    origins: of pages of other sites that may use it; "*" is all of them.
-    key: what requests must carry; None: nothing.
+    hosts: allowed host names besides addresses and localhost.
+    origins: origins of other sites' pages that may use the server; "*" allows all.
+    key: the key that requests must have; None: no key.
     """
 
     hosts: Sequence[str] = ()
@@ -51,11 +51,11 @@ class Rules:
 
 class Guard:
     """Args:
-    app: what is guarded.
-    rules: who may ask.
-    max_body: bytes that a body may have.
-    body_seconds: in which it must have come.
-    max_bodies: bytes that the bodies of all requests under way may have together.
+    app: the application to guard.
+    rules: the rules to check.
+    max_body: the most bytes of a body.
+    body_seconds: seconds in which a body must arrive.
+    max_bodies: the most bytes of the bodies of all current requests together.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Guard:
                 self.held -= body.size
 
     def hold(self, nbytes: int) -> None:
-        """More of a body has come, and is held until its request is answered.
+        """Counts more bytes of a body, which is held until its request is answered.
 
         Raises:
             BodyError: all bodies together have become too large.
@@ -103,7 +103,7 @@ class Guard:
     def _refusal(
         self, scope: Scope, headers: dict[str, str], allowed: list[tuple[bytes, bytes]]
     ) -> tuple[int, str | None, str] | None:
-        """Status, code and message; None: it may pass."""
+        """Status, code and message of a refusal; None if the request may pass."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._knows(_name(host)):
             return 403, "host_not_allowed", "this Host is not served here; name it with --allowed-host"
@@ -132,7 +132,9 @@ class Guard:
         return None
 
     def _knows(self, name: str) -> bool:
-        """Names can be bound to any address by whoever owns them; addresses cannot."""
+        """Whether the host is allowed. The owner of a name can bind it to any address, so names are checked and
+        addresses are not.
+        """
         return name in LOCAL or _is_address(name) or name in self.rules.hosts
 
     def _has_key(self, headers: dict[str, str]) -> bool:
@@ -144,9 +146,8 @@ class Guard:
         return any([hmac.compare_digest(one.encode(errors="replace"), key.encode()) for one in keys])
 
     def _cors(self, origin: str | None, asked: str) -> list[tuple[bytes, bytes]]:
-        """Headers that let a page of `origin` read the answer; none where it may not.
-
-        It may send whatever headers it asks for: clients have many of their own.
+        """Headers that let a page of `origin` read the answer; none if it may not. It may send any headers, because
+        clients have many of their own.
         """
         if origin is None or not {"*", origin} & set(self.rules.origins):
             return []
@@ -159,7 +160,7 @@ class Guard:
 
 
 class _Body:
-    """`receive` that counts what comes, and how long it takes."""
+    """A `receive` that limits the bytes and the time of a body."""
 
     def __init__(self, receive: Receive, guard: Guard):
         self._receive, self._guard = receive, guard
@@ -190,7 +191,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _name(host: str) -> str:
-    """The host of a Host header, without port and brackets; "" if it is none."""
+    """The host of a Host header, without port and brackets; "" if the header is invalid."""
     match = HOST.fullmatch(host.lower())
     return (match["address"] or match["name"].rstrip(".")) if match else ""
 

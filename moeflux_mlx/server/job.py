@@ -1,4 +1,4 @@
-"""One request on its way: what was asked for, who hears of it, and whether anybody still does."""
+"""One request in the queue or in progress: its content, its client, and whether it is cancelled."""
 
 import threading
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from .request import ServerEvent
 class Job:
     """Args:
     prepared: the request.
-    emit: takes the events, in any thread.
-    client: who asks; clients have turns, however many jobs each of them has.
+    emit: takes the events; may be called in any thread.
+    client: the client; clients take turns, regardless of the number of their jobs.
     """
 
     prepared: Prepared
     emit: Callable[[ServerEvent], None]
     client: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    raw: str = ""  # what the model wrote, once the last event is told
+    raw: str = ""  # what the model wrote, set before the last event
 
     def cancel(self) -> None:
-        """Nobody listens any more: the work ends within a token, a wave of experts or a block of a mixer."""
+        """Cancels the job; its work ends within a token, a wave of experts or a block of a mixer."""
         self.cancelled.set()

@@ -1,7 +1,7 @@
-"""Listening: a socket, uvicorn on it, and an orderly end.
+"""Listens on a socket with uvicorn, and shuts down in order.
 
-uvicorn waits for ever for the headers of a request and for readers that do not read, answers nonsense in plain text,
-and takes a client that has sent everything for gone; here it does none of it.
+By itself uvicorn waits forever for a request's headers and for clients that do not read, answers invalid requests in
+plain text, and treats a client that has finished sending as disconnected. This module changes all of that.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..errors import RequestError
 from .errors import error_reply
 
-HEADER_SECONDS = 30.0  # in which the headers of a request must have come
+HEADER_SECONDS = 30.0  # seconds in which the headers of a request must arrive
 IDLE_SECONDS = 75  # that a connection may stay open between requests
-READ_SECONDS = 60.0  # in which a client must have read some of what waits for it
-KNOCK_SECONDS = 0.5  # between pieces that say nothing, sent to find out whether a client still reads
-END_SECONDS = 2  # that answers under way have to say that they end
+READ_SECONDS = 60.0  # seconds in which a client must read some of the waiting data
+KNOCK_SECONDS = 0.5  # seconds between empty pieces that test whether a client is still there
+END_SECONDS = 2  # seconds that answers in progress have to send their last event
 BACKLOG = 256
-FILLER = "filler"  # in the state of a request: makes what says nothing, to be put between two pieces of its answer
+FILLER = "filler"  # key in a request's state: makes an empty piece to put between two pieces of its answer
 LAST_PORT = 65535
 
 
@@ -39,7 +39,7 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # whatever waits to be read is watched, and no more is added to it
+        transport.set_write_buffer_limits(0)  # any unread data is watched, and no more is added to it
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._knocking: asyncio.TimerHandle | None = None
@@ -53,10 +53,11 @@ class PatientProtocol(H11Protocol):
             self._wait_no_more()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks, uvicorn always says no
-        """Whether the connection stays open once its client sends no more: for the answer to a whole request.
+        """Called when the client sends no more. Returns True, which keeps the connection open, if a complete request
+        waits for its answer.
 
-        A client that has closed the connection looks the same until something is sent to it, which its system refuses.
-        Before an answer that is an interim response, which HTTP/1.0 does not have.
+        A client that has closed the connection looks the same until the server sends something and the client's system
+        refuses it. Before the answer begins, that is an interim response, which HTTP/1.0 lacks.
         """
         cycle = self.cycle
         if cycle is None or cycle.more_body or cycle.response_complete or cycle.scope["http_version"] != "1.1":
@@ -66,7 +67,7 @@ class PatientProtocol(H11Protocol):
         return True
 
     def _knock(self) -> None:
-        """Sends what says nothing now and then, so that the connection is lost if nobody is there."""
+        """Sends an empty piece from time to time, so that the connection is closed if the client has gone."""
         filler = self.cycle.scope["state"].get(FILLER)
         if self.conn.our_state is h11.SEND_RESPONSE:
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
@@ -90,7 +91,7 @@ class PatientProtocol(H11Protocol):
         super().resume_writing()
 
     def _watch_reader(self) -> None:
-        """Ends the connection if nothing of what waits now is read in time."""
+        """Closes the connection if none of the waiting data is read in time."""
         waiting = self.transport.get_write_buffer_size()
 
         def look() -> None:
@@ -108,7 +109,7 @@ class PatientProtocol(H11Protocol):
             self._unread = None
 
     def _wait(self) -> None:
-        """Headers are to come, or the rest of them."""
+        """Waits for the headers, or the rest of them."""
         self._deadline = self._deadline or self.loop.call_later(self.header_seconds, self.transport.close)
 
     def _wait_no_more(self) -> None:
@@ -127,7 +128,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Raises:
-        RequestError: the port is taken, or the address is none of this machine's.
+        RequestError: the port is taken, or the address is not one of this machine.
     """
     if not 0 <= port <= LAST_PORT:
         raise RequestError(f"--port {port} is no port; give one from 1 to {LAST_PORT}, or 0 for any that is free")
@@ -153,8 +154,7 @@ class Listener(uvicorn.Server):
     """Serves until `stop` is called or a signal comes.
 
     Args:
-        app: answers.
-        ending: called once, when the end begins.
+        app: the application.
     """
 
     def __init__(self, app: ASGIApp, ending: Callable[[], None] = lambda: None):
@@ -189,18 +189,18 @@ class Listener(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.stop)
 
     def loop_begun(self) -> None:
-        """From now on `stop_soon` may be called; in the event loop's thread."""
+        """Allows calls of `stop_soon` from now on; called in the event loop's thread."""
         self._loop = asyncio.get_running_loop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ours in place of uvicorn's, which raise what they caught once more at the end."""
+        """Installs our signal handlers in place of uvicorn's, which raise the signals again at the end."""
         caught: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
         loop = asyncio.get_running_loop()
         try:
             for number in caught:
                 loop.add_signal_handler(number, self.stop, number)
-        except (ValueError, RuntimeError):  # not the main thread: whoever runs it calls `stop`
+        except (ValueError, RuntimeError):  # not the main thread: the caller calls `stop`
             caught = ()
         try:
             yield

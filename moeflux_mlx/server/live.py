@@ -1,6 +1,5 @@
-"""What a page can show while the model runs: where experts are, and how fast everything goes.
-
-A picture is taken by the thread that runs the model, and only while somebody looks.
+"""The data that the page shows while the model runs: where experts are, and the rates. The thread that runs the model
+takes a picture, and only while a page is open.
 """
 
 import base64
@@ -15,18 +14,18 @@ from ..experts.source import LoaderStats
 from .running import Running, Totals
 
 EVERY = 0.5  # seconds between pictures
-CONVERSATIONS = 255  # that have numbers of their own
+CONVERSATIONS = 255  # conversations that have numbers of their own
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted up to a moment."""
+    """The counts at one moment."""
 
     experts: LoaderStats = field(default_factory=LoaderStats)
     requests: Totals = field(default_factory=Totals)
 
     def rates_since(self, before: "Counts") -> dict[str, float]:
-        """Tokens and bytes by the seconds that their own work took, so that no pause makes an answer slower."""
+        """Rates of tokens and bytes, divided by the seconds of their own work, so that pauses do not count."""
         experts, now, then = self.experts.since(before.experts), self.requests, before.requests
         computed, generated = now.computed_tokens - then.computed_tokens, now.generated_tokens - then.generated_tokens
         return {
@@ -55,16 +54,16 @@ class Watch:
         self._numbers: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Somebody looks."""
+        """A page was opened."""
         self._watchers += 1
 
     def end(self) -> None:
-        """Somebody looks no more."""
+        """A page was closed."""
         self._watchers -= 1
 
     @property
     def patience(self) -> float | None:
-        """Seconds after which a picture is due even though nothing happens; None: none is."""
+        """Seconds until a picture is due if nothing happens; None if none is due."""
         return EVERY if self._watchers else None
 
     def begin_request(self, engine: Engine, totals: Totals) -> None:
@@ -72,19 +71,21 @@ class Watch:
         self._request = _counts(engine, totals)
 
     def forget(self, totals: Totals) -> None:
-        """The model has been unloaded; the next one is looked at anew."""
+        """Forgets the unloaded model."""
         self.latest, self._is_on = None, False
         self._before = self._request = Counts(requests=replace(totals))
 
     def number(self, one: Running) -> int:
-        """Of its conversation, from 1 on, or of its client, where it names none; after `CONVERSATIONS` from 1 again."""
+        """The number of the job's conversation, or of its client if it names none: from 1 to `CONVERSATIONS`, then from
+        1 again.
+        """
         name = one.job.prepared.request.session or one.job.client
         if name not in self._numbers and len(self._numbers) == CONVERSATIONS:
             self._numbers.clear()
         return self._numbers.setdefault(name, len(self._numbers) + 1)
 
     def look(self, engine: Engine, running: Sequence[Running], queue: int, totals: Totals) -> None:
-        """Takes a picture of those that run, if one is due."""
+        """Takes a picture of the running requests, if one is due."""
         now = time.perf_counter()
         if bool(self._watchers) != self._is_on:
             self._is_on = bool(self._watchers)
@@ -122,7 +123,7 @@ class Watch:
 
 
 def _lane(one: Running) -> dict[str, Any]:
-    """What a page shows of one that runs: the name that the client gave the conversation, its prompt, its answer."""
+    """The data of a running request: the client's name of the conversation, its prompt, its answer."""
     done, total = one.progress
     return {
         "name": one.job.prepared.request.session,
@@ -133,7 +134,7 @@ def _lane(one: Running) -> dict[str, Any]:
 
 
 def _drafts(engine: Engine) -> dict[str, Any] | None:
-    """Drafted tokens since the model was loaded; None: it does not draft."""
+    """Counts of drafts since the model was loaded; None if it has no drafts."""
     made = engine.model.drafting
     return {"kind": made.kind, "checked": made.checked, "taken": made.taken} if made.most else None
 

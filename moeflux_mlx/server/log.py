@@ -1,4 +1,4 @@
-"""What came of each request: counted for the metrics, and told in a line of the terminal, without any of its text."""
+"""Counts each request for the metrics and logs one line for it, without any of its text."""
 
 import time
 from collections import Counter
@@ -9,15 +9,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .reply import EVENTS, Events
 from .request import Failed, Finish
 
-LEFT = 499  # what stands for a client that has gone, as nginx has it
-LONGEST = 100  # letters of a path that nothing is served at
+LEFT = 499  # the status of a disconnected client, as in nginx
+LONGEST = 100  # shown characters of an unknown path
 
 
 class RequestLog:
     """Args:
-    app: answers.
-    paths: that something is served at.
-    counts: (path, status) -> how often an answer began so.
+    app: the application.
+    counts: (path, status) -> number of answers.
     write: takes a line for each request that asks for something, and for each that is refused; None: nobody reads it.
     """
 

@@ -1,7 +1,6 @@
-"""A request made ready to run, before anything of it is computed: its tokens, its limit, where to keep states.
+"""Prepares a request before anything is computed: its tokens, its limit, and the positions of states to keep.
 
-Everything here can be done in any thread: it renders and tokenises, and never touches the model. What it refuses is
-refused before the answer has begun.
+It renders and tokenises in any thread, and never uses the model. It refuses bad requests before the answer has begun.
 """
 
 import contextlib
@@ -31,20 +30,22 @@ from .request import Request, Sampling
 from .wire.images import ImageParts
 from .wire.replies import context_exceeded
 
-# Text is suspected to be too long from this many characters for each token of the context on. Such text is counted in
-# pieces, up to so many times the context: cut within words it has more tokens than whole, but not twice as many.
+# If a text has more than this many characters per token of the context, it may be too long. It is then counted in
+# pieces, up to this multiple of the context: cutting within words increases the number of tokens, but less than
+# twofold.
 SUSPECT, PIECE, ENOUGH = 8, 1 << 15, 2
-FETCH_SECONDS = 20.0  # until other machines must have sent all images of a request
+FETCH_SECONDS = 20.0  # seconds in which all images of a request must be fetched
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What counts where a request says nothing.
+    """Defaults for settings that a request does not give.
 
     Args:
-        sampling: every value is given.
+        sampling: has every value.
         variables: for the chat template.
-        fetch: fetches an image's URL until a time of `time.monotonic`, as `vision.fetch` does; None: none is fetched.
+        fetch: fetches an image's URL before a time of `time.monotonic`, as `vision.fetch` does; None: nothing is
+            fetched.
     """
 
     sampling: Sampling
@@ -54,18 +55,18 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request whose prompt is tokens.
+    """A request ready to be computed.
 
     Args:
-        request: as it came, its sampling filled up with the defaults.
-        tokens: of the prompt, fewer than the context has.
+        request: the request, with missing sampling values from the defaults.
+        tokens: the prompt's tokens, fewer than the context.
         boundaries: lengths of prefixes that later prompts are likely to share.
-        max_tokens: as many as the context has room for, or fewer.
-        inside_reasoning: the prompt has opened the reasoning.
-        opening: what the end of the prompt says in the model's name: the beginning of a call that must be made.
-        mask: makes what says which tokens may come, for one answer; None: all may.
-        opened: what the template's part of the prompt ends with, as `Channels.opened_by` says.
-        dialect: how the model calls tools; None: it does not.
+        max_tokens: limit of the answer, at most the room in the context.
+        inside_reasoning: whether the prompt has opened the reasoning.
+        opening: text at the end of the prompt on behalf of the model: the beginning of a required call.
+        mask: makes the mask of allowed tokens for one answer; None: all are allowed.
+        opened: what the template has opened at the end of the prompt, as `Channels.opened_by` says.
+        dialect: the model's form of tool calls, or None.
     """
 
     request: Request
@@ -84,9 +85,9 @@ class Written:
     """An answer as the model wrote it.
 
     Args:
-        ids: that the client was given for the calls.
-        calls: those that are whole.
-        text: what the client was given as text.
+        ids: the ids that the client got for the calls.
+        calls: the complete calls.
+        text: the text that the client got.
         raw: everything.
     """
 
@@ -98,10 +99,10 @@ class Written:
 
 class Preparer:
     """Args:
-    tokenizer: of the model.
-    vocab_size: of the model; tokens of a request are below it.
-    context: positions that there is room for.
-    defaults: of sampling and template.
+    tokenizer: the model's tokenizer.
+    vocab_size: the model's; token ids of a request must be smaller.
+    context: number of positions for which there is room.
+    defaults: defaults of sampling and template.
     vision: reads images.
     """
 
@@ -123,7 +124,7 @@ class Preparer:
         self._lock = threading.Lock()
 
     def __call__(self, request: Request) -> Prepared:
-        """Raises BadRequestError: it cannot be served, and why."""
+        """Prepares a request. Raises BadRequestError if it cannot be served."""
         _check_end(request.messages)
         with _refusing():
             prompt = self._prompt(request)
@@ -135,7 +136,7 @@ class Preparer:
         return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
 
     def count(self, request: Request) -> int:
-        """Tokens of the prompt, which may be more than the context has. Raises BadRequestError."""
+        """The number of tokens of the prompt, which may exceed the context. Raises BadRequestError."""
         with _refusing():
             return len(self._prompt(request).tokens)
 
@@ -207,7 +208,7 @@ class Preparer:
         return Prepared(request, prompt, boundaries, 0, inside, opening, mask, opened, self.dialect)
 
     def _with_images(self, tokens: list[int], sources: Sequence[str], count: int) -> Prompt:
-        """Raises RequestError: one of them cannot be read or fetched, or has no place in the prompt."""
+        """Raises RequestError: an image cannot be read or fetched, or has no place in the prompt."""
         if len(sources) < count:
             raise RequestError(
                 f"the chat template shows {len(sources)} of {count} images; send them in a user's message"
@@ -219,13 +220,13 @@ class Preparer:
         return with_images(tokens, images, self.vision.token)
 
     def remember(self, prepared: Prepared, answer: Written) -> None:
-        """Keeps an answer with calls as it was written, for when the history comes back."""
+        """Keeps the exact text of an answer with calls, for a later request that repeats it in its history."""
         if answer.ids:
             calls = tuple((call.name, call.arguments) for call in answer.calls)
             self._answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
     def _mask(self, request: Request, inside_reasoning: bool, opening: str, begun: str) -> Callable[[], Mask] | None:
-        """What says which tokens may come, where the request demands a form; `begun` is what the answer has already."""
+        """The mask of allowed tokens if the request requires a form; `begun` is the beginning of the answer."""
         tools = [] if request.tool_choice == "none" else list(request.tools)
         if not isinstance(request.tool_choice, str):
             tools = [tool for tool in tools if tool["function"]["name"] in request.tool_choice]
@@ -240,7 +241,7 @@ class Preparer:
         grammar = constrainer.grammar(schema, tools, self.dialect, required=bool(opening))
         if grammar is None:
             return None
-        prefix = self._call_opening(request, False) if opening else begun  # which ends the reasoning if there is any
+        prefix = self._call_opening(request, False) if opening else begun  # which ends the reasoning, if any
         inside = inside_reasoning and not opening
 
         def make() -> Mask:
@@ -251,7 +252,7 @@ class Preparer:
         return make
 
     def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
-        """What makes the model call a tool: any, or the one that is named."""
+        """The text that makes the model call any tool, or the named one."""
         if self.dialect is None:
             raise BadRequestError(f"tool_choice is {request.tool_choice!r}; this model calls no tools", "tool_choice")
         named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
@@ -270,9 +271,10 @@ class Preparer:
 
 
 class _Rendered(Rendering):
-    """A chat template that is given messages in the form that it wants, and texts that cannot end a turn.
+    """Renders messages with a chat template, in the form that the template accepts, with texts that cannot end a turn.
 
-    `encoded`: one rendering and its tokens; the others are much the same. `sources`: the images of the last one.
+    `encoded`: one rendering and its tokens, which similar renderings reuse. `sources`: the images of the last
+    rendering.
     """
 
     def __init__(
@@ -292,7 +294,7 @@ class _Rendered(Rendering):
 
 
 def _check_end(messages: Messages) -> None:
-    """Refuses messages that no answer can follow; their tokens can be counted all the same."""
+    """Refuses messages that cannot be answered; their tokens can still be counted."""
     if not messages or messages[-1]["role"] != "assistant":
         return
     if messages[-1].get("tool_calls"):
@@ -326,7 +328,7 @@ def sampler_settings(sampling: Sampling) -> dict[str, Any]:
 
 
 def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens: list[int]) -> list[int]:
-    """The end of system prompt and tools, of what was said before the last message, and of that message."""
+    """The ends of the system prompt with tools, of the messages before the last one, and of the last one."""
     head = [message for message in messages[:1] if message["role"] == "system"]
     others = [*head, {"role": "user", "content": ""}], messages
     places = []
@@ -337,14 +339,14 @@ def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens:
     ):
         try:
             places.append(place())
-        except MoefluxError:  # a template may refuse what was only made up
+        except MoefluxError:  # a template may refuse an invented message
             continue
     return sorted({place for place in places if 0 < place < len(tokens)})
 
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Makes a refusal of what goes wrong, without the remedy that only helps on a command line."""
+    """Turns errors into refusals, without the remedy that helps only on a command line."""
     try:
         yield
     except BadRequestError:

@@ -1,4 +1,4 @@
-"""An answer on its way to a client: its events from the worker's thread, until it ends or the client has gone."""
+"""Sends an answer to a client: the events from the worker's thread, until the answer ends or the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,20 +16,20 @@ from .wire.ids import Ids
 from .wire.replies import Reply
 from .worker import Worker
 
-KEEPALIVE = 8.0  # seconds without an event after which a client is told that the work goes on
-EVENTS = "events"  # in the state of a request: those that answer it
+KEEPALIVE = 8.0  # seconds without an event after which a client gets a sign of life
+EVENTS = "events"  # key in a request's state: the events of its answers
 MOST_UNREAD = 1 << 13  # events that may wait for a client to read
 UNREAD = Failed(503, "not_read", "the answer was not read as fast as it was written, and is given up")
 
 
 class Events:
-    """The events of one job, in the event loop's thread. The job is in the queue once this is made.
+    """The events of one job, in the event loop's thread. Making this object puts the job in the queue.
 
     Attributes:
-        last: the event that was taken last.
+        last: the last event taken.
 
     Raises:
-        QueueFullError: it is not.
+        QueueFullError: the queue is full.
     """
 
     def __init__(self, worker: Worker, prepared: Prepared, client: str):
@@ -56,7 +56,7 @@ class Events:
             self._queue.put_nowait(event)
 
     async def next(self, seconds: float | None) -> ServerEvent | None:
-        """The next event; None if none comes in time."""
+        """The next event; None after a timeout."""
         try:
             event = self.last = await asyncio.wait_for(self._queue.get(), seconds)
         except asyncio.TimeoutError:
@@ -66,7 +66,7 @@ class Events:
         return event
 
     def written(self, ids: Ids) -> Written:
-        """The answer as the model wrote it, after the last event; `ids` are those that the client was given."""
+        """The answer as the model wrote it, available after the last event; `ids` are the client's ids of the calls."""
         named = tuple(ids.calls[call.index] for call in self._calls if call.index in ids.calls)
         return Written(named, self._calls, "".join(self._text), self.job.raw)
 
@@ -78,10 +78,9 @@ class EventStream:
     """An ASGI response that writes a reply as it comes.
 
     Args:
-        events: of the job.
-        reply: writes them in the API's words.
+        events: the job's events. reply: writes them in the API's form.
         over: called after the last event, before the client is told.
-        held: what the answer holds on to until it has ended.
+        held: resources to release when the answer has ended.
         keepalive: seconds.
     """
 
@@ -135,7 +134,7 @@ class EventStream:
 
 
 async def whole(events: Events, receive: Receive) -> list[ServerEvent] | None:
-    """All events; None if the client has gone before the last."""
+    """All events; None if the client disconnects before the last one."""
     gone = asyncio.ensure_future(disconnected(receive))
     collecting = asyncio.ensure_future(_collect(events))
     try:
@@ -157,7 +156,7 @@ async def _collect(events: Events) -> list[ServerEvent]:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone; its body has been read."""
+    """Returns when the client has disconnected; its body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

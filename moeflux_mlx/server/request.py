@@ -1,4 +1,4 @@
-"""A request as the engine sees it, whichever API it came by, and the events that answer it.
+"""A request in one form for all APIs, and the events that answer it.
 
 The wire forms translate from and to these; nothing below them knows HTTP or JSON.
 """
@@ -16,7 +16,7 @@ from .wire.images import ImageParts
 class Sampling:
     """How tokens are chosen; None means the server's or the model's default.
 
-    `top_logprobs`: None for no log-probabilities at all, else how many alternatives stand beside each token's.
+    `top_logprobs`: None for no log-probabilities, else the number of alternatives per token.
     """
 
     temperature: float | None = None
@@ -48,12 +48,12 @@ class Request:
         stop: texts that end the answer and are not part of it.
         template_variables: given to the template, checked for reserved names.
         thinking: whether the model is to reason before it answers; None leaves it to the template.
-        effort: how much it is to reason, "none" for not at all; None leaves it to the template.
+        effort: how much the model should reason, "none" for not at all; None leaves it to the template.
         schema: what the answer must conform to as JSON: a JSON schema, True for any object, None for any text.
         stream: whether events are sent as they come.
-        session: what the client names its conversation, if it does.
-        images: what marks in texts of the messages stand for.
-        extra: what only the wire form of `api` needs for its answer.
+        session: the client's name of the conversation, if any.
+        images: the images behind the marks in the texts of messages.
+        extra: data that only the wire form of `api` needs for its answer.
     """
 
     api: str
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The first event: `prompt_tokens` were given, `cached_tokens` of them need no computing."""
+    """The first event: `prompt_tokens` were given, of which `cached_tokens` are already computed."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -86,7 +86,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """`done` of `total` tokens' worth of the prompt is computed; for display only."""
+    """How much of the prompt is computed, `done` of `total` tokens; for display only."""
 
     done: int
     total: int
@@ -105,22 +105,22 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of the tokens behind the text events that follow, where the request asks for them."""
+    """Log-probabilities of the tokens of the following text events, if requested."""
 
     tokens: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The last event but for failures.
+    """The last event of a successful answer.
 
     Args:
         reason: "stop" (the model ended), "stop_sequence", "length" or "tool_calls".
         stop_sequence: the text that ended the answer.
-        prompt_tokens, cached_tokens: as `Accepted` says, where known better by now.
+        prompt_tokens, cached_tokens: as in `Accepted`, now final.
         completion_tokens: generated ones, `reasoning_tokens` of them inside reasoning.
-        prompt_seconds, completion_seconds: what computing them took.
-        asked: the experts that both asked for, where experts are read.
+        prompt_seconds, completion_seconds: computing time of each.
+        asked: the experts that both requested, if experts are read.
     """
 
     reason: str
@@ -136,7 +136,9 @@ class Finish:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event: `status` as HTTP's, `code` a word such as "context_length_exceeded" or "server_error"."""
+    """The last event of a failed answer: `status` is HTTP's, `code` a word such as "context_length_exceeded" or
+    "server_error".
+    """
 
     status: int
     code: str

@@ -1,4 +1,4 @@
-"""One request under way, from taking a session to giving it back: tokens in, events out, a piece at a time."""
+"""Runs one request, a piece at a time: takes a session, computes tokens, emits events, and gives the session back."""
 
 import secrets
 import sys
@@ -23,14 +23,14 @@ from .request import Accepted, Failed, Finish, PromptProgress, Sampling
 from .sessions import Kept, Sessions
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
-OVERTAKING = 4  # a prompt goes before the rest of one that is so many times as long
-ALL = 1 << 31  # tokens that count for penalties on what was said: all of them
+OVERTAKING = 4  # a prompt overtakes the rest of one that is this many times as long
+ALL = 1 << 31  # context of penalties, in tokens: everything
 CANCELLED = Failed(503, "cancelled", "the request was cancelled")
 
 
 @dataclass
 class Totals:
-    """Counts since the start; seconds are those of the model's thread."""
+    """Counts since the start; seconds are computing time of the model's thread."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -45,19 +45,19 @@ class Totals:
 
 class Running:
     """Args:
-    job: what is answered.
-    sessions: has the session that computes it, and that knows it afterwards.
+    job: the request to answer.
+    sessions: provides the session and keeps it afterwards.
     look: called at every step of the prompt; may raise `Stopped` to leave the prompt half done.
     totals: counts what is computed.
 
     Attributes:
-        progress: tokens of the prompt that are done, and all of them; two zeros before anything is known.
-        in_prompt: no token has been chosen yet.
-        is_over: the last event is told, and the session given back.
-        left: tokens of the prompt that are still to be computed.
-        set_aside: tokens for which there is memory.
-        tokens: of the answer.
-        asked: the experts that its prompt asked for.
+        progress: computed tokens of the prompt and their total; two zeros at first.
+        in_prompt: whether no token has been chosen yet.
+        is_over: whether the last event is sent and the session given back.
+        left: tokens of the prompt still to be computed.
+        set_aside: number of tokens for which memory is reserved.
+        tokens: number of tokens of the answer.
+        asked: the experts that its prompt requested.
     """
 
     def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], Any]", totals: Totals):
@@ -75,16 +75,16 @@ class Running:
         self.estimate()
 
     def estimate(self) -> None:
-        """Looks again at what a prompt that has not begun would spare."""
+        """Recomputes how many tokens of a waiting prompt are already known."""
         if self._answer is None:
             tokens = self.job.prepared.tokens
             self.left = len(tokens) - self._sessions.known(tokens)
 
     @property
     def due(self) -> int:
-        """Of several prompts the one with the lowest number goes first: the tokens of prompts that had been computed
-        when it came, and its own. So a short one overtakes a long one, but no prompt waits for more tokens of prompts
-        that came later than it has itself.
+        """The prompt with the lowest number goes first. The number is the count of prompt tokens computed before the
+        request came, plus its own tokens. So a short prompt overtakes a long one, but no prompt waits for more tokens
+        of later prompts than it has itself.
         """
         return self._came + self.left + (self.progress[0] - self._cached)
 
@@ -105,13 +105,12 @@ class Running:
         return (now - self._began, 0.0) if self.in_prompt else (self._first - self._began, now - self._first)
 
     def overtakes(self, other: "Running") -> bool:
-        """Whether this prompt goes before the rest of one that is computed: to interrupt that costs part of a layer."""
+        """Whether this prompt overtakes the rest of the one being computed; an interruption costs part of a layer."""
         return self.due < other.due and OVERTAKING * self.left <= other.left
 
     def compute_prompt(self) -> None:
-        """Computes the prompt and tells of the first token; `look` may leave the prompt half done.
-
-        An error ends only this request.
+        """Computes the prompt and emits the first token; `look` may leave the prompt half done. An error ends only this
+        request.
         """
         try:
             self._check()
@@ -144,7 +143,7 @@ class Running:
         )
 
     def take(self, outcome: GenerationResponse | Exception) -> None:
-        """Tells of the next token, or of what went wrong, which ends this request and nothing else."""
+        """Emits the next token, or the error, which ends only this request."""
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -153,7 +152,7 @@ class Running:
             self.fail(error)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Ends the cancelled request."""
         self._totals.cancelled += 1
         self._end_with(CANCELLED)
 
@@ -182,8 +181,9 @@ class Running:
         self._end_with(answering.finish(last, self._cached, self.seconds, self.asked + self.answer.asked))
 
     def _end_with(self, event: Finish | Failed) -> None:
-        """Tells the last event, and lets later requests take the conversation up; one that cannot be kept is lost, the
-        others are served."""
+        """Emits the last event and gives the session back for later requests. A session that cannot be kept is
+        dropped.
+        """
         if self.is_over:
             return
         self.is_over, prepared = True, self.job.prepared
@@ -221,7 +221,9 @@ class Running:
             raise Stopped
 
     def _sampling(self, sampling: Sampling) -> dict[str, Any]:
-        """Random numbers belong to the request: the same seed gives the same answer, whatever else runs."""
+        """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
+        runs.
+        """
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         return {
             "sampler": make_sampler(**sampler_settings(sampling), key=mx.random.key(seed)),
@@ -243,7 +245,7 @@ class Running:
         return [*bias, *penalties, *([Constraint(mask())] if mask else [])]
 
     def _in_text(self, process: LogitsProcessor, start: int) -> LogitsProcessor:
-        """`process` of the tokens from `start` on; within a call of a tool it would push the model off the form."""
+        """Applies `process` to the tokens from `start` on, but not within a tool call, whose form it would disturb."""
 
         def processed(tokens: mx.array, logits: mx.array) -> mx.array:
             is_calling = self._answering is not None and self._answering.is_calling
@@ -253,7 +255,7 @@ class Running:
 
 
 def _failure(error: Exception) -> Failed:
-    """What a client hears: what it asked for wrongly, and of anything else no path and no detail."""
+    """The error for the client: its own mistake in full, any other error without paths and details."""
     if isinstance(error, RequestError):
         return Failed(400, "invalid_value", str(error))
     what = "reading or computing failed" if isinstance(error, MoefluxError) else "the server has a fault"

@@ -1,8 +1,9 @@
-"""The texts that a server keeps in memory, and which of them a prompt goes on with.
+"""The sessions that a server keeps in memory, and the choice of one for a prompt.
 
-A prompt goes on in the session that knows most of it. If it would undo what another conversation is likely to come
-back to, it gets a copy, so that agents that share a beginning share its computation. The least recently used session
-goes when there are too many, short ones first, or when they hold too much; a store on disk may still know its text.
+A prompt continues in the session that knows most of it. If that would destroy a state to which another conversation
+will probably return, the prompt gets a copy, so agents that share a beginning share its computation. If there are too
+many sessions, or they take too much memory, the least recently used one is dropped, short ones first; a store on disk
+may still have its text.
 """
 
 import itertools
@@ -11,15 +12,14 @@ from dataclasses import dataclass
 
 from ..engine.session import Session
 
-WORTH_COPYING = 64  # tokens; fewer are computed anew rather than copied
-SMALL = 256  # tokens; texts as short as titles are asked for go first
+WORTH_COPYING = 64  # tokens; a shorter prefix is computed again instead of copied
+SMALL = 256  # tokens; shorter texts, such as requests for titles, are dropped first
 
 
 @dataclass(eq=False)
 class Kept:
-    """A session, when it was used last, from where on it may be undone (its last answer), and whether it is in use.
-
-    `is_answering`: it is in use and has absorbed its prompt, so that others can part from it there.
+    """A session, the time of its last use, the position from which it may be overwritten (its last answer), and whether
+    it is in use. `is_answering`: it is in use and has absorbed its prompt, so that others can branch off there.
     """
 
     session: Session
@@ -34,9 +34,9 @@ class Sessions:
     """Used by the thread that runs the model.
 
     Args:
-        make: a new session.
-        count: how many may be kept, at least 1.
-        max_bytes: what those that are not in use may hold together.
+        make: makes a new session.
+        count: the most sessions to keep, at least 1.
+        max_bytes: the most bytes of all sessions that are not in use.
     """
 
     def __init__(self, make: Callable[[], Session], count: int, max_bytes: int):
@@ -49,15 +49,17 @@ class Sessions:
 
     @property
     def nbytes(self) -> int:
-        """What those hold that are not in use."""
+        """Bytes of the sessions that are not in use."""
         return sum(kept.session.nbytes for kept in self._kept if not kept.busy)
 
     def known(self, tokens: Sequence[int]) -> int:
-        """How many tokens need no computing."""
+        """How many tokens of the prompt are already computed."""
         return max((self._knows(kept, tokens) for kept in self._kept), default=0)
 
     def take(self, tokens: Sequence[int], hint: str | None = None) -> Kept:
-        """The session to go on with; `give_back` it. `hint` decides between those that know equally much."""
+        """The session to continue with, to be returned with `give_back`. `hint` decides between sessions that know
+        equally much.
+        """
         known = {kept: self._knows(kept, tokens) for kept in self._kept}
         best = max(known, key=lambda kept: (known[kept], not kept.busy, kept.hint == hint, kept.used), default=None)
         if best is None or not known[best]:
@@ -74,13 +76,15 @@ class Sessions:
         return chosen
 
     def give_back(self, kept: Kept, answer_at: int) -> None:
-        """It is no longer in use; from `answer_at` tokens on nobody is likely to come back to what it knows."""
+        """Marks the session as unused; the text after `answer_at` tokens will probably not be needed again."""
         kept.busy, kept.is_answering, kept.answer_at = False, False, min(answer_at, len(kept.session.tokens))
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
 
     def _knows(self, kept: Kept, tokens: Sequence[int]) -> int:
-        """How many tokens `kept` spares: one that is answering, all but its last, which it may not have absorbed."""
+        """How many tokens `kept` saves; the last one of a running answer does not count, because it may not be absorbed
+        yet.
+        """
         if kept.busy and not kept.is_answering:
             return 0
         return kept.session.known(tokens[: len(kept.session.tokens)] if kept.busy else tokens)

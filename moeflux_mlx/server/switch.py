@@ -1,8 +1,8 @@
-"""Which model is loaded: one at a time, the others when a request names them.
+"""Loads the model that a request names, one at a time.
 
-A request holds on to the model that it names until its answer has ended. Requests for the loaded model join each other;
-once another model has been waited for as long as loading took, newcomers wait behind it, so that models take turns and
-do not chase each other out. Everything here happens in the event loop's thread.
+A request keeps its model loaded until its answer has ended. Requests for the loaded model run together. Once a request
+for another model has waited as long as loading took, new requests wait behind it, so models take turns instead of
+replacing each other constantly. Everything here happens in the event loop's thread.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ from .running import CANCELLED, Totals
 from .sessions import Sessions
 from .worker import QueueFullError, Worker
 
-GROUP_SECONDS = 5.0  # that requests for the loaded model may go before an older one for another, at least
+GROUP_SECONDS = 5.0  # seconds that requests for the loaded model may overtake an older one for another model, at least
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A model that can be had.
+    """A model that can be loaded.
 
     Args:
-        name: as clients see it.
-        load: loads it, in the thread that is to run it.
-        make_sessions: what is kept of conversations, for the loaded engine.
-        make_admission: who may run together, for the loaded engine.
-        defaults: of sampling and template, for the loaded engine.
+        name: the name that clients see.
+        load: loads it, in the thread that will run it.
+        make_sessions: makes the `Sessions` of the loaded engine.
+        make_admission: makes the `Admission` of the loaded engine.
+        defaults: makes the defaults of sampling and template of the loaded engine.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Choice:
 
 @dataclass(eq=False)
 class Loaded:
-    """A model in memory, and how many requests hold on to it.
+    """A model in memory, and how many requests use it.
 
     Args:
-        seconds: that loading took.
+        seconds: how long loading took.
     """
 
     choice: Choice
@@ -75,15 +75,15 @@ class _Waiting:
 
 class ModelSwitch:
     """Args:
-        choices: the models, the first of which is loaded at the start.
-        waiting: requests that may wait, for a model and in the queue of the loaded one together.
-        decode_share: of the time for answers, while a prompt is computed.
-        idle_seconds: after which a model that nobody holds on to is unloaded; None: never.
+        choices: the models; the first one is loaded at the start.
+        waiting: the most waiting requests, those for a model and those in the loaded model's queue together.
+        decode_share: share of the time for answers while a prompt is computed.
+        idle_seconds: an unused model is unloaded after this time; None: never.
         on_loaded: called after each attempt to load a model, with None if it failed.
 
     Attributes:
         loaded: the model that requests may use now.
-        error: why the model that was tried last could not be loaded.
+        error: why the last attempt to load a model failed.
         contexts: the context of each model that has been loaded, by name.
         totals, watch: of all workers.
     """
@@ -105,7 +105,7 @@ class ModelSwitch:
         self.contexts: dict[str, int] = {}
         self.totals, self.watch = Totals(), Watch()
         self._waiting: list[_Waiting] = []
-        self._worker: Worker | None = None  # of the model that is loaded, or being loaded or unloaded
+        self._worker: Worker | None = None  # the worker of the model that is loaded, or being loaded or unloaded
         self._change: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -122,18 +122,20 @@ class ModelSwitch:
 
     @property
     def queue(self) -> int:
-        """Requests that wait."""
+        """The number of waiting requests."""
         return len(self._waiting) + (self.loaded.worker.queue if self.loaded else 0)
 
     def status(self, name: str) -> dict[str, Any]:
-        """`value` is "loaded", "loading" or "unloaded"; of a loaded model, how many requests run and wait for it."""
+        """`value` is "loaded", "loading" or "unloaded"; for a loaded model also the numbers of running and waiting
+        requests.
+        """
         if self.loaded is not None and self.loaded.choice.name == name:
             worker = self.loaded.worker
             return {"value": "loaded", "running": len(worker.state.running), "waiting": worker.queue}
         return {"value": "loading" if self.loading is not None and self.loading.name == name else "unloaded"}
 
     def find(self, name: str) -> Choice:
-        """The model of that name; the first one if there is no name, the only one whatever the name.
+        """The model of that name; the first one if no name is given; the only one for any name if there is only one.
 
         Raises:
             BadRequestError: there is none.
@@ -149,11 +151,11 @@ class ModelSwitch:
         return self.choices[name]
 
     async def take(self, name: str) -> Loaded:
-        """The model of that name once it is loaded, to be given back with `give_back`.
+        """Waits until the model of that name is loaded; to be given back with `give_back`.
 
         Raises:
-            BadRequestError: there is no such model, it cannot be loaded, or the server ends.
-            QueueFullError: as many requests wait as may.
+            BadRequestError: there is no such model, it cannot be loaded, or the server is ending.
+            QueueFullError: too many requests wait.
         """
         choice = self.find(name)
         if self._stopping:
@@ -170,7 +172,7 @@ class ModelSwitch:
 
     @contextmanager
     def watched(self) -> Iterator[Watch]:
-        """Somebody looks at the models meanwhile."""
+        """A context manager for the time in which a page is open."""
         self.watch.begin()
         if self.loaded is not None:
             self.loaded.worker.wake()
@@ -180,14 +182,14 @@ class ModelSwitch:
             self.watch.end()
 
     def begin_stop(self) -> None:
-        """Ends all work; those who wait are told that it was cancelled."""
+        """Begins to end all work; waiting requests are told that they are cancelled."""
         self._stopping = True
         if self._worker is not None:
             self._worker.begin_stop()
         self._fail(self._waiting, _ending)
 
     def stop(self, seconds: float) -> bool:
-        """Ends all work, from any thread once the event loop has ended; whether it ended in time."""
+        """Ends all work, from any thread after the event loop has ended; returns whether it ended in time."""
         return self._worker is None or self._worker.stop(seconds)
 
     async def _wait(self, choice: Choice) -> Loaded:
@@ -207,12 +209,12 @@ class ModelSwitch:
                 self._waiting.remove(waiting)
 
     def _others_turn(self, loaded: Loaded) -> bool:
-        """Whether another model has been waited for long enough."""
+        """Whether a request for another model has waited long enough."""
         since = next((one.since for one in self._waiting if one.choice is not loaded.choice), None)
         return since is not None and time.monotonic() - since >= max(GROUP_SECONDS, loaded.seconds)
 
     def _go_on(self) -> None:
-        """Lets those begin whose model is loaded, or begins to load the one that has been waited for the longest."""
+        """Lets requests for the loaded model begin, or begins to load the model with the oldest waiting request."""
         self._stay()
         if self._change or self._stopping:
             return
@@ -225,12 +227,12 @@ class ModelSwitch:
             self._idle = self._loop.call_later(self._idle_seconds, self._begin_change, None)
 
     def _stay(self) -> None:
-        """The model is not to be unloaded for having been idle."""
+        """Cancels the unloading of an idle model."""
         if self._idle is not None:
             self._idle.cancel()
 
     def _let_begin(self, loaded: Loaded) -> None:
-        """All that wait for the loaded model go on together."""
+        """Lets all requests that wait for the loaded model continue."""
         for one in [one for one in self._waiting if one.choice is loaded.choice]:
             self._waiting.remove(one)
             if not one.turn.done():
@@ -242,7 +244,7 @@ class ModelSwitch:
         self._change = self._loop.create_task(self._changed(choice))
 
     async def _changed(self, choice: Choice | None) -> None:
-        """Unloads what is loaded, whose memory is given back before `choice`, if there is one, is loaded."""
+        """Unloads the loaded model, and then loads `choice`, if there is one."""
         self.loaded = None
         if self._worker is not None:
             self._worker.begin_stop()
@@ -280,7 +282,7 @@ class ModelSwitch:
         return Loaded(choice, worker, preparer, time.monotonic() - began)
 
     def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
-        """A future, and what sets it from any thread."""
+        """A future and a function that sets it from any thread."""
         future = self._loop.create_future()
 
         def tell() -> None:
@@ -305,6 +307,6 @@ def _ending() -> BadRequestError:
 
 
 def _cannot_load(choice: Choice) -> BadRequestError:
-    """What a client hears; the log has the rest, which may name paths."""
+    """The error for the client; the log has the details, which may name paths."""
     message = f"the model {choice.name} cannot be loaded; look at the server's log"
     return BadRequestError(message, "model", 500, "server_error")

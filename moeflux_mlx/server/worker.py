@@ -1,8 +1,9 @@
-"""The one thread that loads and runs the model, and the queue of those who wait for it.
+"""The one thread that loads and runs the model, and the queue of its jobs.
 
-MLX's streams belong to threads, so the model never leaves this one. Others hand in jobs and hear of events. The thread
-is a loop: it admits jobs, computes a prompt or one step of all answers, and hands out what came of it. Prompts are
-computed one after the other; between two waves or blocks of a prompt, steps of the answers run for their share of time.
+MLX's streams belong to threads, so only this thread uses the model. Other threads submit jobs and receive events. The
+thread is a loop: it admits jobs, computes a prompt or one step of all answers, and emits the results. Prompts are
+computed one after the other; between two waves or blocks of a prompt, steps of the answers run for their share of the
+time.
 """
 
 import gc
@@ -30,7 +31,7 @@ from .wire.replies import queue_full
 
 
 class QueueFullError(BadRequestError):
-    """As many requests wait as may."""
+    """Too many requests wait."""
 
     def __init__(self, waiting: int):
         failed = queue_full(waiting)
@@ -39,12 +40,12 @@ class QueueFullError(BadRequestError):
 
 @dataclass
 class State:
-    """What others may read of the worker at any time.
+    """The worker's state, which other threads may read at any time.
 
     Args:
-        engine: while it is loaded.
-        error: why it could not be.
-        running: what is under way, in the order in which it began.
+        engine: the engine while it is loaded.
+        error: why it could not be loaded.
+        running: the running requests in the order in which they began.
     """
 
     engine: Engine | None = None
@@ -57,10 +58,10 @@ class State:
 
 
 class Pace:
-    """How prompts and answers share the time.
+    """Divides the time between prompts and answers.
 
     Args:
-        share: of the time for answers, while a prompt is computed and somebody waits for tokens; 0 to below 1.
+        share: share of the time for answers while a prompt is computed and answers wait for tokens; from 0 to below 1.
         totals: counts the seconds of both.
     """
 
@@ -69,17 +70,17 @@ class Pace:
         self._credit = self._since = 0.0
 
     def begin_prompt(self) -> None:
-        """From now on a prompt is computed."""
+        """A prompt begins or continues."""
         self._since = time.perf_counter()
 
     def pause_prompt(self, answering: bool) -> None:
-        """The prompt is left for a moment; `answering`: somebody waits for tokens."""
+        """The prompt pauses. `answering`: answers wait for tokens."""
         spent = time.perf_counter() - self._since
         self._totals.prompt_seconds += spent
         self._credit = self._credit + self._rate * spent if answering else 0.0
 
     def stepped(self, seconds: float) -> None:
-        """A step of answers took so long."""
+        """Records the time of a step of answers."""
         self._totals.steps += 1
         self._totals.answer_seconds += seconds
         self._credit -= seconds
@@ -92,14 +93,14 @@ class Pace:
 
 class Worker:
     """Args:
-    load: makes the engine, in the worker's thread.
-    make_sessions: what is kept of conversations, for an engine.
-    make_admission: who may run together, for an engine.
-    waiting: jobs that may wait, besides those that run.
-    decode_share: of the time for answers, while a prompt is computed.
+    load: loads the engine, in the worker's thread.
+    make_sessions: makes the `Sessions` of an engine.
+    make_admission: makes the `Admission` of an engine.
+    waiting: the most waiting jobs, besides those that run.
+    decode_share: share of the time for answers while a prompt is computed.
     totals, watch: count and show what is done.
-    on_ready: called in the worker's thread when the model is ready, or could not be loaded.
-    on_end: called there when nothing of the model is in memory any more.
+    on_ready: called in the worker's thread when the model is loaded or loading has failed.
+    on_end: called there when the model is no longer in memory.
     """
 
     def __init__(
@@ -124,14 +125,14 @@ class Worker:
         self._stopping = False
         self._sessions: Sessions | None = None
         self._admission: Admission | None = None
-        self._before = LoaderStats()  # what had been counted when the prompt was begun or gone on with
+        self._before = LoaderStats()  # the counts when the prompt began or continued
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def begin_stop(self) -> None:
-        """Ends all work; those who wait are told that it was cancelled."""
+        """Begins to end all work; waiting jobs are told that they are cancelled."""
         with self._wake:
             self._stopping = True
             waiting, running = list(self._jobs), list(self.state.running)
@@ -143,17 +144,17 @@ class Worker:
             one.job.cancel()
 
     def stop(self, seconds: float) -> bool:
-        """Ends all work; whether the thread ended in time."""
+        """Ends all work; returns whether the thread ended in time."""
         self.begin_stop()
         if self._thread.is_alive():
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
-        """Lets the job wait for its turn; at the end it hears that it was cancelled.
+        """Queues the job. If the worker ends first, the job is told that it is cancelled.
 
         Raises:
-            QueueFullError: as many wait as may, and this client is among them or as many clients have come besides.
+            QueueFullError: too many jobs wait, and this client has one of them or too many other clients wait.
         """
         with self._wake:
             is_among = any(one.client == job.client for one in self._jobs)
@@ -166,7 +167,7 @@ class Worker:
         job.emit(CANCELLED)
 
     def cancel(self, job: Job) -> None:
-        """Nobody waits for it any more."""
+        """Cancels the job."""
         job.cancel()
         with self._wake:
             if job in self._jobs:
@@ -174,11 +175,11 @@ class Worker:
 
     @property
     def queue(self) -> int:
-        """Jobs that wait."""
+        """The number of waiting jobs."""
         return len(self._jobs)
 
     def wake(self) -> None:
-        """Somebody looks at the model: pictures are due from now on."""
+        """Wakes the thread because a page was opened and pictures are due."""
         with self._wake:
             self._wake.notify_all()
 
@@ -197,7 +198,7 @@ class Worker:
             self._sessions, self._admission = self._make_sessions(engine), self._make_admission(engine)
             engine.experts.counts_rows = True
             self.state.engine = engine
-        except BaseException as error:  # whoever waits for the model must hear of any end
+        except BaseException as error:  # every end must reach those who wait for the model
             _forget_locals(error)
             self.state.error = error
         self._on_ready()
@@ -210,7 +211,9 @@ class Worker:
             engine.experts.close()
 
     def _has_work(self) -> bool:
-        """Admits those who may begin, waiting for somebody while nothing runs; False once all work has ended."""
+        """Admits jobs that may begin, and waits for one while nothing runs; returns False when the worker should
+        end.
+        """
         with self._wake:
             while not (self.state.running or self._jobs or self._stopping):
                 self._wake.wait(self.watch.patience)
@@ -220,7 +223,7 @@ class Worker:
         return bool(self.state.running)
 
     def _admit(self) -> None:
-        """Lets all begin who may."""
+        """Begins all jobs that may run."""
         engine, sessions, admission, running = self.state.engine, self._sessions, self._admission, self.state.running
         assert engine is not None and sessions is not None and admission is not None
         while not self._stopping and (job := self._taken(admission)) is not None:
@@ -238,7 +241,7 @@ class Worker:
             return job
 
     def _turn(self, engine: Engine) -> None:
-        """Computes as much of a prompt as nobody interrupts, or one step of all answers."""
+        """Computes a prompt until another one interrupts it, or one step of all answers."""
         self._end_cancelled(None)
         prompts = [one for one in self.state.running if one.in_prompt]
         for one in prompts:
@@ -252,17 +255,17 @@ class Worker:
             self._count_asked(engine, prompt)
             self._pace.pause_prompt(bool(self._answering()))
         else:
-            with suppress(DeviceError):  # those who answered have heard of it
+            with suppress(DeviceError):  # the answers have already been told
                 self._step(engine)
         self._forget_over()
         self._look()
 
     def _between(self, prompt: Running) -> None:
-        """Between two waves or blocks of a prompt: others begin, and those who answer have their share of the time.
+        """Called between two waves or blocks of a prompt: admits jobs, and gives the answers their share of the time.
 
         Raises:
             Stopped: another prompt goes first.
-            DeviceError: of a step; what has been computed of the prompt may be lost as well.
+            DeviceError: a step failed; the computed part of the prompt may be lost too.
         """
         engine, pace = self.state.engine, self._pace
         assert engine is not None
@@ -282,13 +285,13 @@ class Worker:
             raise Stopped
 
     def _count_asked(self, engine: Engine, prompt: Running) -> None:
-        """Notes what the prompt has asked for since it was begun, gone on with or looked at."""
+        """Adds the experts that the prompt has requested since the last call, its beginning or its continuation."""
         stats = replace(engine.experts.stats)
         counts, self._before = stats.since(self._before), stats
         prompt.asked += Asked(counts.hits, counts.misses, counts.bytes_read)
 
     def _step(self, engine: Engine) -> None:
-        """The next token of all that answer and have room for it."""
+        """Computes the next token of all answers that have room for it."""
         assert self._admission is not None
         began = time.perf_counter()
         taking = self._admission.may_step(self._answering(), self.state.running)[:MAX_ROWS]
@@ -307,14 +310,14 @@ class Worker:
             one.take(outcome)
 
     def _asks(self, engine: Engine, computed: Sequence[Running]) -> None:
-        """From now on experts are asked for by these, in the order of their rows."""
+        """Sets for whom experts are requested from now on, in the order of their rows."""
         engine.experts.asking = [self.watch.number(one) for one in computed]
 
     def _answering(self) -> list[Running]:
         return [one for one in self.state.running if not one.in_prompt and not one.is_over]
 
     def _end_cancelled(self, computing: Running | None) -> None:
-        """Ends those whom nobody waits for, but for the prompt that is being computed, which ends itself."""
+        """Ends cancelled requests, except the one whose prompt is being computed, which ends by itself."""
         for one in self.state.running:
             if one is not computing and one.job.cancelled.is_set():
                 one.cancel()
@@ -329,7 +332,7 @@ class Worker:
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Lets go of what the functions held that `error` came through: half a model, perhaps."""
+    """Clears the frames that `error` passed through, which may hold much memory."""
     chained: BaseException | None = error
     while chained is not None:
         traceback.clear_frames(chained.__traceback__)

@@ -1,1 +1,1 @@
-"""Programs over an engine: what a model loses, whether a machine is well, which tiles and pool sizes suit it."""
+"""Programs that use an engine: evaluation of models, checks of the machine, the search for tiles and pool sizes."""

@@ -1,4 +1,4 @@
-"""Compares what computes on this machine with float64 arithmetic, in a second or two.
+"""Compares this machine's kernels with float64 arithmetic, in a second or two.
 
 Each check runs an operation as a model would, on small random inputs, against the same sum in numpy. It knows neither
 models nor files.
@@ -23,14 +23,14 @@ from ..ops.route import route
 from ..quant import EXPERTS
 
 HIDDEN, INNER, EXPERT_COUNT, TOP_K = 512, 256, 8, 4
-RATED, RATED_WIDTH = 5, 4096  # experts of three square matrices, 142 MB together, whose products are timed
+RATED, RATED_WIDTH = 5, 4096  # experts of three square matrices, 142 MB together, for the timing of products
 BOUNDS = {
     mx.float32: 1e-4,
     mx.bfloat16: 2e-2,
 }  # largest error over largest value; a wrong order of codes gives over 0.5
 
-ASKED = 1024  # threads of a threadgroup: what Metal gives a kernel of few registers on every Apple GPU
-# Values that all lie in registers before the first is written.
+ASKED = 1024  # threads of a threadgroup that every Apple GPU allows for a kernel of few registers
+# Values that are all in registers before the first is written.
 CROWDED = """
 const uint mine = thread_position_in_grid.x;
 float held[96], sum = 0;
@@ -51,13 +51,13 @@ for (uint i = 0; i < 96; i++) {
 
 @dataclass(frozen=True)
 class Check:
-    """What one operation made of its inputs.
+    """The result of checking one operation.
 
     Args:
-        name: of the operation.
+        name: the operation.
         error: largest difference from the reference over the reference's largest value.
-        bound: what rounding explains.
-        seconds: that the check took, compiling included.
+        bound: the largest error that rounding explains.
+        seconds: duration of the check, compiling included.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Check:
 
     @property
     def is_right(self) -> bool:
-        return self.error <= self.bound  # NaN is not
+        return self.error <= self.bound  # False for NaN
 
 
 def runs_on() -> str:
-    """Who computes here, in words."""
+    """The device that computes, in words."""
     if backend.has_kernels():
         return {"metal": "Apple GPU: Metal kernels", "cuda": "NVIDIA GPU: CUDA kernels"}[backend.name()]
     if native.available():
@@ -80,7 +80,8 @@ def runs_on() -> str:
 
 
 def thread_limits() -> tuple[int, int]:
-    """Threads that Metal gives a threadgroup of a kernel that needs many registers, and of one that also names them.
+    """The threads that Metal allows in a threadgroup of a kernel with many registers, and of one that also declares its
+    threads.
 
     Before the M3 the first is less than 1,024; 0: it does not build. No kernel of a model depends on either.
     """
@@ -88,7 +89,7 @@ def thread_limits() -> tuple[int, int]:
 
 
 def _threads_given(header: str) -> int:
-    """What MLX says when it refuses `ASKED` threads, or all of them."""
+    """The threads that MLX names when it refuses `ASKED` threads, or `ASKED`."""
     make: Any = mx.fast.metal_kernel
     text = {"input_names": ["x"], "output_names": ["out"], "header": header, "source": CROWDED}
     call: dict[str, Any] = {"grid": (ASKED, 1, 1), "threadgroup": (ASKED, 1, 1)}
@@ -144,7 +145,7 @@ def _experts(random: np.random.Generator, dtype: mx.Dtype) -> float:
 
 
 def _routing(random: np.random.Generator, dtype: mx.Dtype) -> float:
-    """The weights of the likeliest experts, in float32 whatever the activations are."""
+    """Checks the weights of the likeliest experts, in float32 for any dtype of activations."""
     logits = mx.array(random.standard_normal((4, 128)), mx.float32)
     ids, weights = (np.asarray(a) for a in route(backend.enter(logits, dtype), Router(128, TOP_K)))
     wide = np.exp(_wide(logits))
@@ -156,9 +157,8 @@ def _routing(random: np.random.Generator, dtype: mx.Dtype) -> float:
 
 
 def product_rate(dtype: mx.Dtype) -> float:
-    """Bytes of 4-bit weights per second that products with one row of `dtype` go through, one after the other.
-
-    The matrices are more than caches hold, so that memory decides; the best of three rounds counts.
+    """Bytes of 4-bit weights per second in a chain of products with one row of `dtype`. The matrices exceed the caches,
+    so memory sets the rate; the best of three rounds counts.
     """
     parts, nbytes = [], 0
     records = random_records(np.random.default_rng(0), RATED, RATED_WIDTH, RATED_WIDTH)

@@ -1,9 +1,10 @@
-"""How well a model predicts a text, and how far it is from another: perplexity, KL divergence, first choices.
+"""Measures how well a model predicts a text, and how far it is from another model: perplexity, KL divergence, first
+choices.
 
-The text is cut into independent windows. Of two models one is open at a time: the inputs of the first model's last
-matrix are kept in a temporary file (hidden_size float32 values per token), and that matrix stays in memory next to the
-second model. The logits of both are then computed from these, a few rows at a time, so nothing is left out and no table
-of whole vocabularies is stored.
+The text is cut into independent windows. With two models, only one is open at a time: the inputs of the first model's
+last matrix are kept in a temporary file (hidden_size float32 values per token), and that matrix stays in memory next to
+the second model. The logits of both are then computed from these, a few rows at a time, so nothing is left out and no
+table of whole vocabularies is stored.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from ..ops import backend, native
 from ..spec import ModelArgs
 
 WINDOW = 1024
-LOGITS_BYTES = 64 << 20  # of one model's logits at a time, in float32
+LOGITS_BYTES = 64 << 20  # bytes of one model's logits at a time, in float32
 
 Opens = Callable[[], Engine]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a text says of a model; arrays have an entry for each token that was predicted.
+    """The result for one model and text; arrays have an entry for each predicted token.
 
     Args:
-        tokens: of the text that were read, in windows of `window`, the last one perhaps shorter.
+        tokens: number of tokens of the text that were read, in windows of `window`; the last one may be shorter.
         nll: minus the natural logarithm of the probability that the model gave the token, float64.
         place: of the token within its window, from 1.
         reference_nll: the other model's.
@@ -66,7 +67,7 @@ def perplexity(nll: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Head:
-    """The last matrix of a model, which outlives the rest of it."""
+    """The last matrix of a model, kept after the rest is closed."""
 
     matrix: Callable[[Any], Any]
     dtype: mx.Dtype
@@ -88,7 +89,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Reference:
-    """A model that has read the text: its tokens, its head, and in `file` the rows that it makes logits of."""
+    """The results of the first model: its tokens, its head, and in `file` the head's input rows."""
 
     ids: list[int]
     head: Head
@@ -96,7 +97,7 @@ class Reference:
     file: IO[bytes]
 
     def rows(self, count: int) -> np.ndarray:
-        """The next [count, hidden_size]."""
+        """Reads the next rows, [count, hidden_size]."""
         width = self.args.hidden_size
         return np.fromfile(self.file, np.float32, count * width).reshape(count, width)
 
@@ -114,13 +115,13 @@ def evaluate(
     most: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Measured:
-    """Measures the model that `opens` gives on `text`, and its distance from the one that `against` gives.
+    """Measures the model that `opens` opens on `text`, and its distance from the one that `against` opens.
 
     Args:
         opens: opens the model; it is closed again.
-        against: opens the model that is taken for right.
-        window: tokens that are read together, at least 2.
-        most: tokens of the text to read, from its beginning; None: all.
+        against: opens the reference model.
+        window: number of tokens that are read together, at least 2.
+        most: number of tokens to read from the text's beginning; None: all.
         progress: called with tokens done and tokens in all, each model's counted.
 
     Raises:
@@ -148,7 +149,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def _opened(opens: Opens) -> Iterator[Engine]:
-    """An engine that is closed at the end, with all that it holds of experts."""
+    """Opens an engine; at the end it is closed with its source of experts."""
     engine = opens()
     try:
         yield engine
@@ -162,7 +163,7 @@ def _ids(engine: Engine, text: str, window: int, most: int | None) -> list[int]:
     if window > limit:
         raise RequestError(f"window {window} exceeds the {limit} tokens that the model takes")
     ids = engine.tokenizer.encode(text)[:most]
-    if len(ids) % window == 1:  # a token alone predicts nothing
+    if len(ids) % window == 1:  # a single token predicts nothing
         ids.pop()
     if len(ids) < 2:
         raise RequestError(f"the text has {len(ids)} tokens of use; give one with at least 2")
@@ -170,7 +171,9 @@ def _ids(engine: Engine, text: str, window: int, most: int | None) -> list[int]:
 
 
 def _hidden(engine: Engine, ids: Sequence[int], window: int) -> Iterator[tuple[int, np.ndarray]]:
-    """For each window the tokens done, and the rows [N - 1, hidden_size] that predict its tokens but the first."""
+    """Yields for each window the number of tokens done, and the rows [N - 1, hidden_size] that predict its tokens after
+    the first.
+    """
     model, span = engine.model, engine.plan.sizes.span
     for start in range(0, len(ids), window):
         tokens, cache, at, rows = mx.array([ids[start : start + window]]), model.make_cache(), 0, []
@@ -202,7 +205,9 @@ def _measured(engine: Engine, ids: list[int], window: int, reference: Reference 
 
 
 def _columns(q: mx.array, p: mx.array, wanted: mx.array) -> list[np.ndarray]:
-    """Of log-probabilities [N, vocab_size]: -log q and -log p of the `wanted` tokens, KL(p || q), same first choice."""
+    """From log-probabilities [N, vocab_size]: -log q and -log p of the `wanted` tokens, KL(p || q), and whether the
+    first choices agree.
+    """
     places = wanted[:, None]
     nll, reference_nll = (-mx.take_along_axis(chances, places, axis=1)[:, 0] for chances in (q, p))
     kl = mx.sum(mx.exp(p) * (p - q), axis=-1)

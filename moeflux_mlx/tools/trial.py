@@ -1,4 +1,6 @@
-"""One launch with other tiles than the code's: which there are, whether its values are right, and how long it takes."""
+"""Tries a launch with other tiles than the built-in one: which tiles are possible, whether the values are right, and
+the time.
+"""
 
 import functools
 import itertools
@@ -15,16 +17,16 @@ from ..errors import RequestError
 from ..ops.launch import ArrayPiece, Input, Launch
 from ..ops.tiles import CODE, Tile, Tiles, neighbours, using
 
-BOUND = 2e-2  # of the largest difference, against the largest value; float32 sums in another order are far below
-SPREAD_BYTES = 256 << 20  # that a measurement rotates over: more than the caches of any GPU
-LARGE = 1 << 16  # bytes from which an input is a matrix, of which there is more than one
-LAUNCHES = 128  # of one measurement, at most
-LEAST_SECONDS = 2e-3  # of a measurement
+BOUND = 2e-2  # largest allowed difference relative to the largest value; float32 sums in another order differ far less
+SPREAD_BYTES = 256 << 20  # bytes that a measurement rotates over: more than the caches of any GPU
+LARGE = 1 << 16  # inputs of at least this many bytes are matrices, and are copied
+LAUNCHES = 128  # the most launches of one measurement
+LEAST_SECONDS = 2e-3  # seconds of a measurement
 
 
 @dataclass
 class Sample:
-    """A launch that asked for a tile: the kernel, how it is made under a choice of tiles, and what it was given."""
+    """A launch that asked for a tile: the kernel, a function that makes it with a choice of tiles, and its inputs."""
 
     kernel: str
     make: Callable[[], Launch]
@@ -32,7 +34,7 @@ class Sample:
 
 
 def others(make: Callable[[], Launch], launch: Launch, spot: str, kernel: str, tile: Tile) -> Iterator[Tile]:
-    """The neighbours of `tile` with which the launch is possible, and another one."""
+    """The neighbours of `tile` with which the launch is possible and differs."""
 
     def is_other(tile: Tile) -> bool:
         with suppress(RequestError), using(Tiles({spot: tile})):
@@ -43,10 +45,10 @@ def others(make: Callable[[], Launch], launch: Launch, spot: str, kernel: str, t
 
 
 class Trial:
-    """A sample under other tiles: which there are, and whether their values are right.
+    """Tries a sample with other tiles: which are possible, and whether their values are right.
 
     Attributes:
-        wanted: what the launch gives with the code's tile.
+        wanted: the outputs with the built-in tile.
     """
 
     def __init__(self, spot: str, sample: Sample):
@@ -56,18 +58,18 @@ class Trial:
         mx.eval(self.wanted)
 
     def around(self, tile: Tile) -> Iterator[Tile]:
-        """Neighbours of `tile` that make another launch."""
+        """The neighbours of `tile` that change the launch."""
         return others(self._sample.make, self._launch(tile), self._spot, self._sample.kernel, tile)
 
     def is_right(self, tile: Tile) -> bool:
-        """Whether a launch with `tile` builds, and gives what the code's gives."""
+        """Whether a launch with `tile` builds and gives the outputs of the built-in tile."""
         poison = [mx.full(out.shape, float("nan"), out.dtype) for out in self.wanted]
         mx.eval(poison)
-        del poison  # its memory is used again: what a launch does not write is no value of an earlier one
+        del poison  # so that values that a launch does not write are not those of an earlier launch
         try:
             made = self._launch(tile)(*self._sample.inputs)
             mx.eval(made)
-        except (RuntimeError, ValueError):  # it does not build, or takes more registers or threads than there are
+        except (RuntimeError, ValueError):  # it does not build, or needs too many registers or threads
             return False
         return all(difference(got, want) <= BOUND for got, want in zip(made, self.wanted, strict=True))
 
@@ -77,9 +79,9 @@ class Trial:
 
 
 class Bench(Trial):
-    """A trial under the clock, with several copies of its matrices: none is in a cache when its turn comes again.
+    """Times a trial with several copies of its matrices, so that none is in a cache when it is used again.
 
-    `turn` is entered by who measures.
+    `turn` is held while measuring.
     """
 
     def __init__(self, spot: str, sample: Sample, turn: AbstractContextManager[Any]):
@@ -92,14 +94,14 @@ class Bench(Trial):
         self._count, self._cover = self._enough()
 
     def seconds(self, tile: Tile) -> float:
-        """Of a launch with `tile`, in a chain in which each waits for the one before it."""
+        """Seconds of a launch with `tile`, in a chain in which each launch waits for the previous one."""
         with self._turn:
             alone = _timed([busy(self._cover)])
             whole = _timed(self._chain(tile, self._count, busy(self._cover)))
         return max(whole - alone, 1e-9) / self._count
 
     def _chain(self, tile: Tile | None, count: int, start: mx.array) -> list[mx.array]:
-        """What is evaluated: small parts of outputs, so that the outputs themselves need not be in memory together."""
+        """The arrays to evaluate: small parts of outputs, so that the outputs need not be in memory together."""
         launch, at, last = self._launch(tile), self._next, None
         ends: list[mx.array] = []
         for inputs in itertools.islice(itertools.cycle(self._copies), count):
@@ -113,7 +115,9 @@ class Bench(Trial):
         return [start, *ends] if last is None or at is None else [last]
 
     def _enough(self) -> tuple[int, float]:
-        """Launches that take long enough to be measured, and seconds in which MLX has encoded them."""
+        """The number of launches that takes long enough to be measured, and the seconds that MLX needs to encode
+        them.
+        """
         start = mx.zeros((1,))
         mx.eval(self._chain(None, 4, start))
         with self._turn:
@@ -123,13 +127,13 @@ class Bench(Trial):
 
 
 def _large(inputs: Sequence[Input]) -> dict[int, mx.array]:
-    """The large arrays that inputs are or lie in, each once."""
+    """The large arrays among the inputs or behind them, each once."""
     arrays = [given.whole if isinstance(given, ArrayPiece) else given for given in inputs]
     return {id(array): array for array in arrays if isinstance(array, mx.array) and array.nbytes >= LARGE}
 
 
 def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """The same inputs, in copies of what is large."""
+    """The same inputs, with copies of the large arrays."""
     copies = {key: array * 1 for key, array in _large(inputs).items()}
     mx.eval(copies)
     copied: list[Input] = []
@@ -142,7 +146,9 @@ def _copied(inputs: Sequence[Input]) -> tuple[Input, ...]:
 
 
 def _follows(outputs: Sequence[mx.array], inputs: Sequence[Input]) -> int | None:
-    """Which input the first output takes the place of in the next launch: best one that it fills; None: no floats."""
+    """The index of the input that the first output replaces in the next launch, preferably one of its size; None if no
+    input has floats.
+    """
     kind = outputs[0].dtype
     arrays = [(i, part) for i, part in enumerate(inputs) if isinstance(part, mx.array)]
     floats = [(i, part) for i, part in arrays if part.dtype == kind and part.nbytes < LARGE]
@@ -151,7 +157,7 @@ def _follows(outputs: Sequence[mx.array], inputs: Sequence[Input]) -> int | None
 
 
 def _shaped(out: mx.array, like: mx.array) -> mx.array:
-    """The values of `out` in the shape of `like`, repeated if they are too few; else a view."""
+    """The values of `out` in the shape of `like`: a view, or repeated if there are too few."""
     flat = out.reshape(-1)
     if flat.size < like.size:
         flat = mx.tile(flat, -(-like.size // flat.size))
@@ -159,7 +165,7 @@ def _shaped(out: mx.array, like: mx.array) -> mx.array:
 
 
 def difference(got: mx.array, want: mx.array) -> float:
-    """The largest difference over the largest value; infinite where a value is none."""
+    """The largest difference over the largest value; infinity if a value is not finite."""
     actual, expected = got.astype(mx.float32), want.astype(mx.float32)
     error = cast(float, (mx.abs(actual - expected).max() / mx.maximum(mx.abs(expected).max(), 1e-30)).item())
     return error if error == error else float("inf")
@@ -180,7 +186,9 @@ def _long_row() -> tuple[mx.array, float]:
 
 
 def busy(least: float) -> mx.array:
-    """A zero that takes a corner of the GPU at least so many seconds, in which MLX encodes what follows."""
+    """A zero whose computation keeps a small part of the GPU busy for at least `seconds`, while MLX encodes the
+    launches after it.
+    """
     row, took = _long_row()
     for _ in range(1 + int(least / took)):
         row = mx.cumsum(row, axis=1)

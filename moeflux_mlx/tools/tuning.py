@@ -3,7 +3,7 @@
 One layer of each kind is made with random weights and given a few tokens. Every launch that asks for a tile is recorded
 with its inputs and repeated with other tiles: `search` goes from the built-in tile to neighbours that are faster and
 correct. Its clock is an argument, so `search` itself needs no GPU. Compiling takes nearly all of the time, and on CUDA
-MLX compiles one kernel after the other; so several processes search, and take turns with the GPU.
+MLX compiles one kernel after the other. So several processes search, and take turns on the GPU.
 """
 
 import functools
@@ -40,10 +40,10 @@ from ..spec import ModelArgs
 from ..state.cache import make_cache
 from .trial import Bench, Sample, others
 
-WORTH = 1.02  # a tile replaces another where it is so much faster
-FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # of alternating measurements: for a candidate, and of the best against the code's
-TOKENS = (1, 512, MAX_TOKENS // 4)  # of one pass each: a token, a prompt's, and a few
-PROCESSES, PROCESS_BYTES = 6, 2 << 30  # that compile at a time, at most; of the GPU's memory for each
+WORTH = 1.02  # a tile replaces another one if it is faster by this factor
+FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # alternating measurements: of a candidate, and of the best tile
+TOKENS = (1, 512, MAX_TOKENS // 4)  # tokens of each pass: a single one, a prompt's, and a few
+PROCESSES, PROCESS_BYTES = 6, 2 << 30  # the most processes that compile at once; the GPU memory for each
 
 Seconds = Callable[[Tile], float]
 
@@ -54,13 +54,13 @@ Seconds = Callable[[Tile], float]
 def search(
     start: Tile, around: Callable[[Tile], Iterable[Tile]], is_right: Callable[[Tile], bool], seconds: Seconds
 ) -> tuple[Tile, float]:
-    """The best tile that a way of faster and faster neighbours leads to, and how much faster than `start` it is.
+    """Follows ever faster neighbours to the best tile; returns it and how many times as fast as `start` it is.
 
     Args:
-        start: the code's, which is returned with 1.0 unless another is at least `WORTH` times as fast.
-        around: the neighbours of a tile.
-        is_right: whether the values that a tile gives are; only right ones are measured.
-        seconds: one measurement; it is asked for two tiles in turn.
+        start: the built-in tile, which is returned with 1.0 unless another is at least `WORTH` times as fast.
+        around: returns the neighbours of a tile.
+        is_right: whether a tile gives right values; other tiles are not measured.
+        seconds: makes one measurement; it is called for two tiles in turns.
     """
     best, seen, moved = start, {start}, True
     while moved:
@@ -85,7 +85,9 @@ def ratio(one: Tile, other: Tile, seconds: Seconds, rounds: int) -> float:
 
 
 class Listening(Tiles):
-    """The code's tiles; the first launch of each spot is noted when it is called, in `samples`, and gives noise."""
+    """Uses the built-in tiles; records the first launch of each spot in `samples` when it is called, and returns noise
+    as its outputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class Listening(Tiles):
     def _recording(
         self, launch: Launch, make: Callable[[], Launch], asked: Sequence[tuple[str, str]]
     ) -> Callable[..., Any]:
-        """The launch; if a tile makes a difference to it, it tells what it is called with, and is not compiled."""
+        """Makes the launch. If it depends on a tile, it records its inputs when called, and is not compiled."""
         own = [(kernel, shape) for kernel, shape in asked if _depends(make, launch, kernel, shape)]
 
         def call(*inputs: Input) -> list[mx.array]:
@@ -123,17 +125,19 @@ class Listening(Tiles):
 
 
 def _noise(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """Numbers such as activations are; indices are 0, which any array has."""
+    """Random numbers like activations; indices are 0, which is valid for any array."""
     return mx.random.normal(shape).astype(dtype) if mx.issubdtype(dtype, mx.floating) else mx.zeros(shape, dtype)
 
 
 def _depends(make: Callable[[], Launch], launch: Launch, kernel: str, shape: str) -> bool:
-    """Whether another tile makes another launch: of several that are made together, some have none."""
+    """Whether another tile changes the launch; of several launches that are made together, some have no tile."""
     return any(True for _ in others(make, launch, spot_of(kernel, shape), kernel, TILES[launch.target][kernel]))
 
 
 class TrialExperts:
-    """Routed experts of random weights for one layer, as many as a token uses; all of them are, by every token."""
+    """Routed experts with random weights for one layer, as many as a token uses, so that every token uses all of
+    them.
+    """
 
     def __init__(self, record: Record, count: int):
         self.count = count
@@ -154,7 +158,7 @@ class TrialExperts:
 
 
 def samples(shapes: Shapes) -> dict[str, Sample]:
-    """Every spot that the model's layers and head have, each with its launch: those of a single token first."""
+    """Every spot of the model's layers and head with its launch, those of a single token first."""
     listening = Listening()
     for run in passes(shapes):
         with using(listening):
@@ -163,7 +167,7 @@ def samples(shapes: Shapes) -> dict[str, Sample]:
 
 
 def passes(shapes: Shapes) -> Iterator[Callable[[], object]]:
-    """Of a token, a prompt and a few tokens, through one layer of each kind and the head; nothing is evaluated."""
+    """Passes a token, a prompt and a few tokens through one layer of each kind and the head; nothing is evaluated."""
     parts = [*_layers(shapes), _head(shapes)]
     for tokens in TOKENS:
         for part in parts:
@@ -172,7 +176,7 @@ def passes(shapes: Shapes) -> Iterator[Callable[[], object]]:
 
 
 def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
-    """One layer of each kind, for a text that begins."""
+    """One layer of each kind, with empty caches."""
     args, records = shapes.args, shapes.layout.records
     kinds = dict[Any, int]()
     for i, mixer in enumerate(args.mixers):
@@ -190,7 +194,7 @@ def _try_layer(layer: Any, mixer: Mixer, connections: Connections | None, x: mx.
 
 
 def _head(shapes: Shapes) -> Callable[[mx.array], object]:
-    """The last matrix, of which only single tokens and a few are asked."""
+    """The last matrix, which gets only single tokens and a few."""
     matrix = Linear(shapes.args.hidden_size, shapes.args.vocab_size)
     fill_randomly(matrix, shapes.quants.get(shapes.args.last_matrix), shapes.dtype)
     return lambda x: matrix(x[:, :MAX_TOKENS])
@@ -201,7 +205,7 @@ def _head(shapes: Shapes) -> Callable[[mx.array], object]:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found for one spot: the code's tile, the best one, how much faster that is, and how long it takes."""
+    """The result for one spot: the built-in tile, the best one, their ratio, and the time of the best one."""
 
     spot: str
     code: Tile
@@ -223,14 +227,16 @@ def tune(
 
 
 def kept(results: Iterable[Result]) -> Mapping[str, Tile]:
-    """The tiles that are not the code's, by spot."""
+    """The tiles that differ from the built-in ones, by spot."""
     return {one.spot: one.best for one in results if one.best != one.code}
 
 
 def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Result, None, None]:
-    """The results of a search of `spots` by several processes, as they come; after `seconds` no other is begun."""
+    """Searches `spots` with several processes and yields the results as they come; after `seconds` no further search
+    begins.
+    """
     end = time.monotonic() + seconds
-    context = multiprocessing.get_context("spawn")  # MLX does not come along in a fork
+    context = multiprocessing.get_context("spawn")  # MLX does not survive a fork
     most = 1 if backend.name() == "metal" else min(PROCESSES, (os.cpu_count() or 2) // 2)
     count = max(1, min(most, machine_figures().memory // PROCESS_BYTES))
     shared = shapes.args, shapes.layout, shapes.quants, str(shapes.dtype).rpartition(".")[2], context.Lock()
@@ -245,13 +251,13 @@ def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Resu
             yield from (future.result() for future in done)
 
 
-work: dict[str, Any] = {}  # of a process of the crew
+work: dict[str, Any] = {}  # globals of a process of the crew
 
 
 def begin_work(
     args: ModelArgs, layout: ExpertLayout, quants: Mapping[str, Quant | None], dtype: str, turn: Any
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starting process ends this one
     work.update(launches=samples(Shapes(args, layout, quants, getattr(mx, dtype))), turn=turn)
 
 

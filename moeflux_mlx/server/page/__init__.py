@@ -1,7 +1,7 @@
-"""The page that the server shows at its root: one file, nothing from elsewhere, and the policy that holds it to that.
+"""The page at the server's root: one file that loads nothing from other sites, and the policy that enforces this.
 
-The policy names the one script and the one style sheet by their hashes: a browser runs no other, wherever it may have
-come from, and the script may not turn text into markup.
+The policy names the script and the style sheet by their hashes, so a browser runs no other script, and the script may
+not turn text into markup.
 """
 
 import base64
@@ -30,6 +30,6 @@ def csp() -> str:
 
 
 def _hash_of(tag: str) -> str:
-    """Of the text between the only pair of these tags, as the policy writes it."""
+    """The hash of the text between the only pair of these tags, in the form that the policy uses."""
     inner = content().split(f"<{tag}>".encode())[1].split(f"</{tag}>".encode())[0]
     return "sha256-" + base64.b64encode(hashlib.sha256(inner).digest()).decode()

@@ -1,1 +1,1 @@
-"""The JSON and event streams of each API, to and from the one request and the one stream of events."""
+"""The JSON and event streams of each API, translated to and from `Request` and events."""

@@ -1,8 +1,8 @@
-"""An answer as a row of blocks: reasoning, text and calls of tools, one after the other.
+"""An answer as a list of blocks: reasoning, text and tool calls, one after the other.
 
-Events become steps: a block opens, grows, closes. Each API writes the steps in its own words while they come, or
-the blocks when all have come, so that both say the same. Blocks never overlap: whatever begins closes what is
-open, and a call that is closed without its `CallEnd` was cut short.
+Events become steps: a block opens, grows, closes. Each API streams the steps, or writes the blocks at the end, in its
+own form, so that both agree. Blocks never overlap: a new block closes the open one, and a call that is closed without
+its `CallEnd` was cut short.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from ..request import Accepted, Failed, Finish, Logprobs, ServerEvent, TokenLogp
 
 @dataclass
 class Block:
-    """`kind` is "reasoning", "text" or "call"; of a call `text` is the arguments; `whole`: nothing cut it."""
+    """`kind` is "reasoning", "text" or "call"; for a call, `text` is its arguments; `whole`: it was not cut short."""
 
     kind: str
-    index: int  # among all blocks
-    call: int = 0  # among the calls of the answer
+    index: int  # index among all blocks
+    call: int = 0  # index among the calls of the answer
     name: str = ""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Answer:
         return self.finish is not None or self.failed is not None
 
     def take(self, event: ServerEvent) -> list[Step]:
-        """The steps that an event makes; those after the last event make none."""
+        """The steps of an event; events after the last one make none."""
         return [] if self.over else list(self._steps(event))
 
     def _steps(self, event: ServerEvent) -> Iterator[Step]:
@@ -82,7 +82,7 @@ class Answer:
             self.failed = event if isinstance(event, Failed) else None
 
     def _calling(self, index: int | None = None) -> Block | None:
-        """The open call, if there is one, and if it is that of `index`."""
+        """The open call, if it is the one with `index`."""
         block = self._open
         return block if block and block.kind == "call" and index in (None, block.call) else None
 
@@ -121,15 +121,15 @@ class Answer:
         return "".join(block.text for block in self.of(kind))
 
     def calls(self) -> list[Block]:
-        """The calls that are whole."""
+        """The complete calls."""
         return [block for block in self.of("call") if block.whole]
 
     def logprobs(self) -> list[TokenLogprob]:
-        """Those of the answer's text; no API has a place for others."""
+        """Log-probabilities of the answer's text; no API has a field for others."""
         return [token for block in self.of("text") for token in block.logprobs]
 
     def reason(self) -> str:
-        """Why it ended: "tool_calls" exactly when all its calls are whole and there is one."""
+        """Why the answer ended; "tool_calls" if there are calls and all are complete."""
         assert self.finish is not None
         calls = self.of("call")
         if calls:

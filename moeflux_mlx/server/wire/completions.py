@@ -1,4 +1,4 @@
-"""/v1/completions: text goes on where a prompt ends; no template, no tools, no reasoning."""
+"""/v1/completions: continues a prompt without template, tools or reasoning."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
 
 
 def _logprobs(fields: Fields) -> int | None:
-    """A number here, where chats have true and a second field."""
+    """The number of log-probabilities; here it is one field, in chats two."""
     value = fields.get("logprobs")
     if isinstance(value, bool):
         return settings.logprobs(fields)

@@ -1,4 +1,4 @@
-"""Messages in the form that templates take, whichever API they came by."""
+"""Converts messages of any API to the form that templates take."""
 
 import json
 import re
@@ -9,13 +9,14 @@ from .fields import Fields, check
 
 Message = dict[str, Any]
 
-# What agents write into a system prompt anew for each request: kept, it would make every prompt a new one.
+# Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
+# another.
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n*")
 _TOTAL_TOKENS = re.compile(r"\n{0,2}<total_tokens>\d+ tokens left</total_tokens>")
 
 
 def system_text(texts: Iterable[str], keep_agent_headers: bool) -> str:
-    """The texts of a system message as one, without what changes from request to request."""
+    """The texts of a system message joined, without the lines that change at each request."""
     if not keep_agent_headers:
         texts = [_TOTAL_TOKENS.sub("", _BILLING.sub("", text)) for text in texts]
     return "\n".join(text for text in texts if text)
@@ -41,8 +42,8 @@ def result(text: str, id: str | None, name: str | None = None) -> Message:
 def arguments(fields: Fields, key: str) -> dict[str, Any]:
     """A call's arguments, given as an object or as its JSON text.
 
-    A text that is no object comes from an answer that was cut. It stays, under "input": refused, it would end a
-    conversation that has it in its history.
+    A text that is not an object comes from an answer that was cut short. It is kept under "input", because refusing it
+    would end the conversation.
     """
     value = fields.get(key)
     if value is None or value == "":
@@ -62,7 +63,7 @@ def _read(text: str) -> Any:
 
 
 def paired(messages: Iterable[Message]) -> list[Message]:
-    """The messages, with the ids and names that results of tools lack, taken from the calls in their order."""
+    """The messages; ids and names that tool results lack are taken from the calls in order."""
     done, waiting = [], []
     for message in messages:
         if message.get("tool_calls"):

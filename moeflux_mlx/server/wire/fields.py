@@ -1,6 +1,5 @@
-"""Typed reading of a request's JSON: what is wrong is named by field, value and expectation, as a 400.
-
-A null field is a missing one, and fields that nobody asks for are ignored. Nothing here knows any API.
+"""Reads a request's JSON with types: an error is a 400 that names the field, the value and what is expected. A null
+field counts as missing, and unknown fields are ignored. Nothing here knows any API.
 """
 
 import itertools
@@ -33,7 +32,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def check(body: Any) -> None:
-    """Refuse what is no object, nests too deeply, or holds what JSON in UTF-8 cannot."""
+    """Refuses data that is not an object, nests too deeply, or has values that JSON in UTF-8 cannot express."""
     if not isinstance(body, Mapping):
         raise BadRequestError(f"the body is {shown(body)}; expected a JSON object")
     level: list[Any] = [body]
@@ -49,7 +48,9 @@ def _held(value: Any) -> Iterable[Any]:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether a value holds others; what holds none is checked. Bodies can have millions, so this is quick."""
+    """Whether a value contains others; checks values that do not. It must be fast, because bodies can have millions of
+    values.
+    """
     kind = type(value)
     if kind is int or kind is str and value.isascii():
         return False
@@ -92,7 +93,7 @@ class Fields:
 
     Args:
         data: the object.
-        path: where it stands in the body, for messages; "" for the body itself.
+        path: its place in the body, for messages; "" for the body itself.
     """
 
     def __init__(self, data: Any, path: str = ""):

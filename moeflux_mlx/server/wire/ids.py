@@ -1,4 +1,4 @@
-"""Where the ids and the time of one reply come from, so that tests can fix both."""
+"""Makes the ids and the time of one reply; tests can fix both."""
 
 import secrets
 import time

@@ -1,7 +1,7 @@
-"""The images of a body: they leave its messages, in which marks stand for them, and are read later, by the marks.
+"""Takes the images out of a body: marks replace them in the messages, and the images are read later.
 
-All APIs have parts for images in lists of parts, of types that mean nothing else; what a mark stands for is known to
-whoever has the request. The letters of a mark are drawn for each request, so that no text can have it.
+All APIs put images into lists of parts, with types that have no other meaning. The request maps marks to images. A mark
+contains random letters of the request, so that no text can contain it by chance.
 """
 
 import re
@@ -13,8 +13,8 @@ from typing import Any
 from ...errors import BadRequestError
 from .fields import wrong
 
-MOST = 32  # images of a request
-FIELDS = ("content", "output")  # of a message or an item, that may have parts
+MOST = 32  # the most images of a request
+FIELDS = ("content", "output")  # keys of a message or an item that may have parts
 KINDS = ("image_url", "input_image", "image")
 TEXTS = ("text", "input_text")
 
@@ -27,7 +27,7 @@ class ImageParts:
     letters: str = field(default_factory=lambda: f"image{secrets.token_hex(12)}n", compare=False)
 
     def mark(self, source: str) -> str:
-        """What stands for an image in texts."""
+        """The mark of an image in texts."""
         self.sources.append(source)
         return f"{self.letters}{len(self.sources) - 1}."
 
@@ -38,12 +38,11 @@ class ImageParts:
 
 
 def without_images(body: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ImageParts]:
-    """The body with marks for images in the messages or items that it has under `key`, and the images.
-
-    A mark becomes part of the text before or behind it, as templates write images.
+    """Returns the body with marks in place of the images in its messages or items under `key`, and the images. A mark
+    is joined to the text before or behind it, as templates write images.
 
     Raises:
-        BadRequestError: a part for an image holds none, or there are too many.
+        BadRequestError: an image part has no image, or there are too many images.
     """
     images, items = ImageParts(), body.get(key)
     if not isinstance(items, list):

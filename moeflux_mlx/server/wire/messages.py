@@ -1,4 +1,4 @@
-"""/v1/messages and count_tokens: Anthropic's messages, as blocks that begin and stop one after the other."""
+"""/v1/messages and count_tokens: Anthropic's messages, as consecutive blocks."""
 
 import json
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-# Clients send it back with a thought; nothing here is to be proved by it.
+# Clients return it with a thought; this server does not need it.
 _SIGNATURE = "moeflux"
 
 
@@ -86,7 +86,7 @@ def _stopped(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """The three counts of the prompt are apart from each other: their sum is the prompt."""
+    """The three counts of the prompt do not overlap: their sum is the prompt."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_read_input_tokens": cached_tokens,

@@ -1,4 +1,4 @@
-"""What a body of /v1/messages asks for: Anthropic's blocks as messages, results of tools before what else is said."""
+"""Reads a body of /v1/messages: turns Anthropic's blocks into messages, with tool results first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from .parts import joined, texts, unserved
 from .replies import NO_THREADS
 
 MOST_NAMED = 8  # tools, in the message that refuses them
-# Blocks in histories that came from a server's own tools, or that only their maker can read.
+# Blocks of a server's own tools, or that only their author can read; they are left out.
 _DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 
 
@@ -46,20 +46,22 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
 
 
 def _refuse_threads(fields: Fields) -> None:
-    """Clients that hear that there are no threads send the whole conversation instead."""
+    """Refuses threads; clients then send the whole conversation."""
     if fields.get("thread") is not None:
         message = "this server keeps no conversations; leave thread out, and send all messages"
         raise BadRequestError(message, "thread", code=NO_THREADS)
 
 
 def _format(fields: Fields) -> Fields | None:
-    """What the answer must conform to, under today's name or the one before."""
+    """The required form of the answer, under its current or its former name."""
     config = fields.object("output_config")
     return (config and config.object("format")) or fields.object("output_format")
 
 
 def _tools(fields: Fields) -> list[tools.Tool]:
-    """The client's own. Those with a type of Anthropic's run at its servers, or have a schema that its models know."""
+    """The client's own tools. Tools with a type of Anthropic's run on its servers or have a schema that only its models
+    know.
+    """
     items = list(fields.objects("tools"))
     others = [shown(kind) for item in items if (kind := item.text("type") or "custom") != "custom"]
     if others:
@@ -99,7 +101,7 @@ def _passed_over(part: Fields) -> None:
 
 
 def _others(item: Fields) -> dict[str, Any]:
-    """Readers of the blocks that are left out, results of a server's tools among them."""
+    """Readers of the blocks that are left out, such as results of a server's tools."""
     value = item.get("content")
     kinds = (
         [part.get("type") for part in value if isinstance(part, Mapping)] if isinstance(value, (list, tuple)) else []
@@ -117,7 +119,7 @@ class _User:
     def messages(self, item: Fields) -> list[Message]:
         readers = {**_others(item), "tool_result": self._result, "document": _document}
         said = "\n".join(texts(item, "content", readers))
-        # A message of results alone says nothing else; an empty one still is the user's turn.
+        # A message with only results adds no user message; an empty one still does.
         return [*self.results, *([{"role": "user", "content": said}] if said or not self.results else [])]
 
     def _result(self, part: Fields) -> None:

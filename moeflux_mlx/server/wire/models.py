@@ -12,9 +12,9 @@ def model(name: str, created: float, context: int, status: Mapping[str, Any] = L
 
     Args:
         name: its id.
-        created: since when it has been served, in seconds since 1970.
+        created: when serving began, in seconds since 1970.
         context: how many tokens a prompt and its answer may have; 0 while that is not known.
-        status: whether it is loaded, as llama.cpp's router has it, and what runs.
+        status: whether it is loaded, as in llama.cpp's router, and the running requests.
     """
     return {
         "id": name,

@@ -1,4 +1,4 @@
-"""The text of a message: a string, or a list of parts of which text can be served, and images (`images`)."""
+"""Reads the text of a message: a string, or a list of parts. Parts may be text, or images (`images`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def texts(message: Fields, key: str, others: Mapping[str, Callable[[Fields], str
     Args:
         message: what holds the field.
         key: its name; missing, null and "" are no text.
-        others: part type -> what reads it; None means that it is passed over.
+        others: part type -> its reader; None means that the part is skipped.
     """
     value = message.get(key)
     if value is None or isinstance(value, str):
@@ -44,5 +44,5 @@ def _text(part: Any, path: str, others: Mapping[str, Callable[[Fields], str | No
 
 
 def unserved(part: Fields, kind: str) -> BadRequestError:
-    """Audio, files, and whatever else is no text; images have left the messages before (`images`)."""
+    """Refuses audio, files and other parts; images have been taken out before (`images`)."""
     return wrong(part.name("type"), kind, "a text, or an image in a message: audio and files are not read")

@@ -1,4 +1,4 @@
-"""What is alike in the replies of all APIs: the object that writes a stream, and failures in the APIs' words."""
+"""The common part of the replies of all APIs: the object that writes a stream, and failures in each API's form."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -36,30 +36,30 @@ class Reply(ABC):
         self.created = ids.now()
 
     def events(self, event: ServerEvent) -> list[bytes]:
-        """Server-sent events that tell of `event`; none for what the API does not tell, or after the last."""
+        """The server-sent events for `event`; none if the API has none for it, or after the last event."""
         if self.answer.over:
             return []
         steps = self.answer.take(event)
         return [*self.opening(event), *(out for step in steps for out in self.step(step)), *self.closing(event)]
 
     def end(self) -> bytes:
-        """The last bytes of the stream; an answer that nothing ended has failed."""
+        """The last bytes of the stream; an answer without a last event has failed."""
         lost = Failed(500, "server_error", "the answer ended before it was finished; see the server's log")
         return b"".join([*([] if self.answer.over else self.events(lost)), self.tail])
 
     tail = b""
 
     def keepalive(self) -> bytes:
-        """An event of the API's own kind that says nothing; nothing at all behind the last event."""
+        """An empty event of the API's kind; no bytes after the last event."""
         return b"" if self.answer.over else self.waiting()
 
     @abstractmethod
     def waiting(self) -> bytes:
-        """What keeps a client waiting."""
+        """The event that keeps a client waiting."""
 
     @abstractmethod
     def opening(self, event: ServerEvent) -> Iterable[bytes]:
-        """What comes before an event's steps."""
+        """The events before an event's steps."""
 
     @abstractmethod
     def step(self, step: Step) -> Iterable[bytes]:
@@ -67,7 +67,7 @@ class Reply(ABC):
 
     @abstractmethod
     def closing(self, event: ServerEvent) -> Iterable[bytes]:
-        """What comes behind an event's steps."""
+        """The events after an event's steps."""
 
 
 def folded(events: Iterable[ServerEvent]) -> Answer:
@@ -93,14 +93,14 @@ def openai_failure(answer: Answer) -> dict[str, Any]:
 
 
 def anthropic_error(status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
-    """`code` and `param` have a place only where a client acts on them; messages name the field."""
+    """`code` and `param` are included only where a client acts on them; messages name the field."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {"details": {"error_code": code, "unsupported": [param]}} if code == NO_THREADS else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def context_exceeded(prompt_tokens: int, context: int, at_least: bool = False) -> Failed:
-    """A prompt that leaves no room to answer, in words that clients of both kinds look for.
+    """The message for a prompt that leaves no room to answer, with words that clients of both kinds search for.
 
     `at_least`: the prompt has more tokens, which were not counted.
     """
@@ -117,7 +117,7 @@ def queue_full(waiting: int) -> Failed:
 
 
 def error_headers(status: int, retry_after: float = 5) -> dict[str, str]:
-    """Headers that belong to an error: when to come again, or how to log in."""
+    """Headers that belong to an error: when to retry, or how to authenticate."""
     if status in (429, 503):
         return {"Retry-After": str(max(1, round(retry_after)))}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
@@ -140,7 +140,9 @@ def progress(event: PromptProgress, answer: Answer) -> dict[str, Any]:
 
 
 def timings(finish: Finish) -> dict[str, Any]:
-    """What llama.cpp's clients show beside an answer; and where experts are read, those that it asked for."""
+    """The timings that llama.cpp's clients show with an answer, and, if experts are read, counts of the requested
+    ones.
+    """
     asked = finish.asked
     experts = {"hits": asked.hits, "misses": asked.misses, "bytes_read": round(asked.nbytes)}
     return {

@@ -1,6 +1,6 @@
 """/v1/responses with its latest items in memory: a request may name one instead of repeating it.
 
-Clients that let their responses be stored, as OpenAI's API does unless it is told otherwise, name what they were given.
+Clients of OpenAI's API, which stores responses by default, refer to earlier items by id.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

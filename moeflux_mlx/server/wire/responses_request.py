@@ -1,4 +1,4 @@
-"""What a body of /v1/responses asks for: a row of items as messages."""
+"""Reads a body of /v1/responses: turns a list of items into messages."""
 
 import base64
 import binascii
@@ -58,7 +58,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
 
 
 def _echo(fields: Fields) -> dict[str, Any]:
-    """What a response repeats of its request, and what OpenAI's would say where the request is silent."""
+    """The fields of the request that a response repeats, with OpenAI's defaults for missing ones."""
     usual = {"truncation": "disabled", "top_p": 1.0, "temperature": 1.0, "tool_choice": "auto"}
     given = {key: fields.get(key) for key in usual}
     text, metadata = fields.object("text"), fields.object("metadata")
@@ -97,7 +97,7 @@ def _refuse_state(fields: Fields) -> None:
 
 
 def _choice(fields: Fields) -> tools.Choice:
-    """Demanding a tool that a server would run demands nothing of this one."""
+    """A required tool that OpenAI's server would run is ignored here."""
     value = fields.get("tool_choice")
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
@@ -120,7 +120,7 @@ def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
 
 
 class _Turns:
-    """Joins items to turns: what the model thought, said and called between two others is one message."""
+    """Joins items to turns: consecutive thoughts, texts and calls of the model become one message."""
 
     def __init__(self, keep_agent_headers: bool):
         self._keep = keep_agent_headers

@@ -1,4 +1,6 @@
-"""Tools of /v1/responses as functions, and back: a custom tool takes one text, a namespace holds several tools."""
+"""Converts tools of /v1/responses to functions and back: a custom tool takes one text, a namespace contains several
+tools.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 
 @dataclass(frozen=True)
 class Known:
-    """A tool as the client knows it; the model knows it by its flat name."""
+    """A tool as the client names it; the model gets its flat name."""
 
     name: str
     namespace: str | None = None
@@ -26,7 +28,9 @@ def flat(name: str, namespace: str | None) -> str:
 
 
 def offered(body: Fields) -> tuple[list[tools.Tool], dict[str, Known]]:
-    """The functions, and flat name -> what the client knows; tools that a server would run are left out."""
+    """The functions, and a dict from flat name to the client's tool; tools that OpenAI's server would run are left
+    out.
+    """
     functions: list[tools.Tool] = []
     known: dict[str, Known] = {}
     for item in body.objects("tools"):

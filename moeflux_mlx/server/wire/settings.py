@@ -1,4 +1,4 @@
-"""What a request says of how to answer: sampling, limits, reasoning, structure. All APIs spell most of it alike."""
+"""Reads a request's settings: sampling, limits, reasoning, structure. Most are spelled alike in all APIs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from ...errors import BadRequestError
 from ..request import Sampling
 from .fields import LARGEST, Fields, wrong
 
-# What a template is given by the server itself, or what would replace it.
+# Variables that the server itself gives to a template, or that would replace them.
 RESERVED = frozenset(
     (
         *("messages", "tools", "documents", "conversation", "add_generation_prompt", "continue_final_message"),
@@ -40,7 +40,7 @@ def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
 
 
 def _top_p(body: Fields) -> float | None:
-    """None of the probability still leaves the likeliest token; the sampler would take 0 for no limit."""
+    """A top_p of 0 keeps only the likeliest token; the sampler would read 0 as no limit."""
     top_p = body.number("top_p", 0, 1)
     return None if top_p is None else max(top_p, LEAST_TOP_P)
 
@@ -59,7 +59,7 @@ def _logit_bias(body: Fields) -> dict[int, float]:
 
 
 def logprobs(body: Fields) -> int | None:
-    """How many alternatives stand beside each token's log-probability, None if none are asked for."""
+    """The number of alternatives per token's log-probability; None if no log-probabilities are requested."""
     top = body.integer("top_logprobs", 0, 20)
     if body.flag("logprobs"):
         return top or 0
@@ -102,7 +102,7 @@ def stream_options(body: Fields) -> dict[str, Any]:
 
 
 def template_variables(body: Fields) -> dict[str, Any]:
-    """What the request gives to the template, checked; nothing may take the place of what the server gives."""
+    """The request's variables for the template; variables of the server's may not be replaced."""
     if body.get("chat_template") is not None:
         raise BadRequestError("chat_template cannot be sent; the model's own template is used", "chat_template")
     fields = body.object("chat_template_kwargs")
@@ -139,7 +139,7 @@ def thinking_effort(effort: str | None) -> bool | None:
 
 
 def structure(form: Fields | None) -> Mapping[str, Any] | bool | None:
-    """What `response_format` or `text.format` demands, as `Request.schema` has it."""
+    """The schema of `response_format` or `text.format`, in the form of `Request.schema`."""
     kind = form.required_text("type") if form else "text"
     if form is None or kind == "text":
         return None

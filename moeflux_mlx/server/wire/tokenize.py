@@ -1,4 +1,4 @@
-"""/tokenize, as llama.cpp has it: a text in, its token ids out."""
+"""/tokenize, as in llama.cpp: returns the token ids of a text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tools and the choice among them, in the one form that templates and grammars take."""
+"""Tools and the tool choice, in the form that templates and grammars take."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "requir
 
 
 def tool(fields: Fields, schema_key: str = "parameters", name: str | None = None) -> Tool:
-    """A function from its name, description and schema; `name` where it is called otherwise than the client says."""
+    """A function from its name, description and schema; `name` replaces the client's name for it."""
     schema = fields.object(schema_key)
     function: dict[str, Any] = {
         "name": name or fields.required_text("name"),
@@ -77,7 +77,7 @@ def anthropic_choice(body: Fields) -> Choice:
 
 
 def chosen(tools: Sequence[Tool], choice: Choice) -> tuple[Sequence[Tool], str | Sequence[str]]:
-    """The tools that the choice leaves, and what is demanded of the answer; both fit each other."""
+    """The tools that the choice allows, and the matching requirement for the answer."""
     names = [name_of(tool) for tool in tools]
     wanted = choice.mode if not isinstance(choice.mode, str) else choice.allowed or ()
     for name in wanted:
