@@ -1,39 +1,65 @@
 #!/usr/bin/env python3
-"""Whole-model decode and prefill on a GPU, ours beside mlx-lm's, same shapes, 4-bit random weights, one run.
+"""Whole-model prompts and decode on a GPU, ours beside mlx-lm's or mlx-vlm's model of the same shapes, by turns.
 
-    scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--skip-mlx-lm] [--tiles FILE]
+    scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--against mlx-lm|mlx-vlm|none]
+        [--prompt 512 4096] [--rounds 9] [--seconds S] [--tiles FILE]
 
-Every expert is resident. Weights are drawn on the GPU, so nothing is read from disk. Prints a table and ends with
-one JSON line: tokens per second, milliseconds that Python takes to build one token's graph, milliseconds of the
-rest, and operations of that graph that launch work.
+Both models are in memory at once, with every expert. Weights are random, 4 bits in groups of 64, drawn on the GPU, so
+nothing is read from disk except rows of n-gram tables, which are cut to 20,000 rows a head for both (mlx-vlm: in one
+shard, its fastest form). Each round gives a new random prompt to ours, by our `generate_step`, and to the other model,
+by mlx-lm's, which cuts prompts into 2,048 tokens as mlx-vlm's own does. Prints a table for each length of prompt:
+tokens per second of the prompt and of decoding after it (median and quartiles; ratios are taken within a round), and
+peak memory of MLX's arrays, ours also against the plan. Ends with one JSON line, which also has the number of
+operations of one token's graph that launch work.
 """
 
 import argparse
+import copy
+import importlib
 import json
 import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from bench_prompt import print_table, quartiles, random_prompt, spread, turns
 from make_random_model import shrunk
+from mlx.utils import tree_flatten, tree_unflatten
 
 from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.budget import MemoryPlan, plan_memory
+from moeflux_mlx.engine.demand import demand_of
+from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.kernel_cache import compiling
-from moeflux_mlx.engine.random_weights import Shapes, random_records, randomise
+from moeflux_mlx.engine.machine import Figures, machine_figures
+from moeflux_mlx.engine.random_weights import Shapes, random_parts, random_records, randomise
 from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.experts.tables import open_readers
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.model.span import PromptSizes
+from moeflux_mlx.model.tables import Tables
+from moeflux_mlx.model.tensors import needed, stored_as, variant_bytes
 from moeflux_mlx.ops.tiles import CODE, Tiles
+from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
-PROMPT, TOKENS, WARMUP = 512, 96, 16
+TOKENS, WARMUP = 64, 16  # after each prompt; the first ones do not count
+TABLE = {"ngram_vocab_size_base": 20_000, "split_ngram_parts": 1}
+TABLE_QUANT = Quant(4, 32)  # its rows have 160 values
 QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Transpose", "View", "Flatten", "Unflatten")
 
 
@@ -51,81 +77,107 @@ class RandomExperts(MappedExperts):
         return blob
 
 
-def ours(args: ModelArgs, tiles: Tiles = CODE) -> Model:
+def ours(
+    args: ModelArgs,
+    tiles: Tiles = CODE,
+    sizes: PromptSizes = PromptSizes(),  # noqa: B008
+    tables: Tables | None = None,
+) -> Model:
     layout = ExpertLayout.from_args(args)
     quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
     shapes = Shapes(args, layout, quants, mx.bfloat16)
     with compiling(shapes, tiles):
-        model = Model(args, RoutedExperts(RandomExperts(layout)), tiles=tiles)
+        model = Model(args, RoutedExperts(RandomExperts(layout)), sizes=sizes, tiles=tiles, tables=tables)
         randomise(model, "", shapes)
         mx.eval(model.parameters())
     return model
 
 
-def theirs(config: dict) -> object:
-    """mlx-lm's model of the same configuration, quantised as its converter does, layer by layer."""
-    import importlib
+def random_tables(args: ModelArgs) -> Tables | None:
+    """What reads random rows of n-grams from files; None: the model has none."""
+    files = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for layer, part in args.ngrams.items():
+            parts = random_parts(TABLE_QUANT, (part.rows, part.width), mx.bfloat16)
+            rows = np.array(mx.concatenate([values.view(mx.uint8) for values in parts], axis=1))
+            path = Path(folder) / str(layer)
+            path.write_bytes(rows.tobytes())
+            form = RowForm(part.width, TABLE_QUANT, "BF16")
+            files[layer] = TableFiles(form, [0], [[Place(path, 0, rows.shape[1])]], part.rows)
+        return Tables(args.ngrams, open_readers(files)) if files else None  # open files outlive their names
 
-    import mlx.nn as nn
 
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model = module.Model(module.ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
-    predicate = getattr(model, "quant_predicate", None) or (lambda path, m: True)
-    nn.quantize(model, 64, 4, class_predicate=lambda path, m: hasattr(m, "to_quantized") and predicate(path, m))
-    for layer in model.layers:
-        mx.eval(layer.parameters())
+class Logits:
+    """A language model of mlx-vlm, which returns more than logits, in the form of mlx-lm's models."""
+
+    def __init__(self, model: Any):
+        self.model, self.layers, self.make_cache = model, model.layers, model.make_cache
+
+    def __call__(self, tokens: mx.array, cache: list) -> mx.array:
+        return self.model(tokens, cache=cache).logits
+
+
+def theirs(config: dict, package: str = "mlx-lm") -> Any:
+    """The model of mlx-lm or mlx-vlm for the same configuration, quantised as its converter does but with 4 bits
+    wherever that chooses a floating-point format, and with weights as random as ours."""
+    kind, config = config["model_type"], copy.deepcopy(config)
+    if package == "mlx-lm":
+        module = importlib.import_module(f"mlx_lm.models.{kind}")
+        model = module.Model(module.ModelArgs.from_dict(config))
+    else:
+        module = importlib.import_module(f"mlx_vlm.models.{kind}.config")
+        whole = module.ModelConfig.from_dict(config | {"vision_config": {}})
+        module = importlib.import_module(f"mlx_vlm.models.{kind}.language")
+        model = module.LanguageModel(getattr(whole, "text_config", whole))
+        model.config = whole
+    nn.quantize(model, 64, 4, class_predicate=partial(quantised, model))
+    randomise_theirs(model, ModelArgs.from_dict(config).num_experts)
+    return model if package == "mlx-lm" else Logits(model)
+
+
+def quantised(model: nn.Module, path: str, module: nn.Module) -> bool | dict:
+    """Whether a matrix is quantised, and how where that is not the default."""
+    predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+    wanted = hasattr(module, "to_quantized") and predicate(path, module)
+    columns = module.weight.shape[-1] if wanted else 0
+    if not wanted or columns % 32:
+        return False
+    if columns % 64:
+        return {"group_size": 32, "bits": 4}
+    affine = isinstance(wanted, dict) and "bits" in wanted and wanted.get("mode", "affine") == "affine"
+    return wanted if affine else True
+
+
+def randomise_theirs(model: nn.Module, num_experts: int) -> None:
+    """Gives every parameter random values of a trained model's size, one after the other."""
+    casts = getattr(model, "cast_predicate", None) or (lambda path: True)
+    matrices = {path: module for path, module in model.named_modules() if "scales" in module}
+    for module in matrices.values():
+        *rows, words = module.weight.shape
+        shape = (*rows, words * 32 // module.bits)
+        parts = random_parts(Quant(module.bits, module.group_size), shape, mx.bfloat16)
+        module.weight, module.scales, module.biases = parts
+        mx.eval(parts)
+    for name, value in tree_flatten(model.parameters()):
+        path, _, leaf = name.rpartition(".")
+        if leaf == "tid2eid":
+            drawn = mx.random.randint(0, num_experts, value.shape, value.dtype)
+        elif path in matrices or not mx.issubdtype(value.dtype, mx.floating):
+            continue
+        elif value.ndim > 1:
+            drawn = mx.random.normal(value.shape) * value.shape[-1] ** -0.5
+        else:
+            drawn = mx.random.normal(value.shape) * 0.1 + (leaf == "weight")
+        if mx.issubdtype(value.dtype, mx.floating):
+            drawn = drawn.astype(mx.bfloat16 if casts(name) else mx.float32)
+        model.update(tree_unflatten([(name, drawn)]))
     mx.eval(model.parameters())
-    return model
 
 
-def prefill_seconds(model: object, tokens: mx.array) -> tuple[float, list]:
+def launches(model: Any) -> dict[str, int]:
+    """Operations of one token's graph, by name, that are not views; the most frequent first."""
     cache = model.make_cache()
-    start = time.perf_counter()
-    mx.eval(model(tokens, cache=cache)[:, -1])
-    return time.perf_counter() - start, cache
-
-
-def decode(model: object, cache: list) -> dict[str, float]:
-    """Rates of a greedy loop that builds the next token's graph while the GPU computes this one."""
-    build, steps = [], []
-    token = mx.array([[7]])
-
-    def step(token: mx.array) -> mx.array:
-        start = time.perf_counter()
-        out = mx.argmax(model(token, cache=cache)[:, -1], axis=-1)[None]
-        mx.async_eval(out)
-        build.append(time.perf_counter() - start)
-        return out
-
-    token = step(token)
-    for _ in range(WARMUP + TOKENS):
-        start = time.perf_counter()
-        following = step(token)
-        token.item()
-        token = following
-        steps.append(time.perf_counter() - start)
-    alone = synchronous(model, cache)
-    median = statistics.median(steps[WARMUP:])
-    return {
-        "tokens_per_second": 1 / median,
-        "build_and_encode_ms": 1e3 * statistics.median(build[WARMUP:]),
-        "token_ms": 1e3 * median,
-        "token_ms_without_overlap": alone,
-    }
-
-
-def synchronous(model: object, cache: list) -> float:
-    times = []
-    for i in range(24):
-        start = time.perf_counter()
-        mx.eval(mx.argmax(model(mx.array([[i]]), cache=cache)[:, -1]))
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
-
-
-def launches(model: object, cache: list) -> dict[str, int]:
-    """Operations of one token's graph, by name, that are not views."""
+    mx.eval(model(mx.array([[1, 2]]), cache=cache))
     with tempfile.TemporaryDirectory() as folder:
         dot = Path(folder) / "graph.dot"
         mx.export_to_dot(str(dot), model(mx.array([[3]]), cache=cache)[:, -1])
@@ -134,18 +186,81 @@ def launches(model: object, cache: list) -> dict[str, int]:
     for name in names:
         if name not in QUIET:
             counts[name] = counts.get(name, 0) + 1
-    return counts
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def measure(name: str, model: object) -> dict[str, object]:
-    tokens = mx.random.randint(0, 10000, (1, PROMPT))
-    prefill_seconds(model, tokens)
-    seconds, cache = prefill_seconds(model, tokens)
-    result: dict[str, object] = {"prefill_tokens_per_second": PROMPT / seconds, **decode(model, cache)}
-    counts = launches(model, cache)
-    result["launches"] = sum(counts.values())
-    print(f"{name:10s}", {k: round(v, 2) for k, v in result.items()}, flush=True)
-    print(f"{'':10s}", dict(sorted(counts.items(), key=lambda item: -item[1])), flush=True)
+@dataclass
+class Runner:
+    """A model in memory: its `generate_step`, and the bytes that it takes there."""
+
+    model: Any
+    generate: Callable[..., Iterable]
+    nbytes: int
+
+    @classmethod
+    def of(cls, make: Callable[[], Any], generate: Callable[..., Iterable]) -> "Runner":
+        before = mx.get_active_memory()
+        model = make()
+        return cls(model, generate, mx.get_active_memory() - before)
+
+    def run(self, prompt: list[int]) -> dict[str, float]:
+        """Tokens per second of a prompt and of decoding after it, and the peak of this model's memory."""
+        mx.synchronize()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        others = mx.get_active_memory() - self.nbytes
+        times = [time.perf_counter()]
+        for _ in self.generate(mx.array(prompt), self.model, max_tokens=TOKENS):
+            times.append(time.perf_counter())
+        return {
+            "prompt": len(prompt) / (times[1] - times[0]),
+            "decode": 1 / statistics.median(np.diff(times[1 + WARMUP :])),
+            "peak": mx.get_peak_memory() - others,
+        }
+
+
+def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: int) -> MemoryPlan:
+    """The plan for so many tokens with every expert in memory."""
+    demand = demand_of(args, variant_bytes(args, mx.bfloat16), mx.bfloat16, context=tokens, expert_io="mmap", **sizes)
+    return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
+
+
+def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> dict[str, list[dict]]:
+    """What every round gave, by name, after a round that does not count."""
+    runs: dict[str, list[dict]] = {name: [] for name in runners}
+    begin = time.perf_counter()
+    for i in range(-1, options.rounds):
+        prompt = random_prompt(runners["ours"].model, length, seed=i + 1)
+        for name in turns(list(runners), i):
+            run = runners[name].run(prompt)
+            runs[name] += [run] if i >= 0 else []
+            rates = f"prompt {run['prompt']:.1f}, decode {run['decode']:.2f} tokens/s"
+            print(f"{length} tokens, {name}: {rates}" + ("" if i >= 0 else " (warm-up)"), flush=True)
+        if i >= 0 and time.perf_counter() - begin > options.seconds:
+            break
+    return runs
+
+
+def report(runs: dict[str, list[dict]], length: int, plan_bytes: int) -> dict[str, Any]:
+    """Medians and quartiles of one length of prompt, which are printed too."""
+    table, result = [], {"prompt": length, "rounds": len(runs["ours"]), "planned": plan_bytes}
+    for name, rounds in runs.items():
+        own = {key: [run[key] for run in rounds] for key in ("prompt", "decode")}
+        peak = max(run["peak"] for run in rounds)
+        row = {"model": name} | {f"{key} tokens/s": spread(values, 1) for key, values in own.items()}
+        table.append(row | {"peak GB": f"{peak / 1e9:.3f}"})
+        result[name] = {key: quartiles(values) for key, values in own.items()} | {"peak": peak}
+    for name in runs.keys() - {"ours"}:
+        ratios = {
+            key: [mine[key] / other[key] for mine, other in zip(runs["ours"], runs[name], strict=True)]
+            for key in ("prompt", "decode")
+        }
+        table.append({"model": f"ours / {name}"} | {f"{key} tokens/s": spread(ratios[key]) for key in ratios})
+        table[-1]["peak GB"] = f"{result['ours']['peak'] / result[name]['peak']:.3f}"
+        result["ratio"] = {key: quartiles(values) for key, values in ratios.items()}
+    result["peak / planned"] = result["ours"]["peak"] / plan_bytes
+    print(f"{length} tokens; peak / planned {result['peak / planned']:.3f}")
+    print_table(table)
     return result
 
 
@@ -153,21 +268,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--skip-mlx-lm", action="store_true")
+    parser.add_argument("--against", choices=["mlx-lm", "mlx-vlm", "none"], default="mlx-lm", help="(%(default)s)")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512], help="lengths (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a length has no more rounds")
     parser.add_argument("--tiles", default="code", help="auto, code or a file that moeflux tune wrote (%(default)s)")
     options = parser.parse_args()
-    configure_mlx()  # as every command does; mlx-lm runs under the same settings
+    configure_mlx()  # as every command does; the other model runs under the same settings
     config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+    body = config.get("text_config", config)
+    body |= TABLE if TABLE.keys() <= body.keys() else {}
     args = ModelArgs.from_dict(config)
     assert args.moe_layers, "more layers, please: the first ones have no experts"
-    results = {"variant": options.variant, "layers": args.num_hidden_layers, "prompt": PROMPT}
-    if not options.skip_mlx_lm:
-        results["mlx_lm"] = measure("mlx-lm", theirs(config))
-        mx.clear_cache()
-    results["ours"] = measure("ours", ours(args, choose(options.tiles)))
-    if not options.skip_mlx_lm:
-        results["ratio"] = results["ours"]["tokens_per_second"] / results["mlx_lm"]["tokens_per_second"]
-    print(json.dumps(results))
+    runners = {}
+    if options.against != "none":
+        step = importlib.import_module("mlx_lm.generate").generate_step
+        runners[options.against] = Runner.of(lambda: theirs(config, options.against), step)
+    figures = machine_figures()  # of what the other model leaves
+    sizes = planned(args, figures, max(options.prompt) + TOKENS).sizes
+    make = partial(ours, args, choose(options.tiles), sizes, random_tables(args))
+    runners = {"ours": Runner.of(make, generate_step), **runners}
+    rows = []
+    for length in options.prompt:
+        plan = planned(args, figures, length + TOKENS, span=sizes.span, prefill_step_size=sizes.block)
+        rows.append(report(measure(runners, length, options), length, plan.fixed - plan.runtime + plan.experts))
+    total = {}
+    for name, runner in runners.items():
+        counts = launches(runner.model)
+        total[name] = sum(counts.values())
+        print(f"{name}: {total[name]} operations a token, {counts}", flush=True)
+    case = {"variant": options.variant, "layers": args.num_hidden_layers, "span": sizes.span, "block": sizes.block}
+    print(json.dumps(case | {"launches": total, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -64,9 +64,10 @@ def shrunk(config: dict, layers: int | None, experts: int | None) -> dict:
     body = config.get("text_config", config)
     if layers:
         whole, body["num_hidden_layers"] = body["num_hidden_layers"], layers
-        for name, value in body.items():  # layer_types, attn_type_list and the like
-            if isinstance(value, list) and len(value) == whole:
-                body[name] = value[:layers]
+        for part in (body, *(value for value in body.values() if isinstance(value, dict))):
+            for name, value in part.items():  # layer_types, attn_type_list and the like
+                if isinstance(value, list) and len(value) == whole:
+                    part[name] = value[:layers]
         if "first_k_dense_replace" in body:
             body["first_k_dense_replace"] = min(body["first_k_dense_replace"], max(layers - 1, 0))
     if experts:
