@@ -1,6 +1,7 @@
 """Run Mixture-of-Experts language models larger than memory on MLX, streaming experts from disk.
 
-The public names are imported, and MLX with them, when the first of them is used: what needs none starts at once.
+The public names, and MLX with them, are imported when the first of them is used, so commands that need none start at
+once.
 """
 
 from importlib import import_module

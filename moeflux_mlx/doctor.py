@@ -1,4 +1,4 @@
-"""`python -m moeflux_mlx.doctor`: what this machine is, whether it computes rightly, and what it can run."""
+"""`python -m moeflux_mlx.doctor`: describes this machine, checks its values, and lists what it can run."""
 
 import argparse
 import sys

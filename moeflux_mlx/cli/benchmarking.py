@@ -1,4 +1,4 @@
-"""How fast a model runs here, for users: prompts and answers of random tokens, a table, and JSON if it is wanted.
+"""Measures how fast a model runs on this machine: prompts and answers of random tokens, a table, and optionally JSON.
 
 Every length is measured in turn, so that a machine that slows down slows all of them; the table has medians.
 """
@@ -43,9 +43,9 @@ class Measured:
     Args:
         first_token: seconds to the first token.
         decode: tokens per second after it; 0 where there are none.
-        hits: share of the experts of the tokens after the first that were in memory; None where none is read.
-        megabytes: of experts that were read for each of those tokens, in units of 1e6 bytes.
-        gb_per_second: while the drive was reading them.
+        hits: share of requested experts that were in memory, for the tokens after the first; None if none is read.
+        megabytes: experts read per such token, in units of 1e6 bytes.
+        gb_per_second: rate while the drive was reading them.
     """
 
     first_token: float
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def fitting_lengths(options: argparse.Namespace, args: ModelArgs) -> list[int]:
-    """The prompts' lengths that were asked for, or those of the usual ones that fit the model.
+    """The requested prompt lengths, or the default ones that fit the model.
 
     Raises:
         RequestError: one does not fit, or none does.
@@ -193,7 +193,7 @@ def report(
     memory: dict[str, float],
     runs: dict[str, Rounds],
 ) -> dict[str, Any]:
-    """What the line of JSON holds: every round, not medians alone."""
+    """The content of the JSON line: every round, not only medians."""
     args = engine.model.args
     rows = [
         {"prompt_tokens": length, **{name: [asdict(one) for one in rounds[length]] for name, rounds in runs.items()}}

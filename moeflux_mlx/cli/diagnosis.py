@@ -1,4 +1,5 @@
-"""One screen on this machine: what it is, whether its values are right, its disk and memory, what fits, what lacks.
+"""Prints one screen about this machine: what it is, whether its values are right, its disk and memory, what fits, and
+what is missing.
 
 Reads and writes one temporary file to measure the disk; loads no model.
 """
@@ -129,7 +130,7 @@ def hub_folder() -> Path:
 
 
 def missing_lines() -> list[str]:
-    """What is not here, and the command that brings it."""
+    """What is not installed, and the command that installs it."""
     lines = []
     if not native.available() and mx.default_device() == mx.cpu:
         lines.append(f"missing   native CPU kernels: install a C compiler, then {native.reinstall_command()}")

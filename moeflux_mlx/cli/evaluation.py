@@ -1,4 +1,4 @@
-"""What a text says of a model, as a command shows it: a table, a line of JSON, and a chart."""
+"""Prints the evaluation of a model: a table, a line of JSON, and a chart."""
 
 import argparse
 import json
@@ -71,7 +71,7 @@ def read_text(name: str) -> str:
 
 
 def summary(measured: Measured) -> dict[str, Any]:
-    """The figures by name, rounded to what they are good for."""
+    """The figures by name, rounded to their useful digits."""
     result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
     result["perplexity"] = float(f"{measured.perplexity:.6g}")
     result["perplexity_error"] = float(f"{measured.error:.3g}")

@@ -1,4 +1,4 @@
-"""A repository given as a model: its plan is shown before it is downloaded, a large download agreed on, and shown."""
+"""Downloads a repository given as a model: shows its memory plan first, and asks before a large download."""
 
 import argparse
 from pathlib import Path
@@ -21,11 +21,11 @@ ASKED_FROM = 20_000_000_000  # bytes of a download
 
 
 def local_model(options: argparse.Namespace) -> str | Path | None:
-    """The options' model; of a repository whose files are not all here, the folder that they have come to.
+    """The model of the options; a repository with missing files is downloaded first, and the result is its directory.
 
     Raises:
-        ModelFileError: it cannot be had, or the disk is too small. RequestError: it does not fit in memory, or nobody
-            agreed to a large download.
+        ModelFileError: the model cannot be downloaded, or the disk is too small. RequestError: it does not fit in
+            memory, or a large download was not confirmed.
     """
     if not is_remote(options.model):
         return options.model
@@ -41,7 +41,7 @@ def local_model(options: argparse.Namespace) -> str | Path | None:
 
 
 def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
-    """What `plan` would say of memory.
+    """The lines that `plan` prints about memory.
 
     Raises:
         RequestError: it does not fit.

@@ -1,4 +1,4 @@
-"""Preparing several machines: a host file, a look at each by ssh, and the command that starts all ranks."""
+"""Prepares several machines: checks each by ssh, writes a host file, and prints the command that starts all ranks."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ SHOULD_AGREE = ("mlx", "machine", "system")
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host told of itself."""
+    """What a host reported about itself."""
 
     host: str
     facts: dict[str, str | None]
@@ -45,7 +45,7 @@ class HostReport:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks at every host, writes the file and prints the command.
+    """Checks every host, writes the file and prints the command.
 
     Raises:
         RequestError: a host cannot be reached, or cannot run the model with the others.
@@ -105,7 +105,7 @@ def check(reports: Sequence[HostReport], model: str | None) -> None:
 
 
 def command(hostfile: Path, options: argparse.Namespace) -> str:
-    """What starts all ranks; run it where rank 0 is to speak."""
+    """The command that starts all ranks; run it on the machine where rank 0 should print."""
     model = ["--model", options.model] if options.model else []
     launch = ["mlx.launch", "--backend", options.backend, "--hostfile", str(hostfile), "--python", options.python]
     return shlex.join([*launch, "--", "-m", "moeflux_mlx.chat", *model])

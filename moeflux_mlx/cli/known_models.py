@@ -32,12 +32,11 @@ COMFORTABLE = 5.0  # tokens per second, about as fast as people read
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides how fast models run on a machine.
+    """The properties of a machine that determine how fast models run.
 
     Args:
-        figures: its memory.
-        products: bytes of weights that the products of one token go through in a second.
-        disk: bytes that it reads from the disk in a second.
+        figures: its memory. products: bytes of weights per second in the products of one token. disk: bytes per second
+            read from the disk.
         is_measured: whether `disk` was measured or given; otherwise it is `ASSUMED_DISK`.
     """
 
@@ -71,12 +70,14 @@ class Fit:
 
     @property
     def command(self) -> str:
-        """What to type to talk with it."""
+        """The command that starts a chat with it."""
         return f"moeflux chat --model {self.repository or 'DIRECTORY'}"
 
     @property
     def rank(self) -> tuple[int, float]:
-        """The best comes first: of the models that write comfortably fast the largest, then the others by speed."""
+        """The sort key: first the models that are fast enough to read along, the largest first, then the others by
+        speed.
+        """
         speed = self.tokens_per_second
         if speed is None:
             return 2, self.disk_bytes
@@ -124,9 +125,8 @@ def known_models(here: Machine, context: int | None = None) -> list[Fit]:
 
 
 def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
-    """How the variant `name` runs there with activations of `dtype`.
-
-    An MLX checkpoint is used as it lies. A `context` beyond the model's limit becomes that limit.
+    """How the variant `name` runs on the machine with activations of `dtype`. An MLX checkpoint is used in place. A
+    `context` beyond the model's limit becomes that limit.
     """
     args = keeping(ModelArgs.from_variant(name), "auto", None)
     layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)

@@ -20,9 +20,8 @@ TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
 
 
 def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
-    """The model of the options, which is, or has come to, `model`; its tokenizer read.
-
-    With `greeting`, that is said, and how experts are read only where the user decided it or wants to know.
+    """Loads the model of the options, whose directory is `model`, with its tokenizer. `greeting`: prints what is
+    loaded, and how experts are read only if the user chose it or asked for it.
     """
     start = time.perf_counter()
     with Progress("loading", of_bytes=True) as progress:
@@ -81,7 +80,7 @@ def open_optional(
 
 
 def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
-    """A line for each reason why something that was asked for has no effect."""
+    """A line for each option that has no effect, with the reason."""
     given = {
         f"--{name.replace('_', '-')}"
         for name, value in vars(options).items()
@@ -108,10 +107,10 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
 
 
 def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
-    """Where the options want prompts to be kept, if anywhere.
+    """The store of prompts that the options select, or None.
 
     Raises:
-        RequestError: two places, or a size that is none. PromptCacheError: the place cannot be used.
+        RequestError: two places, or an invalid size. PromptCacheError: the place cannot be used.
     """
     file = getattr(options, "prompt_cache_file", None)
     if file is not None and options.prompt_cache_dir is not None:

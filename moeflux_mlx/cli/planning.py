@@ -1,4 +1,4 @@
-"""What a model needs in memory, how it will be read, and how fast the disk lets it run, in lines for people.
+"""Prints how much memory a model needs, how its experts are read, and the speed that the disk allows.
 
 Nothing is loaded. A named variant needs no files at all: its resident weights are counted from the shapes.
 """
@@ -128,9 +128,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def figures(ram_gb: float | None, memory_gb: float | None = None) -> Figures:
-    """This machine's, or one with so much memory: on a Mac with a GPU whose limits are in proportion.
-
-    `memory_gb`: what all of the process may take.
+    """The figures of this machine, or of one with `ram_gb` of memory, on a Mac with proportional GPU limits.
+    `memory_gb`: limit of the whole process.
     """
     nbytes, own = gigabytes("--ram-gb", ram_gb), machine_figures(gigabytes("--memory-gb", memory_gb))
     if nbytes is None:
@@ -166,7 +165,9 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
-    """What tables of n-grams take on the disk, in 4 bits where they are not here, and what a token reads of them."""
+    """Lines on the disk space of tables of n-grams (in 4 bits if they are not local), and on what a token reads of
+    them.
+    """
     forms = {i: RowForm(part.width, Quant(4, SMALL_GROUP), NARROW) for i, part in args.ngrams.items()}
     forms |= {i: files.form for i, files in tables.items()}
     total = sum(part.rows * forms[i].row_bytes for i, part in args.ngrams.items())
@@ -187,8 +188,8 @@ def routed_bytes(args: ModelArgs, layout: ExpertLayout) -> int:
 
 
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
-    """What `disks`, in bytes per second, allow: the time to read all experts, and, where these do not stay in memory,
-    tokens per second at several hit rates.
+    """Lines on what `disks`, in bytes per second, allow: the time to read all experts, and, if these do not stay in
+    memory, tokens per second at several hit rates.
     """
     names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
     seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))

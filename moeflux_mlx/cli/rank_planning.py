@@ -1,4 +1,4 @@
-"""What several machines would make of a model's speed: disks, pools and the link between them, in lines for people.
+"""Prints how fast several machines would run a model: disks, pools and the link between them.
 
 Arithmetic on a plan, for machines that are alike. Computing is left out on both sides, as it is the same.
 """
@@ -15,7 +15,7 @@ from ..formats.record import ExpertLayout
 from ..spec import ModelArgs
 
 MOST_RANKS = 64
-HIT_POWER = 0.4  # of the share of experts that pools hold: what texts of streamed models have shown
+HIT_POWER = 0.4  # relative to the share of experts in the pools: as measured on texts of streamed models
 DRAWS = 4096
 FLOAT_BYTES = 4
 
@@ -34,7 +34,7 @@ class Machines:
 
 
 def machines_of(ranks: int | None, link_us: float, link_gb_per_s: float) -> Machines | None:
-    """What the options say; None: there is one machine.
+    """The machines of the options; None if there is only one.
 
     Raises:
         RequestError: a value is impossible.
@@ -91,14 +91,14 @@ def rank_lines(
 
 
 def _exchange_seconds(args: ModelArgs, machines: Machines, layers: int) -> float:
-    """Of a token: in each layer N - 1 messages, each as long as the rows of the rank that has most."""
+    """Seconds per token: in each layer N - 1 messages, each as long as the rows of the rank with the most."""
     most = _busiest(args.num_experts_per_tok, machines.ranks, 1.0)
     nbytes = math.ceil(most) * args.hidden_size * FLOAT_BYTES
     return layers * (machines.ranks - 1) * (machines.seconds + nbytes / machines.rate)
 
 
 def _token_seconds(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, ranks: int, disk: int) -> float:
-    """Of reading what one token's experts miss, by the rank that misses most in each layer."""
+    """Seconds per token for reading missing experts: in each layer those of the rank that misses most."""
     missing = 1 - _share(plan, layout, ranks) ** HIT_POWER
     record = sum(one.size for one in layout.records.values())
     return _busiest(args.num_experts_per_tok, ranks, missing) * record / disk

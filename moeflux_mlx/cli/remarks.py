@@ -1,4 +1,4 @@
-"""Lines that commands say about a text and what it took."""
+"""Lines that commands print about a text and its computation."""
 
 from ..engine.engine import Engine
 from ..experts.source import ExpertLoader, IoMode
@@ -9,7 +9,7 @@ WORTH_CONVERTING = 0.1  # of the time: below, packed experts would hardly be fel
 
 
 def beyond_plan(engine: Engine, tokens: int) -> str:
-    """What to say of a prompt for which no memory was planned, if it is one."""
+    """A remark if no memory was planned for a prompt of this length."""
     planned, limit = engine.plan.context, engine.model.args.max_position_embeddings
     if tokens <= planned:
         return ""
@@ -28,7 +28,7 @@ def why_cut(args: ModelArgs, prompt_tokens: int, answer_tokens: int) -> str:
 
 
 def worth_converting(engine: Engine, seconds: float) -> str:
-    """What to say after `seconds` of work where packed experts would be faster; empty if nothing."""
+    """A remark after `seconds` of work if packed experts would be faster, else an empty string."""
     share = engine.experts.stats.wait_seconds / seconds if seconds else 0.0
     if not engine.weights.in_place or engine.experts.mode is not IoMode.PREAD or share < WORTH_CONVERTING:
         return ""
@@ -39,7 +39,7 @@ def worth_converting(engine: Engine, seconds: float) -> str:
 
 
 def draft_statistics(drafting: Drafting) -> list[str]:
-    """A line on what came of drafts, if there may be any."""
+    """A line on how many drafts were accepted, if there are drafts."""
     if not drafting.most:
         return []
     taken, steps = f"{drafting.taken} of {drafting.checked} taken", ", ".join(map(str, drafting.steps))
@@ -47,7 +47,7 @@ def draft_statistics(drafting: Drafting) -> list[str]:
 
 
 def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
-    """Lines on what reading experts took."""
+    """Lines on the time and bytes of reading experts."""
     stats = experts.stats
     if experts.slots == 0:
         return [f"expert I/O: {experts.mode.value}"] if verbose else []

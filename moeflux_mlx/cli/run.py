@@ -1,4 +1,4 @@
-"""Runs a command: its errors and warnings are one line each on stderr, its exit code says how it went."""
+"""Runs a command: prints its errors and warnings as one line each on stderr, and returns its exit code."""
 
 import argparse
 import difflib
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about `word`, which is none of those that are known."""
+    """The end of a message about the unknown `word`, with the most similar known one."""
     nearest = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
@@ -74,7 +74,8 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
 
 
 def prepare_streams(writes: bool) -> None:
-    """Lets text be written that a terminal has no letters for, a question mark each, and closed streams be used.
+    """Prepares the standard streams: characters that the terminal cannot show become question marks, and closed streams
+    are replaced.
 
     Raises:
         RequestError: stdout is closed, and the command `writes` to it.
@@ -110,7 +111,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 
 
 def configure_mlx() -> None:
-    """Says how much MLX gathers before it hands work to the GPU, unless the user decided.
+    """Sets how much work MLX gathers before it submits it to the GPU, unless the user has set it.
 
     MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. To hand over a CUDA
     graph costs about as much as ten launches in it, and what comes after the first runs beside the GPU: on an H200 a

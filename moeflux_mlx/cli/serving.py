@@ -1,4 +1,4 @@
-"""Serving a model: what the options of `serve` mean, the start, and the end."""
+"""Serves models: interprets the options of `serve`, starts and stops."""
 
 import argparse
 import asyncio
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 L = TypeVar("L", bound="Listener")
 STOP_SECONDS = 2.0  # that the model's thread has to end
-# After which the thread of the connections lets that of the model go on. Python's own 5 ms cost each token some
-# (results.tsv, "server").
+# The interval after which the thread of the connections yields to that of the model. Python's default of 5 ms costs
+# time per token (results.tsv, "server").
 SWITCH_SECONDS = 0.0002
 LEAST_KEY = 8  # letters of an API key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEMO = "moeflux-demo"
-IDLE_SHARE = 4  # one part in so many of what the plan leaves alone may be held by sessions that nobody uses
+IDLE_SHARE = 4  # unused sessions may take this fraction of the plan's headroom
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until it is told to stop.
+    """Serves until it is stopped.
 
     Raises:
         RequestError: an option is wrong, the port is taken, or the extra [server] is not installed.
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
     each = _each(options)
     for one in each if len(each) > 1 else []:
-        resolve(local_model(one))  # a wrong name is said, and a download agreed on, at the start
+        resolve(local_model(one))  # so that a wrong name, or the question about a download, comes at the start
     loads = {model_name(one.model): partial(_load, one) for one in each}
     return serve_with(Listener, options, read_key(options), loads, greet)
 
@@ -96,9 +96,9 @@ def serve_with(
     """Serves as the options say; returns the exit code.
 
     Args:
-        kind: of listener that is made.
-        key: that requests must carry.
-        loads: the name of each model, and what loads it, in the thread that runs it.
+        kind: class of the listener.
+        key: the key that requests must have.
+        loads: the name of each model, and a function that loads it, called in the thread that runs it.
         ready: called once a model is loaded, with the server's address.
     """
     from ..server.app import Served, make_app
@@ -173,7 +173,7 @@ def _why(error: BaseException | None) -> str:
 
 
 def greet(listener: "Listener", engine: Engine, where: str) -> None:
-    """Tells that the server is ready, and what for."""
+    """Prints that the server is ready, and its address."""
     plan = engine.plan
     pool = f", expert pool {plan.pool / 1e9:.2f} GB" if plan.pool else ""
     note(f"context: {plan.context} tokens for a prompt and its answer{pool}")
@@ -195,7 +195,7 @@ def read_key(options: argparse.Namespace) -> str | None:
     """The API key, if there is one.
 
     Raises:
-        RequestError: the file cannot be used, or one is needed.
+        RequestError: the file cannot be used, or a key is required and missing.
     """
     if options.api_key_file is None:
         if options.host not in LOOPBACK and not options.no_key:
@@ -214,7 +214,7 @@ def read_key(options: argparse.Namespace) -> str | None:
 
 
 def model_name(model: str | None) -> str:
-    """What clients see: no path."""
+    """The name that clients see, without a path."""
     if model is None:
         return DEMO
     path = Path(model).expanduser()
@@ -222,7 +222,7 @@ def model_name(model: str | None) -> str:
 
 
 def defaults_of(options: argparse.Namespace, variables: dict[str, object], engine: Engine) -> "Defaults":
-    """What the options say, and otherwise the model's own generation_config.json; else the likeliest token."""
+    """The defaults of the options, else of the model's generation_config.json, else the likeliest token."""
     from ..server.prepare import Defaults
     from ..server.request import Sampling
     from ..vision.fetch import fetch
@@ -252,20 +252,19 @@ def defaults_of(options: argparse.Namespace, variables: dict[str, object], engin
 
 
 def sessions_of(options: argparse.Namespace, engine: Engine) -> "Sessions":
-    """Several texts in memory, within what the memory plan leaves alone."""
+    """The sessions to keep in memory, within the plan's headroom."""
     from ..server.sessions import Sessions
 
     store = open_store(options, engine)
     if store is not None and hasattr(store, "path"):
-        os.chmod(store.path, 0o700)  # it holds what users wrote
+        os.chmod(store.path, 0o700)  # because the files contain users' texts
     idle = engine.plan.headroom // IDLE_SHARE
     return Sessions(lambda: engine.session(store=store), options.sessions, idle)
 
 
 def admission_of(options: argparse.Namespace, engine: Engine) -> "Admission":
-    """How many requests run at a time: as many as the options say, or as the plan has room for; of several ranks one.
-
-    Their caches have together what the plan leaves to them.
+    """The admission of requests: as many at once as the options say, or as fit the plan; one if there are several
+    ranks. Their caches share the memory that the plan leaves to them.
     """
     from ..server.admission import Admission
 

@@ -1,4 +1,4 @@
-"""What a terminal shows and takes: lines on stderr, progress, interruption."""
+"""Output to a terminal and input from it: lines on stderr, progress, interruption."""
 
 import contextlib
 import resource
@@ -12,14 +12,14 @@ from unicodedata import combining, east_asian_width
 
 from ..errors import RequestError
 
-JUDGED_FROM = 2.0  # seconds of work from which what is left is estimated
+JUDGED_FROM = 2.0  # after this many seconds of work, the remaining time is estimated
 LINES_APART = 30.0  # seconds between lines of progress in a file
-# What would move a terminal's cursor or change its state; a model can be talked into writing it.
+# Characters that move a terminal's cursor or change its state; a prompt can make a model write them.
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
 def note(text: str) -> None:
-    """One line or more on stderr; that nobody can read them is no reason to stop."""
+    """Prints lines on stderr; a closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -28,7 +28,7 @@ def agree(what: str, yes: bool) -> None:
     """Asks on a terminal whether to go on, unless the answer was given with --yes.
 
     Raises:
-        RequestError: the answer is no, or there is nobody to ask.
+        RequestError: the answer is no, or there is no terminal.
     """
     if yes:
         return
@@ -46,21 +46,21 @@ def peak_memory_gb() -> float:
 
 
 def unsafe_letters(out: TextIO) -> dict[int, None]:
-    """What to leave out of a model's text for `out`, as `str.translate` takes it."""
+    """The characters to remove from a model's text for `out`, as `str.translate` takes them."""
     return CONTROLS if out.isatty() else {}
 
 
 class WordWrap:
     """Breaks lines between words at a terminal's edge, in text that comes in pieces; code between ``` is left alone.
 
-    A letter is shown as soon as it comes. A word that turns out too long for its line is taken back to the next one.
+    A character is shown at once. A word that becomes too long for its line is moved to the next one.
     """
 
     def __init__(self) -> None:
         self.line, self.start, self.is_code = "", 0, False  # `start`: of the line's last word
 
     def feed(self, text: str) -> str:
-        """What to write for the next piece."""
+        """The text to write for the next piece."""
         edge = shutil.get_terminal_size().columns
         return "".join(self._letter(letter, edge) for letter in text)
 
@@ -80,7 +80,7 @@ class WordWrap:
         before, self.line, self.start = columns(self.line[: self.start]), self.line[self.start :].lstrip(), 0
         if len(self.line) < 2:
             return f"\n{self.line}"
-        # The cursor goes to where the word began, and what follows is wiped.
+        # The cursor moves to the beginning of the word, and the rest is erased.
         return f"\033[{before + 1}G\033[K\n{self.line}"
 
 
@@ -121,7 +121,7 @@ class Progress:
         self.close()
 
     def update(self, done: int, total: int) -> None:
-        """So much is done; how long the rest will take is told once there is something to judge by."""
+        """Reports the work done; the remaining time is shown once it can be estimated."""
         now = time.perf_counter()
         self._began = self._began or (now, done)
         seconds, advanced = now - self._began[0], done - self._began[1]

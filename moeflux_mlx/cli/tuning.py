@@ -1,4 +1,4 @@
-"""Finds tiles on this GPU and the best size of a pool, shows what was found, and forgets it, in lines for people."""
+"""Finds the best tiles on this GPU and the best size of a pool, and prints or deletes stored results."""
 
 import argparse
 import sys
@@ -142,7 +142,7 @@ def line_of(result: Result) -> str:
 
 
 def spelled(tile: Tile) -> str:
-    """What of it is not 0."""
+    """The fields that are not 0."""
     values = ((one.name, getattr(tile, one.name)) for one in fields(tile))
     return " ".join(f"{name} {value}" for name, value in values if value)
 

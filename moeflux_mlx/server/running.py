@@ -158,7 +158,7 @@ class Running:
 
     def fail(self, error: Exception) -> None:
         self._totals.failed += 1
-        remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may tell what was asked
+        remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may contain the request
         print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
         self._end_with(_failure(error))
 

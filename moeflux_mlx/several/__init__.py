@@ -1,1 +1,1 @@
-"""Makes one model of several processes, each with its own part of the experts: who owns what, and how they agree."""
+"""Runs one model in several processes, each with its own part of the experts."""

@@ -1,9 +1,9 @@
 """Assigns reads of experts to processes that could all read them: first to the one that has the expert in memory,
 otherwise to the one with least to read.
 
-Every process keeps the same account from the routings alone, so that nothing is exchanged for it. It is an account of
-what was dealt out, not of what is in memory: guesses are not in it, and a process that has dropped what the account
-says it has reads it again.
+Every process keeps the same account, from the routings alone, so nothing is exchanged for it. The account says what was
+assigned, not what is in memory: it does not include guesses, and a process that has evicted an assigned record reads it
+again.
 """
 
 from collections import OrderedDict
@@ -14,13 +14,13 @@ import numpy as np
 from ..formats.owners import Owners
 from ..formats.record import Key
 
-SURE = 7 / 8  # of a pool's slots: the others may hold guesses
+SURE = 7 / 8  # share of a pool's slots that the account uses; the others may hold guesses
 
 
 class Dealing:
     """Args:
-    owners: who reads what nobody has, as far as that is even.
-    slots: of each process's pool.
+    owners: who reads an expert that no process has, as long as the work is even.
+    slots: number of slots of each process's pool.
     """
 
     def __init__(self, owners: Owners, slots: Sequence[int]):
@@ -29,7 +29,7 @@ class Dealing:
         self.home: dict[Key, int] = {}
 
     def deal(self, layer: int, ids: np.ndarray) -> np.ndarray:
-        """The process of each of the experts `ids`, in their shape; all of these count as used then."""
+        """Assigns a process to each of the experts `ids`, in their shape, and counts them as used."""
         experts, inverse = np.unique(ids, return_inverse=True)
         ranks = self.expected(layer, experts)
         missing = np.array([(layer, expert) not in self.home for expert in experts.tolist()])
@@ -39,20 +39,24 @@ class Dealing:
         return ranks[inverse].reshape(ids.shape)
 
     def expected(self, layer: int, ids: np.ndarray) -> np.ndarray:
-        """The process that would have each expert if it were asked for alone, int32 [n]."""
+        """The process that each expert would be assigned to if it were requested alone, int32 [n]."""
         homes = self._owners.of(layer, ids)
         known = [self.home.get((layer, expert), -1) for expert in ids.tolist()]
         return np.where(np.array(known, np.int32) < 0, homes, np.array(known, np.int32))
 
     def note(self, layer: int, ids: np.ndarray) -> None:
-        """A prompt has used these experts, each at its owner; those with the most tokens count as used last."""
+        """Records that a prompt has used these experts, each at its owner; those with the most tokens count as used
+        last.
+        """
         experts, counts = np.unique(ids, return_counts=True)
         experts = experts[np.argsort(counts, kind="stable")]
         for expert, rank in zip(experts.tolist(), self._owners.of(layer, experts).tolist(), strict=True):
             self._use((layer, expert), rank)
 
     def _even(self, ranks: np.ndarray, missing: np.ndarray) -> None:
-        """Moves what is to be read from who has most of it for his share to who has least, while that helps."""
+        """Moves reads from the process with the most, relative to its share, to the one with the least, while that
+        helps.
+        """
         shares = np.array(self._owners.shares)
         loads = np.bincount(ranks[missing], minlength=len(shares))
         while True:

@@ -1,8 +1,8 @@
 """The routed experts of a layer over several processes, each with its own part of them on its own disk.
 
-Every process has the router, the attention and the caches; each computes the rows of the experts that it owns, rows are
-gathered, and everybody sums them in the routing's order. So all hold the same numbers, and the bits are those of one
-machine: a row is computed as it is there, and no sum depends on how many processes there are.
+Every process has the router, the attention and the caches. Each computes the rows of the experts that it owns; the rows
+are gathered, and every process sums them in the order of the routing. So all processes hold the same numbers, and the
+bits are those of one machine: each row is computed in the same way, and no sum depends on the number of processes.
 """
 
 from collections.abc import Sequence
@@ -25,25 +25,25 @@ from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered
 
-ROUTING, ROWS = 1, 2  # kinds of messages; the layer is counted from 0 beside them
+ROUTING, ROWS = 1, 2  # kinds of messages, to which the number of the layer is added
 KINDS = 16
-PIECE_WORDS = 1 << 22  # of one message of a prompt: what is in memory twice
+PIECE_WORDS = 1 << 22  # bytes of one message of a prompt, which are in memory twice
 
 
 class RankedExperts:
     """Implements `routing.RoutedExpertsCall` over a group of processes.
 
     Args:
-        source: where this process's experts are; no others are asked for.
-        exchange: with the other processes.
-        owners: who has which experts.
+        source: the source of this process's experts.
+        exchange: the exchange with the other processes.
+        owners: which process owns which experts.
         prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
-        shares_routing: the machines differ, so that everybody takes rank 0's choice of experts, residual and shared
-            expert, which costs one more exchange for each layer.
-        dealing: every process could read every expert, so that what a few tokens need is dealt out.
+        shares_routing: the machines differ, so all ranks use rank 0's choice of experts, residual and shared expert;
+            this takes one more exchange per layer.
+        dealing: assigns the reads of a few tokens, if every process can read every expert.
 
     Attributes:
-        differing: how many tokens' experts this process would have chosen otherwise than rank 0.
+        differing: number of tokens for which this process would have chosen other experts than rank 0.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class RankedExperts:
         self.differing = 0
 
     def _owned(self, layer: int, ids: Sequence[int]) -> list[int]:
-        """Those of `ids` that are this process's."""
+        """The experts among `ids` that this process owns."""
         experts = np.array(ids, np.int64)
         return experts[self.owners.of(layer, experts) == self.rank].tolist()
 
     def _expected(self, layer: int, ids: Sequence[int]) -> list[int]:
-        """Those of `ids` that this process would be asked for."""
+        """The experts among `ids` that this process would compute."""
         if self.dealing is None:
             return self._owned(layer, ids)
         experts = np.array(ids, np.int64)
         return experts[self.dealing.expected(layer, experts) == self.rank].tolist()
 
     def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
-        """The process that computes each pair, the same on all, in the ids' shape."""
+        """The process that computes each pair of token and expert, in the ids' shape; the same on all processes."""
         if self.dealing is not None and len(ids) <= MAX_TOKENS:
             return self.dealing.deal(layer, ids)
         if self.dealing is not None:
@@ -109,7 +109,7 @@ class RankedExperts:
     def _all_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
     ) -> tuple[Any, np.ndarray]:
-        """Every pair's row, and which of them each pair's is, int32 [T, K]."""
+        """The rows of all pairs, and the index of each pair's row, int32 [T, K]."""
         owner = self._dealt(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
@@ -123,11 +123,11 @@ class RankedExperts:
             self._stop_if_wanted()
             rows = self._own_rows(routing, ids, weights, x, mine, watched)
             self._stop_if_wanted()
-        except BaseException as error:  # the others wait for this process's rows and must hear of it
+        except BaseException as error:  # the other processes wait for these rows and must learn of the error
             failure, rows = error, _zeros((len(mine), x.shape[1]), dtype)
         gathered = self._gather(routing.layer, np.stack([ids, owner]), int(counts.max()), rows, failure)
         first, starts = np.argsort(owner.reshape(-1), kind="stable"), np.cumsum(counts) - counts
-        where = np.empty(ids.size, np.int32)  # a rank's rows are followed by nothing, up to the most that one has
+        where = np.empty(ids.size, np.int32)  # each rank's rows are padded to the largest number
         where[first] = np.arange(ids.size) + np.repeat(np.arange(len(counts)) * counts.max() - starts, counts)
         return gathered, where.reshape(ids.shape)
 
@@ -138,7 +138,9 @@ class RankedExperts:
     def _own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
     ) -> Any:
-        """What this process's experts make of the pairs `mine`, [len(mine), H]: of many in x's dtype, else float32."""
+        """The outputs of this process's experts for the pairs `mine`, [len(mine), H]: in x's dtype if there are many,
+        else float32.
+        """
         layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
@@ -147,7 +149,7 @@ class RankedExperts:
             )
             rows = grouped.outputs()
             return view(rows) if isinstance(x, np.ndarray) else rows
-        with self.source.request(layer, own) as lease:  # before what may be wanted next is read
+        with self.source.request(layer, own) as lease:  # before reading ahead
             if len(x) <= MAX_TOKENS:
                 self.lookahead.requested(routing, ids)
             if not len(mine):
@@ -160,7 +162,9 @@ class RankedExperts:
             return rows
 
     def _gather(self, layer: int, agreed: np.ndarray, most: int, rows: Any, failure: BaseException | None) -> Any:
-        """Everybody's rows [size * most, H], in pieces of equal length for all; `agreed` decides whose they are."""
+        """Gathers the rows of all processes, [size * most, H], in pieces of equal length; `agreed` determines the
+        order.
+        """
         on_device = self.exchange.group.on_device and isinstance(rows, mx.array)
         words = _words(rows) if on_device else _host_words(rows)
         step = max(PIECE_WORDS // words.shape[1], 1)
@@ -192,7 +196,7 @@ class RankedExperts:
     def _of_first(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, residual: Array, shared: Array | None
     ) -> tuple[np.ndarray, np.ndarray, Array, Array | None]:
-        """Rank 0's choice, residual and shared expert, in place of one's own."""
+        """Replaces choice, residual and shared expert by those of rank 0."""
         streams: list[Any] = [residual] if shared is None else [residual, shared]
         parts = [ids.astype(np.uint32), weights.view(np.uint32), *(_float32(s).view(np.uint32) for s in streams)]
         gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
@@ -207,7 +211,9 @@ class RankedExperts:
 
 
 def on_host(routing: Routing) -> Routing:
-    """The same routing and guess as numpy's arrays. From a GPU all come at once: each wait costs the most of it."""
+    """The same routing and guess as numpy arrays. From a GPU all arrays come at once, because each wait is
+    expensive.
+    """
     if isinstance(routing.ids, np.ndarray):
         return routing
     routings = [routing, routing.guess] if routing.guess is not None else [routing]

@@ -1,7 +1,7 @@
-"""Any rank but 0: takes every step of rank 0's sessions, and says nothing but its own errors.
+"""The ranks other than 0: they repeat every step of rank 0's sessions, and print only their own errors.
 
-It runs the same sessions on the same tokens, so its caches hold the same numbers. Prompts, chosen tokens and stored
-states come from rank 0; this rank reads no input and keeps no store.
+Such a rank runs the same sessions on the same tokens, so its caches hold the same numbers. Prompts, chosen tokens and
+stored states come from rank 0.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .orders import Order, ReceivedOrder, receive_order
 
 
 class Elsewhere:
-    """Implements `PromptStore` where rank 0 has the real one: there is nothing in it, and nothing is put there."""
+    """An empty `PromptStore`; rank 0 has the real one."""
 
     def candidates(self, tokens: np.ndarray, can_trim: bool) -> list[Candidate]:
         return []
@@ -42,7 +42,7 @@ class FollowSession(Session):
     """The twin of a session of rank 0.
 
     Attributes:
-        is_last: whether the last token that was heard is not to be computed.
+        is_last: whether the last received token must not be computed.
     """
 
     def __init__(self, exchange: Exchange, model: Model, tokenizer: TokenizerWrapper, **options: Any):
@@ -51,7 +51,7 @@ class FollowSession(Session):
         self._settled: bool | None = None
 
     def follow(self, prompt: list[int], boundaries: list[int]) -> None:
-        """Takes the steps of one response. Raises the error that ended it on all ranks."""
+        """Repeats the steps of one response. Raises the error that ended it on all ranks."""
         self.is_last, self._settled, self.exchange.has_ended = False, None, False
         steps = self.respond(prompt, boundaries=boundaries, max_tokens=-1, sampler=self._chosen)
         with contextlib.closing(steps):
@@ -70,7 +70,7 @@ class FollowSession(Session):
         return mx.array([received.values[0]], mx.uint32)
 
     def _expected(self, *orders: Order) -> ReceivedOrder:
-        """Raises RankStopped: rank 0 could not go on. RankError: it said something else."""
+        """Raises RankStopped: rank 0 stopped. RankError: it sent something else."""
         received = receive_order(self.exchange)
         if received.order is Order.SETTLE:
             self._settled = bool(received.values[0])
@@ -104,7 +104,7 @@ class FollowSession(Session):
         self.reuse = Reuse(len(prompt), 0, len(self.tokens))
 
     def restore(self, tokens: list[int], state: bytes, shared: int) -> None:
-        """Becomes what rank 0 loaded; kept states of the first `shared` tokens stay."""
+        """Restores the session that rank 0 loaded; kept states of the first `shared` tokens stay."""
         self._drop_half()
         load_state(self.model, self.cache, state)
         self.points.drop_after(shared)
@@ -116,9 +116,8 @@ class Follower:
     """Carries out rank 0's orders.
 
     Args:
-        model, tokenizer: as every rank has loaded them.
-        exchange: with the others.
-        say: called with this rank's own errors.
+        model, tokenizer: as loaded by every rank.
+        exchange: the exchange with the others. say: called with this rank's own errors.
     """
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper, exchange: Exchange, say: Callable[[str], None]):
@@ -126,7 +125,7 @@ class Follower:
         self.sessions: dict[int, FollowSession] = {}
 
     def run(self) -> int:
-        """Until rank 0 quits; its exit code.
+        """Runs until rank 0 quits; returns the exit code.
 
         Raises:
             RankError: a rank is gone or out of step.

@@ -1,8 +1,8 @@
-"""Several processes that hold parts of one model's experts, and the one thing they do together: gathering bytes.
+"""The processes of one model, and their only joint operation: gathering bytes.
 
-Everybody contributes as many words, everybody gets all of them, by rank. Only gathering is used because its result does
-not depend on how it is done: sums are added in another order by every transport. A message begins with a header that
-tells who is out of step; nothing else of it is believed. It knows neither layers nor models.
+Each process contributes equally many words and gets all of them, in rank order. Only gathering is used, because its
+result does not depend on the transport, while each transport adds sums in another order. A message begins with a header
+that shows which rank is out of step, and is discarded if one is. This module knows neither layers nor models.
 """
 
 import zlib
@@ -16,12 +16,12 @@ from ..errors import RankError
 from ..ops.backend import Array, leave
 
 MAGIC = 0x4D464C52  # "MFLR"
-HEADER = 5  # words: MAGIC, count of the message, its kind, the sender's flag, a sum of what all must agree on
+HEADER = 5  # words: MAGIC, number of the message, its kind, the sender's flag, a checksum of what all must agree on
 FINE, FAILED, STOPPED = 0, 1, 2
 
 
 class Group(Protocol):
-    """The processes. All of them must call `gather` as often and with as many words, in the same order."""
+    """The processes. All of them must make the same calls of `gather`, in the same order, with equally many words."""
 
     @property
     def rank(self) -> int: ...
@@ -31,11 +31,11 @@ class Group(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether messages of MLX's arrays stay where the GPU computes; else they go through numpy's."""
+        """Whether messages are MLX arrays on the GPU; otherwise they are numpy arrays."""
         ...
 
     def gather(self, words: Array) -> Array:
-        """words [n] uint32 of this process -> [size, n], one row of each process, computed; numpy's or MLX's.
+        """words [n] uint32 of this process -> [size, n], one row per process, computed, as numpy or MLX array.
 
         Raises:
             RankError: a process is gone.
@@ -44,10 +44,10 @@ class Group(Protocol):
 
 
 class MlxGroup:
-    """MLX's own (`mx.distributed.init`): ring over TCP, JACCL over Thunderbolt, MPI, or NCCL.
+    """MLX's group (`mx.distributed.init`): ring over TCP, JACCL over Thunderbolt, MPI, or NCCL.
 
-    On a Mac it runs on the CPU's stream between two evaluations: a GPU that waits for another machine's disk would be
-    stopped by the system. NCCL knows the GPU only.
+    On a Mac it runs on the CPU's stream between two evaluations: the system would stop a GPU that waits for another
+    machine's disk. NCCL works only on the GPU.
     """
 
     def __init__(self, group: mx.distributed.Group, backend: str):
@@ -72,7 +72,7 @@ class MlxGroup:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What came of an exchange: every process's words [size, n], as they were given, and flag."""
+    """The result of an exchange: the words [size, n] and the flag of every process."""
 
     words: Any
     flags: tuple[int, ...]
@@ -83,14 +83,15 @@ class Gathered:
 
 
 class Exchange:
-    """Gathers with a header, so that ranks that are out of step are an error and never wrong numbers.
+    """Gathers with a header, so that ranks that are out of step lead to an error and never to wrong numbers.
 
     Attributes:
-        count: of messages so far; the same on all ranks.
-        is_broken: whether the ranks have lost each other, so that nothing may be told any more: transports that have
-            failed before wait for ever.
-        has_ended: whether a layer's exchange has told all ranks to leave the model; reset by whoever begins anew.
-        pending: an exception of this process that waits for an exchange, so that all ranks stop in the same place.
+        count: number of messages so far; the same on all ranks.
+        is_broken: whether the connection has failed, so that nothing may be sent any more: a failed transport may wait
+            forever.
+        has_ended: whether an exchange has told all ranks to leave the model; the next operation resets it.
+        pending: an exception of this process that is raised at the next exchange, so that all ranks stop at the same
+            place.
     """
 
     def __init__(self, group: Group):
@@ -99,17 +100,17 @@ class Exchange:
         self.pending: BaseException | None = None
 
     def take_pending(self) -> BaseException | None:
-        """The exception that waits, which is the caller's to raise."""
+        """Returns and clears the pending exception; the caller must raise it."""
         error, self.pending = self.pending, None
         return error
 
     def __call__(self, kind: int, words: Array, agreed: np.ndarray | None = None, flag: int = FINE) -> Gathered:
-        """Tells the others `words` [n] uint32 and hears theirs.
+        """Sends `words` [n] uint32 and receives those of the others.
 
         Args:
             kind: what the message is about, the same on all ranks.
-            words: numpy's, or MLX's where the group takes them.
-            agreed: what all must have in common; only a checksum of it travels.
+            words: a numpy array, or an MLX array if the group takes these.
+            agreed: data that must be equal on all ranks; only its checksum is sent.
             flag: FINE, FAILED or STOPPED.
 
         Raises:
@@ -130,12 +131,12 @@ class Exchange:
         return Gathered(messages[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
 
     def _gathered(self, header: np.ndarray, words: Any) -> tuple[Any, np.ndarray]:
-        """All messages, and their headers, which alone come to the host where words stay on a device."""
+        """All messages and their headers; if words stay on a device, only the headers come to the host."""
         if isinstance(words, np.ndarray):
             messages: Any = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
             return messages, messages[:, :HEADER]
         messages = self.group.gather(mx.concatenate([mx.array(header), words]))
-        return messages, np.array(mx.contiguous(messages[:, :HEADER]))  # a view would take all of it to the host
+        return messages, np.array(mx.contiguous(messages[:, :HEADER]))  # a view would copy all of it to the host
 
     def _check(self, rank: int, theirs: np.ndarray, own: np.ndarray) -> None:
         if theirs[0] != own[0] or theirs[1] != own[1]:

@@ -1,7 +1,7 @@
-"""What ranks compare before they load a model: that it is the same one, used in the same way.
+"""Compares the ranks' settings before they load a model: it must be the same one, used in the same way.
 
-Everybody hears everything, so a difference is the same error on every rank. Chips and versions of MLX may differ: then
-rank 0's choice of experts is everybody's.
+Every rank gets all settings, so a difference raises the same error everywhere. Chips and versions of MLX may differ;
+then all ranks use rank 0's choice of experts.
 """
 
 import importlib.metadata
@@ -38,16 +38,16 @@ MAY_DIFFER = {"mlx": "MLX versions", "chip": "chips"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank brings.
+    """The settings of a rank.
 
     Args:
         package, mlx, chip, model, dtype: digests of names and versions.
-        rounding: bits that the CPU's products leave of activations.
-        kv_bits: that caches keep of keys and values; 0: they keep them as they are.
-        context: positions that memory is planned for.
-        span, block: the longest that this rank has room for.
-        shares_routing: whether rank 0's choice of experts was asked for.
-        slots: of a pool into which this rank would read any expert; 0: it has its own only, on its disk or in memory.
+        rounding: number of bits to which the CPU's products round activations.
+        kv_bits: number of bits of cached keys and values; 0: unchanged.
+        context: number of positions for which memory is planned.
+        span, block: the largest sizes for which this rank has room.
+        shares_routing: whether the user requested rank 0's choice of experts.
+        slots: number of slots of a pool into which this rank can read any expert; 0: it has only its own experts.
     """
 
     package: int
@@ -69,8 +69,9 @@ NAMES = [field.name for field in fields(Settings)]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks came to: the smallest span and block, what is to be said once, and the slots of all pools, where
-    every rank could read every expert."""
+    """The agreed settings: the smallest span and block, a message to print once, and the slots of all pools if every
+    rank can read every expert.
+    """
 
     span: int
     block: int
@@ -98,22 +99,22 @@ def digests(model: Fingerprint, dtype: mx.Dtype) -> dict[str, int]:
 def _package() -> str:
     try:
         return importlib.metadata.version("moeflux-mlx")
-    except importlib.metadata.PackageNotFoundError:  # run from a folder of sources
+    except importlib.metadata.PackageNotFoundError:  # run from a source directory
         return ""
 
 
 def _chip() -> str:
-    """What decides the last bits: the GPU, or the instructions that the CPU's kernels use."""
+    """What determines the last bits: the GPU, or the CPU's instruction set."""
     if backend.has_kernels():
         return str(mx.device_info()["device_name"])
     return f"{platform.machine()} {native.instruction_paths()[:1]}"
 
 
 def greet(exchange: Exchange, share: int) -> tuple[int, ...]:
-    """The ranks' shares, the first that they tell each other.
+    """Exchanges the ranks' shares in the first message.
 
     Raises:
-        RankError: a share is none, or another version speaks.
+        RankError: a share is invalid, or a rank has another version.
     """
     hello = exchange(HELLO, np.array([PROTOCOL, len(NAMES), share], np.uint32)).words
     for rank, theirs in enumerate(hello.tolist()):
@@ -125,10 +126,10 @@ def greet(exchange: Exchange, share: int) -> tuple[int, ...]:
 
 
 def agree(exchange: Exchange, own: Settings | None) -> Agreement:
-    """Compares the settings of all ranks; None: this one has failed, and the others must hear of it.
+    """Compares the settings of all ranks; None means that this rank has failed, and tells the others.
 
     Raises:
-        RankError: something differs that must not; every rank gets the same message.
+        RankError: settings differ that must be equal; every rank gets the same message.
     """
     words = np.array([0 if own is None else getattr(own, name) for name in NAMES], np.uint32)
     gathered = exchange(SETTINGS, words, flag=FINE if own else FAILED)
@@ -161,7 +162,7 @@ def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
     """Rank 0's tiles of the kernels, which all ranks use.
 
     Raises:
-        RankError: they cannot be read, or are none that a kernel can have.
+        RankError: the tiles cannot be read, or no kernel can have them.
     """
     text = json.dumps(tiles_json(own.found)).encode()
     text += b" " * (-len(text) % 4)

@@ -1,4 +1,4 @@
-"""Joining the processes that run one model together, as `mlx.launch` or a person's MLX_* variables arrange it.
+"""Connects the processes of one model, as arranged by `mlx.launch` or the user's MLX_* variables.
 
 No process knows whether another is alive, and MLX waits without limit: a watchdog ends a process that waits too long.
 """
@@ -19,10 +19,10 @@ from ..process import claim_process
 from .group import Group, MlxGroup
 
 VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES", "nccl": "NCCL_HOST_IP"}
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # what MPI's launchers set
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # variables that MPI's launchers set
 BACKENDS = (*VARIABLES, "mpi")
 JOIN_SECONDS = 120.0
-# Waits until its input ends, as it does when its parent is done or gone.
+# Waits until its input ends, which happens when its parent is done or gone.
 OUTSIDE = """
 import os, select, sys
 if not select.select([sys.stdin], [], [], float(sys.argv[1]))[0]:
@@ -33,10 +33,10 @@ LATE = 75  # exit code of a process that waited too long (EX_TEMPFAIL)
 
 
 def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | None:
-    """The transport that the environment arranges; None: this process is alone.
+    """The transport that the environment selects; None: this process is alone.
 
     Raises:
-        RequestError: half of what a transport needs is set, or what several need.
+        RequestError: the variables of a transport are incomplete, or several are set.
     """
     by_mpi = any(name in environ for name in MPI_RANKS)
     if "MLX_RANK" not in environ:
@@ -56,7 +56,7 @@ def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | No
 
 
 def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Watched | None":
-    """The group that this process belongs to, every gathering watched; None: it is alone.
+    """The group of this process, with a time limit on every gathering; None: this process is alone.
 
     Args:
         environ: the process's environment.
@@ -81,18 +81,17 @@ def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JO
 
 @contextlib.contextmanager
 def _watched_from_outside(seconds: float, message: str) -> Iterator[None]:
-    """What is done inside must be over after so many seconds, or another process kills this one.
-
-    MLX holds on to the interpreter while it waits for a connection, so that no thread of ours runs.
+    """A context manager with a time limit: after it another process kills this one. MLX holds the GIL while it waits
+    for a connection, so a thread could not do this.
     """
     arguments = [sys.executable, "-c", OUTSIDE, str(seconds), str(os.getpid()), message]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE) as outside:
         yield
-        outside.communicate()  # its input ends, and with it its work
+        outside.communicate()  # closing its input ends it
 
 
 class Watchdog:
-    """Ends the process when what it watches takes too long: MLX cannot be interrupted while it waits.
+    """Ends the process when a watched operation takes too long: MLX cannot be interrupted while it waits.
 
     Args:
         end: called with the message; by default it is printed and the process ends at once.
@@ -106,7 +105,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def within(self, seconds: float, message: str) -> Iterator[None]:
-        """What is done inside must be over after so many seconds."""
+        """A context manager whose body must end within `seconds`."""
         self._set(time.monotonic() + seconds, message)
         try:
             yield
@@ -158,6 +157,6 @@ class Watched:
 
 
 def allow(group: Group, seconds: float) -> None:
-    """Lets the next gatherings of a group that is watched wait so long for the others."""
+    """Sets the time limit of the next gatherings of a watched group."""
     if isinstance(group, Watched):
         group.limit = seconds

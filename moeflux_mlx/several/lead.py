@@ -1,7 +1,7 @@
-"""Rank 0 of several: the sessions whose every step the other ranks take too.
+"""Rank 0: makes sessions whose every step the other ranks repeat.
 
-Only this rank has prompts, stores, samplers and users; what it decides it tells before it acts on it. An error that all
-ranks have heard of leaves sessions that go on; any other leaves ranks in different places, and ends them all.
+Only this rank has prompts, stores, samplers and users; it sends each decision before acting on it. After an error that
+all ranks have received, sessions can continue; any other error leaves the ranks in different places, and ends them all.
 """
 
 import itertools
@@ -25,19 +25,19 @@ from ..text.tokenizer import TokenizerWrapper
 from .group import Exchange
 from .orders import Order, send_order
 
-SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest is what a first answer after a pause may wait
-PARTING_SECONDS = 3.0  # in which a command whose ranks have lost each other may end by itself
+SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest nap is the most that a first answer after a pause waits
+PARTING_SECONDS = 3.0  # seconds in which a command with a broken connection may end by itself
 
 
 class Lead:
-    """Tells the others what to do, and keeps them asleep while there is nothing.
+    """Sends orders to the other ranks, and lets them sleep while there is nothing to do.
 
     Args:
         exchange: with the others.
-        end: called with a message when a rank is found gone while nothing is under way; it ends the process.
+        end: called with a message when a rank is found gone while idle; it ends the process.
 
     Attributes:
-        is_shared: whether the others are inside the model, from where only an exchange brings them back.
+        is_shared: whether the others are inside the model, which only an exchange ends.
     """
 
     def __init__(self, exchange: Exchange, end: Callable[[str], None]):
@@ -60,21 +60,21 @@ class Lead:
             self._last_sent = time.monotonic()
 
     def session(self, model: Model, tokenizer: TokenizerWrapper, **options: Any) -> Session:
-        """A new text, whose every step the other ranks take too; `options` as for `Session`."""
+        """Starts a text whose every step the other ranks repeat; `options` as for `Session`."""
         return LeadSession(self, model, tokenizer, **options)
 
     def forget(self, number: int) -> None:
-        """The session will be dropped at the next order; may be called anywhere."""
+        """Drops the session at the next order; may be called anywhere."""
         self._dropped.append(number)
 
     def quit(self, code: int) -> None:
-        """Lets the others end with this exit code, if they still listen."""
+        """Lets the others end with this exit code, if they are still connected."""
         self._over.set()
         with self.lock:
             if not self.exchange.is_broken and not self.is_shared:
                 send_order(self.exchange, Order.QUIT, code)
                 self.exchange.is_broken = True
-        self._idle.join(PARTING_SECONDS)  # while a thread holds on to MPI's group, MLX does not take leave of it
+        self._idle.join(PARTING_SECONDS)  # MLX does not finalise MPI while a thread holds its group
 
     def _keep_asleep(self) -> None:
         nap = SHORTEST_NAP
@@ -129,7 +129,7 @@ class LeadSession(Session):
         return LeadAnswer(self, prompt, boundaries, self._deferred(prompt_progress_callback), max_tokens, choice)
 
     def _sampling(self, sample: Sampler) -> Sampler:
-        """`sample`; that it is called means that the others wait for what it chooses."""
+        """Wraps `sample`; while it runs, the others wait for its choice."""
 
         def chosen(logprobs: Any) -> Any:
             self.lead.is_shared, self.is_awaited = False, True
@@ -140,7 +140,7 @@ class LeadSession(Session):
         return chosen
 
     def _deferred(self, callback: Callable[[int, int], Any] | None) -> Callable[[int, int], None]:
-        """The callback; what it raises waits for an exchange, where the others can receive_order of it."""
+        """Wraps the callback; its exception is raised at the next exchange, where the others learn of it."""
         exchange = self.lead.exchange
 
         def report(done: int, total: int) -> None:
@@ -155,7 +155,7 @@ class LeadSession(Session):
     def _agree_again(self, keep_half: bool) -> None:
         self.is_awaited = False
         if self.lead.is_shared and not self.lead.exchange.has_ended:
-            self.lead.exchange.is_broken = True  # the others are inside the model and cannot receive_order
+            self.lead.exchange.is_broken = True  # the others are inside the model and cannot receive an order
             return
         self.lead.is_shared = False
         if not self.lead.exchange.is_broken:
@@ -166,7 +166,7 @@ class LeadSession(Session):
         if self.store is None:
             super()._reuse(prompt)
             return
-        self.lead.is_shared = False  # the others wait for what is found
+        self.lead.is_shared = False  # the others wait for the result
         super()._reuse(prompt)
         self.lead.is_shared = True
         if self.reuse.disk:
@@ -196,8 +196,8 @@ class LeadSession(Session):
         super().save(path, fingerprint, extra)
 
     def load(self, path: Path, fingerprint: Fingerprint) -> PromptHeader:
-        """As `Session.load`. Raises PromptCacheError: the text has images, too."""
-        if read_prompt_header(path).shifts:  # which a snapshot cannot tell the others
+        """As `Session.load`. Raises PromptCacheError: also, the text has images."""
+        if read_prompt_header(path).shifts:  # which a snapshot does not contain
             raise PromptCacheError(f"{path} is of a text with images, which are off on several ranks; start one")
         self.rewind(len(self.tokens))
         with self.lead.lock:
@@ -222,7 +222,7 @@ class LeadAnswer(Answer):
         self._token: int | None = None  # the last one; None before the first
 
     def advance(self) -> GenerationResponse:
-        """As `Answer.advance`; what a callback or a sampler raised meanwhile ends all ranks' answers."""
+        """As `Answer.advance`; an exception of a callback or a sampler ends the answers of all ranks."""
         session, lead = self.session, self.session.lead
         if self._token is None:
             order, values, payload = Order.RESPOND, [session.number, self._tokens], self._payload

@@ -1,7 +1,7 @@
-"""What rank 0 tells the other ranks: orders of a fixed number of words, and payloads whose length an order states.
+"""The messages of rank 0 to the others: orders of a fixed number of words, and payloads whose length the order states.
 
-Nothing is pickled, and nothing that is out of range is acted on. While there is nothing to do, rank 0 orders naps that
-grow longer, so that nobody burns a core waiting for the network.
+Nothing is pickled, and values out of range are refused. While there is nothing to do, rank 0 orders increasingly long
+naps, so that no rank keeps a core busy waiting for the network.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""This process as one of several that run a model: what it plans, loads and waits for as one of them."""
+"""This process as one of several that run a model: planning, loading and waiting for the others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +27,7 @@ READY = 7  # kind of a message
 OPENING_SECONDS = 600.0  # until all have read the headers of their models, or fetched these
 LEAST_SECONDS = 60.0  # that a rank may be later than the others
 SLOW_DISK = 50e6  # bytes a second; less is taken for a failure
-SLOW_TOKENS = 100.0  # of a span that a layer mixes in a second at least
+SLOW_TOKENS = 100.0  # least number of a span's tokens that a mixer processes per second
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Party:
     slots: tuple[int, ...] = ()
 
     def experts(self, source: ExpertLoader, prefetch: str) -> RankedExperts:
-        """Who computes routed experts, in place of `RoutedExperts`."""
+        """The object that computes routed experts in place of `RoutedExperts`."""
         dealing = Dealing(self.owners, self.slots) if self.slots else None
         return RankedExperts(source, self.exchange, self.owners, prefetch, self.shares_routing, dealing)
 
     @contextmanager
     def loading(self, nbytes: int) -> Iterator[None]:
-        """Loads a model of so many bytes inside, and then waits for the others.
+        """A context manager in which a model of `nbytes` is loaded; at its end it waits for the others.
 
         Raises:
             RankError: another rank could not load it.
@@ -71,14 +71,14 @@ class Party:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes, and how this one takes part.
+    """The processes, and the part of this one.
 
     Args:
         exchange: with the others.
-        share: of the experts that are this rank's, against the others' shares.
-        shares_routing: everybody uses rank 0's choice of experts, as it is wherever machines differ.
-        seconds: that a rank may be later than the others; None: as the plan has it.
-        say: called once with what a user should know.
+        share: this rank's share of the experts, relative to the others' shares.
+        shares_routing: all ranks use rank 0's choice of experts; if the machines differ, they do so anyway.
+        seconds: how much later than the others a rank may be; None: calculated from the plan.
+        say: called once with a message for the user.
     """
 
     exchange: Exchange
@@ -93,7 +93,8 @@ class Ranks:
         return self.exchange.group.rank == 0
 
     def io_mode(self, asked: str, weights: Weights) -> str:
-        """How a rank reads experts: a CPU maps them; otherwise they go into a pool, which may hold all of its own.
+        """The I/O mode of a rank: a CPU maps experts; otherwise they go into a pool, which may hold all of the rank's
+        experts.
 
         Raises:
             RequestError: a mode in which this rank would hold the others' experts too.
@@ -113,7 +114,8 @@ class Ranks:
         plan: Callable[[ExpertLayout, Demand], MemoryPlan],
         tiles: Tiles,
     ) -> "Party":
-        """Plans memory for this rank's experts alone, with the smallest span of all, and compares what must be alike.
+        """Plans memory for this rank's experts, with the smallest span of all ranks, and checks that the ranks'
+        settings agree.
 
         Raises:
             RankError: the ranks cannot run one model, or another has no room. RequestError: this one has none.
@@ -138,7 +140,7 @@ class Ranks:
                 slots=0 if weights.holds_a_share else _slots_to_deal(planned, own),
             )
         except BaseException:
-            with suppress(RankError):  # which tells the others; what is said here is why
+            with suppress(RankError):  # which tells the others; the message here gives the reason
                 agree(exchange, None)
             raise
         agreed = agree(exchange, settings)
@@ -151,5 +153,7 @@ class Ranks:
 
 
 def _slots_to_deal(plan: MemoryPlan, own: ExpertLayout) -> int:
-    """Slots of a pool that takes any expert; 0: it has room for all that is this rank's, which then stays there."""
+    """Slots of a pool that takes any expert; 0 if the pool has room for all experts of this rank, which then stay in
+    it.
+    """
     return 0 if plan.slots >= own.num_experts * len(own.moe_layers) else plan.slots
